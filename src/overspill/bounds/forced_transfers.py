@@ -1,14 +1,14 @@
-"""What single steps with little room force: whole tensors that cross the link, or are made again, between two steps.
+"""Transfers and recomputations of whole tensors that a tight budget forces.
 
-Beside the least that a step needs, some tensors have no room there: each is away as a whole, and comes back between
-that step and its next use. A *window* is the time from the end of one step to the start of another. In the window
-of such a swap the tensor crosses the link, or an op runs again to make it; what that op reads and had no room at the
-window's first step either, crosses the link or is made in the same window. Where an op runs again between two steps,
-what both of them use is there as well, or leaves after the one and is back before the other.
+At a step with little room besides its own needs, some tensors do not fit: each is away as a whole, and comes back
+between that step and its next use. A *window* is the time from the end of one step to the start of another. In the
+window of such a swap the tensor crosses the link, or an op runs again to make it; inputs of that op which do not fit at
+the window's first step either, cross the link or are made in the same window. If an op runs again between two steps,
+the tensors that both of them use are there as well, or leave after the one and are back before the other.
 
-Transfers of different tensors, or of one tensor in windows that do not overlap, are different transfers, and follow
-one another in each direction of the link; so do runs of different ops, and of one op in such windows, between two steps.
-What has not left before the first step without room for it, and is not made again after that, cannot come back.
+Transfers of different tensors, or of one tensor in disjoint windows, are different transfers, and follow one another in
+each direction of the link; so do runs of different ops, and of one op in such windows, between two steps. A tensor that
+has not left before the first step without room for it, and is not recomputed after that, cannot come back.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .linear_program import Terms, added
 from .relaxation import Relaxation
 
 NEIGHBOURS = 8
-"""How many windows' ends are looked at together with one window's start."""
+"""Number of later windows' ends combined with each window's start."""
 DEPTH = 12
-"""How many ops in a row a recomputation in a window is followed back."""
+"""Most ops in a row through which a recomputation in a window is followed back."""
 SHORT = 8
-"""In windows of more steps, there is no question of room for recomputations, and they are followed only as long as …"""
+"""In longer windows, in steps, room for recomputations is not considered, and they are followed only as long as …"""
 MOST_FOLLOWED = 2000
-"""… there are no more windows of recomputations than these."""
+"""… there are at most this many windows of recomputations."""
 NEGLIGIBLE = 1e-5
-"""Share of the step below which a transfer is not looked at."""
+"""Transfers that take less than this share of the step are ignored."""
 
 
 @dataclass(frozen=True)
 class ForcedSwap:
-    """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor."""
+    """A gap whose tensor does not fit at steps `first` and `last`, and maybe between."""
 
     gap: Gap
     first: int
@@ -48,9 +48,9 @@ class ForcedSwap:
 
 @dataclass(frozen=True)
 class _Move:
-    """A transfer of a tensor, `out` or back, or a run of an op, after step `start` and before step `end`.
+    """A transfer (`out` or back), or a run of an op, after step `start` and before step `end`.
 
-    It is made to the share `column`, and takes `time`.
+    It is made to the share in `column`, and takes `time` as a share of the step. `of`: the tensor or op.
     """
 
     of: int
@@ -62,7 +62,7 @@ class _Move:
 
 
 class ForcedTransfers:
-    """The rows of the swaps that a budget forces in a relaxation."""
+    """Adds rows to a relaxation for the swaps that its budget forces."""
 
     def __init__(self, relaxation: Relaxation) -> None:
         self.relaxation, self.recomputations = relaxation, relaxation.recomputations
@@ -79,7 +79,8 @@ class ForcedTransfers:
         self.again: dict[tuple[int, int, int], int | None] = {}  # (op, start, end) -> column, or None: it cannot
 
     def build(self) -> None:
-        """Make the rows."""
+        """Add all rows."""
+        # Rows of single swaps, then of runs and transfers that follow one another.
         self.fixed, self.leaves = self._between()
         for swap in self.swaps:
             self._return(swap)
@@ -107,14 +108,14 @@ class ForcedTransfers:
                 yield ForcedSwap(gap, gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1]))
 
     def _times(self, tensor: int) -> tuple[float, float]:
-        """Time that a transfer takes each way."""
+        """Times of a transfer out and back, as shares of the step."""
         device, nbytes = self.relaxation.device, self.graph.tensors[tensor].nbytes
         return device.offload_seconds(nbytes) / self.relaxation.total, device.prefetch_seconds(
             nbytes
         ) / self.relaxation.total
 
     def _absent(self, tensor: int, step: int) -> bool:
-        """Whether `tensor`, born before `step`, cannot be on the device then."""
+        """Whether `tensor`, made before `step`, cannot be on the device then."""
         touches = self.program.touches[tensor]
         if self.room[step] >= self.graph.tensors[tensor].nbytes or step in touches:
             return False
@@ -131,7 +132,7 @@ class ForcedTransfers:
             self.lp.row([(self.recomputations.reruns[swap.gap], 1.0), (again, -1.0)], lower=0.0)
 
     def _get(self, tensor: int, start: int, end: int, depth: int) -> tuple[int, int | None]:
-        """Columns: that `tensor` crosses the link in the window, and that the op which makes it runs there."""
+        """Columns: `tensor` crosses the link in the window; the op that makes it runs there."""
         key = (tensor, start, end)
         if key not in self.moved:
             movable = self.graph.tensors[tensor].movable
@@ -141,18 +142,19 @@ class ForcedTransfers:
         return self.moved[key], self._run_for(tensor, start, end, depth)
 
     def _run_for(self, tensor: int, start: int, end: int, depth: int) -> int | None:
-        """The column of whether the op that makes `tensor` runs again in the window, or None where it cannot."""
+        """The column of another run in the window of the op that makes `tensor`; None if impossible."""
         op = self.recomputations.maker(tensor, start)
         return None if op is None else self._run(op, start, end, depth)
 
     def _run(self, op: int, start: int, end: int, depth: int) -> int | None:
-        """The column of whether `op` runs again in the window, or None where it cannot."""
+        """The column of another run of `op` in the window; None if impossible."""
         key = (op, start, end)
         if key in self.again:
             return self.again[key]
         column = self.again[key] = self._making_room(op, start, end)
         if column is None:
             return None
+        # Its inputs that are away have to come back too.
         if depth and (end - start <= SHORT or len(self.again) < MOST_FOLLOWED):
             for read in dict.fromkeys(self.graph.ops[op].recompute_reads):
                 if self.program.touches[read] and self._absent(read, start):
@@ -164,7 +166,7 @@ class ForcedTransfers:
     # -- room to run again
 
     def _between(self) -> tuple[list[int], list[list[int]]]:
-        """For each step, bytes that stay on the device until the next, and tensors that could leave in between."""
+        """For each step, bytes that stay until the next, and tensors that could leave in between."""
         always = sum(t.nbytes for t in self.graph.tensors if t.persistent and not t.movable)
         fixed = np.full(self.program.length + 1, always)
         leaves: list[list[int]] = [[] for _ in fixed]
@@ -179,7 +181,7 @@ class ForcedTransfers:
         return [int(nbytes) for nbytes in fixed], leaves
 
     def _making_room(self, op: int, start: int, end: int) -> int | None:
-        """A column for a run of `op` in a window, with what has to leave for it between two steps."""
+        """A column for a run of `op` in a window, with room made for it; None if impossible."""
         if end - start > SHORT:
             return self.lp.variable(1.0)
         excess = {step: self._excess(op, step) for step in range(start, end)}
@@ -193,7 +195,7 @@ class ForcedTransfers:
         return column
 
     def _excess(self, op: int, step: int) -> int:
-        """Bytes by which a run of `op` after `step` is over the budget, if what the next step needs as well stays."""
+        """Bytes over budget of a run of `op` after `step`, if tensors of the next step stay."""
         own = self._own(op)
         there = self.fixed[step] + sum(self.graph.tensors[t].nbytes for t in {*self.leaves[step], *own})
         algorithms, workspace = self.graph.ops[op].algorithms, self.graph.ops[op].workspace_bytes
@@ -201,16 +203,17 @@ class ForcedTransfers:
         return there + workspace - self.relaxation.budget_bytes
 
     def _own(self, op: int) -> set[int]:
-        """Tensors that a recomputation of `op` needs and that are not always there."""
+        """Movable tensors that a recomputation of `op` needs."""
         reads, writes = self.graph.ops[op].recompute_reads, self.graph.ops[op].recompute_writes
         tensors = self.graph.tensors
         return {t for t in (*reads, *writes) if tensors[t].movable}
 
     def _run_between(self, op: int, step: int, over: int) -> int | None:
-        """The column of a run of `op` right after `step`, for which `over` bytes leave and come back around it."""
+        """The column of a run of `op` right after `step`, with `over` bytes away meanwhile; None if impossible."""
         leave = [t for t in self.leaves[step] if t not in self._own(op)]
         if sum(self.graph.tensors[t].nbytes for t in leave) < over:
             return None
+        # The run, and its time; each tensor that leaves for it takes time on the link.
         run = self.lp.variable(1.0)
         spent = [(run, self.relaxation.op_seconds[op] / self.relaxation.total)]
         made_room = []
@@ -231,7 +234,7 @@ class ForcedTransfers:
     # -- the way out
 
     def _departure(self, swap: ForcedSwap) -> None:
-        """A tensor that is not made again after it is first away, is in the store before that."""
+        """Require that a tensor is in the store before it is first away, or recomputed after."""
         gap = swap.gap
         written = [step for step in self.program.written[gap.tensor] if step <= gap.start]
         if not written:  # as it was before the step: the store may have it
@@ -246,15 +249,15 @@ class ForcedTransfers:
     # -- over the end of the step
 
     def _without_room(self, gap: Gap) -> tuple[list[int], list[int]]:
-        """The steps of a gap that wraps which have no room for its tensor: at the end of the step, and at its start."""
+        """Steps in a wrapping gap without room for its tensor, at the end and at the start."""
         lacking = [int(p) for p in np.flatnonzero(self.room < self.graph.tensors[gap.tensor].nbytes)]
         return [p for p in lacking if p > gap.start], [p for p in lacking if p < gap.end]
 
     def _over_the_end(self, gap: Gap) -> None:
-        """A persistent tensor that has no room comes back in each step, and if it was written goes out in each.
+        """Require transfers of a persistent tensor without room: back, and out if written.
 
-        It may be in the store from one step to the next: then it comes back before its first use, and has left, as it
-        is in the end, by the step's end. Else it comes back by the end, or leaves after the start.
+        It may be in the store from one step to the next: then it comes back before its first use, and has left, with
+        its last values, by the step's end. Otherwise it comes back by the end, or leaves after the start.
         """
         tensor, length = gap.tensor, self.program.length
         tail, head = self._without_room(gap)
@@ -264,7 +267,7 @@ class ForcedTransfers:
             self._one_of(tensor, [(written[-1], tail[0])] if tail else [(written[-1], length), (-1, head[0])], out=True)
 
     def _one_of(self, tensor: int, windows: list[tuple[int, int]], *, out: bool) -> None:
-        """The tensor crosses the link in one of `windows`."""
+        """Require that the tensor crosses the link in one of `windows`."""
         moves, time = self.leaving if out else self.coming, self._times(tensor)[0 if out else 1]
         columns = [self.lp.variable(1.0) for _ in windows]
         self.lp.row([(column, 1.0) for column in columns], lower=1.0)
@@ -273,13 +276,13 @@ class ForcedTransfers:
     # -- all together
 
     def _reruns(self) -> list[_Move]:
-        """The runs of ops in windows, in order."""
+        """Runs of ops in windows, in order."""
         seconds, total = self.relaxation.op_seconds, self.relaxation.total
         found = (_Move(*key, c, seconds[key[0]] / total) for key, c in self.again.items() if c is not None)
         return sorted(found, key=_in_order)
 
     def _counts(self, reruns: Sequence[_Move]) -> None:
-        """An op runs again at least as often as in windows that do not overlap."""
+        """Require at least as many runs of an op as in any disjoint windows."""
         of: dict[int, list[_Move]] = defaultdict(list)
         for run in reruns:
             of[run.of].append(run)
@@ -292,7 +295,7 @@ class ForcedTransfers:
             )
 
     def _in_turn(self, moves: Iterable[_Move]) -> Iterable[tuple[Terms, int, int]]:
-        """What follows one another between two steps: between the start of one window and the end of another, all there."""
+        """Sums of times between two steps: of all moves whose windows lie between."""
         moves = sorted(moves, key=_in_order)
         self._nested(moves)
         starts = [move.start for move in moves]
@@ -306,7 +309,7 @@ class ForcedTransfers:
                     yield added((m.column, m.time) for m in _apart(there, end)), move.start, end
 
     def _nested(self, moves: list[_Move]) -> None:
-        """What happens in a window happens in a longer one that starts with it."""
+        """Require that a move in a window is one in a longer window with the same start."""
         before: dict[tuple[int, bool, int], _Move] = {}
         for move in moves:
             key = move.of, move.out, move.start
@@ -320,7 +323,7 @@ def _in_order(move: _Move) -> tuple[int, int]:
 
 
 def _apart(moves: Sequence[_Move], end: int) -> list[_Move]:
-    """Of `moves`, which are in the order of their windows, different ones over by step `end`: of the same in windows apart."""
+    """Moves that end by `end`, in disjoint windows for one tensor or op; `moves` are in order."""
     free: dict[tuple[int, bool], int] = {}
     found = []
     for move in reversed(moves):

@@ -1,4 +1,4 @@
-"""Linear programs in the making: columns and sparse rows, solved by HiGHS."""
+"""Build linear programs from columns and sparse rows, solved by HiGHS."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import highspy
 import numpy as np
 
 Terms = list[tuple[int, float]]
-"""Columns with coefficients."""
+"""Columns with their coefficients."""
 INFINITY = highspy.kHighsInf
 INTEGRAL = 1e-6
-"""What is no further from 0 or 1 counts as such."""
+"""Values this close to 0 or 1 count as integral."""
 ROWS_AN_ITERATION = 50
-"""So many rows take as long to set up as an iteration of the simplex algorithm."""
+"""Setting up this many rows takes as long as a simplex iteration."""
 
 
 class LinearProgram:
-    """A linear program in the making, rows as sparse lists."""
+    """A linear program under construction, with sparse rows."""
 
     def __init__(self) -> None:
         self.cost: list[float] = []
@@ -32,13 +32,13 @@ class LinearProgram:
         self._solver: highspy.Highs | None = None
 
     def variable(self, upper: float = INFINITY, cost: float = 0.0) -> int:
-        """A column in [0, upper]; its index."""
+        """Add a column in [0, upper]; returns its index."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
     def row(self, terms: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY) -> int:
-        """Lower <= sum of coefficient times column <= upper; the row's index."""
+        """Add lower <= sum of coefficient times column <= upper; returns the row's index."""
         for column, value in terms:
             self.columns.append(column)
             self.values.append(value)
@@ -48,7 +48,7 @@ class LinearProgram:
         return len(self.row_lower) - 1
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """The optimum and where it is, or None if there is no solution."""
+        """The optimum and the columns' values there; None without a solution."""
         solver = self._solver = self._solver or self._load()
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
@@ -56,11 +56,11 @@ class LinearProgram:
         return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
 
     def integral_bound(self, columns: Sequence[Sequence[int]], effort: int) -> float | None:
-        """A bound below the optimum where each of `columns` is 0 or 1, or None if there is no solution.
+        """A lower bound on the optimum with each of `columns` 0 or 1; None without a solution.
 
-        Branch and bound (Land and Doig 1960): the node of least bound first, on the column nearest to a half, of the
-        first sequence that has one. It ends after that much `effort`, about one a simplex iteration, with the least
-        bound of what is left.
+        Branch and bound (Land and Doig 1960): the node of least bound first, on the column nearest to a half in the
+        first sequence that has a fractional one. It ends after that much `effort`, about 1 a simplex iteration, with
+        the least bound of open nodes.
         """
         if (found := self.solve()) is None:
             return None
@@ -69,6 +69,7 @@ class LinearProgram:
         left: list[tuple[float, int, dict[int, float], int | None]] = []
         heappush(left, (found[0], 0, {}, _to_branch(columns, found[1])))
         spent, before = 0, set[int]()
+        # Take the open node of least bound, and branch on its column.
         while left:
             bound, _, fixed, column = left[0]
             if column is None or spent > effort:
@@ -106,7 +107,7 @@ class LinearProgram:
 
 
 def _to_branch(columns: Sequence[Sequence[int]], values: Sequence[float]) -> int | None:
-    """Of the first of `columns` that has a value which is not 0 or 1, the column that is nearest to a half."""
+    """The column nearest to a half in the first of `columns` with a fractional one, or None."""
     for among in columns:
         column = min(among, key=lambda c: abs(values[c] - 0.5), default=None)
         if column is not None and INTEGRAL < values[column] < 1 - INTEGRAL:
@@ -115,12 +116,12 @@ def _to_branch(columns: Sequence[Sequence[int]], values: Sequence[float]) -> int
 
 
 def minus(column: int | None) -> list[tuple[int, float]]:
-    """The column taken away, if there is one."""
+    """The column with coefficient -1, if there is one."""
     return [] if column is None else [(column, -1.0)]
 
 
 def added(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Terms of the same column added up, as a row must have them."""
+    """Terms with coefficients of equal columns added up, as a row needs."""
     sums: dict[int, float] = defaultdict(float)
     for column, value in terms:
         sums[column] += value

@@ -1,8 +1,8 @@
-"""What runs again in a relaxation: columns for recomputations, and for the inputs that are kept for them.
+"""Recomputations in a relaxation: columns for ops that run again, and for kept inputs.
 
-An op runs again at least as often as any one of its outputs is rematerialized in different gaps. What a run reads and
-nobody uses any more is itself rematerialized, or has been kept: a tree of inputs for each gap, with sizes that add up to
-no more than what is made from them, and over all trees to no more than an input's own.
+An op runs again at least as often as any one of its outputs is rematerialized in different gaps. Inputs of a run that
+have no later use are themselves rematerialized, or have been kept: a tree of inputs for each gap, with sizes that add
+up to no more than what is made from them, and over all trees to no more than an input's own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from overspill.planning.step_program import Gap, StepProgram
 from .linear_program import LinearProgram, Terms, minus
 
 LARGEST_TREE = 24
-"""How many inputs, and inputs of these, a recomputation is followed to."""
+"""Most inputs, and inputs of these, to which a recomputation is followed."""
 
 
 @dataclass
 class Reruns:
-    """How often an op runs again: the column `runs`, and the steps after and before which all its runs are."""
+    """How often an op runs again: the column `runs`, and the steps between which all its runs lie."""
 
     runs: int
     after: int
@@ -31,7 +31,7 @@ class Reruns:
 
 
 class Recomputations:
-    """The columns of what runs again in a program that recomputes nothing itself; sizes are in shares of `unit` bytes."""
+    """Columns of recomputations in a linear program; sizes are shares of `unit` bytes."""
 
     def __init__(self, program: StepProgram, lp: LinearProgram, unit: float) -> None:
         self.program, self.graph, self.lp, self.unit = program, program.graph, lp, unit
@@ -43,7 +43,7 @@ class Recomputations:
         self.held: list[tuple[int, Gap, float]] = []  # columns of inputs kept for recomputations, and their sizes
 
     def maker(self, tensor: int, step: int) -> int | None:
-        """The op whose recomputation gives `tensor` as it is after `step`, or None where none does."""
+        """The op whose recomputation gives `tensor` with its values after `step`; None if there is none."""
         written = self.program.written[tensor]
         before = bisect_right(written, step)
         if not before or self.graph.tensors[tensor].persistent:
@@ -52,7 +52,7 @@ class Recomputations:
         return op.id if tensor in op.recompute_writes and tensor not in op.recompute_reads else None
 
     def runs(self, op: int, after: int, before: int) -> int:
-        """The column of how often `op` runs again, which may be after step `after` and before step `before`."""
+        """The column of how often `op` runs again, possibly after step `after` and before step `before`."""
         if op not in self.of_op:
             self.of_op[op] = Reruns(self.lp.variable(), after, before)
         known = self.of_op[op]
@@ -60,7 +60,7 @@ class Recomputations:
         return known.runs
 
     def build(self, gaps: Sequence[Gap]) -> None:
-        """Make the columns of all recomputations that may end one of `gaps`."""
+        """Add columns of all recomputations that may end one of `gaps`."""
         by_op: dict[tuple[int, int], Terms] = defaultdict(list)  # (op, output) -> shares of runs at different times
         for gap in gaps:
             op = self.maker(gap.tensor, gap.start)
@@ -70,13 +70,15 @@ class Recomputations:
             self.lp.row([(self.reruns[gap], 1.0), (self.rematerialized[gap], -1.0)], lower=0.0)
             self.runs(op, gap.start, gap.end)
             by_op[op, gap.tensor].append((self.reruns[gap], -1.0))
+        # An op runs at least as often as for each single output.
         for op, tensor, column in self._inputs():
             self.lp.row([(self.of_op[op].runs, 1.0), (column, -1.0), *by_op[op, tensor]], lower=0.0)
         for (op, _), terms in by_op.items():
             self.lp.row([(self.of_op[op].runs, 1.0), *terms], lower=0.0)
 
     def _inputs(self) -> Iterable[tuple[int, int, int]]:
-        """Keep or remake the inputs that are used no more: the ops that run again, for which output, and the columns."""
+        """Keep or remake inputs without later use; yields ops that run again, for which output, and columns."""
+        # An input that several trees share counts in each by a part.
         trees = {gap: self._tree(gap) for gap in self.rematerialized}
         shared = Counter(chain.from_iterable(trees.values()))
         for gap, tree in trees.items():
@@ -99,7 +101,7 @@ class Recomputations:
                     self.lp.row([(column, 1.0), (kept, -1.0), *minus(again)], upper=0.0)
 
     def _tree(self, gap: Gap) -> dict[int, int]:
-        """Inputs that are used no more when a recomputation reads them which the gap may need, with what it makes."""
+        """Inputs without later use that recomputations for the gap may read, with what each makes."""
         tree: dict[int, int] = {}
         pending = [(gap.tensor, gap.start)]
         while pending and len(tree) < LARGEST_TREE:
@@ -114,13 +116,13 @@ class Recomputations:
         return self.graph.tensors[tensor].nbytes
 
     def _gone(self, op: int, after: int) -> list[int]:
-        """What a recomputation of `op` reads and nobody uses after step `after`."""
+        """Inputs of a recomputation of `op` that are not used after step `after`."""
         reads = dict.fromkeys(self.graph.ops[op].recompute_reads)
         return [u for u in reads if not self.graph.tensors[u].persistent and self.program.touches[u][-1] <= after]
 
 
 def _by_reader(tree: Mapping[int, int]) -> dict[int, list[int]]:
-    """What each tensor of a tree is made from, those that are nearest to its root first."""
+    """Inputs of each tensor of a tree, nearest to its root first."""
     found: dict[int, list[int]] = defaultdict(list)
     for tensor, made in tree.items():
         found[made].append(tensor)

@@ -1,9 +1,9 @@
-"""The linear relaxation of a step within a budget: any part of a tensor may be away, whatever the link lets move.
+"""The linear relaxation of a step: any part of a tensor may be offloaded.
 
-Memory is looked at in *sample points*, some of the steps; elsewhere it may exceed the budget. Tensors whose gaps cover
-the same sample points are one *group*, of which any part may be away. The columns of a linear program say how much of
-each group is away at each sample point, how much moves between two of them, and by how much each step starts later than
-without a wait. Recomputations are columns of `recomputations.py`; `step_time.py` makes a bound of it.
+Memory is considered at *sample points*, some of the steps; elsewhere it may exceed the budget. Tensors whose gaps cover
+the same sample points are one *group*, of which any part may be away. Columns of a linear program say how much of each
+group is away at each sample point, how much moves between two of them, and how much later each step starts than without
+waits. Recomputations are columns of `recomputations.py`; `step_time.py` makes a bound of it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .linear_program import INFINITY, LinearProgram, Terms, added, minus
 from .recomputations import Recomputations
 
 SAMPLE_POINTS = 40
-"""In how many steps of about equal distance in time memory is looked at."""
+"""Number of steps, about equally far apart in time, at which memory is considered."""
 Transfers = dict[int, Terms]
-"""Terms by interval: the sample point that begins it, or -1 for the time before the step."""
+"""Terms by interval: the sample point at its start, or -1 for the time before the step."""
 
 
 @dataclass
 class Group:
-    """Gaps that cover the same sample points: `points` in the order of time, those before the end of the step first.
+    """Gaps that cover the same sample points, `points`, those before the step's end first.
 
-    They begin in the interval `begins`. `copied`: the way to the store is paid for here, from the interval `since` on.
+    They begin in the interval `begins`. `copied`: the copy to the store is paid for here, from the interval `since` on.
     `most` is the column of what may leave over the link. `held` are (column, size) of inputs kept for recomputations.
     """
 
@@ -51,7 +51,7 @@ class Group:
 
 
 class Time:
-    """When steps start: after the ops before them, and a delay, a column for each of `positions` and the step's end."""
+    """Start times of steps: the ops before them plus a delay, a column at some positions."""
 
     def __init__(self, lp: LinearProgram, durations: NDArray[np.float64], positions: Collection[int]) -> None:
         self.lp = lp
@@ -65,13 +65,13 @@ class Time:
             previous = column
 
     def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
-        """The sum of `terms` takes no longer than from the start of step `start`, or its end, to the start of `end`."""
+        """Require that `terms` fit between step `start` (its start, or its end) and step `end`."""
         ops = self._span(max(0, start + 1 if after else start), end)
         if sum(value * self.lp.upper[column] for column, value in terms) > ops:
             self.lp.row([*terms, *self._delay(start, end)], upper=ops)
 
     def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
-        """The sum of `terms` is spent between the two steps, beside the ops there."""
+        """Require that `terms` are spent between the two steps, in addition to the ops there."""
         self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
 
     def _delay(self, start: int, end: int) -> Terms:
@@ -83,10 +83,10 @@ class Time:
 
 
 class Relaxation(ABC):
-    """The relaxation of running `program`, which recomputes nothing itself, on `device` within `budget_bytes`.
+    """The relaxation of running `program` on `device` within `budget_bytes`.
 
-    `seconds[i]` is what op `i` takes with its fastest algorithm. In the program, sizes are shares of the budget and times
-    shares of the ops' whole time, so that numbers are near one.
+    The program recomputes nothing itself. `seconds[i]` is the time of op `i` with its fastest algorithm. In the linear
+    program, sizes are shares of the budget and times shares of the ops' whole time, so that numbers are near one.
     """
 
     def __init__(self, program: StepProgram, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
@@ -101,7 +101,7 @@ class Relaxation(ABC):
         self.lp = LinearProgram()
         self.recomputations = Recomputations(program, self.lp, self.unit)
 
-        # What may be away, what each step has with nothing away, and the least that it needs.
+        # What may be away, each step's bytes with nothing away, and the least that it needs.
         dropped = [gap for gap in program.gaps if self._may_be_dropped(gap)]
         never_there = self._never_there_bytes()
         self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
@@ -120,15 +120,15 @@ class Relaxation(ABC):
 
     @abstractmethod
     def _positions(self) -> Iterable[int]:
-        """Decide what counts only as a whole; the steps, beside the sample points, whose start is a column."""
+        """Decide which tensors count only as a whole; returns further steps whose start is a column."""
 
     @abstractmethod
     def _force_transfers(self) -> None:
-        """Make the rows of what single steps force, once those columns are there."""
+        """Add rows for what single steps force, once those columns exist."""
 
     @abstractmethod
     def _spend(self, busy: Transfers) -> None:
-        """Each interval is longer by its recomputations and by what keeps it `busy`: slower algorithms."""
+        """Lengthen each interval by its recomputations and slower algorithms (`busy`)."""
 
     def _build(self) -> None:
         self.recomputations.build(self.gaps)
@@ -149,17 +149,17 @@ class Relaxation(ABC):
     # -- gaps
 
     def _may_be_away(self, gap: Gap) -> bool:
-        """Whether a tensor may be away in a gap, however small it is: because it moves, or because it is made again."""
+        """Whether a tensor of any size may be away in a gap, by a swap or by recomputation."""
         if self._may_be_dropped(gap) or not (gap.wraps or gap.end - gap.start > 1):
             return False
         return self.graph.tensors[gap.tensor].movable or self.recomputations.maker(gap.tensor, gap.start) is not None
 
     def _may_be_dropped(self, gap: Gap) -> bool:
-        """A gap that ends where the tensor is overwritten, and not read."""
+        """Whether a gap ends where the tensor is overwritten without being read."""
         return gap.end < self.program.length and gap.tensor not in self.program.op(self.program.steps[gap.end]).reads
 
     def stays(self, gap: Gap) -> bool:
-        """Whether a tensor cannot be away in a gap: it would have to cross the link between two steps, or cannot move."""
+        """Whether a tensor cannot be away in a gap: no step lies between, or it cannot move."""
         return not (
             self._may_be_away(gap)
             or self._may_be_dropped(gap)
@@ -167,14 +167,14 @@ class Relaxation(ABC):
         )
 
     def _never_there_bytes(self) -> int:
-        """Bytes of tensors that the program counts and that may be in the store for good."""
+        """Bytes of tensors that are never used and may stay in the store for good."""
         touches = self.program.touches
         return sum(t.nbytes for t in self.graph.tensors if t.persistent and t.movable and not touches[t.id])
 
     def _copied_in(self, tensor: int, gaps: Sequence[Gap]) -> dict[Gap, int]:
-        """Those of `gaps` that pay for the way to the store, with the step after which it may begin.
+        """Gaps that pay for the copy to the store, with the step after which it may begin.
 
-        Of the gaps between two writes the longest pays; what is as it was before the step may have a copy.
+        Of the gaps between two writes the longest pays; values from before the step may have a copy already.
         """
         written = self.program.written[tensor]
         found: dict[int, Gap] = {}
@@ -186,7 +186,7 @@ class Relaxation(ABC):
     # -- sample points
 
     def _sample_points(self, count: int) -> list[int]:
-        """Positions in order: in each of `count` equal spans of time the one with most bytes, and where forward ends."""
+        """Positions with most bytes in each of `count` equal spans of time, and forward's end."""
         length = self.program.length
         ends = np.cumsum(self.durations)
         slot = np.minimum((ends - self.durations / 2) / self.total * count, count - 1).astype(int)
@@ -205,7 +205,7 @@ class Relaxation(ABC):
         return self.at[k], self.at[k + 1] if k + 1 < len(self.at) else self.program.length
 
     def _interval_of(self, step: int) -> int:
-        """The interval that `step` lies in."""
+        """The interval that `step` is in."""
         return bisect_right(self.at, step) - 1
 
     # -- what may be away
@@ -230,6 +230,7 @@ class Relaxation(ABC):
         by_tensor: dict[int, list[Gap]] = defaultdict(list)
         for gap in self.gaps:
             by_tensor[gap.tensor].append(gap)
+        # Gaps of tensors, then inputs kept for recomputations.
         for tensor, gaps in by_tensor.items():
             copied = self._copied_in(tensor, gaps)
             for gap in gaps:
@@ -243,7 +244,7 @@ class Relaxation(ABC):
             self._limit(group)
 
     def _limit(self, group: Group) -> None:
-        """What of a group may leave over the link: all but what is recomputed, and what is held for recomputations."""
+        """Limit what may leave over the link to what is neither recomputed nor held for recomputations."""
         terms = [
             (again, self.graph.tensors[gap.tensor].nbytes / self.unit)
             for gap in group.gaps
@@ -257,12 +258,13 @@ class Relaxation(ABC):
     # -- how it moves
 
     def _flow(self, group: Group, leaving: Transfers, coming: Transfers) -> None:
-        """Bytes away at each sample point: what was away before, more what left, less what came back in between.
+        """Balance bytes away at each sample point: those before, plus what left, minus what came back.
 
-        What a gap that wraps has away at the end of one step, it has at the start of the next.
+        Bytes that a wrapping gap has away at the end of one step, it has at the start of the next.
         """
         lp, end_of_step = self.lp, len(self.at)
         stored_between_steps = lp.variable(group.size) if group.wraps else -1
+        # Sample points in order of time, with the end of the step between for a wrapping gap.
         stops = list(group.points)
         if group.wraps:
             stops.insert(sum(k > group.begins for k in stops), end_of_step)
@@ -288,7 +290,7 @@ class Relaxation(ABC):
         leaving: Transfers,
         coming: Transfers,
     ) -> None:
-        """Between two stops in the intervals given, as much more is away `after` as left less than came back."""
+        """Balance one stretch: `after` is `before` plus what leaves minus what comes back in `intervals`."""
         terms = [(after, 1.0), *minus(before)]
         for k in intervals:
             out = self.lp.variable()
@@ -302,7 +304,7 @@ class Relaxation(ABC):
         self.lp.row(terms, lower=0.0, upper=0.0)
 
     def _links(self, leaving: Transfers, coming: Transfers) -> None:
-        """In each interval, each direction of the link moves what its rate allows; one that is half duplex, both."""
+        """Limit transfers of each interval to the link's rate, both directions together if half duplex."""
         out, back = self._link_times()
         for k in range(-1, len(self.at)):
             outward = [(c, out * v) for c, v in leaving.get(k, ())]
@@ -314,7 +316,7 @@ class Relaxation(ABC):
                     self.time.at_most(added(moved), start, end)
 
     def _link_times(self) -> tuple[float, float]:
-        """Time that the budget's size takes on the link, each way."""
+        """Times to move the budget's size out and back, as shares of the step."""
         device = self.device
         return (
             self.unit / device.offload_bytes_per_second / self.total,
@@ -324,7 +326,7 @@ class Relaxation(ABC):
     # -- budget
 
     def _memory(self, k: int, p: int, busy: Transfers) -> None:
-        """At a sample point, what is away and what a smaller workspace saves make up for what is over the budget."""
+        """Require that tensors away and smaller workspaces keep a sample point within budget."""
         terms: Terms = []
         constant = 0.0
         for group in self.groups.values():
@@ -342,6 +344,7 @@ class Relaxation(ABC):
                 self.lp.row([(column, -group.size), *away], lower=-recomputed)
                 self.absent.append(column)
                 terms.append((column, group.size))
+        # Algorithms with less workspace than the chosen one, at most one of them.
         op, chosen = self.program.op(self.program.steps[p]), self.program.algorithm(self.program.steps[p])
         others = []
         for algorithm in op.algorithms:

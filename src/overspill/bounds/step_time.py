@@ -1,4 +1,4 @@
-"""A proven lower bound on a step's time within a budget: the optimum of a linear program that every schedule solves.
+"""A proven lower bound on step time within a budget, by linear programming.
 
 It holds for schedules that `simulate.check` accepts, that run ops in the graph's order, and that move only movable
 tensors. Proof sketch: from such a schedule read off a solution of no more delay than its own.
@@ -43,17 +43,18 @@ from .relaxation import Relaxation, Transfers
 
 LARGE = 0.05
 MOST_WHOLE = 10
-"""Tensors of this share of the budget, and no more than so many, are away as a whole or not at all."""
+"""Tensors of at least this share of the budget, the largest ones, are away as a whole or not at all."""
 SAFETY = 1e-6
-"""Share of the optimum that is given away, for the solver works to a tolerance."""
+"""Share of the optimum that is given away, since the solver works to a tolerance."""
 
 
 def lower_bound_seconds(
     graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float], effort: Effort | None = None
 ) -> float:
-    """A step time that no schedule in the graph's order beats within the budget; the ops' own time at the least.
+    """Seconds that no schedule in the graph's order beats within the budget.
 
-    `seconds[i]` is what op `i` takes with its fastest algorithm; `effort`: how long to branch, without it as usual.
+    At least the ops' own time. `seconds[i]` is the time of op `i` with its fastest algorithm; `effort` limits
+    branching, None for the default.
     """
     program = StepProgram(graph)
     least = sum(seconds)
@@ -64,10 +65,10 @@ def lower_bound_seconds(
 
 
 class StepTimeBound(Relaxation):
-    """The relaxation whose optimum is a bound: recomputations take time, and single steps force transfers."""
+    """The relaxation for the bound: recomputations take time, and single steps force transfers."""
 
     def least_delay(self, effort: Effort) -> float | None:
-        """A share of the ops' time by which every step is longer, or None where no schedule is within the budget."""
+        """The least delay of any schedule, as a share of the ops' time, or None."""
         return self.lp.integral_bound([self.choices, self.absent], effort.simplex_iterations)
 
     def _positions(self) -> Iterable[int]:
@@ -81,12 +82,13 @@ class StepTimeBound(Relaxation):
         self.forced.build()
 
     def _spend(self, busy: Transfers) -> None:
-        """Recomputations take time after their tensors are dropped and before they are needed."""
+        """Require time for recomputations, after their tensors are dropped and before they are needed."""
         released, due = defaultdict[int, Terms](list), defaultdict[int, Terms](list)
         for op, again in self.recomputations.of_op.items():
             term = (again.runs, self.op_seconds[op] / self.total)
             released[self._interval_of(again.after)].append(term)
             due[self._interval_of(again.before - 1)].append(term)
+        # Time spent so far lies between what is due and what is allowed, at every interval's end.
         wanted = allowed = done = None
         for k in range(len(self.at)):
             spent, now = self.lp.variable(), self.lp.variable()

@@ -1,8 +1,8 @@
-"""A lower bound on a whole step that holds for every order of its updates.
+"""A lower bound on the time of a whole step, for any order of its updates.
 
 Two relaxations. The first leaves the updates out: no optimizer state, no time for them, and no gradient outlives
-backward. What remains of any schedule is a schedule of forward and backward, for which `step_time.py` has one; the
-time of updates that ran in between only lengthened it. The second counts bytes. Where an op has no room for all that
+backward. The rest of any schedule is a schedule of forward and backward, for which `step_time.py` has a bound; the time
+of updates that ran in between only lengthened it. The second counts bytes. Where an op has no room for everything that
 outlives the step, the rest is away; each of these tensors is used in every step, so it comes back over the link once a
 step at least, and if it is updated it also leaves once.
 """
@@ -20,13 +20,13 @@ from .step_time import lower_bound_seconds
 
 
 def whole_step_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float]) -> float:
-    """A step time that no schedule of the whole step beats within the budget, whenever it updates."""
+    """Seconds that no schedule of the whole step beats within the budget, whenever it updates."""
     kept = [op.id for op in graph.ops if op.phase is not Phase.UPDATE]
     rest = without_updates(graph, kept)
     compute = sum(seconds)
     moving = forced_link_seconds(graph, device, budget_bytes)
-    # A transfer beside compute takes a share of it; one that compute waits for takes all of its time. What it slows an
-    # op down by is itself time in which it runs, hence the denominator.
+    # A transfer concurrent with compute takes a share of it; one that compute waits for takes all of its time. The time by which it
+    # slows down an op is itself time in which it runs, hence the denominator.
     share = device.transfer_compute_share / (1 + device.transfer_compute_share)
     return max(
         compute + share * moving,
@@ -36,20 +36,21 @@ def whole_step_bound_seconds(graph: Graph, device: Device, budget_bytes: int, se
 
 
 def without_updates(graph: Graph, kept: Sequence[int]) -> Graph:
-    """The ops `kept` of `graph`, numbered anew, and only the persistent tensors that they use or that cannot move."""
+    """The ops `kept` of `graph`, without persistent tensors that only others use, unless immovable."""
     used = {t for op in kept for t in (*graph.ops[op].reads, *graph.ops[op].writes)}
     tensors = (replace(t, persistent=t.persistent and (t.id in used or not t.movable)) for t in graph.tensors)
     return replace(graph, tensors=tuple(tensors), ops=numbered(graph.ops[op] for op in kept))
 
 
 def forced_link_seconds(graph: Graph, device: Device, budget_bytes: int) -> float:
-    """Seconds for which the busier direction of the link (of a half-duplex link, the link) is in use at least."""
+    """Least seconds of use of the link's busier direction (if half duplex, of the link)."""
     program = StepProgram(graph)
     tensors = graph.tensors
     away_somewhere = {gap.tensor for gap in swappable_gaps(program)}
     moving = {t.id: t.nbytes for t in tensors if t.persistent and t.id in away_somewhere}
     fixed = sum(t.nbytes for t in tensors if t.persistent and not t.movable)
     total, away = sum(moving.values()), 0
+    # Most bytes that must be away at some op.
     for op in graph.ops:
         own = dict.fromkeys((*op.reads, *op.writes))
         others = total - sum(moving.get(t, 0) for t in own)

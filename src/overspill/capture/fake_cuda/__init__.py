@@ -1,1 +1,1 @@
-"""What CUDA would run, on fake CPU tensors: op sets, shapes, lower precision, workspaces."""
+"""What CUDA would run, on fake CPU tensors: ops, shapes, autocast, workspaces."""

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - the signatures are those of ops, and of what a dispatched op has
-"""Attention as CUDA computes it: which kernel, what goes into it, and what its backward takes besides the gradients."""
+"""Attention as CUDA computes it: choice of kernel, its inputs, and scratch of its backward."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`, on CUDA."""
+    """Scaled dot product attention on CUDA (aten/src/ATen/native/transformers/attention.cpp)."""
     kernel = attention_kernel(query, key, value, attn_mask, dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, _minus_infinity(query))
+    # Flash attention pads heads to multiples of 8; the efficient kernel pads the mask.
     if kernel == "flash":
         width = query.shape[-1]
         if width % 8:
@@ -57,7 +58,7 @@ def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, *, is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> str:  # fmt: skip
-    """Which kernel CUDA chooses: `flash`, `efficient` or `math`; torch tries them in this order.
+    """The kernel that CUDA chooses: `flash`, `efficient` or `math`, tried in this order.
 
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`. cuDNN's, which newer releases prefer on
     Hopper and Blackwell, keeps the same tensors for backward as flash attention does.
@@ -77,7 +78,7 @@ def _can_use_flash(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, *, is_causal: bool,
     enable_gqa: bool,
 ) -> bool:  # fmt: skip
-    """sdp_utils.cpp, `can_use_flash_attention`."""
+    """Whether flash attention takes these inputs (sdp_utils.cpp, `can_use_flash_attention`)."""
     tensors, capability, width = (query, key, value), CAPABILITY.get(), query.shape[-1]
     if not torch.backends.cuda.flash_sdp_enabled() or capability < (8, 0) or mask is not None:
         return False
@@ -88,6 +89,7 @@ def _can_use_flash(
         return False  # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
     if is_causal and query.shape[-2] != key.shape[-2]:
         return False  # check_flash_causal_non_square_seqlens
+    # Heads must match, or be shared by groups of queries.
     if enable_gqa:
         heads = key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
     else:
@@ -96,13 +98,14 @@ def _can_use_flash(
 
 
 def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """sdp_utils.cpp, `can_use_mem_efficient_attention`, `minimum_gemm_alignment`."""
+    """Whether memory-efficient attention does (`can_use_mem_efficient_attention`, `minimum_gemm_alignment`)."""
     tensors, capability = (query, key, value), CAPABILITY.get()
     if not torch.backends.cuda.mem_efficient_sdp_enabled() or capability < (5, 0):
         return False
     dtypes = {torch.float32, torch.float16} | ({torch.bfloat16} if capability >= (8, 0) else set())
     if query.dtype not in dtypes or any(t.dtype is not query.dtype for t in tensors):
         return False
+    # Head sizes must be aligned, for tensor cores more so.
     alignment = 4 if capability >= (8, 0) else 1
     if capability >= (8, 0) or (capability >= (7, 0) and query.dtype in HALF):  # tensor cores
         alignment = max(alignment, 8 if query.dtype in HALF else 4)
@@ -112,7 +115,7 @@ def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
 
 
 def _is_dense(tensors: tuple[Tensor, ...], mask: Tensor | None, *, any_stride_of_one: bool) -> bool:
-    """sdp_utils_cpp.h: equal batches, no empty sequences, and values of one row side by side."""
+    """Whether batches are equal, no sequence is empty and rows are contiguous (sdp_utils_cpp.h)."""
     query, key, value = tensors
     if not query.shape[0] == key.shape[0] == value.shape[0] or 0 in {query.shape[-2], key.shape[-2]}:
         return False
@@ -121,7 +124,7 @@ def _is_dense(tensors: tuple[Tensor, ...], mask: Tensor | None, *, any_stride_of
 
 
 def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """attention.cpp, `preprocess_mask`: rows that do not start at multiples of 8 are padded, then all is expanded."""
+    """The mask with rows padded to multiples of 8, then expanded (attention.cpp, `preprocess_mask`)."""
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
         width = mask.shape[-1]
         mask = torch.nn.functional.pad(mask, (0, 8 - width % 8))[..., :width]
@@ -133,15 +136,16 @@ def math_attention(
     is_causal: bool = False, dropout_mask: Tensor | None = None, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """attention.cpp, `_scaled_dot_product_attention_math`.
+    """Attention from elementary ops (attention.cpp, `_scaled_dot_product_attention_math`).
 
-    torch's own adds the mask out of place where it meets tensor subclasses; on plain tensors it adds in place.
+    For tensor subclasses torch adds the mask out of place; on plain tensors, as here, in place.
     """
     dtype = query.dtype
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
     factor = (scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
     query = query * factor
+    # Mask, heads that share keys, then scores, softmax and dropout.
     if is_causal:
         seen = torch.ones((query.shape[-2], key.shape[-2]), dtype=torch.bool, device=query.device).tril()
         attn_mask = torch.where(seen, 0.0, _minus_infinity(query))
@@ -165,9 +169,11 @@ def math_attention(
 
 
 def efficient_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """transformers/cuda/attention_backward.cu, `_efficient_attention_backward`: `delta`, the row sums of
-    `grad_out * out`. In half precision the kernel computes them, and has float accumulators for the gradients; in
-    float32 the product is made first, then its sums, then their transposed copy.
+    """Scratch of efficient attention's backward: row sums, and accumulators in half precision.
+
+    transformers/cuda/attention_backward.cu, `_efficient_attention_backward`: `delta`, the row sums of `grad_out * out`.
+    In half precision the kernel computes them, and has float accumulators for the gradients; in float32 the product is
+    made first, then its sums, then their transposed copy.
     """
     query, key, value = args[1:4]
     rows = prod(query.shape[:-1])
@@ -180,8 +186,10 @@ def efficient_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def flash_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and the float accumulator of dq, both with
-    rows rounded up to 128, and dq's width to 32, beyond 128 to 64; dk and dv of every head where heads share keys.
+    """Scratch of flash attention's backward: row sums, and float accumulators of gradients.
+
+    transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and the float accumulator of dq, both with rows
+    rounded up to 128, and dq's width to 32, beyond 128 to 64; dk and dv of every head where heads share keys.
     """
     query, key, value = args[1:4]
     batch, heads, rows, width = query.shape
@@ -194,20 +202,20 @@ def flash_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def safe_softmax(args: Any, kwargs: Any, result: Tensor) -> Wanted:
-    """attention.cpp, `_safe_softmax`: the plain softmax, and a byte a value for which of them are masked."""
+    """Scratch of `_safe_softmax`: a plain softmax, and a mask of one byte a value (attention.cpp)."""
     return [(0, Scratch("bytes", (result.numel() * (result.element_size() + 1),), ""))]
 
 
 def fast_attention(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """transformers/cuda/attention.cu, `native_multi_head_attention_cuda`, the path of inference."""
+    """Scratch of inference's fused attention (transformers/cuda/attention.cu, `native_multi_head_attention_cuda`)."""
     return [(9, Scratch("bytes", (_inside_attention(args[0], args[4], mask=args[9] if len(args) > 9 else None),), ""))]
 
 
 def fast_encoder_layer(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/transformers/transformer.cpp, `transformer_encoder_layer_forward`.
+    """Scratch of the fused encoder layer: attention, or the feed-forward layers if larger.
 
-    Attention on the normalised input, then the hidden values and the output of the two layers behind it, beside what
-    is added to them.
+    aten/src/ATen/native/transformers/transformer.cpp, `transformer_encoder_layer_forward`. The feed-forward part has
+    hidden values and output of two layers, and what is added to them.
     """
     x, heads, norm_first, hidden = args[0], args[2], int(args[8]), args[14].shape[0]
     unit = x.numel() * x.element_size()
@@ -218,7 +226,7 @@ def fast_encoder_layer(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def _inside_attention(x: Tensor, heads: int, *, mask: Tensor | None) -> int:
-    """Queries, keys and values, what fused attention makes of them, and its projection; with a mask, scores twice."""
+    """Bytes of queries, keys, values, fused attention and projection; with a mask, twice the scores."""
     unit = x.numel() * x.element_size()
     if mask is None:
         return 5 * unit

@@ -1,8 +1,8 @@
-"""CUDA's autocast rules on fake CPU tensors: which ops run in lower precision, which in float32.
+"""CUDA's autocast rules on fake CPU tensors: ops in lower precision, in float32, or promoted.
 
-aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.14. Inside `cuda_autocast()` every op that has a rule
-for CUDA gets it on the CPU's autocast key, and every op that has a rule for the CPU alone loses it. Where both run an
-op in lower precision, the CPU's own kernel stays: it casts the same arguments and keeps them in the same cache.
+aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.14. Inside `cuda_autocast()` every op with a rule for
+CUDA has it on the CPU's autocast key, and every op with a rule for the CPU alone loses it. If both run an op in lower
+precision, the CPU's own kernel stays: it casts the same arguments and keeps them in the same cache.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ BANNED = ("binary_cross_entropy",)
 
 
 class _Casts:
-    """Weights in lower precision, cast once a region (autocast_mode.cpp, `cached_cast`)."""
+    """Weights in lower precision, cast once in each region (autocast_mode.cpp, `cached_cast`)."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def clear(self) -> None:
-        """Forget all: the region is over."""
+        """Forget all casts: the region ends."""
         self._known.clear()
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in the region's dtype."""
+        """`tensor` in the region's dtype; a weight's cast is kept."""
         dtype = torch.get_autocast_dtype("cpu")
         if not _eligible(tensor) or tensor.dtype is dtype:
             return tensor
@@ -94,7 +94,7 @@ def _float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with `cast` applied to the tensors in it."""
+    """`value` with `cast` applied to all tensors in it."""
     if isinstance(value, torch.Tensor):
         return cast(value)
     if isinstance(value, (list, tuple)):
@@ -164,13 +164,13 @@ def _banned(*_: Any, **__: Any) -> Any:
 
 
 def overload(name: str) -> Any:
-    """The aten op called `name`, as autocast_mode.h names them: `prod` or `prod.dim_int`."""
+    """The aten op with this name, as in autocast_mode.h: `prod` or `prod.dim_int`."""
     packet, _, variant = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), variant or "default")
 
 
 def _rules(casts: _Casts) -> dict[str, Callable[..., Any]]:
-    """What runs for each op that CUDA's autocast knows and the CPU's does not treat alike."""
+    """Replacements of ops for which CUDA's autocast differs from the CPU's, by name."""
     here = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")  # a torch without CUDA has them too
     rules: dict[str, Callable[..., Any]] = {}
     for name in LOWER:
@@ -186,9 +186,10 @@ def _rules(casts: _Casts) -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def _registered(casts: _Casts) -> Iterator[None]:
-    """CUDA's rules on the CPU's autocast key."""
+    """Register CUDA's rules on the CPU's autocast key, inside the block."""
     rules = _rules(casts)
     library = torch.library.Library("aten", "IMPL")
+    # Ops with a rule for the CPU alone lose it.
     others = {
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY)
@@ -209,7 +210,7 @@ def _registered(casts: _Casts) -> Iterator[None]:
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Inside, `torch.autocast("cuda")` casts as CUDA's does, for tensors that are really fake CPU ones."""
+    """Make `torch.autocast("cuda")` cast fake CPU tensors as CUDA does, inside the block."""
     casts = _Casts()
     original, clear = torch.autocast.__init__, torch.clear_autocast_cache
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -233,6 +234,7 @@ def cuda_autocast() -> Iterator[None]:
         casts.clear()
         clear()
 
+    # torch's questions about cuda are answered with the CPU's state.
     replaced = [
         (torch.autocast, "__init__", init, original),
         (torch, "is_autocast_enabled", is_enabled, enabled),

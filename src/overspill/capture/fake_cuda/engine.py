@@ -1,4 +1,4 @@
-"""What autograd's engine does in place on plain tensors, and out of place on tensor subclasses, which fake ones are.
+"""In-place ops of autograd's engine, which does them out of place on fake tensors.
 
 torch/csrc/autograd/input_buffer.cpp, `accumulate`: where gradients meet, the second is added to the first in place if
 nothing else holds that. torch/csrc/autograd/FunctionsManual.cpp, `index_backward`: values go into fresh zeros in place.
@@ -24,10 +24,10 @@ _ONE_TENSOR, _ONE_STORAGE = 4, 2
 
 
 def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> Any:
-    """The op that the engine would run instead of `func` were its tensors plain, or None.
+    """The in-place op that the engine would run for plain tensors instead of `func`, or None.
 
-    `made_by` gives the autograd node that made a tensor: an addition of two that the running node made is part of its
-    own formula.
+    `made_by` gives the autograd node that made a tensor: adding two tensors of the running node is part of its own
+    formula.
     """
     instead = _IN_PLACE.get(func)
     if instead is None or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
@@ -37,6 +37,7 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
         return None
     if func is aten.index_put.default:
         return instead if node.name() == "IndexBackward0" else None
+    # Gradients that meet: added in place if nothing else holds the first.
     old, new = args
     if not isinstance(old, FakeTensor) or not isinstance(new, FakeTensor) or old.shape != new.shape:
         return None
@@ -49,7 +50,7 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
 
 
 def called_by_engine() -> bool:
-    """Whether C++ dispatches: no Python of a hook or of a function's own backward lies between it and the engine."""
+    """Whether the engine itself dispatches, without Python of a hook or a custom backward between."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back
@@ -57,7 +58,7 @@ def called_by_engine() -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of `tensor` lie side by side, in some order of dimensions, each once."""
+    """Whether the elements of `tensor` are contiguous in some order of dimensions, without overlap."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

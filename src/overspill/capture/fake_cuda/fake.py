@@ -1,9 +1,8 @@
-"""Fake tensors fast enough to trace a training step in a fraction of a second.
+"""A fast FakeTensorMode, to trace a training step in a fraction of a second.
 
-torch's FakeTensorMode computes the shapes of every op in Python. A training step asks the same questions over and over
-(each block of a ResNet, each iteration of a loop), and torch's own cache of the answers costs more to look into than
-our recorder does altogether. `FastFakeMode` remembers answers under a leaner key, for the plain cases only; everything
-else goes to torch.
+torch's FakeTensorMode computes the shapes of every op in Python. A training step repeats the same ops (each block of a
+ResNet, each iteration of a loop), and a look into torch's own cache costs more than all of our recorder. `FastFakeMode`
+caches results under a leaner key, for plain cases only; everything else goes to torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Uncacheable(Exception):
 
 @dataclass(frozen=True)
 class _Fresh:
-    """An output with a storage of its own."""
+    """An output with a new storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -47,7 +46,7 @@ class _Fresh:
 
 @dataclass(frozen=True)
 class _View:
-    """An output that is a view of the `source`-th tensor among the arguments."""
+    """An output that is a view of argument tensor number `source`."""
 
     source: int
     shape: tuple[int, ...]
@@ -58,7 +57,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Same:
-    """An output that is the `source`-th tensor among the arguments itself, updated in place."""
+    """An output that is argument tensor number `source` itself, updated in place."""
 
     source: int
 
@@ -78,7 +77,7 @@ def _remember(key: tuple[Any, ...], answer: Any) -> Any:
 
 
 def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Appends the tensors in `values` (arguments or results of an op) to `found`, in order, and returns it."""
+    """Append the tensors in `values` (arguments or results of an op) to `found`, and return it."""
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
@@ -88,7 +87,7 @@ def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that `func` writes into in place."""
+    """The argument tensors that `func` writes in place."""
     found: list[torch.Tensor] = []
     for position, name in _written_arguments(func):
         tensors_in((args[position] if position < len(args) else kwargs.get(name),), found)
@@ -106,7 +105,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _composition(func: Any) -> Callable[..., Any] | None:
-    """What `func` is made of, if it is no op of its own on a GPU."""
+    """Composes `func` of other ops, if a GPU has no op for it; else None."""
     if func in FAKES:
         return None
     if func in COMPOSITES:
@@ -116,11 +115,11 @@ def _composition(func: Any) -> Callable[..., Any] | None:
 
 
 class FastFakeMode(FakeTensorMode):
-    """FakeTensorMode with a lean memory of results; `observe`, if given, sees every op that the program runs.
+    """FakeTensorMode with a lean cache; `observe` sees each op that the program runs.
 
-    `observe(func, args, kwargs, compute)` must return the op's result, `compute(args, kwargs)` where it is a fake one.
-    Ops that torch runs inside the fake implementation of another op are not shown: on the device they do not happen.
-    `computing` is true inside.
+    `observe(func, args, kwargs, compute)` must return the op's result, which `compute(args, kwargs)` makes if it is
+    fake. Ops inside the fake implementation of another op are not shown: on the device they do not happen. `computing`
+    is true during them.
     """
 
     def __init__(self, observe: Callable[..., Any] | None = None) -> None:
@@ -134,12 +133,12 @@ class FastFakeMode(FakeTensorMode):
         self._reads_little = True
 
     def can_run_unsafe_fallback(self, func: Any) -> bool:
-        """Whether torch may run `func` for real, on zeros, where it has no other way to find its shapes."""
+        """Whether torch may run `func` on zeros, as the only way to find shapes."""
         return self._reads_little and super().can_run_unsafe_fallback(func)
 
     @property
     def avoid_device_init(self) -> bool:
-        """No device is ever touched, also where there is one."""
+        """True: no device is ever touched, even if there is one."""
         return True
 
     @classmethod
@@ -147,13 +146,14 @@ class FastFakeMode(FakeTensorMode):
         return False  # wrapping every dispatch for Dynamo's sake would cost as much as the dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The fake result of `func`. Raises what FakeTensorMode raises for ops that it cannot fake."""
+        """The fake result of `func`. Raises FakeTensorMode's errors for ops without one."""
         if func is _DEVICE_OF:
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         for kind in types:
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a DTensor's own dispatch runs the op on what it wraps
+        # Inner ops are not observed; a composite op is taken apart first.
         if self.computing or self._observe is None:
             return self._fake(func, types, args, kwargs)
         composition = _composition(func)
@@ -175,6 +175,7 @@ class FastFakeMode(FakeTensorMode):
                 known = _remember(key, foretold)
         except _Uncacheable:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        # Not in the cache: ask torch, and keep the answer.
         if known is ...:
             self._reads_little = sum(tensor.numel() * tensor.element_size() for tensor in tensors) < _LITTLE
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -202,7 +203,7 @@ class FastFakeMode(FakeTensorMode):
         return self.wrap(meta)
 
     def like(self, data: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the host like the real one `data`; the short way where that is all of a plain storage."""
+        """A fake host tensor like the real `data`; faster if that is all of a plain storage."""
         plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device == _CPU
         if not plain or data.is_conj() or data.is_neg() or data.untyped_storage().nbytes() != data.nbytes:
             return self.from_tensor(data, static_shapes=True)
@@ -210,7 +211,7 @@ class FastFakeMode(FakeTensorMode):
             return self.wrap(torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=_META))
 
     def wrap(self, meta: torch.Tensor) -> FakeTensor:
-        """`meta` as a fake tensor of the host: what `FakeTensor(self, meta, cpu)` returns, in a fifth of the time."""
+        """`meta` as a fake host tensor: as `FakeTensor(self, meta, cpu)`, in a fifth of the time."""
         if self._pattern is None:
             made = FakeTensor(self, meta, _CPU)
             self._pattern = dict(made.__dict__)
@@ -228,7 +229,7 @@ def _keys(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
 
 
 def _key(value: Any, tensors: list[FakeTensor]) -> Any:
-    """What of one argument decides the result; fake tensors are appended to `tensors`."""
+    """The cache key of one argument; fake tensors are appended to `tensors`."""
     if isinstance(value, FakeTensor):
         if value.constant is not None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise _Uncacheable
@@ -244,7 +245,7 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
 
 
 def _foretold(shapes: Shapes | None) -> Any:
-    """What to remember of an op whose outputs have these shapes, in float32 and in the default order."""
+    """The cache entry for float32 outputs of these shapes, contiguous; None without shapes."""
     if shapes is None:
         return None
     made = [None if shape is None else _Fresh(shape, contiguous_stride(shape), torch.float32) for shape in shapes]
@@ -252,7 +253,7 @@ def _foretold(shapes: Shapes | None) -> Any:
 
 
 def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
-    """What to remember of `result`; `_Uncacheable` where it must be computed each time."""
+    """The cache entry for `result`; `_Uncacheable` if it must be computed each time."""
     if not _KEEP_OUT.isdisjoint(func.tags) or func.namespace not in {"aten", "prims"}:
         return _Uncacheable
     sources = {tensor.untyped_storage()._cdata: i for i, tensor in reversed(list(enumerate(tensors)))}

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - the signatures are those of ops, and of what a dispatched op has
-"""Recurrent layers as CUDA computes them: cuDNN's single op for a whole layer, and one fused op a step for cells."""
+"""Recurrent layers on CUDA: one cuDNN op a layer, a fused op for cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
 
 
 def layer(mode: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What runs a recurrent layer of `mode` on plain and on packed inputs.
+    """Functions that run a recurrent layer of `mode` on plain and on packed inputs.
 
     aten/src/ATen/native/cudnn/RNN.cpp, `_cudnn_impl`: all layers, directions and steps are one op with one reserve.
     """
@@ -51,6 +51,7 @@ def _run(
         dtype = torch.get_autocast_dtype("cpu")
         x, state, params = x.to(dtype), state.to(dtype), [weight.to(dtype) for weight in params]
         cell = cell if cell is None else cell.to(dtype)
+    # An LSTM may project its states to a smaller width.
     width, projection = params[1].shape[0] // _GATES[mode], 0
     if mode == _LSTM and state.shape[-1] != width:
         projection = state.shape[-1]
@@ -67,9 +68,9 @@ def cudnn_rnn(
     hidden_size: int, proj_size: int, num_layers: int, batch_first: bool, dropout: float, train: bool,
     bidirectional: bool, batch_sizes: Any, dropout_state: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Output, last states and the reserve in which cuDNN keeps gates and cells for backward.
+    """Output, last states and the reserve that cuDNN keeps for backward.
 
-    The reserve holds, a layer, direction, step and sequence, the gates, the cell and the hidden state, which is what
+    For each layer, direction, step and sequence the reserve has the gates, the cell and the hidden state, which
     backward reads (Appleyard et al., arXiv 1604.01946, equations 1 to 6); cuDNN does not publish its layout.
     """
     directions = 2 if bidirectional else 1
@@ -88,7 +89,7 @@ def cudnn_rnn_backward(
     x: Tensor, weight: Any, weight_stride0: int, weight_buf: Any, hx: Tensor, cx: Tensor | None, output: Tensor,
     *rest: Any, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients of input, states and weights; those of the weights are views of one buffer.
+    """Gradients of input, states and weights; the latter are views of one buffer.
 
     RNN.cpp, `_cudnn_rnn_backward_weight`.
     """
@@ -107,7 +108,7 @@ def cudnn_rnn_backward(
 def lstm_cell(
     x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """aten/src/ATen/native/RNN.cpp, `LSTMCell`: CUDA computes the gates in two products and one fused kernel."""
+    """An LSTM cell on CUDA: two products and a fused kernel (aten/src/ATen/native/RNN.cpp, `LSTMCell`)."""
     linear = torch.nn.functional.linear
     hy, cy, _ = aten._thnn_fused_lstm_cell(linear(x, w_ih), linear(hx[0], w_hh), hx[1], b_ih, b_hh)
     return hy, cy
@@ -116,7 +117,7 @@ def lstm_cell(
 def gru_cell(
     x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """RNN.cpp, `GRUCell`: as the LSTM's."""
+    """A GRU cell on CUDA: two products and a fused kernel (RNN.cpp, `GRUCell`)."""
     linear = torch.nn.functional.linear
     return aten._thnn_fused_gru_cell(linear(x, w_ih), linear(hx, w_hh), hx, b_ih, b_hh)[0]
 
@@ -124,14 +125,14 @@ def gru_cell(
 def fused_lstm_cell(
     input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """aten/src/ATen/native/cuda/RNN.cu, `_thnn_fused_lstm_cell_cuda`: the states and the gates for backward."""
+    """New states, and gates for backward (aten/src/ATen/native/cuda/RNN.cu, `_thnn_fused_lstm_cell_cuda`)."""
     return cx.new_empty(cx.shape), cx.new_empty(cx.shape), input_gates.new_empty(input_gates.shape)
 
 
 def fused_lstm_cell_backward(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Any, ...]:
-    """RNN.cu, `_thnn_fused_lstm_cell_backward_impl_cuda`: gradients of the gates, of cx and of the bias."""
+    """Gradients of gates, cx and bias (RNN.cu, `_thnn_fused_lstm_cell_backward_impl_cuda`)."""
     bias = workspace.new_empty((workspace.shape[-1],)) if has_bias else None
     return workspace.new_empty(workspace.shape), cx.new_empty(cx.shape), bias
 
@@ -139,12 +140,12 @@ def fused_lstm_cell_backward(
 def fused_gru_cell(
     input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """RNN.cu, `_thnn_fused_gru_cell_cuda`: the state and five values a unit for backward."""
+    """The new state, and five values a unit for backward (RNN.cu, `_thnn_fused_gru_cell_cuda`)."""
     return hx.new_empty(hx.shape), hx.new_empty((*hx.shape[:-1], hx.shape[-1] * 5))
 
 
 def fused_gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Any, ...]:
-    """RNN.cu, `_thnn_fused_gru_cell_backward_cuda`: gradients of both gates, of hx and of the biases."""
+    """Gradients of both gates, hx and biases (RNN.cu, `_thnn_fused_gru_cell_backward_cuda`)."""
     gates = (*grad_hy.shape[:-1], grad_hy.shape[-1] * 3)
     biases = [workspace.new_empty((gates[-1],)) if has_bias else None for _ in range(2)]
     return workspace.new_empty(gates), workspace.new_empty(gates), grad_hy.new_empty(grad_hy.shape), *biases
@@ -154,9 +155,9 @@ def fused_gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) 
 
 
 def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """aten/src/ATen/native/PackedSequence.cpp, `_pack_padded_sequence`: the real steps, and how many go on at each.
+    """Packed steps, and the number of sequences at each (PackedSequence.cpp, `_pack_padded_sequence`).
 
-    The lengths are on the host, so they are known.
+    Lengths are on the host, so they are known. Raises UnsupportedError for fake ones.
     """
     if isinstance(lengths, torch._subclasses.FakeTensor):
         raise UnsupportedError("pack_padded_sequence needs its lengths; give it a list, or a tensor made on the host")
@@ -169,9 +170,9 @@ def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]
 def pad(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """PackedSequence.cpp, `_pad_packed_sequence`: runs of steps with as many sequences are copied to their places.
+    """Padded sequences and their lengths (PackedSequence.cpp, `_pad_packed_sequence`).
 
-    The lengths that it returns are on the host, and known.
+    Steps with the same number of sequences are copied together. The lengths are on the host, and known.
     """
     sizes = batch_sizes.tolist()
     steps = max(total_length, len(sizes))

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - the signatures are those of ops, and of what a dispatched op has
-"""What CUDA runs where a fake CPU tensor would take another path: the retarget table.
+"""The retarget table: CUDA's ops where fake CPU tensors would run others.
 
 A program is traced with fake tensors on the CPU, since a torch without CUDA cannot trace gradients of CUDA tensors.
 Most ops do the same to memory on both. This table has the others, as data:
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def composed(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the composite op is made of in C++; torch's Python decompositions are for compilers."""
+    """Run a composite op by its C++ composition, not by torch's Python decomposition for compilers."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -40,7 +40,7 @@ def composed(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`: CUDA fuses, with a mask of one byte."""
+    """Dropout, fused with a one-byte mask (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`)."""
     if not train or p == 0 or x.numel() == 0:
         return x
     if 0 < p < 1:
@@ -49,21 +49,21 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """aten/src/ATen/native/SoftMax.cpp, `softmax`: half input with float output is one kernel on CUDA."""
+    """Softmax; half input with float output is one kernel on CUDA (aten/src/ATen/native/SoftMax.cpp)."""
     if x.dtype is torch.float16 and dtype is torch.float32:
         return aten._softmax(x, dim, True)
     return aten._softmax(x if dtype is None else x.to(dtype), dim, False)
 
 
 def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """aten/src/ATen/native/SoftMax.cpp, `log_softmax`: as softmax."""
+    """Log-softmax, likewise (aten/src/ATen/native/SoftMax.cpp)."""
     if x.dtype is torch.float16 and dtype is torch.float32:
         return aten._log_softmax(x, dim, True)
     return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`: one kernel, except for other dtypes and layouts."""
+    """RMS norm, one kernel but for some dtypes and layouts (aten/src/ATen/native/layer_norm.cpp)."""
     other_layout = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     if other_layout or x.is_complex() or (weight is not None and weight.dtype is not x.dtype):
         return composed(aten.rms_norm.default, x, normalized_shape, weight, eps)
@@ -71,11 +71,11 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """torch's own autograd formula of `_fused_rms_norm` is out of reach on the CPU, where torch decomposes the op."""
+    """Fused RMS norm with torch's own derivative, which on the CPU is decomposed instead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        """The op's output; its input and its second output, a float a row, are kept."""
+        """The op's output; saves its input and its second output, a float a row."""
         with torch._C._AutoDispatchBelowAutograd():
             out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
@@ -92,7 +92,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _one_kernel(op: Any) -> Callable[..., Tensor]:
-    """aten/src/ATen/native/native_functions.yaml: a gradient that is one kernel on CUDA and composed of several for fakes."""
+    """A derivative that is one kernel on CUDA but composed for fakes (native_functions.yaml)."""
 
     def run(*args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -103,12 +103,12 @@ def _one_kernel(op: Any) -> Callable[..., Tensor]:
 
 
 def _gather_backward(grad: Tensor, x: Tensor, dim: int, index: Tensor, sparse_grad: bool) -> Tensor:
-    """aten/src/ATen/native/TensorAdvancedIndexing.cpp, `gather_backward`: in place on zeros."""
+    """Gradient of `gather`, in place on zeros (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
     return grad.new_zeros(x.shape).scatter_add_(dim, index, grad)
 
 
 def _selected_backward(grad: Tensor, dim: int, indices: Tensor, sizes: Any, keepdim: bool) -> Tensor:
-    """aten/src/ATen/native/ReduceOps.cpp, `value_selecting_reduction_backward_symint`: in place on zeros."""
+    """Gradient of `max(dim)` and the like, in place on zeros (aten/src/ATen/native/ReduceOps.cpp)."""
     if not keepdim and len(sizes) > 0:
         grad, indices = grad.unsqueeze(dim), indices.unsqueeze(dim)
     return grad.new_zeros(sizes).scatter_(dim, indices, grad)
@@ -118,7 +118,7 @@ def _ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0,
     reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """aten/src/ATen/native/LossCTC.cpp, `ctc_loss`: lengths go to the host. Unknown ones are taken to be the longest."""
+    """CTC loss with lengths on the host (aten/src/ATen/native/LossCTC.cpp); unknown ones are the longest."""
     batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
     longest = (log_probs.shape[0], targets.shape[-1] if targets.dim() > 1 else targets.shape[0] // batch)
     known = [
@@ -129,7 +129,7 @@ def _ctc_loss(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """aten/src/ATen/native/Linear.cpp, `linear`: where bias and product are no single op, it is added in place."""
+    """Linear layer, with the bias added in place if it is not fused (aten/src/ATen/native/Linear.cpp)."""
     if x.dim() <= 2 or x.is_contiguous():
         return composed(aten.linear.default, x, weight, bias)
     if torch.is_inference_mode_enabled() and weight.requires_grad:
@@ -168,12 +168,12 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 GRAPHED = (aten.dropout.default, aten.scaled_dot_product_attention.default)
-"""Of COMPOSITES, those that a compiler's trace is retargeted by: what CUDA makes of the others is not traceable, or no less."""
+"""Those of COMPOSITES used in a compiler's trace; the others' forms for CUDA cannot be traced, or gain nothing."""
 
 
 @contextmanager
 def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITES)) -> Iterator[None]:
-    """Inside, composite `ops` on fake CPU tensors compose as they do on a GPU of this compute capability."""
+    """Compose `ops` on fake CPU tensors as on a GPU of this compute capability, inside the block."""
     token, tried = CAPABILITY.set(capability), workspaces.TRIED.set(set())
     library = torch.library.Library("aten", "IMPL")
     chosen = tuple(ops)
@@ -191,7 +191,7 @@ def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITE
 
 
 def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:
-    """`row`, but for real tensors of the host, which compose as ever."""
+    """`row` for fake tensors; real ones compose as usual."""
 
     @wraps(row)
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """aten/src/ATen/native/cuda/layer_norm_kernel.cu, `_fused_rms_norm_cuda`: the output and a float a row."""
+    """Output and a float a row (aten/src/ATen/native/cuda/layer_norm_kernel.cu, `_fused_rms_norm_cuda`)."""
     kept = x.shape[: x.dim() - len(shape)] + (1,) * len(shape)
     accurate = torch.float32 if x.dtype in attention.HALF else x.dtype
     return x.new_empty(x.shape), x.new_empty(kept, dtype=accurate)
@@ -215,7 +215,7 @@ def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | N
 def _fused_rms_norm_backward(
     grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """layer_norm_kernel.cu, `_fused_rms_norm_backward_cuda`: gradients of the input and of the weight."""
+    """Gradients of input and weight (layer_norm_kernel.cu, `_fused_rms_norm_backward_cuda`)."""
     d_weight = weight.new_empty(weight.shape) if mask[1] and weight is not None else None
     return x.new_empty(x.shape) if mask[0] else None, d_weight
 
@@ -223,23 +223,23 @@ def _fused_rms_norm_backward(
 def _ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    """aten/src/ATen/native/cuda/LossCTC.cu, `ctc_loss_gpu_template`: the losses and all the forward variables."""
+    """Losses and all forward variables (aten/src/ATen/native/cuda/LossCTC.cu, `ctc_loss_gpu_template`)."""
     batch = log_probs.shape[1]
     alpha = (batch, log_probs.shape[0], 2 * max(target_lengths, default=0) + 1)
     return log_probs.new_empty((batch,)), log_probs.new_empty(alpha)
 
 
 def _ctc_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
-    """LossCTC.cu, `ctc_loss_backward_gpu_template`: the gradient; its backward variables are in SCRATCH."""
+    """The gradient (LossCTC.cu, `ctc_loss_backward_gpu_template`); backward variables are in SCRATCH."""
     return log_probs.new_empty(log_probs.shape)
 
 
 def _in_place(*_: Any, **__: Any) -> None:
-    """aten/src/ATen/native/cuda/FusedSgdKernel.cu, FusedAdagradKernel.cu: updates in place, and that is all."""
+    """In-place optimizer steps: no output (aten/src/ATen/native/cuda/FusedSgdKernel.cu, FusedAdagradKernel.cu)."""
 
 
 def _like_its_input(grad: Tensor, x: Tensor) -> Tensor:
-    """aten/src/ATen/native/cuda/ActivationSiluKernel.cu, ActivationMishKernel.cu: the gradient, and that is all."""
+    """The gradient alone (aten/src/ATen/native/cuda/ActivationSiluKernel.cu, ActivationMishKernel.cu)."""
     return torch.empty_like(x)
 
 
@@ -268,7 +268,7 @@ FAKES: dict[Any, Callable[..., Any]] = {
 
 
 def _ctc_betas(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """LossCTC.cu, `ctc_loss_backward_gpu_template`: `log_beta`, as large as `log_alpha`."""
+    """Backward variables of CTC loss, as large as `log_alpha` (LossCTC.cu, `ctc_loss_backward_gpu_template`)."""
     log_alpha = args[6]
     return workspaces._bytes(1, log_alpha.numel() * log_alpha.element_size())
 

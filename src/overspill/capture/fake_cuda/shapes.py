@@ -1,8 +1,8 @@
-"""The results of the few ops that make up most of a convolutional network, without asking torch.
+"""Output shapes of the most frequent ops of convolutional networks, without torch.
 
-torch works out the shapes of a batch norm's backward from some thirty elementary ops. For tensors that lie in the plain
-order the answer is a line each; whatever is not plain gets None here and goes to torch. `tests/capture/fake_cuda/test_fake.py`
-holds these answers against torch's own.
+torch finds the shapes of a batch norm's backward from some thirty elementary ops. For contiguous tensors the answer is
+a line each; anything else gets None here and goes to torch. `tests/capture/fake_cuda/test_fake.py` compares these
+answers with torch's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shapes = tuple[Shape | None, ...]
 
 
 def _plain(*tensors: Tensor | None) -> bool:
-    """Whether all are float32, and lie in an order that is the default one and no other."""
+    """Whether all are float32 and contiguous, and in no other memory format."""
     return all(
         t is None
         or (
@@ -113,7 +113,7 @@ SHAPES: dict[Any, Callable[..., Shapes | None]] = {
 
 
 def contiguous_stride(shape: Shape) -> Shape:
-    """The strides of a tensor of `shape` in the default order."""
+    """The strides of a contiguous tensor of `shape`."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

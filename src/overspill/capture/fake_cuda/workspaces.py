@@ -1,8 +1,8 @@
 # ruff: noqa: ARG001 - all functions take what a dispatched op has
-"""What CUDA kernels take besides their outputs, op by op, as far as the sizes of tensors decide it.
+"""Scratch memory of CUDA kernels beyond their outputs, as far as tensor sizes decide it.
 
-Each function gets an op's arguments and result, and returns after which output which scratch is taken and given back;
-position 9 stands for after all of them.
+Each function gets an op's arguments and result, and returns which scratch is taken and given back after which output;
+position 9 is after all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from overspill.costs.scratch import Scratch
 
 Wanted = list[tuple[int, Scratch]]
 _LAST = 9
-# The convolutions that cuDNN has tried its engines on, where torch.backends.cudnn.benchmark is set.
+# Convolutions for which cuDNN has tried its engines, with torch.backends.cudnn.benchmark set.
 TRIED: ContextVar[set[tuple[Any, ...]]] = ContextVar("tried")
 _LONG = 8  # bytes of an int64, CUDA's usual index
 
@@ -43,7 +43,7 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def _conv_sizes(x: Tensor, w: Tensor, y: Tensor, stride: Any, groups: int, transposed: bool) -> tuple[int, ...]:
-    """What `costs.scratch` wants to know of a convolution, in the order of its `Convolution`."""
+    """The sizes that `costs.scratch` needs of a convolution, in the order of its `Convolution`."""
     if transposed:
         x, y = y, x
     channels_in = x.shape[1]
@@ -54,10 +54,10 @@ def _conv_sizes(x: Tensor, w: Tensor, y: Tensor, stride: Any, groups: int, trans
 
 
 def _workspaces(family: str, sizes: tuple[int, ...], x: Tensor, position: int) -> Wanted:
-    """aten/src/ATen/native/cudnn/Conv_v8.cpp, `run_conv_plan`: a workspace for the time of the call.
+    """A convolution's workspace during the call (aten/src/ATen/native/cudnn/Conv_v8.cpp, `run_conv_plan`).
 
-    With benchmark on, `get_plans_from_find` first runs all engines on sizes that are new, in a workspace for the largest:
-    here copies of input, weight and output, the most that an engine is known to take.
+    With benchmark on, `get_plans_from_find` first runs all engines on new sizes, in a workspace for the largest: here
+    copies of input, weight and output, the most that an engine is known to take.
     """
     wanted = [(position, Scratch(family, sizes, _name(x.dtype)))]
     key = (family, sizes, x.dtype)
@@ -69,14 +69,14 @@ def _workspaces(family: str, sizes: tuple[int, ...], x: Tensor, position: int) -
 
 
 def convolution(args: Any, kwargs: Any, result: Tensor) -> Wanted:
-    """A workspace; before that of the first of its sizes, perhaps one for trials."""
+    """Workspace of a convolution; with benchmark on, first one for trials of new sizes."""
     x, w, _, stride, _, _, transposed, _, groups = args
     family = "conv_backward_data" if transposed else "conv_forward"
     return _workspaces(family, _conv_sizes(x, w, result, stride, groups, transposed), x, 0)
 
 
 def convolution_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """As forward; the gradient of the input first, then that of the weight, each with its own workspace."""
+    """Workspaces for the gradient of the input, then of the weight."""
     dy, x, w, _, stride, _, _, transposed, _, groups, mask = args
     sizes = _conv_sizes(x, w, dy, stride, groups, transposed)
     families = ("conv_forward" if transposed else "conv_backward_data", "conv_backward_weight")
@@ -92,12 +92,12 @@ def convolution_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def _sorted(pairs: int, item: int, besides: int) -> Wanted:
-    """cub::DeviceRadixSort of `pairs` keys of `item` bytes with int64 values, which takes both once more."""
+    """Scratch of cub::DeviceRadixSort: a copy of `pairs` keys of `item` bytes and int64 values."""
     return [(_LAST, Scratch("sort", (besides, pairs * (item + _LONG)), ""))]
 
 
 def sort(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/Sort.cpp, `sort_cuda_kernel`; SortStable.cu, `do_launch_stable_sort_kernel`."""
+    """Scratch of sort (cuda/Sort.cpp, `sort_cuda_kernel`; SortStable.cu, `do_launch_stable_sort_kernel`)."""
     x = args[0]
     dim = _sort_dim(args, kwargs, position=2 if kwargs.get("stable") is None and isinstance(args[-1], bool) else 1)
     length = x.shape[dim] if x.dim() else 1
@@ -120,7 +120,7 @@ def _sort_dim(args: Any, kwargs: Any, position: int) -> int:
 
 
 def topk(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/TensorTopK.cpp, `topk_out_cuda`: only results longer than 4096 are sorted elsewhere."""
+    """Scratch of topk, only for k above 4096, when it sorts (cuda/TensorTopK.cpp, `topk_out_cuda`)."""
     values, k = result[0], args[1]
     if k <= 4096:
         return []
@@ -128,7 +128,7 @@ def topk(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def index_put(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/Indexing.cu, `index_put_with_sort_kernel`: linear indices, sorted with positions."""
+    """Scratch of accumulating index_put: sorted linear indices (cuda/Indexing.cu, `index_put_with_sort_kernel`)."""
     indices = [index for index in args[1] if isinstance(index, Tensor)]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not accumulate or not indices:
@@ -138,7 +138,7 @@ def index_put(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def embedding_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/Embedding.cu, `embedding_dense_backward_cuda`: few indices need nothing."""
+    """Scratch of an embedding's gradient; few indices need none (cuda/Embedding.cu)."""
     grad, indices = args[0], args[1]
     by_frequency = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
     if indices.numel() <= 3072 and not by_frequency:
@@ -147,16 +147,17 @@ def embedding_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def embedding_bag_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/EmbeddingBag.cu, `embedding_bag_backward_cuda_sum_avg`: as an embedding's."""
+    """Scratch of an embedding bag's gradient, as an embedding's (cuda/EmbeddingBag.cu)."""
     grad, indices, mode = args[0], args[1], args[8]
     return [] if mode == 2 else _sums_of_rows(indices.numel(), grad.shape[-1], result.shape[0])
 
 
 def _sums_of_rows(indices: int, width: int, rows: int) -> Wanted:
-    """aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`.
+    """Scratch of summing gradients of equal indices (EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`).
 
-    Sorted indices, their positions and where runs of equal ones begin; then a float row for each run, and one more for
-    each further NROWS_PER_THREAD = 10 indices. It asks for the most that there can be, so as not to wait for the count.
+    Sorted indices, their positions and the starts of runs of equal ones; then a float row for each run, and one more
+    for each further NROWS_PER_THREAD = 10 indices. The kernel allocates the most that there can be, so as not to wait
+    for the count.
     """
     runs = min(indices, rows)
     parts = indices // 10 + runs
@@ -168,16 +169,16 @@ def _sums_of_rows(indices: int, width: int, rows: int) -> Wanted:
 
 
 def layer_norm_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
+    """Scratch of layer norm's weight gradients (cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`).
 
-    Only where rows are very many and short are the weights' gradients summed in two passes: one row of each in 32.
+    Only if rows are very many and short are they summed in two passes: one row of each in 32.
     """
     x, shape, mask = args[1], args[2], args[7]
     return _sums_of_blocks(x, prod(shape), sum(mask[1:]))
 
 
 def rms_norm_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """As layer_norm's, for one weight."""
+    """Scratch of RMS norm's weight gradient, as layer norm's."""
     return _sums_of_blocks(args[1], prod(args[2]), int(args[5][1]))
 
 
@@ -190,7 +191,7 @@ def _sums_of_blocks(x: Tensor, width: int, weights: int) -> Wanted:
 
 
 def group_norm(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/group_norm_kernel.cu: a scale and a shift a sample and channel, in float."""
+    """A float scale and shift for each sample and channel (cuda/group_norm_kernel.cu)."""
     x, weight, bias = args[0], args[1], args[2]
     if weight is None and bias is None:
         return []
@@ -198,7 +199,7 @@ def group_norm(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def group_norm_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`: ds, db and c1 a channel, c2 and c3 a group."""
+    """Floats ds, db, c1 a channel and c2, c3 a group (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
     x, weight, group, mask = args[1], args[4], args[8], args[9]
     per_channel = 2 + int(bool(mask[0]) and weight is not None)
     return _bytes(_LAST, 4 * x.shape[0] * (per_channel * x.shape[1] + 2 * group * int(mask[0])))
@@ -208,13 +209,14 @@ def group_norm_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 
 def reduced_loss(args: Any, kwargs: Any, result: Tensor) -> Wanted:
-    """aten/src/ATen/native/Loss.cpp and cuda/Loss.cu: the loss of every value, before it is reduced."""
+    """The loss of every element, before the reduction (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu)."""
     return _bytes(0, args[0].numel() * args[0].element_size()) if result.dim() == 0 < args[0].dim() else []
 
 
 def loss_with_logits(args: Any, kwargs: Any, result: Tensor) -> Wanted:
-    """aten/src/ATen/native/Loss.cpp, `binary_cross_entropy_with_logits`: log-sigmoid, the weight of positive targets,
-    and the loss of every value.
+    """Temporaries of `binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp).
+
+    Log-sigmoid, the weight of positive targets, and the loss of every element.
     """
     weighted = (len(args) > 3 and args[3] is not None) or kwargs.get("pos_weight") is not None
     parts = 1 + int(weighted) + int(result.dim() == 0 < args[0].dim())
@@ -222,18 +224,21 @@ def loss_with_logits(args: Any, kwargs: Any, result: Tensor) -> Wanted:
 
 
 _FEW_VALUES = 256
-"""As many values or more a thread, and a sum is shared by blocks: `max_values_per_thread`."""
+"""From so many values a thread on, blocks share a sum: `max_values_per_thread`."""
 
 
 def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
-    """aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`: what blocks have for one another that
-    share a sum, and a count of them. Of a matrix's columns that can be more than the matrix.
+    """Partial sums and counters of blocks that share a sum.
+
+    aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`. For a matrix's columns that can be
+    more than the matrix.
     """
     x, count = args[0], max(result.numel(), 1)
     if x.numel() <= count:
         return []
     item = 8 if x.dtype in (torch.float64, torch.int64, torch.int32, torch.bool) else 4
     inputs, wide = x.numel() // count, 1  # elements of a sum, and sums that a thread adds up side by side
+    # How threads of a block are laid out: along the sum, or along the outputs.
     reduced, kept = _strides(x, args[1] if len(args) > 1 else None)
     along = not kept or min(reduced, default=(1, 1)) < min(kept)  # the dimension that is next in memory is summed up
     width, height = (inputs, count) if along else (count, inputs)
@@ -246,6 +251,7 @@ def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
     across, down = (_power(min(n, most)) for n in (width, height))
     down_now = min(down, most // min(across, 32))
     across, down = min(across, most // down_now), down_now
+    # Few values a thread need no scratch.
     step = across if along else 1
     a_thread = -(-inputs // step)
     if a_thread < min(down * 16, _FEW_VALUES):
@@ -253,6 +259,7 @@ def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
     a_thread = -(-inputs // (step * down))
     if a_thread < _FEW_VALUES:
         return []
+    # A part of each output for each block.
     grid = -(-(count // wide) // (1 if along else across))
     a_block = item * count * (1 if along else across * wide)
     sizes = (a_block, across * down, grid, a_thread)  # over how many blocks it is spread depends on the GPU
@@ -260,7 +267,7 @@ def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
 
 
 def _strides(x: Tensor, dims: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Strides and sizes of the dimensions that are reduced, and of those that are kept; neighbours in memory are one."""
+    """Strides and sizes of reduced and of kept dimensions; adjacent dimensions are merged."""
     given = range(x.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     gone = {d % max(x.dim(), 1) for d in given}
     found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
@@ -274,16 +281,16 @@ def _strides(x: Tensor, dims: Any) -> tuple[list[tuple[int, int]], list[tuple[in
 
 
 def _power(n: int) -> int:
-    """The largest power of two that is not above `n`."""
+    """The largest power of two up to `n`."""
     return 1 << (max(n, 1).bit_length() - 1)
 
 
 def logsumexp(args: Any, kwargs: Any, result: Tensor) -> Wanted:
-    """aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`: the exponentials of the whole input."""
+    """Exponentials of the whole input (aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`)."""
     return _bytes(0, args[0].numel() * args[0].element_size())
 
 
 def foreach_norm(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """aten/src/ATen/native/cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`: a float a tensor and chunk of 65536."""
+    """A float for each tensor and chunk of 65536 (cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
     longest = max((tensor.numel() for tensor in args[0]), default=0)
     return _bytes(_LAST, 4 * len(args[0]) * -(-longest // 65536))

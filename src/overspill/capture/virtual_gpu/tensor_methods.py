@@ -105,7 +105,7 @@ class TensorMethods:
 
 
 class _Crossing(torch.autograd.Function):
-    """A move between host and device. Autograd itself would not move the gradient back: both are CPU to it."""
+    """A move between host and device, both ways: to autograd both are the CPU."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, methods: TensorMethods, there: bool, options: dict[str, Any]) -> Tensor:

@@ -239,7 +239,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def _applied_to_parameter(own: nn.Parameter, fn: Callable[[Tensor], Tensor], name: str) -> nn.Parameter:
-    """The parameter with `fn(own)` as its data: the same object, unless it comes from or goes to `meta`."""
+    """The same parameter with `fn(own)` as data; a new one to or from `meta`."""
     applied = fn(own)
     if isinstance(applied, FakeTensor) and not isinstance(own, FakeTensor):
         raise RequestError(

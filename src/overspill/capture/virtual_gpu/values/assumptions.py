@@ -28,7 +28,7 @@ _ANSWER = "_overspill_answer"  # on a fake tensor: the truth value that all its 
 
 
 def finite(observe: Callable[..., Any], fake_mode: Callable[[], Any]) -> Callable[..., Any]:
-    """Wrap `observe` so that tests for finite values have a known result, for each element and in all."""
+    """Wrap `observe` so that tests for finite values have a known result."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
         if func is _SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None and _for_lbfgs():
@@ -134,7 +134,7 @@ _ANSWERS = {
 
 
 def goes_on(frame: FrameType | None) -> bool | None:
-    """The answer of torch's own code at the line of `frame` if all is well and nothing has converged.
+    """How torch's own code branches at `frame` if nothing is wrong or has converged.
 
     None for all other code.
     """

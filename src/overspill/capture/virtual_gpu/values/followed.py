@@ -85,7 +85,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> tuple[bool, Any]:
-    """Run `func` on known values, changing those of `written`: whether it could be run, and its result."""
+    """Run `func` on known values, changing those of `written`; success, and result."""
     name = func._schema.name.partition("::")[2]
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in {"aten", "prims"}:
         return False, None

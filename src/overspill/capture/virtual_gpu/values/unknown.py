@@ -42,7 +42,7 @@ def _counting(operation: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, 
 
 
 class UnknownNumber(float):
-    """The value of a tensor that was never computed: it prints, adds and averages, but cannot be compared.
+    """A value that was never computed: it prints and adds, but cannot be compared.
 
     With `invented` it has an invented value, and the lines that read it are recorded there.
     """
