@@ -95,10 +95,12 @@ class LinearProgram:
         program.col_lower_ = np.zeros(len(self.cost))
         program.col_upper_ = np.array(self.upper)
         program.row_lower_, program.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
+        # Rows, in compressed form.
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         program.a_matrix_.start_ = np.array(self.starts)
         program.a_matrix_.index_ = np.array(self.columns)
         program.a_matrix_.value_ = np.array(self.values)
+        # One thread, for results that repeat.
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)

@@ -40,6 +40,7 @@ class Budget:
             return cls()
         if asked == SMALLEST:
             return cls(smallest=True)
+        # A share of at most 1, or a size.
         if is_share(asked):
             parse_bytes(asked, of_bytes=_UNIT)  # refuses a share of nothing
             text = str(asked).strip()

@@ -32,6 +32,7 @@ class Layout(Saved):
         """Check that live blocks never overlap, constraints hold and peaks are right. Raises InvalidLayout."""
         if len(self.offsets) != len(trace.blocks):
             raise InvalidLayout(f"{len(self.offsets)} offsets for {len(trace.blocks)} blocks")
+        # Constraints of single blocks.
         for offset, block in zip(self.offsets, trace.blocks, strict=True):
             if offset < 0:
                 raise InvalidLayout(f"negative offset {offset} of block {block.id}")
@@ -39,6 +40,7 @@ class Layout(Saved):
                 raise InvalidLayout(f"block {block.id} at {offset} is not aligned to {block.alignment} bytes")
             if block.pinned not in (None, offset):
                 raise InvalidLayout(f"block {block.id} at {offset} is pinned to {block.pinned}")
+        # Overlaps and peaks, in each space.
         top = 0
         for space in trace.spaces:
             inside = [(o, b) for o, b in zip(self.offsets, trace.blocks, strict=True) if b.space == space]

@@ -97,6 +97,7 @@ class _Assembly:
         return tuple(self.made)
 
     def _move(self, position: int) -> None:
+        # Offloads start first, for the link; then memory is freed, then taken.
         for transfer in self.offloads[position]:
             if (tensor := transfer.gap.tensor) not in self.stored:  # a second swap finds its copy in the store
                 self.stored.add(tensor)

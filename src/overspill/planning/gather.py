@@ -67,9 +67,11 @@ class _Gathering:
         instruction = self.instructions[index]
         verb, target = instruction.verb, instruction.target
         if verb is Verb.FREE and target in self.present and self.reads[target] and not self.writes[target]:
+            # Waiting updates read it: its free waits too.
             self.frees[target] = instruction
             self.held += self._take_away(target)
         elif verb is Verb.RUN and target in self.updates:
+            # An update waits if memory allows that.
             op = self.ops[target]
             update = _Update(instruction, frozenset(op.reads), frozenset(op.writes), op.workspace_bytes)
             self._let_go_of(update.reads, update.writes)

@@ -130,6 +130,7 @@ def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:
     read: dict[int, list[int]] = {}  # since it was last written
     for op in ops:
         followers[op.id] = {}
+        # Ops that it must come after: last writers, and readers of what it overwrites.
         before = [written[t] for t in op.reads + op.writes if t in written]
         before += chain.from_iterable(read.get(t, ()) for t in op.writes)
         for earlier in before:

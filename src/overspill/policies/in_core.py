@@ -41,6 +41,7 @@ class Liveness(Policy):
 
 def checkpointed(graph: Graph) -> list[int]:
     """Recomputable feature maps that the program's own checkpoints drop in forward: used in one alone."""
+    # Checkpoints in which each tensor is read.
     reads: dict[int, set[int]] = {}
     for op in graph.ops:
         if op.phase is Phase.FORWARD:

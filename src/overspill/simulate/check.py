@@ -46,6 +46,7 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
             raise InvalidSchedule(
                 f"{schedule.policy}: instruction {index}, {machine.spell(instruction)}: {error}"
             ) from None
+    # The end of the step, and the budget.
     machine.finish(schedule)
     budget = schedule.budget_bytes
     if budget is not None and machine.peak_bytes > budget:
@@ -108,6 +109,7 @@ class _Machine:
                 self._run(self.graph.ops[instruction.target], instruction.algorithm, index)
             case Verb.RECOMPUTE:
                 self._recompute(self.graph.ops[instruction.target], instruction.algorithm, index)
+            # Transfers: tensors keep their bytes until freed, and take them from the start.
             case Verb.OFFLOAD:
                 self._move(instruction.target, _State.PRESENT, _State.LEAVING)
             case Verb.AWAIT_OFFLOAD:
@@ -129,10 +131,12 @@ class _Machine:
         """Check that every op ran and only wanted tensors are left. Raises InvalidSchedule."""
         if missing := next((op for op in self.graph.ops if op.id not in self.ran), None):
             raise InvalidSchedule(f"{schedule.policy}: op {missing.name} never ran")
+        # Tensors stored between steps have their last values in the store.
         for tensor in schedule.stored:
             if self.stored[tensor] != self.version[tensor]:
                 name = self.graph.tensors[tensor].name
                 raise InvalidSchedule(f"{schedule.policy}: the store ends with {name} from before its last update")
+        # Persistent tensors and outputs are there, unless the schedule stores them; nothing else is.
         wanted = {t.id for t in self.graph.tensors if t.persistent} | set(self.graph.outputs)
         wanted -= set(schedule.stored)
         for tensor, state in enumerate(self.state):
@@ -184,6 +188,7 @@ class _Machine:
         if op.id not in self.ran:
             raise InvalidSchedule("the op has not run yet")
         self._need(op.recompute_reads)
+        # It must read and make the versions of its first run.
         if self.ran[op.id] != self._versions(op):
             raise InvalidSchedule("what it reads or makes has been updated since the op ran")
         again = 0

@@ -52,6 +52,7 @@ class _Clock:
                 self.present.remove(target)
                 self.bytes -= self.nbytes[target]
         elif verb is Verb.RUN or verb is Verb.RECOMPUTE:
+            # Compute, then transfers and waits for them.
             peak = self._compute(index, instruction)
         elif verb is Verb.OFFLOAD:
             self._transfer(index, instruction, Stream.OFFLOAD, self.device.offload_seconds(self.nbytes[target]))

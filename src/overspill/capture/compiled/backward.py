@@ -207,6 +207,7 @@ class Backward:
                     return plain.apply(function, preserve_rng_state, *args)
                 if self._inlined:
                     return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+                # Kept as one node, whose result is watched for in-place changes.
                 with ExitStack() if self._casts is None else self._casts.apart():
                     found = _Kept.apply(function, self._copies, *args)
                 self._kept += [(t, t._version) for t in _tuple(found) if isinstance(t, Tensor)]
@@ -335,6 +336,7 @@ def _strangers_kept(begin: Callable[[], None]) -> Iterator[None]:
     plain = torch.autograd.backward
     before: dict[int, tuple[Tensor, Tensor | None]] = {}
 
+    # Called by the step itself, as reentrant checkpoints do.
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if active_fake_mode() is not None:
             begin()

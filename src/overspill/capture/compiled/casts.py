@@ -37,6 +37,7 @@ class Casts:
         enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
         self._in_region = {d: torch.is_autocast_enabled(d) for d in ("cpu", "cuda")}
 
+        # autocast calls these two where a region begins and ends.
         def set_enabled(*args: Any) -> None:
             device, enabled = args if len(args) > 1 else ("cuda", *args)
             self._in_region[str(device)] = enabled

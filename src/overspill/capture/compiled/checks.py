@@ -90,6 +90,7 @@ class Checks:
         """The error that the step raises with that answer; None if it goes on."""
         self._tried = {lines: answer}
         try:
+            # Run the step with that answer, on fake tensors.
             with values[0].fake_mode:
                 self.followed(*values)
         except OverspillError:

@@ -360,6 +360,7 @@ class CaptureOfStep:
         gradients = self._ids({key for key in self.grads if key in self.tensor_of})
         if not gradients:
             return
+        # Gradients of this pass are added to those kept from earlier ones.
         kept: tuple[int, ...] = ()
         if self.surroundings.accumulates:
             nbytes = sum(self.tensors[t].nbytes for t in gradients)
@@ -372,6 +373,7 @@ class CaptureOfStep:
             self._add_op(
                 CLIP, "", LayerType.UPDATE, Phase.UPDATE, clipped, (), workspace_bytes=nbytes, moved_bytes=moved
             )
+        # Then the optimizer updates parameters and its state.
         owned = tuple(
             t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent
         )

@@ -132,6 +132,7 @@ def _explained() -> Iterator[None]:
             "it once, not at every step; make it before the step, and for float16 with a GradScaler use overspill.compile"
         ) from error
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+        # Name the innermost line outside torch and Overspill.
         frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         if changes_strangers(error):

@@ -256,6 +256,7 @@ def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
     """The cache entry for `result`; `_Uncacheable` if it must be computed each time."""
     if not _KEEP_OUT.isdisjoint(func.tags) or func.namespace not in {"aten", "prims"}:
         return _Uncacheable
+    # Which argument has each storage; the first one counts.
     sources = {tensor.untyped_storage()._cdata: i for i, tensor in reversed(list(enumerate(tensors)))}
     several = isinstance(result, (list, tuple))
     made: list[_Output] = []

@@ -47,6 +47,7 @@ def _convolution(
         or x.shape[1] != w.shape[1] * groups
     ):
         return None
+    # The usual formula, for each spatial dimension.
     size = [
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)

@@ -113,8 +113,10 @@ class Program:
 
     def _take(self, node: ast.stmt, origins: tuple[str, ...]) -> None:
         text = ast.unparse(node)
+        # Nothing to do: frees are decided by the schedule.
         if isinstance(node, (ast.Delete, ast.Pass)) or text == "args.clear()":
             return
+        # The outputs, the inputs, or an assignment of a variable.
         if isinstance(node, ast.Return):
             if not isinstance(node.value, (ast.Tuple, ast.List)):
                 raise not_understood(node)
@@ -129,6 +131,7 @@ class Program:
                 kind, uses = self._kind(node.value, node), self._uses(node.value)
                 self.statements.append(Statement(node, kind, target.id, uses, origins))
                 return
+        # A call whose result is not used: a check, or a kernel.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = ast.unparse(node.value.func)
             kind = Kind.CHECK if function in _CHECKS else Kind.CALL

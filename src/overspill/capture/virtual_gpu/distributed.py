@@ -70,6 +70,7 @@ def replacements(recorder: Recorder, mode: FastFakeMode, replace: Callable[[Patc
         return result
 
     storages: Patches = [(torch.UntypedStorage, "resize_", resized)]
+    # The rest needs torch.distributed.
     if not dist.is_available():
         return storages
     waiting = [lambda: [*_dtensor(mode), *_fsdp(recorder, mode)]]
@@ -95,6 +96,7 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
     make, default_group = distributed_c10d._new_process_group_helper, distributed_c10d._get_default_group
     others = dist.is_initialized()
 
+    # Rank and world size come from arguments, the URL or torchrun's environment.
     def rendezvous(url: str, rank: int = _UNSET, world_size: int = _UNSET, **_: Any) -> Iterator[tuple[Any, int, int]]:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - its import registers "fake"
 
@@ -109,6 +111,7 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
             raise RequestError(f"rank {place} is outside a world of {size} processes")
         yield FakeStore(), place, size
 
+    # Every backend is torch's fake one.
     def fake_group(size: int, rank: int, ranks: list[int], _backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
         import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415 - its import registers "fake"
 
@@ -116,6 +119,7 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
         kwargs = {**kwargs, "backend_options": None, "device_id": None}
         return make(size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
 
+    # A real group of the caller must not be used.
     def group() -> Any:
         if others:
             raise RequestError(
@@ -256,6 +260,7 @@ def _dtensor(mode: FastFakeMode) -> Patches:
         finally:
             mode.computing = before
 
+    # A DTensor is where its shard is.
     return [
         (DTensor, "device", property(device)),
         (DTensor, "is_cuda", property(lambda tensor: tensor._local_tensor.is_cuda)),

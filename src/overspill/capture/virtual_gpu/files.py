@@ -123,6 +123,7 @@ def _load(load: Callable[..., Any]) -> Callable[..., Any]:
         asked = given.arguments.get("map_location")
         on_device: set[int] = set()
 
+        # Load to the host, noting the storages that belong on the GPU.
         def place(storage: Any, location: str) -> Any:
             if callable(asked):
                 place_to = asked(storage, location)
@@ -137,6 +138,7 @@ def _load(load: Callable[..., Any]) -> Callable[..., Any]:
 
         if str(asked) == "meta":
             return load(*args, **kwargs)
+        # Then move their tensors there.
         given.arguments["map_location"] = place
         with unset_fake_temporarily():
             loaded = load(*given.args, **given.kwargs)

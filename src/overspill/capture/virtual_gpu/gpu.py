@@ -69,8 +69,10 @@ class VirtualGpu:
             raise RequestError("a recording is under way in this process; torch is replaced for one at a time")
         with ExitStack() as stack:
             stack.callback(_ONE_AT_A_TIME.release)
+            # The host: torch's compiler and the garbage collector.
             stack.enter_context(no_compiler())
             stack.enter_context(_collecting_only_what_is_new())
+            # Ops, tensors, files and values.
             stack.enter_context(retargeted(self._capability))
             stack.enter_context(factories())
             stack.enter_context(patched(TensorMethods(self.recorder, self._mode).replacements()))
@@ -78,6 +80,7 @@ class VirtualGpu:
             stack.enter_context(
                 patched([*file_patches(saves=self._saves), *value_patches(self._invented), *_scalers(self._invented)])
             )
+            # Devices, process groups, autocast and hooks.
             stack.enter_context(patched(self._cuda.replacements()))
             stack.enter_context(patched(distributed.replacements(self.recorder, self._mode, self._replace)))
             stack.enter_context(distributed.answered_ops())
@@ -86,6 +89,7 @@ class VirtualGpu:
             stack.enter_context(_foreach_for_fakes())
             stack.enter_context(distributed.no_network())
             stack.enter_context(self._mode)
+            # All is in place: undone at the end only.
             self._stack = stack.pop_all()
         return self
 

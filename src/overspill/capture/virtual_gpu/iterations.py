@@ -127,6 +127,7 @@ class Iterations:
         self._depth += 1
         if self._depth > 1 or self._recorder.phase is not Phase.FORWARD:
             return
+        # Models on the host do not count, unless there is nothing else.
         parameters = list(module.parameters())
         if not parameters:  # a loss, a metric, a transform of images
             return
@@ -135,6 +136,7 @@ class Iterations:
             if self.host_calls >= _MOST_CALLS and not self._recorder.peak_bytes:
                 raise Enough
             return
+        # A model on the GPU: the end, the start, or one more call.
         if self.rounds >= self._wanted:
             self._stop()
         if not self._started:

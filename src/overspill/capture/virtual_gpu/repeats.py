@@ -55,6 +55,7 @@ class _Outputs:
         found, spec = tree_flatten(returned)
         storages: dict[int, tuple[int, int]] = {}
         leaves: list[Any] = []
+        # Plain values as they are; tensors by their place in a storage.
         for leaf in found:
             if not isinstance(leaf, FakeTensor):
                 if not isinstance(leaf, _PLAIN):
@@ -104,6 +105,7 @@ class Repeats:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return original(module, *args, **kwargs)
+            # Only the outermost module is looked at; calls that train are run.
             self._inside = True
             try:
                 if torch.is_grad_enabled():

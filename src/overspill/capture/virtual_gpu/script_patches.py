@@ -45,12 +45,15 @@ def script_patches() -> AbstractContextManager[None]:
     batches = dataloader._SingleProcessDataLoaderIter
     return patched(
         [
+            # Data loading.
             (loader, "__init__", _in_process(loader.__init__)),
             (batches, "__init__", _as_worker(batches.__init__, lambda _, loader: loader)),
             (batches, "_next_data", _as_worker(batches._next_data, lambda loading: loading)),
             (sampler, "__iter__", _on_host(sampler.__iter__)),
+            # Processes and GPUs of which there is one.
             (torch.multiprocessing, "spawn", _spawn),
             (nn.DataParallel, "forward", _data_parallel),
+            # Profilers.
             (torch.profiler, "profile", _NoProfiler),
             (torch.autograd.profiler, "profile", _NoProfiler),
             (torch.autograd.profiler, "emit_nvtx", _NoProfiler),
@@ -75,6 +78,7 @@ def _in_process(init: Callable[..., None]) -> Callable[..., None]:
         given.arguments |= {name: value for name, value in _IN_PROCESS.items() if name in given.arguments}
         with torch.device("cpu"):
             init(*given.args, **given.kwargs)
+        # The data set may ask which worker it is in.
         if workers:
             loader = args[0]
             loader.__dict__[_WORKER] = worker.WorkerInfo(
@@ -165,6 +169,7 @@ def _files_of_bytes() -> Patches:
         except RuntimeError:  # a fake tensor's, which is known by its own object
             return storage._cdata
 
+    # Addresses tell storages apart; nothing is read from them.
     patches: Patches = [
         (torch.UntypedStorage, "data_ptr", address),
         (FakeTensor, "data_ptr", lambda tensor: address(tensor.untyped_storage()) + tensor.storage_offset()),

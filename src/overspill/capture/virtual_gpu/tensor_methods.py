@@ -44,9 +44,11 @@ class TensorMethods:
             return moved(tensor, *args, **kwargs)
 
         return [
+            # Where a tensor is.
             (FakeTensor, "device", property(device)),
             (FakeTensor, "is_cuda", property(lambda tensor: not mode.computing and recorder.on_device(tensor))),
             (FakeTensor, "is_cpu", property(lambda tensor: tensor.device.type == "cpu")),
+            # How it moves.
             (Tensor, "to", to),
             (Tensor, "cuda", lambda tensor, *_, **__: moved(tensor, GPU)),
             (Tensor, "cpu", lambda tensor, *_, **__: moved(tensor, CPU)),

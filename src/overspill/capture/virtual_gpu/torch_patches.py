@@ -46,16 +46,19 @@ def torch_patches(recorder: Recorder) -> Patches:
         return 0
 
     return [
+        # Types and copies of tensors.
         *((torch.cuda, name, _tensor_type(name, dtype)) for name, dtype in _TYPES.items()),
         (Tensor, "type", _as_type(Tensor.type, recorder)),
         *_lazy(),
         (FakeTensor, "__deepcopy__", _deep_copy),
         *((torch.cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "range_start", "range_end", "mark")),
+        # Modules and initialisation.
         (nn.DataParallel, "scatter", _scatter),
         (nn.RNNBase, "flatten_parameters", _flatten(recorder)),
         (nn.Module, "_apply", _apply),
         (nn.init, "_no_grad_trunc_normal_", _trunc_normal(nn.init._no_grad_trunc_normal_)),
         (fake_tensor.log, "disabled", not os.environ.get("OVERSPILL_DEBUG")),  # the error itself says what is wrong
+        # Devices by number, and tests of values.
         (torch, "device", _Device),
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
         (torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False),  # padded batches stay as they are
@@ -155,6 +158,7 @@ def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
             name: str = original(tensor)
             cuda = recorder.on_device(tensor) and not name.startswith("torch.cuda.")
             return name.replace("torch.", "torch.cuda.", 1) if cuda else name
+        # A conversion: by dtype, by name, or by a type of torch.cuda.
         if isinstance(dtype, torch.dtype):
             return tensor.to(dtype)
         if isinstance(dtype, str):
@@ -193,6 +197,7 @@ def _lazy() -> Patches:
         made.__class__ = fake_class(parameter.UninitializedBuffer)
         return made
 
+    # Once the shape is known they become plain fake tensors.
     def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         self.__class__ = FakeTensor
         self.data = torch.empty(shape, device=device or self.device, dtype=dtype or self.dtype)

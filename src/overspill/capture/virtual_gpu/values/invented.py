@@ -193,6 +193,7 @@ def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
     if func is not aten.index.Tensor or not any(index is not None and index.dtype in _MASKS for index in args[1]):
         return None
 
+    # Each mask becomes the positions that it selects.
     def index() -> Any:
         positions: list[Tensor | None] = []
         for given in args[1]:

@@ -20,6 +20,7 @@ from .unknown import UnknownNumber, data_dependent
 
 def value_patches(invented: Invented | None) -> Patches:
     """(owner, name, replacement) of methods that read values; unknown ones are `invented`, or an error."""
+    # Methods of Python's protocols and of NumPy's.
     reads = [
         (Tensor, "item", _item),
         (Tensor, "tolist", _array),
@@ -81,6 +82,7 @@ def _item(original: Callable[..., Any], invented: Invented | None) -> Callable[.
             if tensor.dtype.is_complex:
                 raise data_dependent()
             return UnknownNumber()
+        # Booleans and complex numbers cannot be UnknownNumbers.
         made = value_of(tensor)
         if type(made) is bool or tensor.dtype.is_complex:
             invented.read(sys._getframe(1))
