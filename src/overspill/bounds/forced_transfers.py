@@ -39,7 +39,10 @@ NEGLIGIBLE = 1e-5
 
 @dataclass(frozen=True)
 class ForcedSwap:
-    """A gap whose tensor does not fit at steps `first` and `last`, and maybe between."""
+    """A gap whose tensor does not fit at steps `first` and `last`.
+
+    And maybe at some between.
+    """
 
     gap: Gap
     first: int
@@ -48,7 +51,7 @@ class ForcedSwap:
 
 @dataclass(frozen=True)
 class _Move:
-    """A transfer (`out` or back), or a run of an op, after step `start` and before step `end`.
+    """A transfer, `out` or back, or a run of an op, between two steps.
 
     It is made to the share in `column`, and takes `time` as a share of the step. `of`: the tensor or op.
     """
@@ -181,7 +184,7 @@ class ForcedTransfers:
         return [int(nbytes) for nbytes in fixed], leaves
 
     def _making_room(self, op: int, start: int, end: int) -> int | None:
-        """A column for a run of `op` in a window, with room made for it; None if impossible."""
+        """A column for a run of `op` in a window, with room for it, or None."""
         if end - start > SHORT:
             return self.lp.variable(1.0)
         excess = {step: self._excess(op, step) for step in range(start, end)}
@@ -209,7 +212,7 @@ class ForcedTransfers:
         return {t for t in (*reads, *writes) if tensors[t].movable}
 
     def _run_between(self, op: int, step: int, over: int) -> int | None:
-        """The column of a run of `op` right after `step`, with `over` bytes away meanwhile; None if impossible."""
+        """The column of a run of `op` after `step`, with `over` bytes away, or None."""
         leave = [t for t in self.leaves[step] if t not in self._own(op)]
         if sum(self.graph.tensors[t].nbytes for t in leave) < over:
             return None

@@ -56,7 +56,7 @@ class LinearProgram:
         return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
 
     def integral_bound(self, columns: Sequence[Sequence[int]], effort: int) -> float | None:
-        """A lower bound on the optimum with each of `columns` 0 or 1; None without a solution.
+        """A bound on the optimum with `columns` 0 or 1; None without a solution.
 
         Branch and bound (Land and Doig 1960): the node of least bound first, on the column nearest to a half in the
         first sequence that has a fractional one. It ends after that much `effort`, about 1 a simplex iteration, with
@@ -75,6 +75,7 @@ class LinearProgram:
             if column is None or spent > effort:
                 return bound
             heappop(left)
+            # Solve with the column fixed to each value; only bounds that changed are set.
             for value in (0.0, 1.0):
                 chosen = {**fixed, column: value}
                 for c in before | chosen.keys():

@@ -23,7 +23,7 @@ LARGEST_TREE = 24
 
 @dataclass
 class Reruns:
-    """How often an op runs again: the column `runs`, and the steps between which all its runs lie."""
+    """The column of how often an op runs again, and between which steps."""
 
     runs: int
     after: int
@@ -43,7 +43,7 @@ class Recomputations:
         self.held: list[tuple[int, Gap, float]] = []  # columns of inputs kept for recomputations, and their sizes
 
     def maker(self, tensor: int, step: int) -> int | None:
-        """The op whose recomputation gives `tensor` with its values after `step`; None if there is none."""
+        """The op that recomputes `tensor` as it is after `step`, or None."""
         written = self.program.written[tensor]
         before = bisect_right(written, step)
         if not before or self.graph.tensors[tensor].persistent:
@@ -52,7 +52,7 @@ class Recomputations:
         return op.id if tensor in op.recompute_writes and tensor not in op.recompute_reads else None
 
     def runs(self, op: int, after: int, before: int) -> int:
-        """The column of how often `op` runs again, possibly after step `after` and before step `before`."""
+        """The column of how often `op` runs again, between these steps."""
         if op not in self.of_op:
             self.of_op[op] = Reruns(self.lp.variable(), after, before)
         known = self.of_op[op]
@@ -77,7 +77,10 @@ class Recomputations:
             self.lp.row([(self.of_op[op].runs, 1.0), *terms], lower=0.0)
 
     def _inputs(self) -> Iterable[tuple[int, int, int]]:
-        """Keep or remake inputs without later use; yields ops that run again, for which output, and columns."""
+        """Keep or remake inputs without later use.
+
+        Yields ops that run again, for which output, and the columns.
+        """
         # An input that several trees share counts in each by a part.
         trees = {gap: self._tree(gap) for gap in self.rematerialized}
         shared = Counter(chain.from_iterable(trees.values()))

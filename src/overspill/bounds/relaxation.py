@@ -51,7 +51,10 @@ class Group:
 
 
 class Time:
-    """Start times of steps: the ops before them plus a delay, a column at some positions."""
+    """Start times of steps: the ops before them plus a delay column.
+
+    There is a column for each of `positions` and for the step's end.
+    """
 
     def __init__(self, lp: LinearProgram, durations: NDArray[np.float64], positions: Collection[int]) -> None:
         self.lp = lp
@@ -65,13 +68,16 @@ class Time:
             previous = column
 
     def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
-        """Require that `terms` fit between step `start` (its start, or its end) and step `end`."""
+        """Require that `terms` fit between the starts of two steps.
+
+        With `after`, from the end of step `start` on.
+        """
         ops = self._span(max(0, start + 1 if after else start), end)
         if sum(value * self.lp.upper[column] for column, value in terms) > ops:
             self.lp.row([*terms, *self._delay(start, end)], upper=ops)
 
     def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
-        """Require that `terms` are spent between the two steps, in addition to the ops there."""
+        """Require extra time for `terms` between the two steps, besides the ops."""
         self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
 
     def _delay(self, start: int, end: int) -> Terms:
@@ -159,7 +165,7 @@ class Relaxation(ABC):
         return gap.end < self.program.length and gap.tensor not in self.program.op(self.program.steps[gap.end]).reads
 
     def stays(self, gap: Gap) -> bool:
-        """Whether a tensor cannot be away in a gap: no step lies between, or it cannot move."""
+        """Whether a tensor must stay in a gap: adjacent steps, or not movable."""
         return not (
             self._may_be_away(gap)
             or self._may_be_dropped(gap)
@@ -336,6 +342,7 @@ class Relaxation(ABC):
             recomputed = group.size if group.most >= 0 else 0.0
             if group.most >= 0:  # recomputed: size - most
                 away.append((group.most, -1.0))
+            # Any part of a group may be away, but large tensors only as a whole.
             if self.whole.isdisjoint(group.gaps):
                 terms += away
                 constant += recomputed
@@ -358,4 +365,5 @@ class Relaxation(ABC):
                 busy[k].append((column, max(0.0, longer)))
         if others:
             self.lp.row([(c, 1.0) for c in others], upper=1.0)
+        # Together they are at least the excess.
         self.lp.row(terms, lower=(self.live[p] - self.limits[p]) / self.unit - constant)

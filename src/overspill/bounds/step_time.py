@@ -68,7 +68,10 @@ class StepTimeBound(Relaxation):
     """The relaxation for the bound: recomputations take time, and single steps force transfers."""
 
     def least_delay(self, effort: Effort) -> float | None:
-        """The least delay of any schedule, as a share of the ops' time, or None."""
+        """The least delay of any schedule, as a share of the ops' time.
+
+        None if no schedule fits the budget.
+        """
         return self.lp.integral_bound([self.choices, self.absent], effort.simplex_iterations)
 
     def _positions(self) -> Iterable[int]:

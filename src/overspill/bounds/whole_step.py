@@ -1,4 +1,4 @@
-"""A lower bound on the time of a whole step, for any order of its updates.
+"""A lower bound on a whole step's time, for any order of updates.
 
 Two relaxations. The first leaves the updates out: no optimizer state, no time for them, and no gradient outlives
 backward. The rest of any schedule is a schedule of forward and backward, for which `step_time.py` has a bound; the time
@@ -20,7 +20,10 @@ from .step_time import lower_bound_seconds
 
 
 def whole_step_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float]) -> float:
-    """Seconds that no schedule of the whole step beats within the budget, whenever it updates."""
+    """Seconds that no schedule of the whole step beats within the budget.
+
+    Wherever it puts the updates.
+    """
     kept = [op.id for op in graph.ops if op.phase is not Phase.UPDATE]
     rest = without_updates(graph, kept)
     compute = sum(seconds)
@@ -43,7 +46,10 @@ def without_updates(graph: Graph, kept: Sequence[int]) -> Graph:
 
 
 def forced_link_seconds(graph: Graph, device: Device, budget_bytes: int) -> float:
-    """Least seconds of use of the link's busier direction (if half duplex, of the link)."""
+    """Least seconds for which the link's busier direction is in use.
+
+    Of a half-duplex link, the link itself.
+    """
     program = StepProgram(graph)
     tensors = graph.tensors
     away_somewhere = {gap.tensor for gap in swappable_gaps(program)}

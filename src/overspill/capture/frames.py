@@ -1,4 +1,4 @@
-"""Find the user's Python lines behind an op, from running frames or a recorded stack.
+"""Find the user's Python lines behind an op.
 
 The user's lines are those of his program and of the packages that it uses. Left out are frames of torch, of Overspill
 (but for its networks), of Python's standard library, and everything outside of what is captured.
@@ -87,7 +87,10 @@ class Frames:
         return self._table.found()
 
     def enter(self, frame: FrameType | None) -> None:
-        """Note that a module's forward begins; `frame` is in its hook. Until `leave`, stacks end at that call."""
+        """Note that a module's forward begins; `frame` is in its hook.
+
+        Until `leave`, stacks end at that call.
+        """
         while frame is not None and _FILES[frame.f_code.co_filename] != _MODULE:
             frame = frame.f_back
         if frame is None:
@@ -169,7 +172,7 @@ class Frames:
 
 
 def stack_within(frame: FrameType | None) -> Stack:
-    """The user's running lines, from `frame` outwards to autograd's engine or the edge of the program."""
+    """The user's running lines, from `frame` to the program's edge or autograd's engine."""
     found = []
     while frame is not None and frame.f_code is not _ENGINE and (what := _FILES[frame.f_code.co_filename]) != _OUTSIDE:
         if what == _USERS:
@@ -204,7 +207,7 @@ def is_of_the_script(file: str) -> bool:
 
 
 def shown_path(file: str) -> str:
-    """A short form of the path: within its package folder, or relative to the working directory if near."""
+    """The path in short: within its package, or from the working directory."""
     if not file.startswith(os.sep) and not Path(file).is_absolute():
         return file
     if file.startswith(OURS):

@@ -38,9 +38,10 @@ _MODULE_TYPES: tuple[tuple[str, LayerType], ...] = (
 
 
 class LayerNames:
-    """Names the layer of each node by its module's path, with the op's name outside of leaf modules.
+    """Names the layer of each node by its module's path.
 
-    Backward nodes get the layer of the forward node with the same autograd sequence number.
+    Outside of leaf modules the op's name is added. Backward nodes get the layer of the forward node with the same
+    autograd sequence number.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ def readable_path(source: str) -> str:
 
 
 def _module_of(node: fx.Node) -> tuple[str, str]:
-    """Path of the innermost module that called `node`, and its class if it is a leaf of torch's own."""
+    """Path of the innermost module around `node`, and its class if torch's leaf."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return "", ""

@@ -17,7 +17,10 @@ SMALLEST = "smallest"
 
 @dataclass(frozen=True)
 class Budget:
-    """A memory budget: `nbytes`, a `share` of unmanaged use, `smallest`, or all of the device."""
+    """A memory budget: bytes, a share of unmanaged use, or the smallest.
+
+    With none of these set, all of the device.
+    """
 
     nbytes: int | None = None
     share: float | None = None
@@ -30,7 +33,7 @@ class Budget:
 
     @classmethod
     def parse(cls, asked: str | float | Budget | None) -> Budget:
-        """Parse `8GiB`, a number of bytes, `0.5`, `50%`, `smallest`, or None for the whole device.
+        """Parse `8GiB`, bytes, `0.5`, `50%`, `smallest`, or None (the whole device).
 
         Raises RequestError if it is not a positive size.
         """

@@ -53,7 +53,10 @@ class Device(Saved):
 
     @property
     def runs_behind_host(self) -> bool:
-        """Whether a host issues ops ahead of time, as for a GPU; a CPU runs them itself."""
+        """Whether a host issues ops ahead of time, as for a GPU.
+
+        A CPU runs them itself.
+        """
         return self.kind != "cpu"
 
     def offload_seconds(self, nbytes: int) -> float:

@@ -20,14 +20,17 @@ class RequestError(OverspillError):
 
 
 class UnsupportedError(OverspillError):
-    """The model does something that Overspill does not support; the message says what would work."""
+    """The model does something that Overspill does not support.
+
+    The message says what, and what would work.
+    """
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes needed for `what`: a part of the whole, or the whole after a change."""
+    """Bytes of a part of the whole, or of the whole after a change."""
 
     what: str
     nbytes: int
@@ -76,14 +79,14 @@ class InfeasibleBudget(OverspillError):
 
 
 class UnplannedError(OverspillError):
-    """A call ran without a plan, wholly or partly, so the budget was not enforced.
+    """A call ran partly or wholly unplanned, so the budget was not enforced.
 
     The message says why and what would work.
     """
 
 
 class StoreError(OverspillError):
-    """The store could not hold or return bytes: disk full, short read, or out of host memory."""
+    """The store could not hold or return bytes, as on a full disk."""
 
 
 class InvalidSchedule(OverspillError):
@@ -97,7 +100,7 @@ class PolicyError(OverspillError):
 
 
 class InvalidLayout(OverspillError):
-    """A layout puts two live blocks on the same bytes, or exceeds its own bounds."""
+    """A layout puts live blocks on the same bytes, or exceeds its bounds."""
 
 
 class OutOfMemory(OverspillError):

@@ -1,4 +1,4 @@
-"""Read and write files that users name; a write is whole or not at all."""
+"""Read and write files that users name, atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MOST_STREAMED_BYTES = 256 << 20
 
 
 def read_whole(path: str | Path) -> bytes:
-    """The bytes of the file at `path`. Raises RequestError if it cannot be read, or has no end."""
+    """The bytes of the file at `path`.
+
+    Raises RequestError if it cannot be read, or has no end.
+    """
     try:
         with Path(path).open("rb") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -32,7 +35,7 @@ def read_whole(path: str | Path) -> bytes:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) to `path` atomically; devices and pipes are just written to.
+    """Write `content` (text as UTF-8) to `path`, atomically if that is a file.
 
     Raises RequestError if that fails; a file at `path` is then unchanged.
     """

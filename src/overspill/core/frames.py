@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of the user's Python in a call stack: `function` of `file`, at `line`.
+    """One line of the user's Python in a call stack.
 
     `caller` is the frame that called it, by its position in the same tuple of frames, where it comes earlier; -1:
     outermost. `backward`: the op is the backward of that line.
@@ -60,9 +60,9 @@ def stack_of(frames: Sequence[Frame], innermost: int) -> tuple[Frame, ...]:
 
 
 def source_of(frames: Sequence[Frame], innermost: Sequence[int]) -> str:
-    """The line that ran an op, as `model.py:42 forward`; with `and 2 more` for a fused kernel.
+    """The line that ran an op, as `model.py:42 forward`.
 
-    Empty if none is known.
+    Of a fused kernel the first, with `and 2 more`. Empty if none is known.
     """
     lines = list(dict.fromkeys(str(frames[at]) for at in innermost if 0 <= at < len(frames)))
     return lines[0] + (f" and {len(lines) - 1} more" if len(lines) > 1 else "") if lines else ""

@@ -12,7 +12,7 @@ from .saved import Saved
 
 
 class TensorKind(StrEnum):
-    """What a tensor is used for."""
+    """Kinds of tensors, by use."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -54,7 +54,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A storage (never a view) that takes `nbytes` on the device while it is live.
+    """A storage, never a view, of `nbytes` on the device while live.
 
     `persistent`: there before the first op and after the last one (parameters, buffers, optimizer state, inputs).
     `movable`: the schedule may take it off the device between uses; false for what the caller holds a reference to. A
@@ -73,7 +73,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One implementation of an op: its workspace in bytes, and its time relative to the fastest."""
+    """One implementation of an op: workspace in bytes, and relative time.
+
+    `slowdown` is its time over that of the fastest.
+    """
 
     name: str
     workspace_bytes: int
@@ -82,7 +85,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: the tensors that it reads and writes, and its workspace while it runs.
+    """One operation: tensors that it reads and writes, and its workspace.
 
     `algorithms` are its implementations among which a schedule may choose, the fastest first, whose workspace
     `workspace_bytes` then is; empty if there is no choice.
@@ -115,21 +118,28 @@ class Op:
     checkpoint: int = 0
 
     def workspace_of(self, algorithm: int) -> int:
-        """Workspace in bytes of algorithm number `algorithm`. Raises IndexError if there is none."""
+        """Workspace in bytes of an algorithm, by number.
+
+        Raises IndexError if there is none.
+        """
         return self.algorithms[algorithm].workspace_bytes if algorithm else self.workspace_bytes
 
     def slowdown_of(self, algorithm: int) -> float:
-        """Time of algorithm number `algorithm` over that of the fastest. Raises IndexError if there is none."""
+        """Time of an algorithm, by number, over that of the fastest.
+
+        Raises IndexError if there is none.
+        """
         return self.algorithms[algorithm].slowdown if algorithm else 1.0
 
 
 @dataclass(frozen=True)
 class Graph(Saved):
-    """One training step: `ops` in execution order over `tensors`; ids are positions in these tuples.
+    """One training step: `ops` in execution order over `tensors`.
 
-    `outputs` must be on the device when the step ends, as persistent tensors are. `whole_step`: one graph runs all of
-    it, so that ops of different phases may interleave where results stay the same; otherwise forward and backward are
-    two graphs, followed by the update. `frames` are the lines of Python behind ops, each once for each stack.
+    Ids are positions in these tuples. `outputs` must be on the device when the step ends, as persistent tensors are.
+    `whole_step`: one graph runs all of it, so that ops of different phases may interleave where results stay the same;
+    otherwise forward and backward are two graphs, followed by the update. `frames` are the lines of Python behind ops,
+    each once for each stack.
     """
 
     name: str
@@ -198,11 +208,11 @@ class Graph(Saved):
         return {layer: tuple(ops) for layer, ops in found.items()}
 
     def source(self, op: int | None) -> str:
-        """The line that ran an op, as `model.py:42 forward`; empty if unknown or for None."""
+        """The line that ran an op, as `model.py:42 forward`; empty if unknown."""
         return "" if op is None else source_of(self.frames, self.ops[op].frames)
 
     def stacks(self, op: int | None) -> tuple[tuple[Frame, ...], ...]:
-        """The call stacks that ran an op, outermost line first; none if unknown or for None."""
+        """The call stacks that ran an op, outermost line first, if known."""
         return () if op is None else tuple(stack_of(self.frames, at) for at in self.ops[op].frames)
 
     def without_frames(self) -> Graph:
@@ -211,7 +221,10 @@ class Graph(Saved):
 
     @cached_property
     def read_only(self) -> frozenset[int]:
-        """Movable persistent tensors that no op writes, such as frozen weights: a store's copy stays valid."""
+        """Movable tensors that no op writes, such as frozen weights.
+
+        Their copies in the store stay valid.
+        """
         return frozenset(t.id for t in self.tensors if t.persistent and t.movable and not self.written_by[t.id])
 
     @cached_property
@@ -230,5 +243,5 @@ class Graph(Saved):
 
 
 def numbered(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """`ops` with their positions as ids, as in a Graph; tensor ids stay the same."""
+    """`ops` with their positions as ids, as in a Graph."""
     return tuple(replace(op, id=position) for position, op in enumerate(ops))

@@ -25,7 +25,7 @@ class Layout(Saved):
 
     @property
     def fragmentation(self) -> float:
-        """The share of the peak lost to fragmentation: 0 if the layout meets the lower bound."""
+        """The share of the peak lost to fragmentation, 0 at the lower bound."""
         return 1 - self.lower_bound_bytes / self.peak_bytes if self.peak_bytes else 0.0
 
     def validate(self, trace: Trace) -> None:

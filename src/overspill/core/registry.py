@@ -1,4 +1,4 @@
-"""Things selected by name: built-in ones, and those that installed packages add by entry points."""
+"""Things selected by name, built in or added by installed packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Mapping[str, str] | None = None) -> str:
-    """`; did you mean 'auto'?` if one of `known` is close to `name`, else a full stop.
+    """`; did you mean 'auto'?` for a close name, else a full stop.
 
     It ends the first sentence of a message. `shown_as` maps aliases to the names to show.
     """
@@ -26,7 +26,7 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Ma
 
 
 def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:
-    """Subclasses of `base` in modules of `package` that have a `name` of their own, by name."""
+    """Subclasses of `base` in modules of `package`, by their `name`."""
     found: dict[str, type[T]] = {}
     for info in iter_modules(import_module(package).__path__):
         module = import_module(f"{package}.{info.name}")
@@ -58,7 +58,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._known[name] = thing
 
     def loaded(self) -> tuple[dict[str, T], list[str]]:
-        """All that can be loaded, by name, and an error line for each entry point that cannot."""
+        """All that can be loaded, by name, and error lines for the rest."""
         found, broken = dict[str, T](), []
         for name in self:
             try:

@@ -11,7 +11,10 @@ from .saved import Saved
 
 
 class Verb(StrEnum):
-    """What an instruction does; Offload and Prefetch start a transfer, Awaits block the compute stream."""
+    """Kinds of instructions.
+
+    Offload and Prefetch only start a transfer; the Awaits block the compute stream.
+    """
 
     RUN = "run"
     RECOMPUTE = "recompute"
@@ -24,9 +27,10 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True)
 class Instruction:
-    """A verb and its target: an op id for Run and Recompute, a tensor id otherwise.
+    """A verb and its target, an op's or a tensor's id.
 
-    `algorithm` is the number of the op's algorithm for Run and Recompute; 0 is the fastest.
+    An op for Run and Recompute, a tensor for the others. `algorithm` is the number of the op's algorithm for Run and
+    Recompute; 0 is the fastest.
     """
 
     verb: Verb

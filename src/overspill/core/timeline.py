@@ -104,7 +104,7 @@ class Timeline(Saved):
 
     @cached_property
     def overlapped_seconds(self) -> float:
-        """Seconds in which ops run while a copy stream moves bytes (Dymem Fig. 14's overlapped time)."""
+        """Seconds of compute while a copy stream moves bytes (Dymem Fig. 14)."""
         overlapped, transfers = 0.0, self._transfer_spans
         first = 0
         for event in self.events:

@@ -51,7 +51,10 @@ class Block:
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Half-open intervals in which the block is live, in order; none if it has no bytes or no time."""
+        """Half-open intervals in which the block is live, in order.
+
+        None if it has no bytes or no time.
+        """
         if not self.nbytes:
             return ()
         edges = [self.start, *(edge for gap in self.gaps for edge in gap), self.end]
@@ -71,7 +74,7 @@ class Trace(Saved):
 
     @cached_property
     def events(self) -> tuple[tuple[int, int], ...]:
-        """`(position, change in bytes)` of all spaces, in order; frees come first at a position."""
+        """`(position, change in bytes)` of all spaces, frees first at a position."""
         return tuple(sorted(self._changes(self.blocks)))
 
     @cached_property

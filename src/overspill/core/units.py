@@ -18,7 +18,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
-    """Bytes meant by `text`: `12GiB`, `12GB`, `500MiB`, `1048576`, or a share as `0.5` or `50%`.
+    """Parse `12GiB`, `12GB`, `500MiB`, `1048576`, `0.5` or `50%` to bytes.
 
     A share is of `of_bytes`. Raises RequestError if the text is not a positive size, or is a share without `of_bytes`.
     """
@@ -56,7 +56,7 @@ def is_share(text: str | float) -> bool:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`nbytes` as text in binary units with one decimal, half rounded up: `11.3 GiB`, `512 B`."""
+    """`nbytes` as text in binary units, half rounded up: `11.3 GiB`, `512 B`."""
     size, sign = abs(nbytes), "-" if nbytes < 0 else ""
     if size < 2**10:
         return f"{sign}{size:.0f} B"

@@ -12,17 +12,26 @@ Choice = Mapping[int, int]
 
 
 def memory_optimal(graph: Graph) -> dict[int, int]:
-    """The algorithm of least workspace for each op with a choice, the faster of equals (vDNN §III-C's "(m)")."""
+    """The algorithm of least workspace for each op (vDNN §III-C's "(m)").
+
+    Only for ops with a choice; the faster of equals.
+    """
     return {op.id: least_workspace(op) for op in graph.ops if op.algorithms}
 
 
 def least_workspace(op: Op) -> int:
-    """The number of the algorithm of `op` with the least workspace, the faster of equals."""
+    """The number of the algorithm of `op` with the least workspace.
+
+    The faster of equals.
+    """
     return min(range(len(op.algorithms)), key=lambda i: (op.algorithms[i].workspace_bytes, i), default=0)
 
 
 def fastest_within(op: Op, room_bytes: int) -> int:
-    """The number of the fastest algorithm of `op` within `room_bytes` of workspace, else of the least."""
+    """The number of the fastest algorithm with a workspace within `room_bytes`.
+
+    If none fits, that of least workspace.
+    """
     fitting = (i for i, algorithm in enumerate(op.algorithms) if algorithm.workspace_bytes <= room_bytes)
     return next(fitting, least_workspace(op))
 

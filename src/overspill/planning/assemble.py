@@ -13,11 +13,12 @@ from .step_program import Gap, Step, StepProgram
 
 @dataclass(frozen=True)
 class Transfer:
-    """One swap of a gap's tensor to the store and back; fields name the step before which each part happens.
+    """One swap of a gap's tensor to the store and back.
 
-    gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end;
-    in a gap that wraps, the way back comes at the start of the step and the way out at its end. A copy may start before
-    the gap, at an earlier use after which its values stay valid; `copied` awaits it before a step ahead of `release`.
+    Fields are the steps before which each part happens: gap.start <= offload <= release (awaited, then the device copy
+    is freed) <= prefetch <= arrive (awaited) <= gap.end; in a gap that wraps, the way back comes at the start of the
+    step and the way out at its end. A copy may start before the gap, at an earlier use after which its values stay
+    valid; `copied` awaits it before a step ahead of `release`.
     """
 
     gap: Gap

@@ -14,7 +14,7 @@ RUNS = (Verb.RUN, Verb.RECOMPUTE)
 
 
 def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | None:
-    """The schedule for `other` that does what `schedule` does for `graph`; None if none is valid.
+    """`schedule` of `graph` carried over to `other`; None if not valid there.
 
     Ops that only `other` has run before the next op that both have. Tensors that backward makes or prefetches are freed
     after their last use.

@@ -22,7 +22,7 @@ def fastest(
     candidates: Iterable[Schedule],
     budget_bytes: int | None,
 ) -> Schedule | None:
-    """The candidate with the shortest simulated step and a peak within the budget; None if none fits.
+    """The candidate with the shortest simulated step within the budget, or None.
 
     Of equals, the one that moves fewer bytes, then the first. If the candidates do not depend on the budget, a larger
     budget is never slower.

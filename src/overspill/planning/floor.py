@@ -1,4 +1,4 @@
-"""The smallest budget that a step can run in, and the tensors that need it."""
+"""The smallest budget in which a step can run, and its cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step_program import Gap, StepProgram
 
 @dataclass(frozen=True)
 class Floor:
-    """The smallest budget that works, in bytes, and the op and tensors that need it."""
+    """The smallest budget in bytes, and the op and tensors that need it."""
 
     nbytes: int
     cause: str
@@ -76,12 +76,15 @@ def algorithms_within(program: StepProgram, budget_bytes: int) -> dict[int, int]
 
 
 def infeasible(program: StepProgram, budget_bytes: int, policy: str) -> InfeasibleBudget:
-    """The error for a budget below the floor of `program`: by how much, and why."""
+    """The error for a budget below the floor of `program`."""
     return below(floor_of(program), budget_bytes, policy)
 
 
 def peak_of(graph: Graph, schedule: Schedule) -> Floor:
-    """The peak bytes of `schedule`, whatever its budget, where it is, and the largest tensors then."""
+    """Peak bytes of `schedule`, where it is, and the largest tensors then.
+
+    Whatever its own budget is.
+    """
     result = check(graph, replace(schedule, budget_bytes=None))
     if result.peak_instruction < 0:
         return Floor(result.peak_bytes, "persistent tensors")

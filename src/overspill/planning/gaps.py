@@ -1,4 +1,4 @@
-"""Find gaps in which a tensor can be swapped out, and limits of the transfers' times."""
+"""Find gaps in which tensors can be swapped out, and for how long."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def may_move(tensor: Tensor) -> bool:
 
 
 def may_swap(program: StepProgram, gap: Gap) -> bool:
-    """Whether a swap to the store fits in `gap`: a movable tensor, and at least one step in between.
+    """Whether a tensor can be swapped to the store and back in `gap`.
 
-    If forward and backward are two graphs, a tensor that leaves in forward must be gone by its end, and one that
-    backward reads comes back no sooner than its start.
+    It must be movable, with at least one step in between. If forward and backward are two graphs, a tensor that leaves
+    in forward must be gone by its end, and one that backward reads comes back no sooner than its start.
     """
     away = gap.end - gap.start + (program.length if gap.wraps else 0)
     return not gap.rematerialized and away > 1 and may_move(program.graph.tensors[gap.tensor])
@@ -31,7 +31,7 @@ def swappable_gaps(program: StepProgram) -> list[Gap]:
 
 
 def earliest_return(program: StepProgram, gap: Gap) -> int:
-    """The first step before which the tensor of `gap` may be prefetched; in its own graph."""
+    """The first step before which the tensor of `gap` may be prefetched."""
     boundary = program.end_of_forward
     if gap.wraps:
         return 0
@@ -41,7 +41,7 @@ def earliest_return(program: StepProgram, gap: Gap) -> int:
 
 
 def latest_release(program: StepProgram, gap: Gap) -> int:
-    """The last step before which the tensor of `gap` may be released; in its own graph."""
+    """The last step before which the tensor of `gap` may be released."""
     boundary = program.end_of_forward
     if gap.wraps:
         return program.length
@@ -51,7 +51,7 @@ def latest_release(program: StepProgram, gap: Gap) -> int:
 
 
 def saved_gaps(program: StepProgram) -> dict[int, Gap]:
-    """Gaps between last use in forward and first use in backward, by saved tensor that can move."""
+    """Gaps between forward and backward of movable saved tensors, by tensor."""
     boundary = program.end_of_forward
     return {
         g.tensor: g

@@ -19,7 +19,7 @@ MOST_TOGETHER = 64
 def gather(
     graph: Graph, schedule: Schedule, updates: Collection[int], live_bytes: Sequence[int], share: float = 1.0
 ) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
-    """`schedule` with the ops `updates` postponed, and groups of them that can run as one call.
+    """`schedule` with `updates` postponed, and groups of them to run together.
 
     `live_bytes[i]` is the most on the device during instruction `i`. With the workspaces of a group all live at once,
     memory stays within a `share` of the largest of them, wherever the plan itself does.
@@ -63,7 +63,7 @@ class _Gathering:
         self.held = self.workspace = 0
 
     def step(self, index: int, live: int) -> None:
-        """Run or postpone instruction `index`; `live` is the most bytes on the device during it."""
+        """Run or postpone instruction `index`, during which `live` bytes are needed."""
         instruction = self.instructions[index]
         verb, target = instruction.verb, instruction.target
         if verb is Verb.FREE and target in self.present and self.reads[target] and not self.writes[target]:
@@ -89,6 +89,7 @@ class _Gathering:
         verb, target = instruction.verb, instruction.target
         reads: tuple[int, ...]
         writes: tuple[int, ...]
+        # Its reads and writes, and tensors that it brings to the device.
         if verb is Verb.RUN or verb is Verb.RECOMPUTE:
             op = self.ops[target]
             again = verb is Verb.RECOMPUTE
@@ -147,7 +148,7 @@ class _Gathering:
         self.workspace += change * update.workspace_bytes
 
     def carry_out(self, updates: Sequence[_Update]) -> None:
-        """Run these waiting updates as a group, and the frees that wait for no other."""
+        """Run these waiting updates as a group, then frees that waited for them."""
         if not updates:
             return
         gone = set(map(id, updates))

@@ -35,7 +35,7 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
 
 
 def early_updates(graph: Graph) -> tuple[int, ...]:
-    """Ops of a whole step with each update as early as possible, while its parameter is still there.
+    """Ops of a whole step with each update as early as possible.
 
     Its gradient is free afterwards. Not before a backward op that reads the parameter, nor before one that may
     recompute from it.
@@ -96,10 +96,11 @@ def best_order(
     budget_bytes: int | None,
     seconds: tuple[float, ...],
 ) -> Schedule:
-    """The fastest schedule by `plan` for a whole step, with updates early or at the end.
+    """The fastest schedule by `plan` for a whole step, over several orders.
 
-    A third is made of feature maps alone: if that fits, it has fewer choices, and a heuristic may do better with them.
-    If none fits, raises the InfeasibleBudget with the lowest floor.
+    Updates come as early as possible in one, at the end in another. A third is made of feature maps alone: if that
+    fits, it has fewer choices, and a heuristic may do better with them. If none fits, raises the InfeasibleBudget with
+    the lowest floor.
     """
     found: list[Schedule] = []
     errors: list[InfeasibleBudget] = []
@@ -118,7 +119,10 @@ def best_order(
 
 
 def feature_maps_alone(graph: Graph) -> Graph:
-    """The whole step `graph` as two graphs in which only tensors of forward and backward may move."""
+    """The whole step with only tensors of forward and backward movable.
+
+    Forward and backward are then two graphs.
+    """
     tensors = (replace(t, movable=t.movable and t.kind in FEATURE_MAPS) for t in graph.tensors)
     return replace(graph, tensors=tuple(tensors), whole_step=False)
 
@@ -152,7 +156,10 @@ def _waiting(followers: Followers) -> dict[int, int]:
 
 
 def _depth_first(ops: Sequence[Op]) -> list[int]:
-    """Algorithm 1 without recursion: an op is taken once the last that it waits for calls it (lines 5 to 8)."""
+    """Algorithm 1 without recursion.
+
+    An op is taken once the last that it waits for calls it (lines 5 to 8).
+    """
     followers = _followers(op for op in ops if _touches(op))
     waiting = _waiting(followers)
     flow: list[int] = []

@@ -29,7 +29,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Step:
-    """One op at one position: its run, or a recomputation that makes the tensors `makes`."""
+    """One op at one position: its run, or a recomputation making `makes`."""
 
     op: int
     recompute: bool = False
@@ -122,7 +122,7 @@ class StepProgram:
         return np.array([seconds[s.op] * self.op(s).slowdown_of(self.algorithm(s)) for s in self.steps])
 
     def clock(self, seconds: Sequence[float]) -> NDArray[np.float64]:
-        """Start time of each step, and the end of the program, in seconds and without waits."""
+        """Start times of steps and the program's end, in seconds without waits."""
         return np.concatenate([[0.0], np.cumsum(self.durations(seconds))])
 
     def transient_bytes(self, step: Step) -> int:

@@ -1,4 +1,4 @@
-"""The interface of a policy: plan a Schedule for a graph, a device and a budget."""
+"""The interface of a policy, which plans a Schedule within a budget."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 class Checkpoint(Policy):
-    """Keep feature maps at about √n segment boundaries of n layers; recompute the rest by segment (§4.1).
+    """Keep feature maps at about √n segment boundaries, recompute the rest (§4.1).
 
     A boundary is put where the fewest bytes cross, within half a segment of its even place. The last segment is kept,
     since backward begins with it. Ops that may not be recomputed (random numbers, mutation) keep their outputs as well.
@@ -44,11 +44,12 @@ class Checkpoint(Policy):
 
 
 class CheckpointCost(Policy):
-    """Recompute as few seconds as the budget allows: segments of b bytes, b from a grid (§4.2, Alg. 3).
+    """Recompute segments of b bytes, as cheaply as possible (§4.2, Alg. 3).
 
-    A segment ends where the fewest bytes cross, between half of b and b. Chen et al. recompute every segment but the
-    last; here only those that free most bytes per second of recomputation, up to fixed shares of all. The plan taken is
-    the fastest that fits; the grid does not depend on the budget, so a larger budget is never slower.
+    The sizes b come from a grid. A segment ends where the fewest bytes cross, between half of b and b. Chen et al.
+    recompute every segment but the last; here only those that free most bytes per second of recomputation, up to fixed
+    shares of all. The plan taken is the fastest that fits; the grid does not depend on the budget, so a larger budget
+    is never slower.
     """
 
     name = "checkpoint-cost"
@@ -78,7 +79,7 @@ class CheckpointCost(Policy):
 
 
 def dropped_sets(graph: Graph, seconds: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Tensors to drop, for all sizes of segments and shares of them, each set once."""
+    """Sets of tensors to drop, for all sizes of segments and shares."""
     crossing = _crossing_bytes(graph)
     tried: set[tuple[int, ...]] = set()
     for segments in SEGMENTS:
@@ -143,7 +144,7 @@ def _even_cuts(graph: Graph, crossing: Positions) -> list[int]:
 
 
 def _cuts_by_bytes(graph: Graph, crossing: Positions, segments: int) -> list[int]:
-    """The op ids before which forward is cut, each segment with its share of feature maps at most (Alg. 3)."""
+    """Op ids that cut forward into segments of at most equal bytes (Alg. 3)."""
     forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
     made = [
         sum(graph.tensors[t].nbytes for t in graph.ops[op].writes if graph.tensors[t].kind is TensorKind.ACTIVATION)

@@ -26,9 +26,10 @@ class InCore(Policy):
 
 
 class Liveness(Policy):
-    """Free every tensor at its last use, as autograd does: least memory without swaps or recomputation.
+    """Free every tensor at its last use, as autograd does.
 
-    Recomputes what the program's own checkpoints recompute in backward.
+    The least memory without swaps or recomputation. Recomputes what the program's own checkpoints recompute in
+    backward.
     """
 
     name = "liveness"
@@ -40,7 +41,10 @@ class Liveness(Policy):
 
 
 def checkpointed(graph: Graph) -> list[int]:
-    """Recomputable feature maps that the program's own checkpoints drop in forward: used in one alone."""
+    """Recomputable feature maps that the program's own checkpoints drop in forward.
+
+    Those that are used in one checkpoint alone.
+    """
     # Checkpoints in which each tensor is read.
     reads: dict[int, set[int]] = {}
     for op in graph.ops:

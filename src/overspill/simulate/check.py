@@ -29,7 +29,7 @@ class _State(Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Peak bytes of a valid schedule, the instruction of the peak, and the tensors then live."""
+    """Peak bytes of a valid schedule, with its instruction and live tensors."""
 
     peak_bytes: int
     peak_instruction: int
@@ -37,7 +37,10 @@ class CheckResult:
 
 
 def check(graph: Graph, schedule: Schedule) -> CheckResult:
-    """The peak of `schedule` on `graph`. Raises InvalidSchedule if it breaks a rule or its budget."""
+    """The peak of `schedule` on `graph`, in bytes, once it is valid.
+
+    Raises InvalidSchedule if it breaks a rule or its budget.
+    """
     machine = _Machine(graph, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
         try:
@@ -240,7 +243,7 @@ class _Machine:
         return among[instruction.target]
 
     def spell(self, instruction: Instruction) -> str:
-        """The instruction as text: verb and name of its target, or its number if unknown."""
+        """The instruction as text: verb and target."""
         try:
             return f"{instruction.verb} {self._find(instruction).name}"
         except InvalidSchedule:

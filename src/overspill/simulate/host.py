@@ -18,9 +18,10 @@ class Issue:
 
 
 def issues_of(schedule: Schedule, device: Device, timeline: Timeline) -> Iterator[Issue]:
-    """When the host issues instructions of `schedule` on `device`, in order; `timeline` is from `simulate`.
+    """Times at which the host issues instructions of `schedule`, in order.
 
-    On a CPU, which runs ops itself, only transfers: compute stands still meanwhile.
+    `timeline` is what `simulate` returned for it on `device`. On a CPU, which runs ops itself, only transfers: compute
+    stands still meanwhile.
     """
     host = 0.0
     for index, instruction in enumerate(schedule.instructions):

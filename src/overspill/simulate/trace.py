@@ -19,7 +19,7 @@ def trace_of(graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] =
 def owned_trace(
     graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()
 ) -> tuple[Trace, tuple[int, ...]]:
-    """The blocks that `schedule` allocates, and the owner of each: its tensor, or `-1 - op`.
+    """Blocks that `schedule` allocates, and their owners: tensor, or `-1 - op`.
 
     Positions count instructions; a workspace is a block of its own. Ops of one of `groups`, which must be adjacent, run
     in one call: their workspaces are live together.
@@ -55,7 +55,7 @@ def owned_trace(
 
 @dataclass
 class _Stay:
-    """A tensor's stay on the device: its start, the op that made it, and layers that read it.
+    """A tensor's stay on the device: start, maker, and layers that read it.
 
     `maker` is None for a prefetch. `waits`: made in forward, and not read by the layer that ran next.
     """
@@ -71,7 +71,7 @@ class _Stay:
 
     @property
     def mobility(self) -> Mobility:
-        """Dymem's Algorithm 3: by layer type, number of layers that need the tensor, and waiting."""
+        """Mobility by Dymem's Algorithm 3: layer type, number of readers, and waiting."""
         if self.maker is not None and self.maker.layer_type in STAYING:
             return Mobility.RECLAIMED
         return Mobility.TEMPORARY if len(self.readers) > 1 or self.waits else Mobility.MOVABLE

@@ -48,7 +48,7 @@ _FAKE = (FakeTensor, FunctionalTensor)
 
 
 class Gradients(NamedTuple):
-    """Which inputs `loss.backward()` gives a gradient to, and to which more than once, by position."""
+    """Positions of inputs that get a gradient, and of those with several additions."""
 
     given: frozenset[int]
     several: frozenset[int]
@@ -59,7 +59,7 @@ class Unheard(UnsupportedError):
 
 
 class Backward:
-    """Follows the backward of one step; `names` has a name for each of its inputs.
+    """Follows the backward of one step, whose inputs have these `names`.
 
     `inlined`: checkpoints are plain calls. `several`: the step is one of several micro-batches, whose gradients add up.
     """
@@ -320,7 +320,10 @@ def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[i
 
 @contextmanager
 def _random_state_kept() -> Iterator[Callable[[], bool]]:
-    """Restore the CPU's random state after a traced step; yields a function that says whether the step set it."""
+    """Restore the CPU's random state after a traced step.
+
+    Yields a function that says whether the step set it.
+    """
     moved = False
     with _disable_current_modes():
         before = torch.get_rng_state()

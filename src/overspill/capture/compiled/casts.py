@@ -82,7 +82,7 @@ class Casts:
         return result
 
     def _is_leaf(self, x: Tensor) -> bool:
-        """Whether eager caches the cast of `x`: a parameter, or a leaf that the step itself made."""
+        """Whether eager caches the cast of `x`, a leaf such as a parameter."""
         return id(x) in self._leaves or (isinstance(x, Tensor) and x.requires_grad and x.is_leaf and not x._is_view())
 
     def _asks(self, x: Tensor, dtype: torch.dtype) -> bool:

@@ -54,7 +54,7 @@ class Checks:
             return self._step(*values)
 
     def decide(self, asked: UnknownValue, values: Sequence[FakeTensor]) -> None:
-        """Try both answers to find out whether a read is a check. Raises `asked` if it is none."""
+        """Try both answers to see whether a read is a check; raises `asked` if not."""
         # It was answered before and raised again, so it does not read a truth value.
         if asked.lines in self._known:
             raise asked

@@ -20,7 +20,7 @@ EFFECT = "overspill_effect"
 
 
 def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
-    """Remove effect tokens from the joint `graph` in place; returns how many of the first `outputs` remain."""
+    """Remove effect tokens from `graph`; returns how many of the first `outputs` remain."""
     from torch._higher_order_ops.effects import with_effects  # noqa: PLC0415 - registers itself
 
     found = graph.find_nodes(op="call_function", target=with_effects)

@@ -41,7 +41,7 @@ HANDLE_BYTES = 8
 
 @dataclass(frozen=True)
 class InputInfo:
-    """One input of the step: its kind, its readable name, and whether it may be offloaded (`movable`)."""
+    """One input of the step: kind, readable name, and whether it may be offloaded."""
 
     kind: TensorKind
     name: str
@@ -155,7 +155,7 @@ class CaptureOfStep:
         return False
 
     def _add_handles(self) -> None:
-        """Add bytes for the handles of offloaded tensors, if they are on the device as well (the CPU)."""
+        """Add bytes for handles of offloaded tensors, where the device is the CPU."""
         on_cpu = any(
             n.meta["val"].device.type == "cpu"
             for n in self.joint.primals

@@ -23,7 +23,7 @@ Answer = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """One read of a value: its `node`, the `answer` that it had, and the user's line (`place`).
+    """One read of a value: its node, its answer, and the user's line.
 
     `makes_shape`: a tensor's shape follows from it.
     """
@@ -75,7 +75,7 @@ class Guards:
         return cls(module, takes, answers, places, _peak_bytes(program), any(DRAWS in n.meta for n in needed))
 
     def difference(self, given: Sequence[Tensor]) -> str | None:
-        """The line of the first read that has another answer for the tensors `given`; None if all agree."""
+        """The first line with another answer for the tensors `given`, or None."""
         if self.program is None:
             return None
         generator = drawing(torch.get_rng_state()) if self.draws else nullcontext()
@@ -90,7 +90,7 @@ class Guards:
 
 
 def word(value: Any) -> Any:
-    """A comparable form of a value that was read: exact bits of a scalar, shape of a larger tensor."""
+    """A comparable form of a value: a scalar's exact bits, or a tensor's shape."""
     if isinstance(value, Tensor):
         if value.dim():
             return tuple(value.shape)
@@ -119,7 +119,7 @@ def _transferred(scalars: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def drawing(state: Tensor) -> Iterator[Tensor]:
-    """Set the CPU generator to `state` inside the block; afterwards `state` is where it came to.
+    """Let the CPU generator draw from `state` inside the block, which advances it.
 
     The generator itself is restored.
     """
@@ -133,7 +133,7 @@ def drawing(state: Tensor) -> Iterator[Tensor]:
 
 
 def needed_for(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All nodes that must run to compute `nodes`, including every earlier draw of random numbers."""
+    """Nodes that must run to compute `nodes`, with all earlier random draws."""
     found = _ancestors(nodes)
     draws = [node for node in graph.nodes if DRAWS in node.meta]
     last = max((i for i, node in enumerate(draws) if node in found), default=-1)

@@ -170,12 +170,15 @@ class JointGraph:
         return node.op == "call_function" and node.target is operator.getitem and self.is_view(node.args[0])
 
     def is_op(self, node: fx.Node) -> bool:
-        """Whether `node` computes something: not an input, a view or the pick of one result."""
+        """Whether `node` computes: not an input, a view or the pick of a result."""
         return node.op == "call_function" and node.target is not operator.getitem and not self.is_view(node)
 
 
 def storages(node: fx.Node) -> list[StorageKey]:
-    """Keys of the distinct storages in a node's value. Raises UnsupportedError for sparse and other layouts."""
+    """Keys of the distinct storages in a node's value.
+
+    Raises UnsupportedError for sparse and other layouts.
+    """
     keys: dict[StorageKey, None] = {}
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):

@@ -57,7 +57,7 @@ _under_way: list[Casts] = []
 
 @contextmanager
 def eager_kernels() -> Iterator[Casts]:
-    """Trace the kernels that eager runs, inside the block; yields the casts of the trace.
+    """Trace eager's kernels inside the block; yields the casts of the trace.
 
     Whoever traces calls `begin` of them when a trace begins, with the parameters. Not re-entered: an inner call joins
     the outer.
@@ -179,7 +179,7 @@ REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
 
 
 def run_with_gradients(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `op` to run with grad mode on but below autograd, as in eager's forward."""
+    """Wrap `op` to run below autograd with grad mode on, as in eager."""
 
     def run(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():

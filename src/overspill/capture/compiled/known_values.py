@@ -57,7 +57,7 @@ SHAPE_FOLLOWS: dict[Any, tuple[int, Any] | None] = {
 
 
 class Held(UnsupportedError):
-    """Raised where a step reads one of the model's tensors other than through the model."""
+    """A step reads one of the model's tensors other than through the model."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -67,7 +67,7 @@ class Held(UnsupportedError):
 
 
 class ChangesStranger(UnsupportedError):
-    """Raised where a step changes a tensor in place that is neither the model's nor an input."""
+    """A step changes a tensor that is neither the model's nor an input."""
 
     def __init__(self, place: str = "") -> None:
         super().__init__(
@@ -84,7 +84,7 @@ class _Source:
 
 
 class KnownValues(FakeTensorMode):
-    """A fake tensor mode that answers reads of values which follow from known tensors (`know`).
+    """A fake tensor mode that answers reads of values known from inputs (`know`).
 
     Raises UnsupportedError for reads of any other value.
     """
@@ -102,14 +102,17 @@ class KnownValues(FakeTensorMode):
         self.begin()
 
     def know(self, fake: FakeTensor, real: Tensor, position: int) -> None:
-        """`fake` has the values of `real`, the step's input at `position`. Ignored if that is fake too."""
+        """Note that `fake` has the values of `real`, the input at `position`.
+
+        Ignored if `real` is fake too.
+        """
         self._without_values |= isinstance(real, FakeTensor)
         if not self._without_values:
             self._sources.append(_Source(fake, real, position))
             self._add_source(self._sources[-1])
 
     def own(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `Held` where the step reads these real tensors, which have fake ones in their place."""
+        """Raise `Held` if the step reads these real tensors instead of fake ones."""
         self._own = {id(tensor): name for name, tensor in tensors.items()}
 
     def begin(self) -> None:
@@ -140,7 +143,7 @@ class KnownValues(FakeTensorMode):
 
     @property
     def shaped_at(self) -> str | None:
-        """The line of the first read that a shape follows from in the last pass; None without one."""
+        """The line of the last pass's first read that decides a shape, or None."""
         return next((question.place for question in self._questions if question.makes_shape), None)
 
     def __torch_dispatch__(
@@ -172,7 +175,7 @@ class KnownValues(FakeTensorMode):
         return made
 
     def create_symbolic_nested_int(self, *_: Any, **__: Any) -> Any:
-        """Raises UnsupportedError: the rows of a nested tensor have sizes that no graph of fixed sizes knows."""
+        """Refuse nested tensors, whose row sizes vary. Raises UnsupportedError."""
         raise nested(f"the step makes a nested tensor{where(stack_within(sys._getframe()))}")
 
     # -- how known tensors are made
@@ -191,7 +194,10 @@ class KnownValues(FakeTensorMode):
         return None if node is None or (self._changed and _storage(value) in self._changed) else node
 
     def _constant(self, value: Tensor) -> fx.Node:
-        """The node of a real tensor that the step reads by reference; its value is read anew at each step."""
+        """The node of a real tensor that the step reads by reference.
+
+        Its value is read anew at each step.
+        """
         if name := self._own.get(id(value), ""):
             raise Held(name)
         if id(value) not in self._nodes:
@@ -378,7 +384,7 @@ class KnownValues(FakeTensorMode):
 
 
 class UnknownValue(UnsupportedError):
-    """Raised where a step reads a value that is unknown before it runs; `lines` lead to the read."""
+    """A step reads a value that is unknown before it runs, at `lines`."""
 
     def __init__(self, place: str, lines: Stack = ()) -> None:
         super().__init__(
@@ -398,7 +404,10 @@ def nested(what: str) -> UnsupportedError:
 
 
 def where(lines: Stack) -> str:
-    """The user's innermost line as ` (file, line n)`, with the line of his program if that is in a package."""
+    """The user's innermost line as ` (file, line n)`, for a message.
+
+    With the line of his own program if the innermost is in a package.
+    """
     if not lines:
         return ""
     shown = [f"{shown_path(file)}, line {line}" for file, line, _ in lines if "site-packages" not in file][-1:]

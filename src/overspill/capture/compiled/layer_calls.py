@@ -24,7 +24,7 @@ _STACK = "nn_module_stack"
 
 @contextmanager
 def layers_noted(module: nn.Module, named: Callable[[str], str] = str) -> Iterator[None]:
-    """Put class and path of the innermost called module of `module` on traced nodes, inside the block.
+    """Put the innermost called module's class and path on traced nodes, inside the block.
 
     The path is passed through `named`. Ops of modules outside of `module` count to their caller.
     """

@@ -29,7 +29,10 @@ _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 @contextmanager
 def lines_noted() -> Iterator[None]:
-    """Put the running user lines on new FX nodes, where a tracer runs the user's Python itself."""
+    """Put the user's running lines on new FX nodes, inside the block.
+
+    Useful where a tracer runs the user's Python itself.
+    """
     create = fx.Graph.create_node
 
     def noting(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
@@ -51,7 +54,7 @@ class NodeLines(Frames):
         self._by_text: dict[str, int] = {}
 
     def forward(self, node: fx.Node) -> tuple[int, ...]:
-        """The line number of a forward node as a tuple; empty where it is not known."""
+        """The line number of a forward node as a tuple, empty if unknown."""
         number, sequence = self._own(node), node.meta.get("seq_nr")
         # An op that saves nothing repeats the number of the one before it; the first one owns it.
         if sequence is not None and number >= 0:
@@ -59,7 +62,10 @@ class NodeLines(Frames):
         return () if number < 0 else (number,)
 
     def backward(self, node: fx.Node) -> tuple[int, ...]:
-        """The line number of a backward node, asked for after its forward node; empty where it is not known."""
+        """The line number of a backward node as a tuple, empty if unknown.
+
+        Its forward node has to be asked for first.
+        """
         number = self._own(node)
         if number < 0:
             number = self.backward_of(self._by_sequence.get(node.meta.get("seq_nr", -1), -1))

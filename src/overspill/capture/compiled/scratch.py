@@ -55,7 +55,7 @@ def scratch_bytes(node: fx.Node) -> int:
 
 
 def cuda_scratch_bytes(node: fx.Node, capability: str) -> int:
-    """The most scratch bytes that `node` likely takes at once on a GPU of this compute capability."""
+    """Likely peak of scratch bytes of `node` on a GPU of this capability."""
     return _most(node, capability, lambda *request: library_bytes(*request).central)
 
 

@@ -143,7 +143,7 @@ def _explained() -> Iterator[None]:
 
 
 def changes_strangers(error: Exception) -> bool:
-    """Whether a trace failed because the step changes a tensor that the trace does not follow."""
+    """Whether a trace failed on an in-place change of an unknown tensor."""
     return isinstance(error, ChangesStranger) or "mutating a non-functional tensor" in str(error)
 
 
@@ -177,7 +177,10 @@ def _output_descs(graph: fx.Graph) -> list[Any]:
 
 
 def returned(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of the loss and of the step's other results, in order. Raises UnsupportedError for non-tensors."""
+    """The nodes of the loss and of the step's other results, in order.
+
+    Raises UnsupportedError for results that are no tensors.
+    """
     outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
     found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
     if not found or not all(isinstance(node, fx.Node) for node in found):

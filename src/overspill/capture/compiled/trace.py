@@ -49,6 +49,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
             found.append(capture(graph, inputs, surroundings_of(graph, parameters)))
             return default_partition(joint, values, num_fwd_outputs=num_fwd_outputs, **options)
 
+        # Let AOTAutograd trace backward; its partition hands over the joint graph.
         with eager_kernels() as casts, leaves_told(module, examples, casts):
             return aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
 
@@ -67,7 +68,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
 
 @contextmanager
 def leaves_told(module: fx.GraphModule, examples: Sequence[Any], casts: Casts) -> Iterator[None]:
-    """Pass the traced parameters to `casts` each time Dynamo's `module` is traced, inside the block."""
+    """Pass traced parameters to `casts` whenever `module` is traced, inside the block."""
     placeholders = module.graph.find_nodes(op="placeholder")
     leaves = [
         node

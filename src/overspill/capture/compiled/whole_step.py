@@ -35,7 +35,7 @@ MUTATION = "overspill_mutation"
 
 @dataclass(frozen=True)
 class Mutation:
-    """An in-place change of a parameter or gradient by one node; `op` is UPDATE or REDUCE."""
+    """An in-place change of a parameter or gradient: an UPDATE or REDUCE."""
 
     op: str
     layer: str
@@ -81,7 +81,7 @@ class ParameterUpdate:
 
 @dataclass(frozen=True)
 class GradientOps:
-    """What is done with gradients before and at the update, in this order; None leaves one out.
+    """Functions applied to gradients up to the update, in order; None skips one.
 
     `accumulate(sum, gradient)` adds to a tensor that stays from one micro-batch to the next; only the last micro-batch
     has `reduce` and `updates`. `reduce(*gradients)` averages a bucket of gradients, or of their sums, over processes,
@@ -140,14 +140,14 @@ def capture_step(
 
 
 def around_step(values: Sequence[FakeTensor], elsewhere: tuple[tuple[TensorKind, int], ...]) -> Surroundings:
-    """Other bytes on the device: `elsewhere`, and the most that the capture's guard program takes."""
+    """Other bytes on the device: `elsewhere`, and those of the guard program."""
     mode = values[0].fake_mode
     guards = mode.guards().nbytes if isinstance(mode, KnownValues) else 0
     return Surroundings(elsewhere=elsewhere, guard_bytes=guards)
 
 
 class CaptureOfWholeStep(CaptureOfStep):
-    """Builds the Graph of a whole step from one joint graph and the ops that follow backward."""
+    """Builds the Graph of a whole step: a joint graph, then gradients and update."""
 
     def __init__(
         self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str, surroundings: Surroundings
@@ -247,7 +247,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._ids(set(storages(node)))
 
     def _own(self, gradient: fx.Node) -> fx.Node:
-        """`gradient`, or a copy of it if forward or the caller owns its tensor, to change in place."""
+        """A gradient to change in place: a copy if forward or caller owns it."""
         if all(self.tensors[tensor].kind is TensorKind.GRADIENT for tensor in self._behind(gradient)):
             return gradient
         with self.fake_mode:
@@ -255,7 +255,10 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)
 
     def _add_reductions(self, reduce: Callable[..., None], gradients: Iterable[fx.Node]) -> None:
-        """Add one reduction for each bucket; all update the process group, so that schedules keep their order."""
+        """Add a reduction for each bucket; schedules keep their order.
+
+        For all of them update the process group.
+        """
         group = self._add_tensor(0, TensorKind.BUFFER, PROCESS_GROUP, persistent=True)
         distinct = {self._behind(node): node for node in gradients}
         for bucket in _buckets([self.joint.roots[storages(n)[0]][0] for n in distinct.values()]):
@@ -274,7 +277,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(CLIP, clip, tuple(norms), Phase.UPDATE, value=factor)
 
     def _norm(self, norm: Callable[[Tensor], Tensor], parameter: fx.Node, gradient: fx.Node) -> fx.Node:
-        """Add the norm of a gradient as autograd lays it out, for sums depend on the order of elements."""
+        """Add the norm of a gradient in autograd's layout, on which sums depend."""
         value: Tensor = gradient.meta["val"]
         with self.fake_mode:
             number = torch.empty((), dtype=value.dtype, device=value.device)

@@ -1,1 +1,1 @@
-"""What CUDA would run, on fake CPU tensors: ops, shapes, autocast, workspaces."""
+"""CUDA's ops on fake CPU tensors: kernels, shapes, autocast, workspaces."""

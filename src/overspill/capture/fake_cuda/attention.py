@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - the signatures are those of ops, and of what a dispatched op has
-"""Attention as CUDA computes it: choice of kernel, its inputs, and scratch of its backward."""
+"""Attention on CUDA: choice of kernel, its inputs, and its scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA's autocast rules on fake CPU tensors: ops in lower precision, in float32, or promoted.
+"""CUDA's autocast rules on fake CPU tensors.
 
 aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.14. Inside `cuda_autocast()` every op with a rule for
 CUDA has it on the CPU's autocast key, and every op with a rule for the CPU alone loses it. If both run an op in lower
@@ -216,6 +216,7 @@ def cuda_autocast() -> Iterator[None]:
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     gpu_dtype, available = torch.get_autocast_gpu_dtype, torch.amp.autocast_mode.is_autocast_available
 
+    # A region for cuda becomes one for the CPU, in float16 by default.
     def init(
         self: torch.autocast, device_type: str = "cuda", dtype: torch.dtype | None = None, enabled: bool = True,
         cache_enabled: bool | None = None,

@@ -24,7 +24,7 @@ _ONE_TENSOR, _ONE_STORAGE = 4, 2
 
 
 def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> Any:
-    """The in-place op that the engine would run for plain tensors instead of `func`, or None.
+    """The in-place op that the engine runs for plain tensors, or None.
 
     `made_by` gives the autograd node that made a tensor: adding two tensors of the running node is part of its own
     formula.
@@ -50,7 +50,7 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
 
 
 def called_by_engine() -> bool:
-    """Whether the engine itself dispatches, without Python of a hook or a custom backward between."""
+    """Whether the engine itself dispatches, not Python of a hook or backward."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back

@@ -77,7 +77,7 @@ def _remember(key: tuple[Any, ...], answer: Any) -> Any:
 
 
 def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Append the tensors in `values` (arguments or results of an op) to `found`, and return it."""
+    """Append the tensors in `values`, possibly nested, to `found`; returns it."""
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
@@ -203,7 +203,7 @@ class FastFakeMode(FakeTensorMode):
         return self.wrap(meta)
 
     def like(self, data: torch.Tensor) -> torch.Tensor:
-        """A fake host tensor like the real `data`; faster if that is all of a plain storage."""
+        """A fake host tensor like the real `data`."""
         plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device == _CPU
         if not plain or data.is_conj() or data.is_neg() or data.untyped_storage().nbytes() != data.nbytes:
             return self.from_tensor(data, static_shapes=True)
@@ -211,7 +211,7 @@ class FastFakeMode(FakeTensorMode):
             return self.wrap(torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=_META))
 
     def wrap(self, meta: torch.Tensor) -> FakeTensor:
-        """`meta` as a fake host tensor: as `FakeTensor(self, meta, cpu)`, in a fifth of the time."""
+        """`FakeTensor(self, meta, cpu)` in a fifth of the time."""
         if self._pattern is None:
             made = FakeTensor(self, meta, _CPU)
             self._pattern = dict(made.__dict__)

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def composed(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a composite op by its C++ composition, not by torch's Python decomposition for compilers."""
+    """Run a composite op by its C++ composition, not a Python decomposition."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -173,7 +173,7 @@ GRAPHED = (aten.dropout.default, aten.scaled_dot_product_attention.default)
 
 @contextmanager
 def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITES)) -> Iterator[None]:
-    """Compose `ops` on fake CPU tensors as on a GPU of this compute capability, inside the block."""
+    """Compose `ops` on fake CPU tensors as on a GPU, inside the block."""
     token, tried = CAPABILITY.set(capability), workspaces.TRIED.set(set())
     library = torch.library.Library("aten", "IMPL")
     chosen = tuple(ops)

@@ -23,7 +23,7 @@ _MARK = "overspill: "
 
 
 class Allocations:
-    """Recorded changes of allocated bytes, in order, positive for an allocation and negative for a free.
+    """Recorded allocations (positive) and frees (negative), in bytes and in order.
 
     `blocks` has the number of the block of each change. `by_part` has the changes of each `part`, `between_parts` those
     since the part before.

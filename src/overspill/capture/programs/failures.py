@@ -16,9 +16,10 @@ from overspill.core.errors import OverspillError, UnsupportedError, is_out_of_me
 
 @contextmanager
 def inductor_failures(cure: str = "") -> Iterator[None]:
-    """Raise errors inside the block as UnsupportedError, or as our own where they wrap one.
+    """Raise the compiler's errors inside the block as Overspill's.
 
-    The message ends with `cure`. Running out of memory is raised unchanged.
+    Those that wrap one of ours are raised as that, others as UnsupportedError. The message ends with `cure`. Running
+    out of memory is raised unchanged.
     """
     try:
         yield

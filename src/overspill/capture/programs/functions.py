@@ -1,4 +1,4 @@
-"""Calls of compiled programs as Python functions of tensors, to be nodes of a graph.
+"""Make Python functions of compiled programs' calls, for nodes of a graph.
 
 A function is given the root tensors of what its call uses, makes views of them, allocates what the call writes first
 (unless that is given too), runs the program's own statements, and returns the roots of new tensors.
@@ -116,7 +116,7 @@ class Functions:
 
 
 def allocated_as(root: fx.Node) -> str | None:
-    """The variable of a root that its call allocates; None for inputs and libraries' allocations."""
+    """The variable of a root that its call allocates itself, or None."""
     item = root.target is operator.getitem
     node, place = root.args if item else (root, 0)
     if not (isinstance(node, fx.Node) and isinstance(node.target, Function) and isinstance(place, int)):

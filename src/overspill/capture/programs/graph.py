@@ -42,7 +42,7 @@ class CallsOfPrograms(CaptureOfStep):
     programs: Storages
 
     def take(self, programs: Storages, traced: JointGraph) -> None:
-        """Set the programs whose calls are added, and the graph that Inductor made them from."""
+        """Set the programs to add, and the graph that they come from."""
         self.programs = programs
         self.origins = self.lines.by_name(traced.forward, traced.backward)
         self.updated = {k for part in programs.calls for call in part for k in call.updated}
@@ -100,7 +100,7 @@ class CallsOfPrograms(CaptureOfStep):
         return sum(int(v.untyped_storage().nbytes()) for v in results if storage_key(v) not in self.tensor_of)
 
     def _add_made(self, key: StorageKey, phase: Phase) -> None:
-        """Add a buffer of the program; it may move if one variable is all of it and nobody outside gets it."""
+        """Add a buffer of the program, movable if internal and a single variable."""
         roots = self.programs.roots[key]
         value: Tensor = self.programs.values[roots[0]]
         nbytes = int(value.untyped_storage().nbytes())

@@ -34,7 +34,7 @@ def joint_of_call(programs: Storages, traced: JointGraph, unchecked: int = 0) ->
 
 
 def joint_of_step(programs: Storages, traced: JointGraph, share: int) -> JointOfPrograms:
-    """The joint graph of a step that starts backward itself, from its loss divided by `share`.
+    """The joint graph of a step that backpropagates its loss divided by `share`.
 
     Raises UnsupportedError.
     """
@@ -155,7 +155,7 @@ class _Nodes:
         return [self._output(e, value, meta) for e, value in zip(expressions, values, strict=True)]
 
     def _output(self, expression: ast.expr, value: Any, meta: dict[str, Any]) -> fx.Node | None:
-        """The node of an output, with a view if it is not a whole variable; None if there is no output."""
+        """The node of an output, a view if need be; None without output."""
         if isinstance(expression, ast.Constant) and expression.value is None:
             return None
         if isinstance(expression, ast.Name) and expression.id in self.nodes:

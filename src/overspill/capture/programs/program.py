@@ -171,7 +171,7 @@ def not_understood(node: ast.AST) -> UnsupportedError:
 
 
 def namespace_of(compiled: Any) -> dict[str, Any]:
-    """Names of the module that Inductor wrote for `compiled`; empty if it wrote no Python.
+    """Names of the Python module that Inductor wrote for `compiled`, if any.
 
     `compiled` is what `compile_fx_inner` returns.
     """

@@ -55,7 +55,7 @@ class Call:
 
 
 class Effects(NamedTuple):
-    """Side effects of a call: `written` are the variables that it may change, and how.
+    """Side effects of a call: variables that it may change, and how.
 
     `repeatable`: the same inputs give the same bits. `is_kernel`: Inductor compiled it, so it only writes to its
     arguments.
@@ -88,7 +88,7 @@ class Storages:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def key_of(self, variable: str) -> StorageKey | None:
-        """The storage that a variable is a view of; None if it is not a tensor."""
+        """The storage of a variable; None if it is not a tensor."""
         value = self.values.get(variable)
         return storage_key(value) if isinstance(value, Tensor) else None
 
@@ -378,7 +378,10 @@ _WITH_STATE = tuple(f"torch.ops.higher_order.run_{name}_rng_state" for name in (
 
 
 def _convolution_flops(x: Sequence[int], weight: Sequence[int], out: Sequence[int], *, transposed: bool) -> int:
-    """FLOPs of a convolution: two for each product of an output element (transposed: input) and a filter."""
+    """FLOPs of a convolution: two for each product of element and filter.
+
+    Of each element of the output, or where transposed of the input.
+    """
     places = x if transposed else out
     count = places[0]
     for size in (*places[2:], *weight):

@@ -13,7 +13,7 @@ from .storages import Call, Storages
 
 
 class Text:
-    """The lines of a function that runs calls of `programs`; `bound` are its known variables."""
+    """Lines of a function that runs calls, with `bound` as known variables."""
 
     def __init__(self, programs: Storages, bound: Iterable[str] = ()) -> None:
         self.programs = programs
@@ -50,7 +50,10 @@ class Text:
             self.line(f"del {call.container}")
 
     def _bind(self, name: str) -> None:
-        """Define a variable of the program, as an alias of bound ones. Raises InvalidSchedule if it is gone."""
+        """Define a variable of the program as an alias of bound ones.
+
+        Raises InvalidSchedule if it is gone.
+        """
         programs = self.programs
         if name in self.bound or name not in programs.values:
             return

@@ -41,7 +41,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Written(BaseException):
-    """Raised in a backend once all programs are written; no Exception, for Dynamo catches those."""
+    """Ends a backend once all programs are written; Dynamo would catch an Exception."""
 
 
 class UnrunKernel:
@@ -180,7 +180,7 @@ class _Call:
         return tuple(outputs[len(programs.updated) : programs.results])
 
     def backward(self, tangents: Sequence[Any]) -> tuple[Any, ...]:
-        """Gradients of the inputs, given those of the results; frees saved tensors as the program does."""
+        """Gradients of the inputs, given those of the results."""
         args, self.saved = [*self.saved, *tangents], []
         del tangents
         assert self.programs.backward is not None

@@ -41,7 +41,7 @@ def nothing_measured() -> Iterator[None]:
 
 
 class Library(NamedTuple):
-    """A library call: its `node`, the statements `lines` that run it, and the variables that it `uses`."""
+    """A library call: expression, statements that run it, and variables used."""
 
     node: ast.expr
     lines: list[ast.stmt]

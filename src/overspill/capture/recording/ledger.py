@@ -12,7 +12,7 @@ from .recording import Allocation, RecordedOp, Recording
 
 
 class Ledger:
-    """A list of allocations, frees and ops, with an event number for each allocation and free."""
+    """Collects allocations, frees and ops; allocations and frees are numbered events."""
 
     def __init__(self) -> None:
         self.events = 0

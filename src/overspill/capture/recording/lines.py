@@ -40,7 +40,10 @@ class Lines:
             self._frames.leave()
 
     def now(self, node: int | None, *, in_backward: bool) -> int:
-        """The number of the line behind the running op, of autograd node `node` if any; -1 for none."""
+        """The number of the line behind the running op; -1 for none.
+
+        `node`: the number of the autograd node that runs it, if any.
+        """
         if not self._wanted:
             return -1
         frame = self._frames.running(sys._getframe(2), in_backward=in_backward)

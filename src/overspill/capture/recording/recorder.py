@@ -93,7 +93,7 @@ class Recorder:
         return self._while(_placement=on_device)
 
     def fabricating(self) -> AbstractContextManager[None]:
-        """Make host tensors fake inside the block: they take no memory and no time, whatever their size."""
+        """Make host tensors fake inside the block, so that they take no memory."""
         return self._while(_fabricating=True)
 
     def communicating(self) -> AbstractContextManager[None]:
@@ -253,7 +253,10 @@ class Recorder:
             del self._live[key]
 
     def resized(self, storage: Any) -> None:
-        """Record a new size of `storage`: as in c10/cuda's resize, new memory is allocated before the old is freed."""
+        """Record a new size of `storage`.
+
+        As in c10/cuda's resize, new memory is allocated before the old is freed.
+        """
         position = self._live.get(storage._cdata)
         if position is None or self._lives[position].nbytes == storage.nbytes():
             return
@@ -345,7 +348,7 @@ class Recorder:
             self.mark(buffer, TensorKind.BUFFER, name)
 
     def mark(self, tensor: torch.Tensor | None, kind: TensorKind, name: str = "") -> bool:
-        """Set kind and name of the storage of `tensor`; False if it is not on the device."""
+        """Set kind and name of a tensor's storage; False if not on the device."""
         tensor = _local(tensor)
         if not isinstance(tensor, FakeTensor):
             return False
@@ -407,6 +410,7 @@ class Recorder:
             if op.phase is Phase.BACKWARD:
                 for read in op.reads:
                     last_forward[read] = True
+        # Names, kinds and lines that were not known at allocation come from its op.
         allocations = tuple(
             Allocation(
                 start=life.start,

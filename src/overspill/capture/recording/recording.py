@@ -38,7 +38,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One op on the device; `reads` and `writes` are positions of allocations, `frame` of its line."""
+    """One op on the device; `reads`, `writes` and `frame` are positions.
+
+    The first two are positions of allocations, the last of its line in `frames`.
+    """
 
     name: str
     layer: str

@@ -1,1 +1,1 @@
-"""A GPU that is not there: run an ordinary PyTorch program on fake CUDA tensors."""
+"""A virtual GPU: run ordinary PyTorch programs on fake CUDA tensors."""

@@ -312,6 +312,7 @@ def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
     unsharded, reduce = parameter_class.init_all_gather_outputs, found[2].foreach_reduce
     casts, managed = found[0]._get_param_all_gather_inputs, found[3]._get_managed_states
 
+    # The recorder learns which tensors are whole parameters and which are gradients.
     def init_all_gather_outputs(parameter: Any, *args: Any, **kwargs: Any) -> None:
         unsharded(parameter, *args, **kwargs)
         for tensor in parameter.all_gather_outputs:

@@ -1,4 +1,4 @@
-"""Load and save checkpoints on the virtual GPU: known values, and placeholders for unknown ones.
+"""Load and save checkpoints on the virtual GPU.
 
 Unknown values are written only if files are kept nowhere: a tensor is then one value, which the file holds once for all
 elements.

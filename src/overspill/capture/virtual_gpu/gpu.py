@@ -137,6 +137,7 @@ def _hooks(recorder: Recorder) -> Iterator[None]:
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         recorder.end_update([value for state in optimizer.state.values() for value in state.values()])
 
+    # Global hooks: all modules and all optimizers.
     handles = [
         module_hooks.register_module_forward_pre_hook(lambda module, _: recorder.enter(module)),
         module_hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),

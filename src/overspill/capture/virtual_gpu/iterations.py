@@ -62,7 +62,7 @@ class Iterations:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch calls of models and optimizers inside a VirtualGpu; raises Enough from one of them."""
+        """Watch models and optimizers inside a VirtualGpu; one's call raises Enough."""
         hooks = [
             module_hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module)),
             module_hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True),

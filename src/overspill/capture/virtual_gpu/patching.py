@@ -12,7 +12,10 @@ _in_force: list[Patches] = []  # the originals of what is replaced now, outermos
 
 @contextmanager
 def patched(replacements: Patches) -> Iterator[None]:
-    """Set the attributes (owner, name, replacement) inside the block and restore them, missing ones too."""
+    """Set attributes (owner, name, replacement) inside the block, then restore them.
+
+    Attributes that were missing are deleted again.
+    """
     saved = [(owner, name, owner.__dict__.get(name, patched)) for owner, name, _ in replacements]
     _in_force.append(saved)
     try:

@@ -22,10 +22,11 @@ from .values.frames import user_line
 def record(
     program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0), lines: bool = True
 ) -> Recording:
-    """The recording of `program`, which runs on `cuda` and reports its iterations to the recorder.
+    """Run `program` on a virtual `cuda`; returns the recording.
 
-    Nothing is computed. `lines`: whether ops have their lines of Python. Raises UnsupportedError, naming the line, if
-    the program needs values to go on, and RequestError if it fails by itself.
+    It is called with the recorder, and tells it where iterations start. Nothing is computed. `lines`: whether ops have
+    their lines of Python. Raises UnsupportedError, naming the line, if the program needs values to go on, and
+    RequestError if it fails by itself.
     """
     with VirtualGpu(capability=capability, lines=lines) as gpu:
         try:

@@ -51,7 +51,7 @@ class _Outputs:
 
     @classmethod
     def of(cls, returned: Any) -> _Outputs | None:
-        """The outputs in `returned`; None if it has more than device tensors and plain values."""
+        """The outputs in `returned`; None if any is neither tensor nor plain value."""
         found, spec = tree_flatten(returned)
         storages: dict[int, tuple[int, int]] = {}
         leaves: list[Any] = []

@@ -40,7 +40,7 @@ _IN_PROCESS: dict[str, Any] = {
 
 
 def script_patches() -> AbstractContextManager[None]:
-    """Load data in this process, disable profilers, and run only `spawn`'s first process, inside the block."""
+    """Patch data loaders, profilers and `spawn` to work in this process."""
     loader, sampler = torch.utils.data.DataLoader, torch.utils.data.RandomSampler
     batches = dataloader._SingleProcessDataLoaderIter
     return patched(

@@ -1,4 +1,4 @@
-"""Patches for parts of torch that treat fake tensors unlike CUDA ones, or ask for a driver."""
+"""Patches of torch where fake tensors differ from CUDA's, or need a driver."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def torch_patches(recorder: Recorder) -> Patches:
 
 @contextmanager
 def factories() -> Iterator[None]:
-    """Let torch's factories take GPUs by number too, and pin no memory, inside the block."""
+    """Let torch's factories take GPUs by number and ignore pinning, inside the block."""
     builtins = torch.jit._builtins
     originals = {name: getattr(torch, name) for name in _FACTORIES}
     _device._device_constructors()  # torch keeps this set: it must not be made of the replacements
@@ -176,7 +176,7 @@ def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 
 @cache
 def fake_class(kind: type) -> type:
-    """A class of fake tensors that is also `kind`, a class of parameters or buffers."""
+    """A subclass of both `kind` (of parameters or buffers) and FakeTensor."""
     own = {"__module__": kind.__module__, "__torch_function__": torch._C._disabled_torch_function_impl}
     return type(kind)(kind.__name__, (kind, FakeTensor), own)
 

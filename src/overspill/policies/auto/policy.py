@@ -1,4 +1,4 @@
-"""`auto`: keep, offload or recompute each tensor so that the step is fast within a budget."""
+"""`auto`: keep, offload or recompute each tensor, for the fastest step."""
 
 from __future__ import annotations
 

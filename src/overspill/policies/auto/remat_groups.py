@@ -15,7 +15,7 @@ from . import _search
 
 @dataclass(frozen=True)
 class RematGroups:
-    """Tensors that are recomputed together, by group, in the order in which they are made."""
+    """Tensors that are recomputed together, by group, in order of making."""
 
     graph: Graph
     tensors: tuple[frozenset[int], ...]
@@ -27,7 +27,10 @@ class RematGroups:
 
     @cached_property
     def alike(self) -> list[list[int]]:
-        """For each group the numbers of similar groups, itself included: same size, same op name."""
+        """For each group the numbers of similar ones: same size and op.
+
+        Its own is among them.
+        """
         graph = self.graph
         found: dict[tuple[str, int], list[int]] = defaultdict(list)
         kinds = [
@@ -40,7 +43,10 @@ class RematGroups:
 
     @cached_property
     def near(self) -> list[int]:
-        """For each tensor, a group used at or after the middle of its uses; 0 without groups."""
+        """For each tensor the number of a group that is used nearby.
+
+        At the middle of its uses or next after that; 0 without groups.
+        """
         uses_of = self.graph.uses
         used = {op: number for number, group in enumerate(self.tensors) for tensor in group for op in uses_of[tensor]}
         ops = sorted(used)

@@ -42,7 +42,7 @@ class Found:
 
 
 class Search:
-    """Searches the fastest step of `program` within a budget that at least one plan keeps.
+    """Searches the fastest step of `program` within a feasible budget.
 
     `seconds[i]` is the time of op `i` with its fastest algorithm.
     """
@@ -62,7 +62,10 @@ class Search:
         self.annealing = _search.Annealing(planner, self._groups().native)
 
     def best(self) -> Found:
-        """The best plan found; there is always one, since the least memory without recomputation fits."""
+        """The best plan found; there is always one.
+
+        For the least memory without recomputation fits.
+        """
         target = GOOD_ENOUGH * sum(self.seconds)
         # Try a few fixed starts, then anneal from the best.
         for recompute in self._starts():

@@ -42,7 +42,7 @@ _kept_bytes = 0
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """The values of `tensor` on the host, not to be written to; None if unknown."""
+    """The values of `tensor` on the host, read-only; None if unknown."""
     if isinstance(tensor, FakeTensor) and tensor.constant is not None:
         return tensor.constant
     return _values(tensor)
@@ -80,7 +80,7 @@ def keep(result: Any, values: Any) -> None:
 
 
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What `func` returns for known values; None if any is unknown, drawn, or too large."""
+    """The result of `func` on known values; None if unknown, random or large."""
     return _computed(func, args, kwargs, ())[1]
 
 

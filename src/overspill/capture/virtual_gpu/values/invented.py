@@ -1,4 +1,4 @@
-"""Invent values that a script reads, by a fixed rule, and record the lines that read them.
+"""Invent values that a script reads, and record the reading lines.
 
 A fraction is 0.5, a whole number 1, a truth value false, in tensors as on their own; comparing a tensor with a number
 follows from that, and it equals no other tensor. A condition that is asserted, or that guards a `raise`, has the answer
@@ -96,7 +96,7 @@ def _place(frame: FrameType) -> Place:
 
 @cache
 def _needed(file: str) -> dict[int, bool]:
-    """Answers needed to go on, by line of `file`: at an `assert`, or an `if` before a `raise`."""
+    """Answers with which `assert` and `if … raise` go on, by line of `file`."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:

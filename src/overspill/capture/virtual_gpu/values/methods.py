@@ -1,4 +1,4 @@
-"""Tensor methods that read values: real on the host, known or invented on the virtual GPU."""
+"""Tensor methods that read values: real, known, or invented."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from .unknown import UnknownNumber, data_dependent
 
 
 def value_patches(invented: Invented | None) -> Patches:
-    """(owner, name, replacement) of methods that read values; unknown ones are `invented`, or an error."""
+    """(owner, name, replacement) of methods that read values.
+
+    Unknown values are `invented`, or an error.
+    """
     # Methods of Python's protocols and of NumPy's.
     reads = [
         (Tensor, "item", _item),

@@ -1,4 +1,4 @@
-"""A number whose value was never computed, and the error for a program that needs it."""
+"""Numbers that were never computed, and the error for needing one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class UnknownNumber(float):
 
 
 def data_dependent() -> UnsupportedError:
-    """The error for a program that branches on an unknown value; it names the user's line."""
+    """The error for branching on an unknown value, with the user's line."""
     where = user_line(sys._getframe(1))
     return UnsupportedError(
         f"{where} needs the value of a tensor, which an estimate does not compute; "
