@@ -75,7 +75,7 @@ def test_a_written_run_replays_equal(random_case: Case, tmp_path_factory: pytest
         assert capacity is None or found.capacity_above_bytes is None or capacity < found.capacity_above_bytes
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(40, 200))])
 def test_a_trace_that_begins_in_the_middle_replays_equal(random_case: Case, tmp_path: Path, seed: int) -> None:
     events, config, capacity = random_case("pytorch", seed)
     # Ages of cached blocks and their order of creation are not recorded; expandable segments lie far apart in reality.

@@ -190,7 +190,7 @@ def _spoil(content: Any, r: random.Random) -> None:
         return
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(60, 300))])
 def test_a_spoilt_snapshot_is_refused_or_replayed_but_never_crashes(tmp_path: Path, seed: int) -> None:
     r = random.Random(seed)
     config = CachingConfig(expandable_segments=seed % 2 == 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.turns import by_turns
 from torch import Tensor, nn
 
 from overspill.capture.fake_cuda import autocast
@@ -162,8 +163,7 @@ AS_THEY_COME: dict[str, Callable[[torch.dtype], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("op", LOWER)
+@pytest.mark.parametrize(("op", "dtype"), by_turns(LOWER, HALVES))
 def test_runs_in_lower_precision(gpu: VirtualGpu, op: str, dtype: torch.dtype) -> None:
     with torch.autocast("cuda", dtype):
         assert LOWER[op](FLOAT).dtype is dtype
@@ -172,16 +172,14 @@ def test_runs_in_lower_precision(gpu: VirtualGpu, op: str, dtype: torch.dtype) -
     assert LOWER[op](FLOAT).dtype is FLOAT
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("op", FLOATING)
+@pytest.mark.parametrize(("op", "dtype"), by_turns(FLOATING, HALVES))
 def test_runs_in_float32(gpu: VirtualGpu, op: str, dtype: torch.dtype) -> None:
     with torch.autocast("cuda", dtype):
         assert FLOATING[op](dtype).dtype is FLOAT
         assert FLOATING[op](FLOAT).dtype is FLOAT
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, FLOAT])
-@pytest.mark.parametrize("op", AS_THEY_COME)
+@pytest.mark.parametrize(("op", "dtype"), by_turns(AS_THEY_COME, [*HALVES, FLOAT]))
 def test_keeps_the_dtype_it_is_given(gpu: VirtualGpu, op: str, dtype: torch.dtype) -> None:
     with torch.autocast("cuda", torch.float16):
         assert AS_THEY_COME[op](dtype).dtype is dtype
