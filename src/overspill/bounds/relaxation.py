@@ -107,7 +107,7 @@ class Relaxation(ABC):
         self.lp = LinearProgram()
         self.recomputations = Recomputations(program, self.lp, self.unit)
 
-        # What may be away, each step's bytes with nothing away, and the least that it needs.
+        # Gaps in which tensors may be away, each step's bytes with none away, and with all of them.
         dropped = [gap for gap in program.gaps if self._may_be_dropped(gap)]
         never_there = self._never_there_bytes()
         self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
@@ -214,7 +214,7 @@ class Relaxation(ABC):
         """The interval that `step` is in."""
         return bisect_right(self.at, step) - 1
 
-    # -- what may be away
+    # -- groups of gaps
 
     def _covered(self, gap: Gap) -> tuple[int, ...]:
         first, last = bisect_right(self.at, gap.start), bisect_left(self.at, gap.end)
@@ -261,7 +261,7 @@ class Relaxation(ABC):
             held = [(column, -size) for column, size in group.held]
             self.lp.row([(group.most, 1.0), *added([*terms, *held])], lower=group.size, upper=group.size)
 
-    # -- how it moves
+    # -- transfers
 
     def _flow(self, group: Group, leaving: Transfers, coming: Transfers) -> None:
         """Balance bytes away at each sample point: those before, plus what left, minus what came back.

@@ -28,8 +28,8 @@ def whole_step_bound_seconds(graph: Graph, device: Device, budget_bytes: int, se
     rest = without_updates(graph, kept)
     compute = sum(seconds)
     moving = forced_link_seconds(graph, device, budget_bytes)
-    # A transfer concurrent with compute takes a share of it; one that compute waits for takes all of its time. The time by which it
-    # slows down an op is itself time in which it runs, hence the denominator.
+    # A transfer concurrent with compute takes a share of it; one that compute waits for takes all of its time. The
+    # time by which it slows down an op is itself time in which it runs, hence the denominator.
     share = device.transfer_compute_share / (1 + device.transfer_compute_share)
     return max(
         compute + share * moving,

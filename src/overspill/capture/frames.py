@@ -78,7 +78,7 @@ class Frames:
         self._of_stack: dict[tuple[int, ...], int] = {}
         self._of_lines: dict[Stack, int] = {}
         self._of_backward = {-1: -1}
-        self._codes: dict[int, CodeType] = {}  # so that no other code gets the id of one that a stack is known by
+        self._codes: dict[int, CodeType] = {}  # keeps code objects alive, so that their ids stay unique
         self._shown: dict[str, str] = {}
         self._modules: list[tuple[int, int]] = [(0, -1)]
 

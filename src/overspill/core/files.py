@@ -58,7 +58,7 @@ def _replace(target: Path, content: bytes, mode: int | None) -> None:
     """
     part = target.with_name(f".overspill-{secrets.token_hex(8)}.part")
     nameless = _nameless(target.parent)
-    # O_EXCL refuses anything that already has this name, such as a link that somebody planted.
+    # O_EXCL refuses anything that already has this name, such as a planted link.
     file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666) if nameless is None else nameless
     try:
         with open(file, "wb") as opened:  # noqa: PTH123 - a descriptor

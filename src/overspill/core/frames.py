@@ -53,7 +53,7 @@ def stack_of(frames: Sequence[Frame], innermost: int) -> tuple[Frame, ...]:
     """The frame at `innermost` and its callers, outermost first; empty for -1."""
     found: list[Frame] = []
     at, above = innermost, len(frames)
-    while 0 <= at < above:  # in a file that somebody wrote callers may go round
+    while 0 <= at < above:  # callers may form a cycle in a hand-written file
         found.append(frames[at])
         at, above = frames[at].caller, at
     return tuple(reversed(found))

@@ -124,7 +124,7 @@ class _Assembly:
         op, algorithm = self.program.op(step), self.program.algorithm(step)
         if not step.recompute:
             self.present.update(op.writes)
-            self.stored.difference_update(op.writes)  # what the store has of them is out of date
+            self.stored.difference_update(op.writes)  # their copies in the store are out of date
             self.made.append(Instruction(Verb.RUN, op.id, algorithm))
             return
         extra = [t for t in op.recompute_writes if t not in self.present and t not in step.makes]

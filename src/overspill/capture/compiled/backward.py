@@ -230,7 +230,7 @@ class _Kept(torch.autograd.Function):
         with torch.enable_grad():
             found = function(*ctx.inputs)
         ctx.outputs = _tuple(found)
-        # No views, for what a Function returns may be changed in place; copied where it is.
+        # Detached, since results of a Function may be changed in place; copied if they are.
         apart = [(o.detach().clone() if copies else o.data) if isinstance(o, Tensor) else o for o in ctx.outputs]
         return apart[0] if isinstance(found, Tensor) else tuple(apart)
 

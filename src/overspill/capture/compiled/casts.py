@@ -27,7 +27,7 @@ class Casts:
 
     def __init__(self) -> None:
         self._leaves: dict[int, Tensor] = {}
-        self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # with what was cast, so that nothing else has its id
+        self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # by id; holds the original too, so that its id stays its own
         self._in_region: dict[str, bool] = {}
         self._wanted = torch.is_autocast_cache_enabled()
 

@@ -20,7 +20,7 @@ from .fake import tensors_in
 _KEY = "AutocastCPU"
 _FLASH = "_scaled_dot_product_flash_attention"
 
-# AT_FORALL_LOWER_PRECISION_FP. What only cuDNN has (cudnn_convolution) never reaches a fake tensor.
+# AT_FORALL_LOWER_PRECISION_FP. Ops of cuDNN alone (cudnn_convolution) never reach a fake tensor.
 LOWER = (
     "_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
     "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",

@@ -22,7 +22,7 @@ from .shapes import SHAPES, Shapes, contiguous_stride
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _DEVICE_OF = torch.ops.prim.device.default
-# Values that may stand in a key as they are; the type goes with them, since 1 == 1.0 == True.
+# Values that a cache key holds unchanged, with their type, since 1 == 1.0 == True.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KEEP_OUT = {
     torch.Tag.inplace_view,
@@ -63,7 +63,7 @@ class _Same:
 
 
 _Output = _Fresh | _View | _Same | None
-# What ops return, by op and arguments, for all modes of this process: the next batch size asks much the same again.
+# Results by op and arguments, for all modes of this process: another batch size repeats many of them.
 _MEMORY: dict[tuple[Any, ...], Any] = {}
 _MOST_REMEMBERED = 1 << 18
 _LITTLE = 1 << 28  # bytes that an op may really read to find its shapes

@@ -133,7 +133,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dim() <= 2 or x.is_contiguous():
         return composed(aten.linear.default, x, weight, bias)
     if torch.is_inference_mode_enabled() and weight.requires_grad:
-        # LinearAlgebra.cpp, `should_fold`: as for weights that want gradients, which fake views of them forget here.
+        # LinearAlgebra.cpp, `should_fold`: as for weights that require gradients, which fake views do not know here.
         out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
     else:
         out = torch.matmul(x, weight.t())

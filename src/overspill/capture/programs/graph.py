@@ -71,7 +71,7 @@ class CallsOfPrograms(CaptureOfStep):
         for key in call.writes:
             if key not in self.tensor_of:
                 self._add_made(key, phase)
-        # A buffer of no elements, which nobody writes to, is no tensor of the graph.
+        # Buffers without elements, which no call writes, are left out of the graph.
         read = self._ids(set(call.reads) - self.programs.unwritten)
         reads = tuple(dict.fromkeys((*read, *self._ids(set(call.updated)))))
         writes = tuple(self.tensor_of[key] for key in call.writes)

@@ -75,13 +75,13 @@ class Recorder:
         self._boundary_layers: list[str] = [""]
         self._parameters: dict[tuple[int, int], str] = {}  # by storage, and where in it
         self._parameter_elements = 0
-        self.host_bytes = 0  # what the program keeps on the host for this GPU, where it says so
+        self.host_bytes = 0  # offloaded by the program itself, as far as it reports that
         self._handles: set[tuple[str, int]] = set()
         self._lines = Lines(wanted=lines)
         self.live_bytes = 0
         self.peak_bytes = 0
 
-    # What the program asks
+    # Asked by the program
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` is on the device."""
@@ -119,7 +119,7 @@ class Recorder:
             return Phase.UPDATE
         return Phase.BACKWARD if torch._C._current_graph_task_id() != -1 else Phase.FORWARD
 
-    # What the fake mode tells
+    # Reported by the fake mode
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """Run an op on fake tensors, and record what it does to device memory."""
@@ -295,7 +295,7 @@ class Recorder:
         """Whether an op with one of these names has run on the device."""
         return any(op.name in names for op in self._ops)
 
-    # Where in the step the program is
+    # Reported by the program: iterations, modules and optimizers
 
     def start_iteration(self) -> None:
         """The next step begins."""
@@ -386,7 +386,7 @@ class Recorder:
 
         return run
 
-    # What was seen
+    # The result
 
     def _order_frees(self) -> None:
         """Sort adjacent frees by the order of their allocations.

@@ -39,7 +39,7 @@ from .values.unknown import UnknownNumber
 
 # torch.optim deletes the names of its own modules.
 optimizer_hooks, lbfgs = sys.modules["torch.optim.optimizer"], sys.modules["torch.optim.lbfgs"]
-_ONE_AT_A_TIME = Lock()  # what is replaced is replaced for the whole process
+_ONE_AT_A_TIME = Lock()  # torch is patched for the whole process
 
 
 class VirtualGpu:

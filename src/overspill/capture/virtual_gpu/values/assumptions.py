@@ -119,8 +119,8 @@ _RULES: dict[Any, Callable[[Any], int | None]] = {
 
 
 _LBFGS = sys.modules["torch.optim.lbfgs"].__file__  # torch.optim deletes the names of its own modules
-# Questions of LBFGS that are true while it makes progress: the step is worth remembering, the line search is content. All its other
-# questions are about tolerances, which are not reached.
+# Questions of LBFGS that are true while it makes progress: the step is worth remembering, the line search is content.
+# All its other questions are about tolerances, which are not reached.
 _PROGRESS = ("ys >", "abs(gtd_new) <=", "bracket_f[0] <= bracket_f[-1]")
 
 

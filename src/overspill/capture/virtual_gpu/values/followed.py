@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
 
 aten = torch.ops.aten
-_BYTES = "_overspill_bytes"  # on a fake tensor's storage: the storage of the host with the bytes of it
+_BYTES = "_overspill_bytes"  # on a fake tensor's storage: a host storage with its values
 _MOST = 1 << 23  # elements that an op reads and makes; so one that only looks at each takes milliseconds
 _MOST_MULTIPLIED = 1024  # the same of ops that do more
 _MOST_BYTES = 2 << 30  # that are kept at any time
