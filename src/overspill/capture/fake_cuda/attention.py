@@ -165,7 +165,7 @@ def math_attention(
     return torch.matmul(scores, value).to(dtype), scores.to(dtype)
 
 
-# --- Scratch of kernels ------------------------------------------------------------------------------------------------
+# --- Scratch of kernels -----------------------------------------------------------------------------------------------
 
 
 def efficient_backward(args: Any, kwargs: Any, result: Any) -> Wanted:

@@ -20,8 +20,8 @@ from overspill.core import Phase
 from .gpu import optimizer_hooks
 from .patching import patched
 
-# So many steps may one optimizer take in a round before it no longer waits for others. The critic of a GAN takes
-# about five for each of the generator.
+# Most steps of one optimizer in a round, before optimizers without a step are given up. The critic of a GAN takes about
+# five for each of the generator.
 _PATIENCE = 16
 # Most forward passes of a script that never goes backward, while memory grows or an optimizer waits.
 _MOST_CALLS = 2000
