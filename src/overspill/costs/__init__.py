@@ -1,4 +1,4 @@
-"""What ops and libraries cost on a device: time, and memory that no tensor holds."""
+"""Costs of ops and libraries on a device: time, and memory outside tensors."""
 
 from .blas_workspace import Lifetime as Lifetime
 from .blas_workspace import Workspace as Workspace

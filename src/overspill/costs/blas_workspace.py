@@ -1,4 +1,4 @@
-"""The scratch blocks that PyTorch gives cuBLAS and cuBLASLt: how large, and whether they stay.
+"""cuBLAS and cuBLASLt workspaces: their bytes, and whether they stay.
 
 Followed: aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp. A handle belongs to one thread, so that a training
 step has two: the main thread's for forward, the autograd thread's for backward. All blocks come from the caching
@@ -35,7 +35,7 @@ _LT_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class Lifetime(StrEnum):
-    """When a workspace exists."""
+    """How long a workspace exists."""
 
     CALL = "call"  # allocated before every call and freed after it
     KEPT = "kept"  # allocated at the first call of each handle and stream, and never freed
@@ -44,21 +44,24 @@ class Lifetime(StrEnum):
 
 @dataclass(frozen=True)
 class Workspace:
-    """`nbytes` that a call may use, and where they come from."""
+    """`nbytes` that a call may use, and how long they stay."""
 
     nbytes: int
     lifetime: Lifetime
 
     @property
     def own_bytes(self) -> int:
-        """Bytes asked of the allocator for it; 0 bytes bring up no block."""
+        """Bytes requested from the allocator for it.
+
+        A request of 0 bytes makes no block.
+        """
         return 0 if self.lifetime is Lifetime.SHARED else self.nbytes
 
 
 def cublas_workspace_bytes(
     compute_capability: str, environment: Mapping[str, str] | None = None, torch_version: str = "2.6"
 ) -> Workspace:
-    """The block of one cuBLAS handle on one stream, kept from its first call on.
+    """The workspace of one cuBLAS handle on one stream, kept from its first call.
 
     `environment` is that of the job, `{}` by default. Every `:KiB:count` in CUBLAS_WORKSPACE_CONFIG adds to the sum,
     wherever it stands; with none in it PyTorch warns and takes the default. `:0:0` means no block.
@@ -67,6 +70,7 @@ def cublas_workspace_bytes(
     release = _release(torch_version)
     large = major in {9, 10, 12} if release >= _LARGE_ON_BLACKWELL else (major, minor) == (9, 0)
     nbytes = _LARGE if large else _USUAL
+    # The environment overrides the default.
     config = (environment or {}).get("CUBLAS_WORKSPACE_CONFIG")
     if config is not None and (pairs := re.findall(r":([0-9]+):([0-9]+)", config)):
         nbytes = sum(int(size) * _KIB * int(count) for size, count in pairs)
@@ -76,7 +80,10 @@ def cublas_workspace_bytes(
 def cublaslt_workspace_bytes(
     compute_capability: str, environment: Mapping[str, str] | None = None, torch_version: str = "2.6"
 ) -> Workspace:
-    """The block of cuBLASLt calls: one a call through 2.8, one kept through 2.11, then the cuBLAS block itself."""
+    """The workspace of cuBLASLt calls.
+
+    One per call through PyTorch 2.8, one kept through 2.11, then the cuBLAS block itself.
+    """
     variables = environment or {}
     release = _release(torch_version)
     # check_env: 0 and 1 count, anything else warns and is as good as unset.
@@ -99,10 +106,10 @@ def addmm_uses_cublaslt(
     dtype: str,
     environment: Mapping[str, str] | None = None,
 ) -> bool:
-    """Whether `addmm` of contiguous tensors of these shapes goes to cuBLASLt, its bias added by the kernel.
+    """Whether `addmm` of contiguous tensors of these shapes goes to cuBLASLt.
 
-    addmm_out_cuda_impl in aten/src/ATen/native/cuda/Blas.cpp, CUDA 12.1 and later, beta 1. So does a Linear with a
-    bias in forward; its backward, a Linear without bias, `mm` and `bmm` go to cuBLAS.
+    The kernel then adds the bias. addmm_out_cuda_impl in aten/src/ATen/native/cuda/Blas.cpp, CUDA 12.1 and later, beta
+    1. So does a Linear with a bias in forward; its backward, a Linear without bias, `mm` and `bmm` go to cuBLAS.
     """
     return (
         (environment or {}).get("DISABLE_ADDMM_CUDA_LT") != "1"
@@ -114,14 +121,17 @@ def addmm_uses_cublaslt(
 
 
 def _stoi(text: str) -> int:
-    """`text` as std::stoi reads it, leading digits alone; what it refuses makes PyTorch warn and take the default."""
+    """`text` as std::stoi reads it: leading digits alone.
+
+    What std::stoi refuses makes PyTorch warn and take the default.
+    """
     match = re.match(r"\s*([+-]?\d+)", text)
     number = int(match.group(1)) if match else _LT_DEFAULT_KIB
     return number if -_INT_MAX - 1 <= number <= _INT_MAX else _LT_DEFAULT_KIB
 
 
 def _release(version: str) -> tuple[int, int]:
-    """`2.6.0+cu124` as numbers that compare."""
+    """`2.6.0+cu124` as (2, 6)."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise RequestError(f"{version!r} is not a PyTorch release; write it as 2.6")

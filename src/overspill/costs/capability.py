@@ -1,4 +1,4 @@
-"""CUDA's compute capabilities as numbers that compare: 10.0 is more than 8.6."""
+"""CUDA compute capabilities as comparable numbers: 10.0 is more than 8.6."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from overspill.core.errors import RequestError
 
 
 def capability_of(text: str) -> tuple[int, int]:
-    """`8.6` as (8, 6). Raises RequestError for anything else."""
+    """`8.6` as (8, 6).
+
+    Raises RequestError for anything else.
+    """
     match = re.fullmatch(r"(\d+)\.(\d)", text)
     if match is None:
         raise RequestError(f"{text!r} is not a compute capability; write it as 8.6")

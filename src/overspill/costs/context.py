@@ -1,4 +1,4 @@
-"""What a CUDA context takes outside the framework's allocator: the bare context, and kernels loaded into it."""
+"""Bytes of a CUDA context outside the allocator, and of kernels it loads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MIB = 1 << 20
 
 
 def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = True) -> Interval:
-    """Bytes that the driver takes on `device` before the first tensor, with PyTorch built for `cuda_version`.
+    """Bytes that the driver takes on `device` before the first tensor.
 
-    With lazy loading it is the device's own figure; releases that cannot load lazily do not. Without, all kernels are
-    in it.
+    PyTorch is built for `cuda_version`. With lazy loading it is the device's own figure; releases that cannot load
+    lazily do not. Without, all kernels are in it.
     """
     if device.kind != "cuda":
         return NOTHING
@@ -32,6 +32,7 @@ def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = Tr
     )
     if release >= _release(table["lazy_since"]):
         return bare if lazy else bare + _all_kernels()
+    # Older releases load all kernels: a measured figure, or that of the era.
     era = next(row for row in table["eager"] if release < _release(row["below"]))
     central = next(
         (
@@ -47,9 +48,10 @@ def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = Tr
 def kernel_image_bytes(
     device: Device, cuda_version: str = "12.4", *, lazy: bool = True, cudnn: bool = False
 ) -> Interval:
-    """Bytes of the kernels that a job brings into the context of `device` while it runs, on top of `context_bytes`.
+    """Bytes of kernels that a job loads while it runs.
 
-    `cudnn` says whether it convolves, or runs recurrent layers: then some of cuDNN's are among them.
+    On top of `context_bytes`. `cudnn` says whether it convolves, or runs recurrent layers: then some of cuDNN's are
+    among them.
     """
     table = _table()
     if device.kind != "cuda" or not lazy or _release(cuda_version) < _release(table["lazy_since"]):
@@ -61,9 +63,10 @@ def kernel_image_bytes(
 
 
 def _all_kernels() -> Interval:
-    """What loading every kernel at once adds: at least what it added on the one GPU where both were measured.
+    """Bytes that loading every kernel at once adds.
 
-    Later builds hold more kernels: assumed, up to three times as many.
+    At least what it added on the one GPU where both were measured. Later builds hold more kernels: assumed, up to three
+    times as many.
     """
     measured = _table()["kernels"]["all_mib"]
     return _mib(measured, measured, 3 * measured)
@@ -74,7 +77,7 @@ def _mib(low: int, central: int, high: int) -> Interval:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """`12.4` or `12.4.1` as numbers that compare."""
+    """`12.4` or `12.4.1` as (12, 4)."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise RequestError(f"{version!r} is not a CUDA release; write it as 12.4")

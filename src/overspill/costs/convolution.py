@@ -1,4 +1,4 @@
-"""The algorithms of a convolution: what workspace each takes, and how fast it is beside the others.
+"""Algorithms of a convolution: workspace and relative speed of each.
 
 A convolution is its input map X (N x C x H x W), weight W (K x C/groups x R x S) and output map Y (N x K x P x Q),
 read from the op's tensors; the stride follows from their sizes. Dilation leaves no trace in them and is not seen. A
@@ -43,7 +43,7 @@ LOWERED_SHARE = 0.8
 
 FORWARD, BACKWARD = "convolution", "convolution_backward"
 WINOGRAD_SINCE = 5
-"""The release of cuDNN that brought Winograd; vDNN has release 4 (§IV-A)."""
+"""The first cuDNN release with Winograd; vDNN has release 4 (§IV-A)."""
 
 _INDEX_BYTES = 4
 _FFT_EDGES = (16, 32)
@@ -51,7 +51,10 @@ _FFT_EDGES = (16, 32)
 
 @dataclass(frozen=True)
 class Sizes:
-    """One convolution of `n` images, in elements; `passes` products of this size make the op."""
+    """One convolution of `n` images, in elements.
+
+    `passes` products of this size make the op.
+    """
 
     n: int
     c: int
@@ -77,13 +80,16 @@ class Sizes:
 
     @property
     def stride(self) -> int:
-        """The stride that leads from `image` to `output`, where the padding is half of what keeps the size."""
+        """The stride from `image` to `output`.
+
+        The padding is assumed to be half of what keeps the size.
+        """
         height, made, taps = self.image[0], self.output[0], self.kernel[0]
         return max(1, round((height - taps + (taps - 1) / 2) / (made - 1))) if made > 1 else 1
 
     @property
     def transforms(self) -> bool:
-        """Whether the convolution has the form that Winograd and FFT need: of planes, dense, with stride 1."""
+        """Whether Winograd and FFT apply: planes, dense, stride 1."""
         return len(self.kernel) == 2 and self.groups == 1 and self.stride == 1 and min(self.kernel) > 1
 
 
@@ -95,27 +101,34 @@ class _Cost:
 
 
 def with_algorithms(graph: Graph, device: Device, *, cudnn: int = 7) -> Graph:
-    """`graph` with a menu for every convolution whose sizes can be read: the algorithms that release `cudnn` offers.
+    """`graph` with a menu of algorithms for each convolution.
 
-    None in a menu is both slower and larger than another; the fastest is first, and the last takes no workspace.
+    For those whose sizes can be read, the algorithms that release `cudnn` offers. None in a menu is both slower and
+    larger than another; the fastest is first, and the last takes no workspace.
     """
     return replace(graph, ops=tuple(_with_menu(graph, op, device, cudnn) for op in graph.ops))
 
 
 def fastest_workspace_bytes(sizes: Sizes, device: Device, limit_bytes: int, *, cudnn: int = 7) -> int:
-    """The workspace of the fastest algorithm that takes at most `limit_bytes`: what a framework finds by trying all."""
+    """Workspace bytes of the fastest algorithm within `limit_bytes`.
+
+    What a framework finds by trying all.
+    """
     rate = peak_flops_per_second(device, "float32", LayerType.CONV) * device.efficiency.get(LayerType.CONV, 1.0)
     costs = [cost for cost in _costs(sizes, rate, device, cudnn) if cost.workspace_bytes <= limit_bytes]
     return min(costs, key=lambda cost: (cost.seconds, cost.workspace_bytes)).workspace_bytes
 
 
 def workspaces(sizes: Sizes, device: Device, *, cudnn: int = 7) -> tuple[int, ...]:
-    """The workspace of every algorithm that can carry out the convolution, in the order of trial."""
+    """Workspace bytes of every possible algorithm, in the order of trial."""
     return tuple(cost.workspace_bytes for cost in _costs(sizes, 1.0, device, cudnn))
 
 
 def fastest_seconds(graph: Graph, op: Op, device: Device) -> float | None:
-    """Seconds of the first algorithm in the menu of `op`, launch aside; None where it is no algorithm of this file."""
+    """Seconds of the first algorithm in the op's menu, without the launch.
+
+    None where it is no algorithm of this file.
+    """
     sizes = sizes_of(graph, op) if op.algorithms else None
     if sizes is None:
         return None
@@ -124,7 +137,7 @@ def fastest_seconds(graph: Graph, op: Op, device: Device) -> float | None:
 
 
 def sizes_of(graph: Graph, op: Op) -> Sizes | None:
-    """The sizes of the convolution that `op` carries out, or None where its tensors do not tell them."""
+    """The sizes of the op's convolution; None if its tensors do not tell."""
     if op.name == FORWARD:
         made, read, passes = op.writes[:1], op.reads, 1
     elif op.name == BACKWARD:
@@ -132,6 +145,7 @@ def sizes_of(graph: Graph, op: Op) -> Sizes | None:
         made, read = (), op.reads
     else:
         return None
+    # Try which tensors are input, weight and output; the FLOPs confirm it.
     maps = [graph.tensors[t] for t in (*made, *read) if len(graph.tensors[t].shape) > 2]
     for x, w, y in permutations(maps, 3):
         found = _fit(x, w, y, passes)
@@ -141,7 +155,10 @@ def sizes_of(graph: Graph, op: Op) -> Sizes | None:
 
 
 def _fit(x: Tensor, w: Tensor, y: Tensor, passes: int) -> Sizes | None:
-    """The convolution of `x` with `w` that makes `y`, if their shapes agree; a transposed one makes X of Y."""
+    """The convolution of `x` with `w` to `y`, if the shapes agree.
+
+    A transposed one makes X of Y.
+    """
     if not len(x.shape) == len(w.shape) == len(y.shape) or x.shape[0] != y.shape[0] or w.shape[0] != y.shape[1]:
         return None
     if x.shape[1] % w.shape[1] or TensorKind.PARAMETER in (x.kind, y.kind):
@@ -155,6 +172,7 @@ def _with_menu(graph: Graph, op: Op, device: Device, cudnn: int) -> Op:
     sizes = sizes_of(graph, op)
     if sizes is None:
         return op
+    # Keep an algorithm only if it needs less workspace than all faster ones.
     menu: list[_Cost] = []
     for cost in sorted(
         _costs(sizes, _rate(graph, op, device), device, cudnn), key=lambda c: (c.seconds, c.workspace_bytes)
@@ -177,7 +195,7 @@ def _rate(graph: Graph, op: Op, device: Device) -> float:
 
 
 def _costs(sizes: Sizes, rate: float, device: Device, cudnn: int) -> list[_Cost]:
-    """Every algorithm that can carry out the convolution, in seconds of all its passes."""
+    """Every possible algorithm, in seconds of all its passes."""
     bandwidth = device.memory_bytes_per_second
     x, y, w = sizes.map_bytes
     taps = sizes.c // sizes.groups * prod(sizes.kernel)
@@ -187,6 +205,7 @@ def _costs(sizes: Sizes, rate: float, device: Device, cudnn: int) -> list[_Cost]
     def cost(name: str, workspace_bytes: int, seconds: float) -> _Cost:
         return _Cost(name, workspace_bytes, sizes.passes * max(seconds, through))
 
+    # By matrix products.
     lowered = taps * prod(sizes.output) * sizes.item_bytes
     costs = [
         cost("implicit-gemm", 0, direct / IMPLICIT_SHARE),
@@ -200,6 +219,7 @@ def _costs(sizes: Sizes, rate: float, device: Device, cudnn: int) -> list[_Cost]
         moved = x + y + w + workspace_bytes
         return cost(name, workspace_bytes, share * direct + moved / (TRANSFORM_SHARE * bandwidth))
 
+    # Winograd, then FFT by tile size.
     if sizes.kernel == (3, 3) and cudnn >= WINOGRAD_SINCE:
         tiles = sizes.n * prod(ceil(edge / 2) for edge in sizes.output)
         points = tiles * (sizes.c + sizes.k) + sizes.c * sizes.k

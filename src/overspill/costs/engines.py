@@ -1,6 +1,6 @@
-"""The engines that cuDNN may take for a convolution: the workspace of each, and how likely it is.
+"""cuDNN's engines for a convolution: workspace and likelihood of each.
 
-Which of them its heuristics take for some sizes cannot be known without cuDNN. Their workspaces can, since tensor-core
+Which of them its heuristics choose for some sizes cannot be known without cuDNN. Their workspaces can, since tensor-core
 kernels work on channels-last tensors (pytorch issue 166643 has input + weight + output to four digits; in published
 profiles of Ampere the kernels that copy are counted: two before each such product, one after it unless its name ends in
 `nchw`):
@@ -26,7 +26,7 @@ _FEW_CHANNELS = 4  # too few for the tiles of tensor cores
 
 @dataclass(frozen=True)
 class Shares:
-    """Of how many kinds of convolution the engine works in place, forward and backward."""
+    """Share of the kinds of convolution whose engine works in place, by pass."""
 
     forward: float
     backward: float
@@ -35,14 +35,15 @@ class Shares:
 SHARES = Shares(forward=0.99, backward=0.99)
 
 UNEXPLAINED = 0.05
-"""How far measured jobs with convolutions lie outside what draws of engines make of them, as a share of the whole."""
+"""How far measured jobs with convolutions lie outside the bytes that sampled engines give, as a share of the whole."""
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """The sizes of a convolution: elements of its input `x`, weight `w` and output `y` as forward sees them, and more.
+    """The sizes of a convolution.
 
-    `kernel` is the number of taps, `channels_last` and `dimensions` say how the tensors lie.
+    Elements of its input `x`, weight `w` and output `y` as forward sees them, and more. `kernel` is the number of taps;
+    `channels_last` and `dimensions` are the tensors' layout.
     """
 
     x: int
@@ -59,13 +60,16 @@ class Convolution:
 
     @property
     def one_sample(self) -> tuple[int, ...]:
-        """The sizes of the same convolution of one sample: what tells it from others of its network."""
+        """The sizes for one sample, which identify it within its network."""
         each = max(self.batch, 1)
         return (self.x // each, self.w, self.y // each, self.groups, self.kernel, self.stride)
 
 
 def kind_of(family: str, conv: Convolution, dtype: str, compute_capability: str) -> str | None:
-    """The kind of a convolution and its pass, such as `dense forward`; None where all engines work in place."""
+    """The kind of a convolution and its pass, such as `dense forward`.
+
+    None where all engines work in place.
+    """
     capability = capability_of(compute_capability)
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype != "float32")
     depthwise = conv.groups == conv.channels_in > 1  # in float32 a kernel of PyTorch's own
@@ -76,7 +80,7 @@ def kind_of(family: str, conv: Convolution, dtype: str, compute_capability: str)
 
 
 def workspaces(family: str, conv: Convolution, item: int, compute_capability: str) -> tuple[int, int, int, int]:
-    """The workspace of each of ENGINES in bytes, items of a tensor being of `item` bytes."""
+    """Workspace bytes of each of ENGINES, for items of `item` bytes."""
     x, w, y = conv.x * item, conv.w * item, conv.y * item
     copies = x + w + y
     writes = {"conv_forward": y, "conv_backward_data": x, "conv_backward_weight": w}[family]
@@ -87,7 +91,7 @@ def workspaces(family: str, conv: Convolution, item: int, compute_capability: st
 
 
 def chances(kind: str, shares: Shares) -> tuple[float, float, float, float]:
-    """How likely each of ENGINES is for a kind of convolution."""
+    """The likelihood of each of ENGINES for a kind of convolution."""
     if kind.endswith("forward"):
         rest = (1 - shares.forward) / 2
         return shares.forward, rest, rest, 0.0
@@ -96,5 +100,8 @@ def chances(kind: str, shares: Shares) -> tuple[float, float, float, float]:
 
 
 def roomy(kind: str) -> int:
-    """The position in ENGINES of what a plan leaves room for, so that cuDNN may take tensor cores or Winograd after all."""
+    """Position in ENGINES of the engine that plans reserve workspace for.
+
+    So that cuDNN may take tensor cores or Winograd after all.
+    """
     return {"dense forward": 1, "dense data": 3}.get(kind, 0)

@@ -1,4 +1,4 @@
-"""An estimate that says how far it can be trusted."""
+"""An estimate in bytes with its bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """Bytes, as few as `low` and as many as `high`, most likely `central`."""
+    """Bytes between `low` and `high`, most likely `central`."""
 
     low: int
     central: int
@@ -18,11 +18,11 @@ class Interval:
             raise ValueError(f"{self.low}, {self.central}, {self.high} bytes do not rise from 0")
 
     def __add__(self, other: Interval) -> Interval:
-        """Both together, at their extremes at the same time."""
+        """The sum, as if both are at their extremes together."""
         return Interval(self.low + other.low, self.central + other.central, self.high + other.high)
 
     def times(self, count: int) -> Interval:
-        """`count` of them."""
+        """`count` times the interval."""
         return Interval(self.low * count, self.central * count, self.high * count)
 
 

@@ -1,4 +1,4 @@
-"""What communication between GPUs takes outside the framework's allocator: NCCL's buffers, Horovod's fusion buffer.
+"""Communication buffers outside the allocator: NCCL's, and Horovod's fusion buffer.
 
 NCCL keeps buffers for each connection, and a connection for each channel and neighbour:
 
@@ -49,10 +49,10 @@ def nccl_bytes(
     all_to_all: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Interval:
-    """Bytes that NCCL keeps on each of `gpus` GPUs of one machine; `all_to_all` where experts are exchanged.
+    """Bytes that NCCL keeps on each of `gpus` GPUs of one machine.
 
-    A communicator is what a process group of PyTorch makes at its first collective. `nvlink` says whether GPUs that
-    can be linked so are; over PCIe the buffers may be on the host.
+    `all_to_all` where experts are exchanged. A communicator is what a process group of PyTorch makes at its first
+    collective. `nvlink` says whether GPUs that can be linked so are; over PCIe the buffers may be on the host.
     """
     if device.kind != "cuda" or gpus < 2 or communicators < 1:
         return NOTHING
@@ -60,6 +60,7 @@ def nccl_bytes(
     linked = nvlink and device.compute_capability in _NVLINK_CHANNELS
     channels = _NVLINK_CHANNELS[device.compute_capability] if linked else _PCIE_CHANNELS
     channels = min(channels, _number(variables, "NCCL_MAX_NCHANNELS", channels))
+    # Rings and trees, then direct connections between all pairs.
     connection = connection_bytes(variables)
     connections = channels if gpus == 2 else channels * 3 // 2
     central = connections * connection + channels * _REST_PER_CHANNEL
@@ -76,14 +77,20 @@ def nccl_bytes(
 
 
 def connection_bytes(environment: Mapping[str, str] | None = None) -> int:
-    """Bytes of one channel's connection to a neighbour, both directions: 12 MiB unless the environment changes it."""
+    """Bytes of one channel's connection to a neighbour, both directions.
+
+    12 MiB unless the environment changes it.
+    """
     variables = environment or {}
     received = sum(_number(variables, name, default) for name, default in _BUFFERS.items())
     return _rounded(_HEADER + received) + _rounded(_HEADER)
 
 
 def horovod_fusion_bytes(environment: Mapping[str, str] | None = None) -> int:
-    """Bytes of Horovod's fusion buffer: 64 MiB (its docs/tensor-fusion.rst; DNNMem, FSE 2020, §4.5) or as set."""
+    """Bytes of Horovod's fusion buffer.
+
+    64 MiB (its docs/tensor-fusion.rst; DNNMem, FSE 2020, §4.5) or as set.
+    """
     return _number(environment or {}, "HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES)
 
 

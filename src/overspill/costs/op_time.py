@@ -1,4 +1,4 @@
-"""Op times: a roofline from the Device, replaced by the measured time of an op of the same name and shapes."""
+"""Op times: a roofline model, or measured times where known."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from .precision import peak_flops_per_second
 
 @dataclass(frozen=True)
 class MeasuredTimes(Saved):
-    """Seconds by op signature, measured on `device`; `signature` makes the keys."""
+    """Measured seconds by op signature on `device`.
+
+    `signature` makes the keys.
+    """
 
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 def signature(graph: Graph, op: Op) -> str:
-    """A key equal for ops that do the same work: name, and the shape and dtype of all that is read and written."""
+    """A key equal for ops that do the same work.
+
+    Name, and the shape and dtype of all that is read and written.
+    """
 
     def spell(tensors: tuple[int, ...]) -> str:
         return ",".join(f"{graph.tensors[t].dtype}{list(graph.tensors[t].shape)}" for t in tensors)
@@ -29,11 +35,11 @@ def signature(graph: Graph, op: Op) -> str:
 
 
 def op_seconds(graph: Graph, device: Device, measured: MeasuredTimes | None = None) -> tuple[float, ...]:
-    """Seconds that each op of `graph` takes on `device`: measured where known, else the roofline.
+    """Seconds of each op of `graph` on `device`: measured, else the roofline.
 
-    The roofline is Williams et al. 2009: the larger of FLOPs over the dtype's FLOP/s (times the share of it that
-    the layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost an op. A convolution with a choice
-    of algorithms takes what its fastest does.
+    The roofline is Williams et al. 2009: the larger of FLOPs over the dtype's FLOP/s (times the share of it that the
+    layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost per op. A convolution with a choice of
+    algorithms takes what its fastest does.
     """
     known = measured.seconds if measured is not None and measured.device == device.name else {}
     return tuple(_seconds(graph, op, device, known) for op in graph.ops)

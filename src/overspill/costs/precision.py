@@ -1,4 +1,4 @@
-"""The rate at which a device computes ops of a dtype: float32 may be tfloat32 on tensor cores, as PyTorch is told."""
+"""A device's FLOP/s by dtype; float32 may run as TF32."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import sys
 from overspill.core import Device, LayerType
 
 TENSOR_CORES = "tfloat32"
-"""The rate of a device that has tensor cores for float32."""
+"""The name of a device's rate for float32 on tensor cores."""
 
 
 def peak_flops_per_second(device: Device, dtype: str, layer_type: LayerType) -> float:
-    """FLOP/s that `device` computes ops of a layer at, at best; a dtype that it is not known for counts as float32."""
+    """Peak FLOP/s of `device` for a dtype and layer type.
+
+    A dtype that it has no rate for counts as float32.
+    """
     rates = device.flops_per_second
     single = rates["float32"]
     if dtype == "float32" and device.kind == "cuda" and _rounds(layer_type):
@@ -20,10 +23,11 @@ def peak_flops_per_second(device: Device, dtype: str, layer_type: LayerType) -> 
 
 
 def _rounds(layer_type: LayerType) -> bool:
-    """Whether PyTorch lets tensor cores round float32: by default cuDNN's convolutions, and not matrix products.
+    """Whether PyTorch lets tensor cores round float32 in this layer type.
 
-    That is `torch.backends.cudnn.allow_tf32` and `torch.get_float32_matmul_precision()`, as PyTorch 2.9 and later have them
-    both under new names, which can be read however they were set. PyTorch that is not loaded has its defaults.
+    By default in cuDNN's convolutions, and not in matrix products. That is `torch.backends.cudnn.allow_tf32` and
+    `torch.get_float32_matmul_precision()`, as PyTorch 2.9 and later have them both under new names, which can be read
+    however they were set. PyTorch that is not loaded has its defaults.
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -1,4 +1,4 @@
-"""The releases of PyTorch and CUDA that costs are known of, by name."""
+"""Releases of PyTorch and CUDA whose costs are known."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CUDA_UNTIL = {9: 2, 10: 2, 11: 8, 12: 9, 13: 3}
 
 
 def software_named(torch: str | None = None, cuda: str | None = None) -> Software:
-    """The software that runs a job: releases as `2.6` and `12.4`, with or without a patch number.
+    """The software for releases such as `2.6` and `12.4`.
 
-    None for `torch`: the one that is loaded, else the newest that is known. None for `cuda`: that of its wheel. Raises
-    RequestError.
+    With or without a patch number. None for `torch`: the one that is loaded, else the newest that is known. None for
+    `cuda`: that of its wheel. Raises RequestError.
     """
     loaded = sys.modules.get("torch")
     if torch is None and cuda is None and loaded is not None:
@@ -34,7 +34,10 @@ def software_named(torch: str | None = None, cuda: str | None = None) -> Softwar
 
 
 def _known_torch(text: str) -> str:
-    """`2.6.0+cu124` as `2.6`. Raises RequestError."""
+    """`text`, if its PyTorch release is known.
+
+    Raises RequestError.
+    """
     if "{}.{}".format(*release_of(text, "PyTorch", "2.6")) not in _CUDA_OF:
         first, *_, last = _CUDA_OF
         raise RequestError(f"what PyTorch {text} takes is not known; {first} to {last} are")
@@ -50,13 +53,19 @@ def _known_cuda(text: str) -> str:
 
 
 def _cuda_of(torch: str) -> str:
-    """The CUDA release of PyTorch's wheel; of a PyTorch that is newer than those known, the last one's."""
+    """The CUDA release of PyTorch's wheel.
+
+    For a PyTorch newer than those known, the last one's.
+    """
     major, minor = release_of(torch, "PyTorch", "2.6")
     return _CUDA_OF.get(f"{major}.{minor}", Software.cuda_version)
 
 
 def release_of(text: str, what: str, example: str) -> tuple[int, int]:
-    """Major and minor number of a release of `what`, which is written as `example`. Raises RequestError."""
+    """Major and minor number of a release of `what`.
+
+    It is written as `example`. Raises RequestError.
+    """
     match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?(?:[a-z+.-].*)?", text)
     if match is None:
         raise RequestError(f"{text!r} is not a release of {what}; write it as {example}")

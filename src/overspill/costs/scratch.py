@@ -1,4 +1,4 @@
-"""Memory that libraries take inside an op or keep for themselves: cuBLAS, cuDNN, sorting, attention kernels."""
+"""Workspaces of libraries: cuBLAS, cuDNN, sorting, attention kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .engines import Convolution, kind_of, roomy, workspaces
 from .interval import NOTHING, Interval
 
 LARGE_GPU = 132
-"""The multiprocessors of an H100, for where the GPU's are not known."""
+"""Multiprocessors of an H100, used where the GPU's own number is unknown."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "DISABLE_ADDMM_CUDA_LT",
@@ -25,7 +25,7 @@ def _environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Software:
-    """The software that the job runs with: releases of PyTorch and CUDA, and what the environment says to cuBLAS."""
+    """Releases of PyTorch and CUDA, and cuBLAS's environment variables."""
 
     torch_version: str = "2.13"
     cuda_version: str = "13.0"
@@ -34,10 +34,9 @@ class Software:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a library asks for: the family of algorithm, and the sizes that decide how much.
+    """A library's workspace: the family of algorithm, and its sizes.
 
-    How many bytes that is depends on the GPU and is decided when a recording is replayed, so one recording serves
-    all GPUs.
+    The bytes depend on the GPU and are worked out when a recording is replayed, so one recording serves all GPUs.
     """
 
     family: str
@@ -46,17 +45,21 @@ class Scratch:
 
 
 def elastic(scratch: Scratch) -> bool:
-    """Whether the op does without when there is no room: PyTorch then tries cuDNN's next engine (Conv_v8.cpp)."""
+    """Whether the op can do without when there is no room.
+
+    PyTorch then tries cuDNN's next engine (Conv_v8.cpp).
+    """
     return scratch.family.startswith("conv_")
 
 
 def scratch_bytes(
     scratch: Scratch, compute_capability: str, software: Software, multiprocessors: int = LARGE_GPU
 ) -> Interval:
-    """How much a library takes for `scratch` on a GPU of this compute capability."""
+    """Bytes of workspace for `scratch` on a GPU of this compute capability."""
     sizes = scratch.sizes
     if scratch.family in {"floats", "bytes", "conv_trial"}:
         return _exactly(sizes[0] * (4 if scratch.family == "floats" else 1))
+    # Workspaces of matrix products.
     if scratch.family == "gemm_handle":
         blas = cublas_workspace_bytes(compute_capability, software.environment, software.torch_version)
         return _exactly(blas.own_bytes)
@@ -64,6 +67,7 @@ def scratch_bytes(
         lt = cublaslt_workspace_bytes(compute_capability, software.environment, software.torch_version)
         wanted = Lifetime.CALL if scratch.family == "lt_call" else Lifetime.KEPT
         return _exactly(lt.own_bytes if lt.lifetime is wanted else 0)
+    # Reductions, sorts and convolutions.
     if scratch.family in {"sum_parts", "sum_counts"}:
         return _exactly(_shared_sum(scratch, capability_of(compute_capability), multiprocessors))
     if scratch.family == "sort":
@@ -79,7 +83,10 @@ def _exactly(nbytes: int) -> Interval:
 
 
 def _shared_sum(scratch: Scratch, capability: tuple[int, int], multiprocessors: int) -> int:
-    """What the blocks that share a sum have for one another, or the count of them: Reduce.cuh, `setReduceConfig`."""
+    """Bytes that thread blocks sharing a sum exchange, or of their counters.
+
+    Reduce.cuh, `setReduceConfig`.
+    """
     a_block, threads, grid, a_thread = scratch.sizes
     at_once = multiprocessors * (_threads_of(capability) // threads)
     blocks = max(min(-(-at_once // grid), -(-a_thread // 16)), -(-a_thread // 256)) if grid <= at_once else 1
@@ -89,14 +96,20 @@ def _shared_sum(scratch: Scratch, capability: tuple[int, int], multiprocessors: 
 
 
 def _threads_of(capability: tuple[int, int]) -> int:
-    """Threads that a multiprocessor has at once (NVIDIA CUDA C Programming Guide, technical specifications)."""
+    """Threads that a multiprocessor runs at once.
+
+    NVIDIA CUDA C Programming Guide, technical specifications.
+    """
     if capability == (7, 5):
         return 1024
     return 1536 if capability in {(8, 6), (8, 7), (8, 9)} or capability >= (12, 0) else 2048
 
 
 def room_bytes(scratch: Scratch, compute_capability: str, software: Software) -> int:
-    """What a plan leaves room for: the likeliest bytes, and of a convolution those of an engine that is faster."""
+    """Bytes that a plan reserves for `scratch`.
+
+    The likeliest bytes, and for a convolution those of a faster engine.
+    """
     if elastic(scratch) and scratch.family != "conv_trial":
         kind, found = engines_of(scratch, compute_capability)
         return found[roomy(kind)] if kind is not None else 0
@@ -104,13 +117,19 @@ def room_bytes(scratch: Scratch, compute_capability: str, software: Software) ->
 
 
 def _convolution(scratch: Scratch, compute_capability: str) -> Interval:
-    """The workspace of cuDNN's engine, benchmark off: none, which is likeliest, up to the largest."""
+    """Workspace bytes of cuDNN's engine, benchmark off.
+
+    None, which is likeliest, up to the largest.
+    """
     kind, found = engines_of(scratch, compute_capability)
     return NOTHING if kind is None else Interval(0, 0, max(found))
 
 
 def engines_of(scratch: Scratch, compute_capability: str) -> tuple[str | None, tuple[int, int, int, int]]:
-    """The kind of a convolution (None where all engines work in place), and the workspaces of ENGINES."""
+    """The kind of a convolution, and the workspaces of ENGINES.
+
+    None where all engines work in place.
+    """
     convolution = Convolution(*scratch.sizes)
     kind = kind_of(scratch.family, convolution, scratch.dtype, compute_capability)
     return kind, workspaces(scratch.family, convolution, ITEM_BYTES.get(scratch.dtype, 4), compute_capability)

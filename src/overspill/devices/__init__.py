@@ -1,4 +1,4 @@
-"""Hardware as data: one TOML file a device, each figure with its source, and the loader."""
+"""Hardware figures with their sources: one TOML file per device."""
 
 from .loader import calibrated_path as calibrated_path
 from .loader import device_names as device_names

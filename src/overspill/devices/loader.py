@@ -1,4 +1,4 @@
-"""Devices by name, by alias or by file; and this machine's CPU as a device."""
+"""Devices by name, alias or file, and this machine's CPU."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _ALIASES = {
 
 
 def device_names() -> tuple[str, ...]:
-    """The names of all devices, sorted."""
+    """All device names, sorted."""
     return tuple(sorted(DEVICES))
 
 
 def load_device(name: str | Path) -> Device:
-    """The device called `name`, or the one in the `.toml` or `.json` file at that path.
+    """The device called `name`, or the one in the file at that path.
 
     Args:
         name: Case, spaces, dashes and underscores do not matter; `cpu` is this machine's, with its physical memory. What
@@ -61,6 +61,7 @@ def load_device(name: str | Path) -> Device:
     """
     if isinstance(name, Path) or os.sep in name or name.lower().endswith(_SUFFIXES):
         return _from_file(Path(name))
+    # Find the name, or suggest one like it.
     known = _known()
     found = known.get(_key(name))
     if found is None:
@@ -75,7 +76,10 @@ def load_device(name: str | Path) -> Device:
 
 
 def this_cpu() -> Device:
-    """This machine's CPU, with its physical memory: as `overspill calibrate` measured it, else the shipped defaults."""
+    """This machine's CPU, with its physical memory.
+
+    As `overspill calibrate` measured it, else the shipped defaults.
+    """
     path = calibrated_path()
     try:
         text = path.read_bytes()
@@ -93,23 +97,32 @@ def this_cpu() -> Device:
 
 
 def calibrated_path() -> Path:
-    """Where `overspill calibrate` keeps the profile of this CPU: `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`."""
+    """Path of this CPU's calibrated profile.
+
+    `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`.
+    """
     folder = os.environ.get("OVERSPILL_CACHE") or "~/.cache/overspill"
     return Path(folder).expanduser() / "cpu.json"
 
 
 def _key(name: str) -> str:
-    """`name` as it is compared: lower case, no separators, no vendor words."""
+    """`name` normalised for comparison.
+
+    Lower case, no separators, no vendor words.
+    """
     return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
 
 
 def _known() -> dict[str, str]:
-    """Names by every key that finds them."""
+    """Device names by every key that finds them."""
     return {_key(name): name for name in device_names()} | _ALIASES
 
 
 def _from_file(path: Path) -> Device:
-    """The device in a `.toml` or `.json` file, on this machine's memory where it is a CPU that leaves it open."""
+    """The device in a `.toml` or `.json` file.
+
+    A CPU that leaves its memory open gets this machine's.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise RequestError(f"{path} is not a device file; its name ends in .toml or .json")
     device = _checked(_from_toml(path) if path.suffix.lower() == ".toml" else Device.load(path), path)
@@ -119,7 +132,10 @@ def _from_file(path: Path) -> Device:
 
 
 def _from_toml(path: Path) -> Device:
-    """The device in the TOML file at `path`. Raises RequestError when there is none, or a field is wrong or unknown."""
+    """The device in a TOML file.
+
+    Raises RequestError when there is none, or a field is wrong or unknown.
+    """
     try:
         table = tomllib.loads(read_whole(path).decode())
         device = msgspec.convert(table, Device)
@@ -134,7 +150,10 @@ def _from_toml(path: Path) -> Device:
 
 
 def _checked(device: Device, path: Path) -> Device:
-    """`device` itself. Raises RequestError where a figure is one that no hardware has, such as a bandwidth of zero."""
+    """`device` itself, if its figures are possible.
+
+    Raises RequestError for figures that no hardware has, such as a bandwidth of zero.
+    """
     positive = {
         "memory_bytes_per_second": device.memory_bytes_per_second,
         "offload_bytes_per_second": device.offload_bytes_per_second,
@@ -161,6 +180,7 @@ def _checked(device: Device, path: Path) -> Device:
     for field, figure in not_negative.items():
         if not figure >= 0:
             raise RequestError(f"{path}: {field} is {figure}; it must not be negative")
+    # Bounds and formats.
     low, high = (bound or device.context_bytes for bound in (device.context_low_bytes, device.context_high_bytes))
     if not low <= device.context_bytes <= high:
         raise RequestError(f"{path}: context_bytes is {device.context_bytes}, outside its bounds {low} and {high}")
@@ -178,5 +198,5 @@ def _bad_calibration(path: Path, what: str) -> RequestError:
 
 
 def _physical_bytes() -> int:
-    """Bytes of physical memory of this machine."""
+    """Bytes of this machine's physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,6 +1,7 @@
-"""Where blocks lie: the online allocators of frameworks and papers over a simulated device, by name.
+"""Where blocks lie: online allocators and offline solvers, by name.
 
-`replay` runs one over the events of a trace, `minimum_capacity` finds the smallest device that survives them.
+`replay` runs an allocator over the events of a trace on a simulated device, `minimum_capacity` finds the smallest
+device that survives them.
 """
 
 from .allocators.base import Allocator as Allocator

@@ -1,7 +1,7 @@
-"""What a card must have for a plan: the context, what libraries keep, and the segments of PyTorch's caching allocator.
+"""The card that a plan needs: context, libraries, and PyTorch's segments.
 
-A budget on CUDA is the size of a card on which the job survives. A plan counts live bytes; what the caching allocator takes
-from the device for them is simulated, over the first steps of a run and by the rules of its settings.
+A budget on CUDA is the size of a card on which the job survives. A plan counts live bytes; what the caching allocator
+takes from the device for them is simulated, over the first steps of a run and by the rules of its settings.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from .replay import minimum_capacity, replay
 
 T = TypeVar("T")
 STEPS_EXPANDING = 12
-"""Expandable segments grow by pages in later steps too, more and more rarely: of GPT-2, not beyond the twelfth."""
+"""Steps simulated with expandable segments, which grow in later steps too, ever more rarely: for GPT-2, not beyond the twelfth."""
 SHARES = (0.0, 0.5, 1.0)
-"""Of the likely workspaces of ELASTIC ops, those that are tried."""
+"""Shares of the likely workspaces of ELASTIC ops that are tried."""
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
-"""The orders of equal free blocks that are tried."""
+"""Orders among equal free blocks that are tried."""
 SPARE_BYTES = 4 << 20
-"""Two small segments: for scalars and other small blocks that no plan counts."""
+"""Two small segments, for scalars and other small blocks that no plan counts."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card as a job meets it: `context_bytes` are the driver's and of loaded kernels, `handle_bytes` what the libraries keep
-    of the allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
-    blocks get planned addresses (`runtime/live/`): until these are known the allocator gives back what it can at the limit.
+    """A card as a job meets it.
+
+    `context_bytes` are the driver's and those of loaded kernels, `handle_bytes` what the libraries keep of the
+    allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
+    blocks get planned addresses (`runtime/live/`): until these are known the allocator gives back what it can at the
+    limit.
     """
 
     context_bytes: int
@@ -49,11 +52,12 @@ class Card:
     solver: str | None = None
 
     def reserved_bytes(self, plan: Plan) -> int:
-        """The most that PyTorch's caching allocator takes from the device in some steps of `plan`.
+        """The most that PyTorch's allocator takes from the device for `plan`.
 
-        Blocks lie elsewhere where cuDNN takes less workspace than is likely, where kernels make their results in another
-        order, and where the driver gives segments at other addresses, by which the allocator chooses among equals. The
-        least of that may cost one more segment of the largest size. So the most over several ways counts.
+        Over the plan's first steps. Blocks lie elsewhere where cuDNN takes less workspace than is likely, where kernels
+        make their results in another order, and where the driver gives segments at other addresses, by which the
+        allocator chooses among equals. The least of that may cost one more segment of the largest size. So the most
+        over several ways counts.
         """
         if self.solver is not None:
             return self._planned_bytes(plan, self.solver)
@@ -70,7 +74,10 @@ class Card:
         return max(found) + SPARE_BYTES
 
     def _planned_bytes(self, plan: Plan, solver: str) -> int:
-        """The least with which the first steps survive, and then the arena, what libraries keep, and what is not in it."""
+        """Bytes with planned addresses.
+
+        The least with which the first steps survive, and then the arena, what libraries keep, and what is not in it.
+        """
         events = events_of(plan.graph, plan.schedule, self.handle_bytes, groups=plan.groups)
         first = minimum_capacity(events, "pytorch", self.config)
         threads = 1 if plan.graph.whole_step else 2
@@ -78,18 +85,21 @@ class Card:
         return max(first, arena + threads * sum(self.handle_bytes)) + SPARE_BYTES
 
     def measured(self, plan: Plan) -> Plan:
-        """`plan` with what a card must have for it, and for the unmanaged step."""
+        """`plan` with the card bytes that it and the unmanaged step need."""
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
         counted = self._counted(plan, self.reserved_bytes(plan), plan.device_budget_bytes)
         return replace(counted, unmanaged_device_bytes=unmanaged)
 
     def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
-        """What a card must have for the step with nothing moved or recomputed: that of which a budget is a share."""
+        """Card bytes of the step with nothing moved or recomputed.
+
+        A relative budget is a share of this.
+        """
         unmanaged = make_plan(graph, device, Liveness.name, NO_LIMIT_BYTES)
         return self.reserved_bytes(unmanaged) + self.context_bytes
 
     def _counted(self, plan: Plan, reserved_bytes: int, budget_bytes: int | None) -> Plan:
-        """`plan`, for a card of so many bytes, which takes `reserved_bytes` of it."""
+        """`plan` for a card of `budget_bytes`, with `reserved_bytes` of it taken."""
         return replace(
             plan,
             reserved_bytes=reserved_bytes,

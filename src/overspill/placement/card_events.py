@@ -1,4 +1,4 @@
-"""What a plan asks of an allocator on a card, in order: the model and its batch, the first steps, what libraries keep."""
+"""Allocations of a plan on a card: model, first steps, library workspaces."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Ve
 from .events import ALLOCATE, FREE, Events
 
 STEPS = 3
-"""The first step makes the optimizer's state, which then lies where feature maps had been; the second meets it there, and
-what the second leaves the third does."""
+"""Steps simulated. The first makes the optimizer's state, which then lies where feature maps had been; the second runs
+around that, and the third around what the second leaves."""
 MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
-"""Ops that bring up a library's handle."""
+"""Ops whose first call makes a library's handle."""
 ELASTIC = frozenset({"convolution", "convolution_backward"})
 """Ops whose library may take less workspace than is likely, or none."""
 BACKWARDS = frozenset({"native_dropout"})
@@ -31,18 +31,18 @@ def events_of(
     *,
     backwards: bool = False,
 ) -> Events:
-    """What `schedule` asks of an allocator in its first `steps`, in order, from the model and its batch on an empty device.
+    """The allocations and frees of the first `steps` of `schedule`, in order.
 
-    Handles of libraries come up at the first matrix product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take
-    a `share` of their workspaces. The updates of each of `groups` have their temporaries at once, but for the first time,
-    which makes the state. Ops allocate their results in their order, but for those in BACKWARDS; or all `backwards`, with
-    their workspaces first.
+    They begin with the model and its batch on an empty device. Handles of libraries are made at the first matrix
+    product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take a `share` of their workspaces. The updates
+    of each of `groups` have their temporaries at once, but for the first time, which makes the state. Ops allocate
+    their results in order, but for those in BACKWARDS; or all `backwards`, with their workspaces first.
     """
     return _Run(graph, schedule, tuple(handle_bytes), share, groups, backwards=backwards).events(steps)
 
 
 class _Run:
-    """The allocations of a run so far: `rows` of events, and the blocks of what is live."""
+    """Events of a run so far, and the blocks of what is live."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _Run:
         return Events.from_rows(self.rows)
 
     def step(self) -> None:
-        """One step of the schedule."""
+        """Add the events of one step."""
         backward = False
         for instruction in self.schedule.instructions:
             target = instruction.target
@@ -100,16 +100,18 @@ class _Run:
                 self.take_tensor(target)
             elif instruction.verb is Verb.FREE:
                 self.give(target)
+        # The step's own tensors go at its end.
         for key in [key for key in self.live if isinstance(key, int) and not self.graph.tensors[key].persistent]:
             self.give(key)
 
     def run(self, op: Op, writes: Iterable[int], workspace_bytes: int, thread: str) -> None:
-        """An op that writes these tensors, and takes so much more while it runs."""
+        """Add an op that writes these tensors, with its workspace."""
         if op.phase is Phase.UPDATE:
             self.take_state()
         if op.name in ELASTIC:
             workspace_bytes = int(self.share * workspace_bytes)
         temporaries = self.temporaries(op, workspace_bytes)
+        # Gathered updates have all their temporaries at the first of them.
         if op.id in self.groups and not self.is_first:
             group = self.groups[op.id]
             others = (self.graph.ops[other] for other in group) if op.id == group[0] else ()
@@ -124,7 +126,10 @@ class _Run:
         self.give("workspace")
 
     def temporaries(self, op: Op, nbytes: int) -> list[int]:
-        """The blocks of a workspace: an update has temporaries of the parameters' sizes."""
+        """The blocks of a workspace.
+
+        An update has temporaries of the parameters' sizes.
+        """
         if op.layer_type is not LayerType.UPDATE or op.phase is not Phase.UPDATE:
             return [nbytes]
         if not self.graph.whole_step:
@@ -134,12 +139,15 @@ class _Run:
         )
 
     def take_handles(self, op: Op, thread: str) -> None:
-        """What libraries keep for a thread from its first matrix product on."""
+        """Allocate library workspaces at a thread's first matrix product."""
         if op.name in MATRIX_PRODUCTS and thread not in self.live:
             self.take(thread, self.handle_bytes)
 
     def take_state(self) -> None:
-        """The optimizer's state, the first time: for each parameter, what is kept of its size."""
+        """Allocate the optimizer's state, the first time.
+
+        For each parameter, what is kept of its size.
+        """
         if not self.has_state:
             self.has_state = True
             for tensor in self.graph.tensors:
@@ -147,7 +155,10 @@ class _Run:
                     self.take_tensor(tensor.id)
 
     def take_tensor(self, tensor: int) -> None:
-        """A tensor comes to the device, unless it is there. What stands for several has blocks of the parameters' sizes."""
+        """Allocate a tensor unless it is there.
+
+        One that stands for several has blocks of the parameters' sizes.
+        """
         if tensor in self.live:
             return
         it = self.graph.tensors[tensor]
@@ -155,7 +166,7 @@ class _Run:
         self.take(tensor, _pieces(it.nbytes, self.parameters, by_turns=True) if several else [it.nbytes])
 
     def take(self, key: int | str, sizes: Iterable[int]) -> None:
-        """Blocks of these sizes."""
+        """Allocate blocks of these sizes."""
         found = self.live[key] = []
         for nbytes in filter(None, sizes):
             self.rows.append((ALLOCATE, self.blocks, nbytes, 0))
@@ -163,12 +174,15 @@ class _Run:
             self.blocks += 1
 
     def give(self, key: int | str) -> None:
-        """All blocks of `key` back."""
+        """Free all blocks of `key`."""
         self.rows += [(FREE, block, 0, 0) for block in self.live.pop(key, ())]
 
 
 def _pieces(nbytes: int, sizes: list[int], *, by_turns: bool = False) -> list[int]:
-    """Blocks of `sizes` that make up `nbytes`, as often as they all go into it, and the rest; `by_turns`: all of one size first."""
+    """Split `nbytes` into blocks of `sizes`, repeated, and a rest.
+
+    `by_turns`: all of one size first.
+    """
     times = nbytes // sum(sizes) if sum(sizes) else 0
     found = [size for size in sizes for _ in range(times)] if by_turns else sizes * times
     return [*found, nbytes - sum(found)]

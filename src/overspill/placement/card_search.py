@@ -1,7 +1,7 @@
-"""Which live bytes to plan for on a card of a given size: the most whose blocks PyTorch's allocator places in it.
+"""Search for the fastest plan whose segments fit on a card.
 
-What the allocator takes does not grow steadily with live bytes: of two plans the one that has more live may lie better. So
-several are made, for live bytes on a grid, which cards of nearly one size share, and the fastest that fits counts.
+What the allocator takes does not grow steadily with live bytes: of two plans the one that has more live may lie better.
+So several are made, for live bytes on a grid, which cards of nearly one size share, and the fastest that fits counts.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from overspill.plans.plan import Plan
 
 T = TypeVar("T")
 GRID = 24
-"""Sizes between a number and its double."""
+"""Grid sizes between a number and its double."""
 HALVINGS = 6
-"""How many plans are made to find where they no longer fit."""
+"""Plans made to find where they no longer fit."""
 UPWARDS = 6
-"""How many more are made for more live bytes than the largest plan that was found to fit."""
+"""Further plans made for more live bytes than the largest plan found to fit."""
 FROM_FLOOR = 16
-"""How many are made from the fewest live bytes upwards, to find the smallest card."""
+"""Plans made from the fewest live bytes upwards, to find the smallest card."""
 
 
 class Tried(NamedTuple, Generic[T]):
-    """A plan that was made, with what else `make` gave, and what it takes of PyTorch's allocator."""
+    """A plan, what else `make` gave, and bytes that PyTorch's allocator takes."""
 
     answer: T
     plan: Plan
@@ -33,7 +33,10 @@ class Tried(NamedTuple, Generic[T]):
 
 
 class CardSearch(Generic[T]):
-    """The plans for a card that has `room_bytes` beside its context, made by `make` for live bytes; `reserved` counts them."""
+    """Plans for a card with `room_bytes` besides its context.
+
+    `make` makes them for live bytes; `reserved` gives the bytes that the allocator takes.
+    """
 
     def __init__(self, room_bytes: int, make: Callable[[int], tuple[T, Plan]], reserved: Callable[[Plan], int]) -> None:
         self._room_bytes = room_bytes
@@ -42,7 +45,7 @@ class CardSearch(Generic[T]):
         self._tried: dict[int, Tried[T]] = {}
 
     def fastest(self) -> Tried[T] | None:
-        """The fastest plan that fits; None where none of those that were tried does."""
+        """The fastest plan tried that fits, or None."""
         try:
             low = self._largest_that_fits()
         except InfeasibleBudget:
@@ -55,9 +58,10 @@ class CardSearch(Generic[T]):
         return min(fitting, key=lambda tried: tried.plan.step_seconds, default=None)
 
     def from_floor(self) -> tuple[Tried[T], Tried[T], str]:
-        """The plan that takes least of the allocator, the one of fewest live bytes, and what holds these up.
+        """The plan with the least reserved bytes, that with the fewest live, and why.
 
-        Which are tried does not depend on the room: so a card of the size that an error names will do.
+        The third is what holds the live bytes up. The plans tried do not depend on the room: so a card of the size that
+        an error names will do.
         """
         try:
             fewest, cause = self._at(1), "the policy has no smaller plan"
@@ -71,7 +75,10 @@ class CardSearch(Generic[T]):
         return least, fewest, cause
 
     def _largest_that_fits(self) -> int:
-        """The most live bytes found with which a plan fits; 0 where there are none. Raises InfeasibleBudget below the fewest."""
+        """The most live bytes found with which a plan fits, or 0.
+
+        Raises InfeasibleBudget below the fewest.
+        """
         asked, low, over = on_grid(self._room_bytes), 0, self._room_bytes
         for _ in range(HALVINGS):
             tried = self._at(asked)
@@ -80,6 +87,7 @@ class CardSearch(Generic[T]):
                 low = max(low, asked)
             else:
                 over = asked
+            # Bisect; before anything fits, go down by the excess.
             less = min(asked, tried.plan.peak_bytes) - excess
             asked = on_grid((low + over) // 2 if low else less)
             if asked <= low:
@@ -87,7 +95,7 @@ class CardSearch(Generic[T]):
         return low
 
     def _upwards(self, low: int) -> None:
-        """Try what is above the largest that was found to fit, as far as the room goes."""
+        """Try larger live bytes than the largest found to fit, within the room."""
         left = UPWARDS
         for live in upwards_from(low):
             if not left or live > self._room_bytes:
@@ -103,12 +111,12 @@ class CardSearch(Generic[T]):
 
 
 def on_grid(nbytes: int) -> int:
-    """The largest size of the grid that is no more than `nbytes`; 1 where that is nothing."""
+    """The largest grid size up to `nbytes`; at least 1."""
     return _size(math.floor(GRID * math.log2(max(1, nbytes)) + 1e-9))
 
 
 def upwards_from(nbytes: int) -> Iterator[int]:
-    """The sizes of the grid above `nbytes`, the smallest first."""
+    """Grid sizes above `nbytes`, ascending."""
     number = math.floor(GRID * math.log2(max(1, nbytes)) + 1e-9)
     while True:
         number += 1

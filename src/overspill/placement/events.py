@@ -1,4 +1,4 @@
-"""The allocations and frees of a trace in time order, as arrays: what every allocator is replayed with."""
+"""Allocations and frees in time order, as arrays, for replay."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from overspill.core import Mobility, Trace
 from overspill.core.errors import RequestError
 
 ALLOCATE, FREE, TRY = 0, 1, 2
-"""What an event does. TRY is an elastic allocation: if there is no room for it, it and its free are skipped."""
+"""Actions. TRY is an elastic allocation: without room for it, it and its free are skipped."""
 
 COLUMNS: dict[str, type[np.signedinteger]] = {
     "action": np.int8, "block": np.int64, "nbytes": np.int64, "stream": np.int32, "mobility": np.int8,
 }  # fmt: skip
 """The arrays of Events, in order, and what they hold."""
 MOST_BLOCKS = 1 << 31
-"""Blocks are indices of arrays, so a large number would take much memory."""
+"""Most blocks; they are indices of arrays, so a large number would take much memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Allocations and frees in time order; event `i` does `action[i]` to `block[i]`.
+    """Allocations and frees in time order.
 
-    `nbytes` is the requested size (ignored for FREE), `stream` the stream that the block belongs to, `mobility` what
-    allocators may group it by (a Mobility; all are movable if it is left out). A block may be allocated again once it is free.
+    Event `i` does `action[i]` to `block[i]`. `nbytes` is the requested size (ignored for FREE), `stream` the stream
+    that the block belongs to, `mobility` what allocators may group it by (a Mobility; all are movable if it is left
+    out). A block may be allocated again once it is free.
     """
 
     action: NDArray[np.int8]
@@ -41,6 +42,7 @@ class Events:
             object.__setattr__(self, name, _whole_numbers(name, getattr(self, name), kind))
         if not len(self.mobility):
             object.__setattr__(self, "mobility", np.zeros(len(self.action), dtype=np.int8))
+        # All arrays have one length, and possible values.
         lengths = {len(getattr(self, name)) for name in COLUMNS}
         if len(lengths) > 1:
             raise RequestError(f"events need arrays of one length, not of {', '.join(map(str, sorted(lengths)))}")
@@ -57,12 +59,12 @@ class Events:
 
     @property
     def block_count(self) -> int:
-        """One more than the largest index of a block."""
+        """One more than the largest block index."""
         return int(self.block.max()) + 1 if len(self) else 0
 
     @property
     def peak_requested_bytes(self) -> int:
-        """The largest sum of the sizes of live blocks, the elastic ones left out: no allocator needs less."""
+        """Peak bytes of live blocks without elastic ones: no allocator needs less."""
         order = np.argsort(self.block, kind="stable")
         block, action, nbytes = self.block[order], self.action[order], self.nbytes[order]
         change = np.where(action == ALLOCATE, nbytes, 0)
@@ -75,10 +77,10 @@ class Events:
 
     @classmethod
     def of(cls, trace: Trace, *, by_references: bool = False) -> Events:
-        """The events of `trace`, blocks by their position in it; at one position frees come before allocations.
+        """The events of `trace`, with blocks by position.
 
-        `by_references`: of the blocks that are allocated at one position, those that more layers need come first, and of
-        these the ones that stay longer (Dymem §3.3.3).
+        At one position frees come before allocations. `by_references`: of the blocks that are allocated at one
+        position, those that more layers need come first, and of these the ones that stay longer (Dymem §3.3.3).
         """
         starts = [
             (b.start, 1, *((-b.references, -b.end) if by_references else ()), i) for i, b in enumerate(trace.blocks)
@@ -86,6 +88,7 @@ class Events:
         ends = [(b.end, 0, i) for i, b in enumerate(trace.blocks) if b.end > b.start]
         # A block of no time is allocated and freed at once.
         instants = {i for i, b in enumerate(trace.blocks) if b.end <= b.start}
+        # One row for each allocation and free, in time order.
         rows: list[tuple[int, int, int, int]] = []
         for _, allocates, *_, i in sorted([*starts, *ends]):
             block = trace.blocks[i]
@@ -99,14 +102,17 @@ class Events:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[int, int, int, int]], mobility: Sequence[int] | None = None) -> Events:
-        """The events given as `(action, block, nbytes, stream)`, with the mobility of each (None: all are movable)."""
+        """Events from rows `(action, block, nbytes, stream)`.
+
+        With the mobility of each (None: all are movable).
+        """
         table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
         action, block, nbytes, stream = table.T
         groups = np.array(mobility or [], dtype=np.int8)
         return cls(action.astype(np.int8), block, nbytes, stream.astype(np.int32), groups)
 
     def repeated(self, times: int) -> Events:
-        """These events so many times in a row; all blocks must be free at the end."""
+        """The events `times` in a row; all blocks must be free at the end."""
         return Events(*(np.tile(getattr(self, name), times) for name in COLUMNS))
 
     def _refuse(self, wrong: NDArray[np.bool_], what: str) -> None:
@@ -115,7 +121,10 @@ class Events:
 
 
 def _whole_numbers(name: str, values: ArrayLike, kind: type[np.signedinteger]) -> NDArray[np.signedinteger]:
-    """`values` as one contiguous array of `kind`. Raises RequestError when it holds anything else."""
+    """`values` as one contiguous array of `kind`.
+
+    Raises RequestError when it holds anything else.
+    """
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError(f"the {name} of events must be one row of whole numbers, not {array.dtype} {array.shape}")

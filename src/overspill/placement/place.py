@@ -1,4 +1,4 @@
-"""A trace under any allocator or solver: what that takes of the device, and how much of it no live byte needs."""
+"""Place a trace with any allocator or solver, and measure fragmentation."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from .packing import LEAST_GAIN, SOLVERS, Limits, solver_named
 from .replay import replay
 
 PLACERS = (*ALLOCATORS, *SOLVERS)
-"""All that can place a trace: the allocators, which learn of a block when it is asked for, then the solvers."""
+"""Names of all that can place a trace: online allocators, then offline solvers."""
 REPLANS = 8
-"""How often a plan that does not lie within its budget is made again for less."""
+"""Most times a plan whose layout exceeds its budget is made again for less."""
 
 
 SEARCH = Limits(time_limit_seconds=1.0, least_gain=LEAST_GAIN)
-"""How long a solver searches where nobody says how long it may."""
+"""A solver's limits where none are given."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """What `placer` takes for a trace whose live bytes never exceed `lower_bound_bytes`.
+    """What `placer` takes for a trace.
 
-    `peak_bytes` are what an allocator holds of the device, or how far a solver's layout reaches. `unusable` is the mean
-    over time of the share of free bytes in blocks too small for the trace's largest block (U_f, Dymem §3.3.1 eq. 1);
-    None for solvers, which keep no free blocks. `seconds` are wall-clock.
+    The trace's live bytes never exceed `lower_bound_bytes`. `peak_bytes` are what an allocator holds of the device, or
+    how far a solver's layout reaches. `unusable` is the mean over time of the share of free bytes in blocks too small
+    for the trace's largest block (U_f, Dymem §3.3.1 eq. 1); None for solvers, which keep no free blocks. `seconds` are
+    wall-clock.
     """
 
     placer: str
@@ -54,22 +55,23 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """A plan and how its blocks lie."""
+    """A plan and its placement."""
 
     plan: Plan
     placed: Placed
 
 
 def check_placer(name: str) -> None:
-    """Raise RequestError with the names that exist unless `name` is an allocator's or a solver's."""
+    """Raise RequestError unless `name` is an allocator or a solver."""
     if name not in PLACERS:
         raise RequestError(f"nothing that places blocks is called {name!r}. There are {', '.join(PLACERS)}")
 
 
 def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
-    """`trace` under the allocator or the solver called `placer`; a solver stops at `limits`.
+    """Place `trace` with the allocator or solver called `placer`.
 
-    Raises RequestError for an unknown name, and for a trace that the allocator cannot place on a device of any size.
+    A solver stops at `limits`. Raises RequestError for an unknown name, and for a trace that the allocator cannot place
+    on a device of any size.
     """
     check_placer(placer)
     bound = trace.lower_bound_bytes
@@ -78,6 +80,7 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
         if solution.layout is None:
             raise RequestError(f"the solver {placer!r} found no layout within its time; raise the limit")
         return Placed(placer, solution.layout.peak_bytes, bound, None, solution.seconds)
+    # An allocator is replayed twice: for its peak, timed, and for unusable bytes.
     events = Events.of(trace, by_references=ALLOCATORS[placer].by_references)
     began = time.perf_counter()
     peak = replay(events, placer).peak_reserved_bytes
@@ -92,7 +95,10 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
 
 
 def place_plan(plan: Plan, placer: str | None = None) -> Placed:
-    """The blocks of `plan` under `placer` (None: under PyTorch's caching allocator, which has them if nobody plans)."""
+    """Place the blocks of `plan` with `placer`.
+
+    None: with PyTorch's caching allocator, which serves them if nobody plans addresses.
+    """
     return place(trace_of(plan.graph, plan.schedule, plan.groups), placer or CachingAllocator.name)
 
 
@@ -105,10 +111,11 @@ def plan_within(
     times: MeasuredTimes | None = None,
     where: Callable[[Plan], Placed] | None = None,
 ) -> PlacedPlan:
-    """A plan of `policy` that lies within `budget_bytes` where `placer` puts it, not only with its live bytes.
+    """A plan of `policy` whose layout by `placer` fits in `budget_bytes`.
 
-    `where` says how a plan lies there, if it is no allocator or solver. A plan whose blocks reach above the budget is made
-    again for as much less as it is over. Raises InfeasibleBudget when there is none, with the least that was placed.
+    Not only its live bytes. `where` places a plan, if that is no allocator or solver. A plan whose blocks reach above
+    the budget is made again for as much less as it is over. Raises InfeasibleBudget when there is none, with the least
+    that was placed.
     """
     asked, least = budget_bytes, None
     for _ in range(REPLANS):
@@ -118,6 +125,7 @@ def plan_within(
             if least is None:
                 raise
             raise _does_not_fit(policy, placer, budget_bytes, least, error.cause) from None
+        # If its layout is over the budget, plan again for that much less.
         placed = place_plan(plan, placer) if where is None else where(plan)
         over = placed.peak_bytes - budget_bytes
         if over <= 0:

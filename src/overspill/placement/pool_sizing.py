@@ -1,4 +1,4 @@
-"""How large Dymem makes its main space: by what a first iteration left free, and by trial when training fails."""
+"""Dymem's sizing of the main space: from a first run, then by trial."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .replay import replay
 
 @dataclass(frozen=True)
 class PoolSizing:
-    """The main space in bytes that each iteration was trained in, and how many attempts had failed."""
+    """Main space bytes of each iteration, and the number of failed attempts."""
 
     pool_bytes: tuple[int, ...]
     failures: int
 
     @property
     def failure_rate(self) -> float:
-        """The share of all attempts to train an iteration that failed (Table 2)."""
+        """The share of all attempts at an iteration that failed (Table 2)."""
         return self.failures / (self.failures + len(self.pool_bytes))
 
 
@@ -35,11 +35,12 @@ def size_pool(
     capacity_bytes: int | None = None,
     native: bool = True,
 ) -> PoolSizing:
-    """The main spaces that Dymem comes to over these iterations, on a device of `capacity_bytes` (None: unlimited).
+    """The main spaces that Dymem arrives at over these iterations.
 
-    The first iteration runs in `first_bytes`. Then the smallest gap that it left between the two ends goes, but for
-    `beta_bytes`, and an iteration that fails is restarted with `beta_bytes` more (§3.3.3, §5.5). Raises RequestError
-    without an iteration or a β, and OutOfMemory when an iteration fails in the first main space, or in any.
+    The device has `capacity_bytes` (None: unlimited). The first iteration runs in `first_bytes`. Then the smallest gap
+    that it left between the two ends is removed, but for `beta_bytes`, and an iteration that fails is restarted with
+    `beta_bytes` more (§3.3.3, §5.5). Raises RequestError without an iteration or a β, and OutOfMemory when an iteration
+    fails in the first main space, or in any.
     """
     if not iterations or beta_bytes < 1:
         raise RequestError("a pool is sized by iterations, at least one, and beta_bytes, at least 1")
@@ -50,6 +51,7 @@ def size_pool(
             events, "gtbm", capacity_bytes=capacity_bytes, config=config, native=native, request_bytes=request_bytes
         )
 
+    # The first iteration gives the size, later ones enlarge it.
     first = run(iterations[0], first_bytes, request_bytes=0)
     if not first.fits:
         raise _no_room(iterations[0], first_bytes, capacity_bytes)

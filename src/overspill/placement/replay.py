@@ -1,4 +1,4 @@
-"""Replaying events on an allocator: its peaks, its exchanges with the device, whether it survives."""
+"""Replay events on an allocator: peaks, segments, and whether they fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
 GAUGES = ("requested", "allocated", "reserved")
 FRAGMENTS = ("usable", "spread")
 _PROBES = 8
-"""How many capacities above its answer `minimum_capacity` tries again."""
+"""Capacities above its answer that `minimum_capacity` tries again."""
 
 
 def replay(
@@ -35,12 +35,12 @@ def replay(
     curves: bool = False,
     request_bytes: int | None = None,
 ) -> Replay:
-    """What `allocator` does with `events` on an empty device of `capacity_bytes` (None: unlimited).
+    """What `allocator` does with `events` on an empty simulated device.
 
-    It stops at the first allocation that is not elastic and finds no room. `native` uses the counterpart in C++
-    where there is one. An allocator that sizes itself by a first run makes that on the same events. `curves` and
-    `request_bytes` (which takes longer) say what is kept of every event. Raises RequestError when the events free or
-    allocate a block in the wrong state.
+    The device has `capacity_bytes` (None: unlimited). Replay stops at the first allocation that is not elastic and
+    finds no room. `native` uses the counterpart in C++ where there is one. An allocator that sizes itself by a first
+    run makes that on the same events. `curves` and `request_bytes` (which takes longer) say what is kept of every
+    event. Raises RequestError when the events free or allocate a block in the wrong state.
     """
     run = replay_natively if native and native_core.has(allocator) else replay_in_python
     config = _settled(events, allocator, config, native=native)
@@ -48,7 +48,7 @@ def replay(
 
 
 def _settled(events: Events, allocator: str, config: Any, *, native: bool) -> Any:
-    """`config` with what `allocator` learns from a first run of `events` on a device without limit."""
+    """`config` with what `allocator` learns from a first run without limit."""
 
     def trial(first: Any) -> Replay:
         return replay(events, allocator, config=first, native=native, request_bytes=0)
@@ -64,7 +64,7 @@ def replay_in_python(
     curves: bool = False,
     request_bytes: int | None = None,
 ) -> Replay:
-    """The same as `replay`, on the allocator in Python."""
+    """As `replay`, on the Python allocator."""
     allocator = allocator_named(name, config, capacity_bytes=capacity_bytes)
     addresses = np.full(events.block_count, NOT_PLACED, dtype=np.int64)
     live: dict[int, int] = {}
@@ -73,6 +73,7 @@ def replay_in_python(
     history: list[list[int]] = []
     failed_at: int | None = None
     skipped = 0
+    # Do the events one by one.
     rows = zip(*(getattr(events, column).tolist() for column in COLUMNS), strict=True)
     for at, (action, block, nbytes, stream, mobility) in enumerate(rows):
         allocator.clock = at
@@ -93,10 +94,12 @@ def replay_in_python(
             allocator.free(live.pop(block))
         else:
             raise RequestError(f"event {at} frees block {block}, which is not live")
+        # Keep the curves.
         if width:
             history.append([allocator.requested.now, allocator.allocated.now, allocator.reserved.now])
         if request_bytes is not None:
             history[-1] += [allocator.usable_bytes(request_bytes), allocator.spread_bytes]
+    # As arrays, like the native core's.
     table = [(e.at, SEGMENT_ACTIONS.index(e.action), e.address, e.nbytes, e.stream) for e in allocator.segment_log]
     return _result(
         allocator=name,
@@ -119,7 +122,7 @@ def replay_natively(
     curves: bool = False,
     request_bytes: int | None = None,
 ) -> Replay:
-    """The same as `replay`, on the native core."""
+    """As `replay`, on the native core."""
     try:
         core = native_core.simulated_allocator(name, allocator_type(name).config_type, config, capacity_bytes)
         failed_at, skipped, addresses, histories = core.replay(
@@ -134,6 +137,7 @@ def replay_natively(
         )
     except ValueError as error:
         raise RequestError(str(error)) from None
+    # The answer in the form that both kinds share.
     requested, allocated, reserved = (Gauge(*gauge) for gauge in core.gauges())
     return _result(
         allocator=name,
@@ -149,7 +153,10 @@ def replay_natively(
 
 
 def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Sequence[NDArray[np.int64]], **fields: Any) -> Replay:
-    """The Replay with these gauges of requested, allocated and reserved bytes, and the curves that were kept."""
+    """The Replay with these gauges and curves.
+
+    Gauges are of requested, allocated and reserved bytes.
+    """
     for name, gauge in zip(GAUGES, gauges, strict=True):
         fields[f"peak_{name}_bytes"] = gauge.peak
         fields[f"peak_{name}_at"] = gauge.peak_at
@@ -159,18 +166,19 @@ def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Sequence[NDArray[np.i
 
 
 def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = None, *, native: bool = True) -> int:
-    """The least capacity in bytes, a multiple of 2 MiB, on which `events` survive; elastic allocations may fail.
+    """The least capacity in bytes on which `events` survive, in 2 MiB steps.
 
-    Found by bisection between the peak of requested bytes and a capacity known to do. Survival need not be monotone:
-    a device too small for the cache makes it give memory back, which can happen to help. So a few capacities above
-    the answer are tried too, and if one fails the search goes on above it: all that were tried above the answer
-    survive, and the one directly below fails. Raises OutOfMemory when no capacity is enough.
+    Elastic allocations may fail. Found by bisection between the peak of requested bytes and a capacity known to do.
+    Survival need not be monotone: a device too small for the cache makes it give memory back, which can happen to help.
+    So a few capacities above the answer are tried too, and if one fails the search goes on above it: all that were
+    tried above the answer survive, and the one directly below fails. Raises OutOfMemory when no capacity is enough.
     """
 
     def survives(pages: int) -> bool:
         return replay(events, allocator, capacity_bytes=pages * PAGE_BYTES, config=config, native=native).fits
 
     config = _settled(events, allocator, config, native=native)
+    # A capacity that is enough.
     requested = round_up(events.peak_requested_bytes, PAGE_BYTES) // PAGE_BYTES
     too_little, enough = requested - 1, max(requested, _reserved_pages(events, allocator, config, native=native))
     while not survives(enough):
@@ -183,6 +191,7 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
                 reserved_bytes=0,
                 capacity_bytes=None,
             )
+    # Bisect, then try some capacities above the answer.
     ceiling = enough
     while True:
         while enough - too_little > 1:
@@ -196,7 +205,10 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
 
 
 def _reserved_pages(events: Events, allocator: str, config: Any, *, native: bool) -> int:
-    """The pages that `allocator` reserves without a limit; 0 if its settings make no sense without one."""
+    """Pages that `allocator` reserves without a limit.
+
+    0 if its settings make no sense without one.
+    """
     try:
         peak = replay(events, allocator, config=config, native=native).peak_reserved_bytes
     except RequestError:
@@ -214,6 +226,7 @@ def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None, *, n
     result = replay(events, allocator, config=config, native=native)
     if result.failed_at is not None:
         raise RequestError(f"the {allocator} allocator cannot place this trace in its address space")
+    # Number the bytes that were ever backed by memory.
     ranges = _backed(result.segment_table)
     starts = np.array([start for start, _ in ranges] or [0], dtype=np.int64)
     sizes = np.array([end - start for start, end in ranges] or [0], dtype=np.int64)
@@ -228,7 +241,7 @@ def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None, *, n
 
 
 def _backed(table: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """The address ranges that were ever backed by memory, joined and in order."""
+    """Address ranges that were ever backed by memory, joined, in order."""
     ranges: list[tuple[int, int]] = []
     gained = table[(table[:, 1] == 0) | (table[:, 1] == 2)]
     for start, nbytes in sorted(map(tuple, gained[:, 2:4].tolist())):

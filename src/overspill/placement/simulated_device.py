@@ -1,4 +1,4 @@
-"""The simulated device: gives out and takes back address ranges, and says no when its memory is used up."""
+"""A simulated device that hands out address ranges until memory is full."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from overspill.core.errors import RequestError
 
 PAGE_BYTES = 2 << 20
-"""What cudaMalloc and cuMemCreate give out memory by."""
+"""Page size of cudaMalloc and cuMemCreate."""
 SMALL_BYTES = 1 << 20
 """Requests below this share a page: the driver packs small ones, 512 bytes apart, into pages of 2 MiB."""
 SMALL_STEP_BYTES = 512
@@ -18,9 +18,10 @@ ADDRESS_SPACE_BYTES = 1 << 56
 
 
 class SimulatedDevice:
-    """A device of `capacity_bytes` (None: unlimited), with the rules of cudaMalloc and of cuMemCreate.
+    """A device with the rules of cudaMalloc and cuMemCreate.
 
-    Addresses are given out lowest first and can be reused. Memory is counted in whole pages.
+    It has `capacity_bytes` (None: unlimited). Addresses are given out lowest first and can be reused. Memory is counted
+    in whole pages.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -33,7 +34,7 @@ class SimulatedDevice:
         self._shared = SharedPages()
 
     def malloc(self, nbytes: int) -> int | None:
-        """The address of `nbytes` new bytes, or None when there is no room."""
+        """The address of `nbytes` new bytes, or None without room."""
         if nbytes < SMALL_BYTES:
             return self._malloc_small(round_up(nbytes, SMALL_STEP_BYTES))
         size = round_up(nbytes, PAGE_BYTES)
@@ -43,7 +44,7 @@ class SimulatedDevice:
         return address
 
     def free(self, address: int) -> None:
-        """Take back what `malloc` gave out at `address`."""
+        """Free what `malloc` gave at `address`."""
         size = self._sizes.pop(address)
         if size >= PAGE_BYTES:
             self._give_pages(address, size)
@@ -53,22 +54,25 @@ class SimulatedDevice:
             self._give_pages(page, PAGE_BYTES)
 
     def reserve(self, nbytes: int) -> int | None:
-        """The start of an address range of `nbytes` without memory behind it (cuMemAddressReserve), or None."""
+        """An address range of `nbytes` without memory, or None (cuMemAddressReserve)."""
         return self._space.take(round_up(nbytes, PAGE_BYTES))
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Take back a range that `reserve` gave out."""
+        """Give back a range from `reserve`."""
         self._space.give(address, round_up(nbytes, PAGE_BYTES))
 
     def map(self, address: int, nbytes: int) -> bool:  # noqa: ARG002  # a live device needs the address
-        """Whether there was memory for `nbytes`, whole pages, of reserved addresses (cuMemCreate, cuMemMap)."""
+        """Back reserved addresses by `nbytes`; False without memory.
+
+        Whole pages (cuMemCreate, cuMemMap).
+        """
         if self.capacity_bytes is not None and self.used_bytes + nbytes > self.capacity_bytes:
             return False
         self.used_bytes += nbytes
         return True
 
     def unmap(self, address: int, nbytes: int) -> None:  # noqa: ARG002
-        """Take the memory of `nbytes` back that `map` gave."""
+        """Take back the memory of `nbytes` that `map` gave."""
         self.used_bytes -= nbytes
 
     def _take_pages(self, size: int) -> int | None:
@@ -97,7 +101,10 @@ class SimulatedDevice:
 
 
 class SharedPages:
-    """The holes in pages that small requests share: the smallest that fits is taken, the lowest among equals."""
+    """Holes in pages shared by small requests.
+
+    The smallest that fits is taken, the lowest among equals.
+    """
 
     def __init__(self) -> None:
         self._holes: list[tuple[int, int]] = []
@@ -105,7 +112,7 @@ class SharedPages:
         self._starts_by_end: dict[int, int] = {}
 
     def take(self, nbytes: int) -> int | None:
-        """The start of `nbytes` of a hole, now taken; None when no hole is large enough."""
+        """Take `nbytes` of a hole; its start, or None if no hole is large enough."""
         position = bisect_left(self._holes, (nbytes, 0))
         if position == len(self._holes):
             return None
@@ -116,12 +123,13 @@ class SharedPages:
         return start
 
     def give(self, start: int, nbytes: int) -> int | None:
-        """Make `[start, start + nbytes)` a hole again; the page's address if all of it is one, which it then leaves.
+        """Return `[start, start + nbytes)`; the page's address if it is now empty.
 
-        A whole page that is given is new and stays.
+        An empty page leaves; a whole page that is given is new and stays.
         """
         new = nbytes == PAGE_BYTES
         end = start + nbytes
+        # Join the holes on both sides.
         if end % PAGE_BYTES and end in self._sizes:
             end += self._remove(end)
         if start % PAGE_BYTES and start in self._starts_by_end:
@@ -137,7 +145,7 @@ class SharedPages:
         self._starts_by_end[start + size] = start
 
     def _remove(self, start: int) -> int:
-        """The size of the hole at `start`, which is gone."""
+        """Remove the hole at `start`; returns its size."""
         size = self._sizes.pop(start)
         del self._starts_by_end[start + size]
         del self._holes[bisect_left(self._holes, (size, start))]
@@ -145,7 +153,7 @@ class SharedPages:
 
 
 class Ranges:
-    """The free address ranges within `[start, end)`; neighbours are always joined."""
+    """Free address ranges within `[start, end)`; neighbours are always joined."""
 
     def __init__(self, start: int, end: int) -> None:
         self._starts = [start]
@@ -153,11 +161,12 @@ class Ranges:
         self.free_bytes = end - start
 
     def take(self, nbytes: int) -> int | None:
-        """The start of the lowest free range of `nbytes`, now taken; None when there is none."""
+        """Take the lowest free range of `nbytes`; its start, or None."""
         if nbytes > self.free_bytes:
             return None
         for i, start in enumerate(self._starts):
             size = self._sizes[start]
+            # The rest of the range stays free.
             if size >= nbytes:
                 del self._sizes[start]
                 if size == nbytes:
@@ -170,7 +179,7 @@ class Ranges:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Make `[start, start + nbytes)` free again."""
+        """Free `[start, start + nbytes)` again."""
         self.free_bytes += nbytes
         i = bisect_left(self._starts, start)
         if i < len(self._starts) and self._starts[i] == start + nbytes:

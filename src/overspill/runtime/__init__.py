@@ -1,1 +1,1 @@
-"""The runtime: schedules become FX graphs, stores and lanes move what they offload, sessions plan and run."""
+"""Training under a plan: lowering, transfers, sessions, train steps."""

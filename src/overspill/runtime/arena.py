@@ -214,7 +214,7 @@ def _is_taken(memory: Tensor) -> bool:
 
 
 def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """A storage for bytes at `offset` of the arena; the caller keeps the arena alive."""
+    """A storage for bytes at `offset` of the arena, kept alive by the caller."""
     at = arena.data_ptr() + offset
     found: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(at, arena.device, nbytes)
     return found

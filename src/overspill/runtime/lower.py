@@ -463,7 +463,7 @@ class _Emitter:
         return roots[0]
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The variable of a captured node here: its root's, or a new view of it."""
+        """A captured node's variable here: its root's, or a new view of it."""
         if node in self.values:
             return self.values[node]
         if node in self.views:

@@ -85,7 +85,10 @@ def surroundings_of_job(
 
 
 def _norm_bytes(parameters: Iterable[Tensor]) -> int:
-    """What clip_grad_norm_ has at once: the norm of each gradient, all of them together, and what follows from these."""
+    """Bytes that clip_grad_norm_ has at once.
+
+    The norm of each gradient, all of them together, and what follows from these.
+    """
     return 2 * 4 * sum(p.requires_grad for p in parameters) + 64
 
 

@@ -1,4 +1,4 @@
-"""What an allocator is: addresses for blocks of bytes over a simulated device, with statistics and a segment log."""
+"""The allocator interface: addresses over a simulated device, with statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 
 NOWHERE = 0
-"""The address of a block of no bytes; every framework gives a null pointer for it."""
+"""The address of an empty block; every framework gives a null pointer for it."""
 
 SegmentAction = Literal["segment_alloc", "segment_free", "segment_map", "segment_unmap"]
 SEGMENT_ACTIONS: tuple[SegmentAction, ...] = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
@@ -22,7 +22,10 @@ GAINS = ("segment_alloc", "segment_map")
 
 
 class SegmentEvent(NamedTuple):
-    """One exchange of memory with the device, at event `at`; PyTorch's names for the actions."""
+    """One exchange of memory with the device, at event `at`.
+
+    Actions have PyTorch's names.
+    """
 
     at: int
     action: SegmentAction
@@ -33,14 +36,14 @@ class SegmentEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Gauge:
-    """A number of bytes, its first maximum and the event of that."""
+    """A number of bytes with its first maximum, and that event."""
 
     now: int = 0
     peak: int = 0
     peak_at: int = -1
 
     def add(self, nbytes: int, at: int) -> None:
-        """Change the number by `nbytes` (negative: less) at event `at`."""
+        """Change the number by `nbytes` at event `at`."""
         self.now += nbytes
         if self.now > self.peak:
             self.peak = self.now
@@ -48,7 +51,7 @@ class Gauge:
 
 
 class BlockView(NamedTuple):
-    """A block as a reader sees it; `state` is "live", "free" or "unmapped"."""
+    """A read-only view of a block; `state` is "live", "free" or "unmapped"."""
 
     address: int
     nbytes: int
@@ -57,7 +60,10 @@ class BlockView(NamedTuple):
 
 
 class SegmentView(NamedTuple):
-    """A segment as a reader sees it; `mapped_bytes` is less than `nbytes` only for expandable segments."""
+    """A read-only view of a segment.
+
+    `mapped_bytes` is less than `nbytes` only for expandable segments.
+    """
 
     address: int
     nbytes: int
@@ -67,22 +73,23 @@ class SegmentView(NamedTuple):
 
 
 class Allocator(ABC):
-    """A framework's allocator over a simulated device of `capacity_bytes` (None: unlimited).
+    """A framework's allocator over a simulated device.
 
-    Allocators in Python and native ones are the two kinds. `clock` numbers the calls; the log and the peaks refer to
-    it.
+    The device has `capacity_bytes` (None: unlimited). Allocators in Python and native ones are the two kinds. `clock`
+    numbers the calls; the log and the peaks refer to it.
     """
 
     name: str
     capacity_bytes: int | None
     clock: int
     coalesces: bool = True
-    """Whether free neighbours are always joined; without splits there are none."""
+    """Whether free neighbours are always joined."""
 
     def allocate(self, nbytes: int, stream: int = 0, mobility: int = Mobility.MOVABLE) -> int:
-        """The address of a block of at least `nbytes` on `stream`; NOWHERE for no bytes. Raises OutOfMemory.
+        """The address of a block of at least `nbytes` on `stream`.
 
-        `mobility` is a hint for those that group blocks; the others do not look at it.
+        NOWHERE for no bytes. `mobility` is a hint for allocators that group blocks; the others ignore it. Raises
+        OutOfMemory.
         """
         if nbytes < 0:
             raise RequestError(f"cannot allocate {nbytes} bytes")
@@ -94,7 +101,10 @@ class Allocator(ABC):
         return address
 
     def free(self, address: int) -> None:
-        """Give back the block at `address`. Raises RequestError when none is allocated there."""
+        """Free the block at `address`.
+
+        Raises RequestError when none is allocated there.
+        """
         if address != NOWHERE and not self._take_back(address):
             raise RequestError(f"nothing is allocated at address {address:#x}: it was freed before, or never given out")
         self.clock += 1
@@ -102,22 +112,22 @@ class Allocator(ABC):
     @property
     @abstractmethod
     def requested(self) -> Gauge:
-        """The sizes of live blocks as they were asked for."""
+        """Bytes of live blocks as requested."""
 
     @property
     @abstractmethod
     def allocated(self) -> Gauge:
-        """The sizes of live blocks as they were given."""
+        """Bytes of live blocks as given, after rounding."""
 
     @property
     @abstractmethod
     def reserved(self) -> Gauge:
-        """The memory that the allocator holds of the device."""
+        """Bytes that the allocator holds of the device."""
 
     @property
     @abstractmethod
     def retries(self) -> int:
-        """How often cached memory was given back to make room for an allocation."""
+        """How often cached memory was released to make room."""
 
     @property
     @abstractmethod
@@ -127,42 +137,48 @@ class Allocator(ABC):
     @property
     @abstractmethod
     def device_used_bytes(self) -> int:
-        """The memory that the device has given out, in whole pages."""
+        """Bytes that the device has given out, in whole pages."""
 
     @property
     @abstractmethod
     def spread_bytes(self) -> int:
-        """The bytes of all segments up to the end of their last live blocks (Dymem's "used", Fig. 15).
+        """Bytes of all segments up to their last live blocks.
 
-        A pool that is filled from both ends counts all but the gap between them.
+        Dymem's "used", Fig. 15. A pool that is filled from both ends counts all but the gap between them.
         """
 
     @abstractmethod
     def usable_bytes(self, request_bytes: int) -> int:
-        """The bytes of the free blocks that hold `request_bytes`, by their sizes alone: the sum of Dymem's eq. 1."""
+        """Bytes of free blocks of at least `request_bytes`.
+
+        The sum of Dymem's eq. 1.
+        """
 
     @abstractmethod
     def segments(self) -> tuple[SegmentView, ...]:
-        """All segments with the blocks inside, by address."""
+        """All segments with their blocks, by address."""
 
     @abstractmethod
     def live_addresses(self) -> list[int]:
-        """The addresses that were given out and not given back."""
+        """Addresses allocated and not freed."""
 
     @abstractmethod
     def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
-        """The address of a new live block of at least `nbytes`, which is not 0; None without room."""
+        """The address of a new block of at least `nbytes`; None without room.
+
+        Never 0.
+        """
 
     @abstractmethod
     def _take_back(self, address: int) -> bool:
-        """Whether a block was live at `address`; it is free now."""
+        """Free the block at `address`; False if none was live."""
 
     @abstractmethod
     def _idle_count(self) -> int:
-        """How many blocks the free indexes hold."""
+        """The number of blocks in the free indexes."""
 
     def check_integrity(self) -> None:
-        """Raise InvalidLayout with the equation that failed unless the books agree with the blocks."""
+        """Raise InvalidLayout with the failed equation unless books and blocks agree."""
         segments = self.segments()
         blocks = [block for segment in segments for block in segment.blocks]
         live = [block for block in blocks if block.state == "live"]
@@ -175,6 +191,7 @@ class Allocator(ABC):
         self._equal("sum of the segment log", exchanged, "reserved", self.reserved.now)
         if self.reserved.now > self.device_used_bytes:
             raise InvalidLayout(f"{self.name}: reserved {self.reserved.now} > used on device {self.device_used_bytes}")
+        # Segments do not overlap, and are full of blocks.
         for segment, following in pairwise(segments):
             if segment.address + segment.nbytes > following.address:
                 raise InvalidLayout(f"{self.name}: segments at {segment.address} and {following.address} overlap")
@@ -211,7 +228,10 @@ class Allocator(ABC):
 
 
 def config_or_default(name: str, config_type: type[Any], config: Any) -> Any:
-    """`config`, or the default one for None. Raises RequestError when it belongs to another allocator."""
+    """`config`, or the default for None.
+
+    Raises RequestError when it belongs to another allocator.
+    """
     if config is not None and not isinstance(config, config_type):
         raise RequestError(f"the {name} allocator takes a {config_type.__name__}, not a {type(config).__name__}")
     return config_type() if config is None else config

@@ -1,4 +1,4 @@
-"""Best fit in one pool that grows at its end: the baseline that placements are compared with."""
+"""Best fit in one pool that grows at its end: a baseline."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class BestFitConfig:
 
 
 class BestFitAllocator(PythonAllocator):
-    """The smallest hole that fits, the lowest among equals, else the end of the pool, where pages are added.
+    """The smallest hole that fits, lowest among equals, else the pool's end.
 
-    CNMeM's pool grows by segments of their own, whose blocks never join; here all addresses are of one range, and what
-    is reserved is the highest that was ever used. It never gives memory back.
+    At the end pages are added. CNMeM's pool grows by segments of their own, whose blocks never join; here all addresses
+    are of one range, and what is reserved is the highest that was ever used. It never gives memory back.
     """
 
     name = "best-fit"
@@ -53,6 +53,7 @@ class BestFitAllocator(PythonAllocator):
             block = self._grown(size, stream)
             if block is None:
                 return None
+        # Cut the block to size.
         self._idle.remove(_key(block))
         if block.size == size:
             return block
@@ -76,7 +77,7 @@ class BestFitAllocator(PythonAllocator):
         self._idle.add(_key(block), block)
 
     def _grown(self, size: int, stream: int) -> PoolBlock | None:
-        """The last block of the pool, free and of at least `size` bytes after pages were added; None without memory."""
+        """The pool's last block, grown to at least `size` free bytes; None without memory."""
         last = self._last
         open_bytes = last.size if last is not None and last.free else 0
         missing = round_up(size - open_bytes, PAGE_BYTES)
@@ -85,6 +86,7 @@ class BestFitAllocator(PythonAllocator):
         end = self.device.reserve(self._unmapped_bytes) if last is None else last.address + last.size
         if end is None:
             return None
+        # Map the missing pages behind the last block, and join them to it if it is free.
         if not self.device.map(end, missing):
             if last is None:
                 self.device.unreserve(end, self._unmapped_bytes)

@@ -1,4 +1,4 @@
-"""A block: a piece of a segment that an allocator gives out or keeps for later; and an index of the free ones."""
+"""Blocks of a segment, and an index of the free ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Key = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class PoolBlock:
-    """`size` bytes at `address`, between its neighbours in the same segment.
+    """`size` bytes at `address`, linked to its neighbours in the segment.
 
-    `requested` is what was asked for (0 when free). `mapped` is False for address space without memory behind it.
-    `born` numbers blocks by their creation, `indexed_at` is the age counter when the block became free, `base` is where
-    its segment starts, and `pool` belongs to the allocator.
+    `requested` is the requested size (0 when free). `mapped` is False for address space without memory. `born` numbers
+    blocks by their creation, `indexed_at` is the age counter when the block became free, `base` is where its segment
+    starts, and `pool` belongs to the allocator.
     """
 
     address: int
@@ -34,19 +34,19 @@ class PoolBlock:
 
     @property
     def split(self) -> bool:
-        """Whether the block is only a part of its segment."""
+        """Whether the block is only part of its segment."""
         return self.prev is not None or self.next is not None
 
     @property
     def last(self) -> bool:
-        """Whether no live block lies behind it in its segment."""
+        """Whether no live block follows it in its segment."""
         following = self.next
         while following is not None and following.free:
             following = following.next
         return following is None
 
     def cut(self, size: int) -> PoolBlock:
-        """A new block of the first `size` bytes; this one keeps the rest."""
+        """Split off the first `size` bytes as a new block."""
         front = PoolBlock(self.address, size, self.stream, prev=self.prev, next=self, base=self.base, pool=self.pool)
         front.mapped = self.mapped
         if self.prev is not None:
@@ -57,7 +57,7 @@ class PoolBlock:
         return front
 
     def absorb(self, other: PoolBlock) -> None:
-        """Take over `other`, which lies directly before or behind."""
+        """Merge the adjacent block `other` into this one."""
         if self.prev is other:
             self.address = other.address
             self.prev = other.prev
@@ -71,7 +71,10 @@ class PoolBlock:
 
 
 class FreeBlocks:
-    """Free blocks in the order of a key, which must not change while a block is in here."""
+    """Free blocks in the order of a key.
+
+    A block's key must not change while it is in here.
+    """
 
     def __init__(self) -> None:
         self._keys: list[Key] = []
@@ -84,17 +87,17 @@ class FreeBlocks:
         return (self._blocks[key] for key in tuple(self._keys))
 
     def add(self, key: Key, block: PoolBlock) -> None:
-        """Put `block` in at `key`."""
+        """Insert `block` at `key`."""
         insort(self._keys, key)
         self._blocks[key] = block
 
     def remove(self, key: Key) -> PoolBlock:
-        """The block at `key`, taken out."""
+        """Remove and return the block at `key`."""
         del self._keys[bisect_left(self._keys, key)]
         return self._blocks.pop(key)
 
     def position(self, key: Key) -> int:
-        """How many blocks come before `key`."""
+        """The number of blocks before `key`."""
         return bisect_left(self._keys, key)
 
     def at(self, position: int) -> PoolBlock:

@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator: cached segments, best fit by stream, split and joined blocks."""
+"""PyTorch's caching allocator: cached segments, best fit, split and joined blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST_DIVISION_INTERVAL = 20
 
 
 class CachingAllocator(PythonAllocator):
-    """PyTorch's allocator for CUDA, without graph capture and `record_stream`."""
+    """PyTorch's CUDA allocator, without graph capture and `record_stream`."""
 
     name = "pytorch"
     summary: ClassVar = "PyTorch's caching allocator"
@@ -62,7 +62,7 @@ class CachingAllocator(PythonAllocator):
             yield from pool.unmapped
 
     def _find(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
-        """The best free block of the stream (get_free_block), taken out of the pool."""
+        """Take the best free block of the stream out of the pool (get_free_block)."""
         pool.searches += self._collects
         free = pool.free
         position = free.position((stream, size))
@@ -73,6 +73,7 @@ class CachingAllocator(PythonAllocator):
             return None
         if self._expandable is not None:
             block = self._expandable.best_of(free, position)
+        # Large blocks are not split, and serve only requests of nearly their size.
         most = self.config.max_split_bytes
         if most is not None:
             if size < most <= block.size:
@@ -82,7 +83,10 @@ class CachingAllocator(PythonAllocator):
         return free.remove(self.key(block))
 
     def _new_block(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
-        """A block of new memory; if the device has none, after giving cached segments back, in PyTorch's order."""
+        """A block of new memory.
+
+        If the device has none, after releasing cached segments, in PyTorch's order.
+        """
         if self._collects:
             self._collect_garbage()
         block = self._grow(pool, size, stream)
@@ -95,7 +99,7 @@ class CachingAllocator(PythonAllocator):
         return block
 
     def _grow(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
-        """A block of at least `size` bytes of new memory (alloc_block), or None."""
+        """A block of at least `size` bytes of new memory, or None (alloc_block)."""
         nbytes = segment_size(size, self.config.large_segment_bytes)
         if self._limit is not None and self._reserved.now + nbytes > self._limit:
             return None
@@ -107,7 +111,7 @@ class CachingAllocator(PythonAllocator):
         return block
 
     def _splits(self, pool: Pool, rest: int, size: int) -> bool:
-        """Whether `rest` bytes of a block are split off (should_split)."""
+        """Whether the `rest` of a block is split off (should_split)."""
         if pool.small or self._expandable is not None:
             return rest >= MIN_BLOCK_BYTES
         most = self.config.max_split_bytes
@@ -120,7 +124,10 @@ class CachingAllocator(PythonAllocator):
         return front
 
     def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
-        """Whether enough blocks that are never split were given back (release_available_cached_blocks)."""
+        """Release blocks that are never split; whether they are enough.
+
+        release_available_cached_blocks.
+        """
         most = self.config.max_split_bytes
         if most is None or self._expandable is not None:
             return False
@@ -129,6 +136,7 @@ class CachingAllocator(PythonAllocator):
         if position < len(pool.free) and pool.free.at(position).stream == stream:
             self._release(pool.free.at(position))
             return True
+        # No single block is enough: release several, the largest first.
         released = 0
         while position and released < wanted:
             position -= 1
@@ -140,7 +148,10 @@ class CachingAllocator(PythonAllocator):
         return released >= wanted
 
     def _release_cached(self) -> None:
-        """Give all segments without live blocks back, large ones first (release_cached_blocks)."""
+        """Release all segments without live blocks (release_cached_blocks).
+
+        Large ones first.
+        """
         for pool in (self._large, self._small):
             if self._expandable is not None:
                 self._expandable.release(pool)
@@ -150,12 +161,16 @@ class CachingAllocator(PythonAllocator):
                     self._release(block)
 
     def _collect_garbage(self) -> None:
-        """Give back large segments of at least average age until the threshold is met (garbage_collect_cached_blocks)."""
+        """Release old large segments until the threshold is met.
+
+        Those of at least average age (garbage_collect_cached_blocks).
+        """
         threshold = int(self.config.garbage_collection_threshold * float(self._limit or 0))
         target = self._reserved.now - threshold
         idle = [block for block in self._large.free if not block.split and self._expandable is None]
         searches = self._large.searches
         age = sum(searches - block.indexed_at for block in idle)
+        # Repeat with the new average while that releases anything.
         reclaimed, released = 0, True
         while target > reclaimed and released and idle:
             mean = age / len(idle)
@@ -169,17 +184,17 @@ class CachingAllocator(PythonAllocator):
                     self._release(block)
 
     def _release(self, block: PoolBlock) -> None:
-        """Give the segment that `block` is all of back to the device."""
+        """Give a whole segment back to the device."""
         block.pool.free.remove(self.key(block))
         self._segment_free(block)
 
     def birth(self) -> int:
-        """The number of a new block."""
+        """A number for a new block."""
         self._births += 1
         return self._births
 
     def key(self, block: PoolBlock) -> Key:
-        """Where `block` belongs among the free ones: by stream, size, and the tie-break."""
+        """The sort key of a free block: stream, size, tie-break."""
         if self.config.tie_break != "address":
             rank = block.born if self.config.tie_break == "oldest" else -block.base
             return (block.stream, block.size, rank, block.address)
@@ -191,7 +206,10 @@ class CachingAllocator(PythonAllocator):
         block.pool.free.add(self.key(block), block)
 
     def join(self, block: PoolBlock, other: PoolBlock | None) -> None:
-        """Let `block` take over its neighbour `other` if that is idle and of the same kind (try_merge_blocks)."""
+        """Merge the free neighbour `other` into `block` (try_merge_blocks).
+
+        Only one of the same kind.
+        """
         if other is None or not other.free or other.mapped != block.mapped:
             return
         if other.mapped:
@@ -202,7 +220,10 @@ class CachingAllocator(PythonAllocator):
 
 
 def round_size(nbytes: int, divisions: tuple[int, ...]) -> int:
-    """`nbytes` rounded up to the size of a block (round_size): to 512 bytes, or to a division of a power of 2."""
+    """`nbytes` rounded up to a block size (round_size).
+
+    To 512 bytes, or to a division of a power of 2.
+    """
     if nbytes < MIN_BLOCK_BYTES:
         return MIN_BLOCK_BYTES
     floor = nbytes.bit_length() - 1
@@ -214,7 +235,7 @@ def round_size(nbytes: int, divisions: tuple[int, ...]) -> int:
 
 
 def segment_size(size: int, large_segment_bytes: int) -> int:
-    """The size of a new segment for a block of `size` bytes (get_allocation_size)."""
+    """Bytes of a new segment for a block of `size` (get_allocation_size)."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_SEGMENT_BYTES:

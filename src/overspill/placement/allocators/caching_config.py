@@ -1,4 +1,4 @@
-"""The settings of PyTorch's caching allocator, and the syntax of PYTORCH_CUDA_ALLOC_CONF."""
+"""Settings of PyTorch's caching allocator, and PYTORCH_CUDA_ALLOC_CONF."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IGNORED = (
 
 @dataclass(frozen=True)
 class CachingConfig:
-    """The settings that decide placement; the defaults are those of torch 2.13.
+    """Settings that decide placement; defaults are those of torch 2.13.
 
     `max_split_bytes` None means that blocks of any size are split. `tie_break` chooses among free blocks of equal
     size: the lowest address (c10/cuda/CUDACachingAllocator.cpp), the one created first, or
@@ -50,6 +50,7 @@ class CachingConfig:
                 "expandable_segments needs an even large_segment_size_mb (memory is mapped by 2 MiB), not"
                 f" {self.large_segment_bytes / MIB:g}"
             )
+        # Limits in relation to the segment size.
         if self.max_split_bytes is not None and self.max_split_bytes < self.large_segment_bytes:
             raise _too_small("max_split_size_mb", self.max_split_bytes, self.large_segment_bytes)
         rounding = self.max_non_split_rounding_bytes
@@ -66,6 +67,7 @@ class CachingConfig:
             raise RequestError(
                 f"per_process_memory_fraction must be above 0 and at most 1, not {self.per_process_memory_fraction:g}"
             )
+        # The tie-break, and the divisions of powers of 2.
         if self.tie_break not in ("address", "oldest", "falling"):
             raise RequestError(f"tie_break is 'address', 'oldest' or 'falling', not {self.tie_break!r}")
         if len(self.roundup_power2_divisions) != DIVISION_INTERVALS:
@@ -78,9 +80,10 @@ class CachingConfig:
 
     @classmethod
     def parse(cls, text: str) -> CachingConfig:
-        """The settings written as in PYTORCH_CUDA_ALLOC_CONF: `max_split_size_mb:128,expandable_segments:True`.
+        """Settings from text such as `max_split_size_mb:128,expandable_segments:True`.
 
-        Settings that have no influence on placement are accepted and ignored. Raises RequestError with one line.
+        As in PYTORCH_CUDA_ALLOC_CONF. Settings that have no influence on placement are accepted and ignored. Raises
+        RequestError with one line.
         """
         values: dict[str, Any] = {}
         for key, value in _pairs("".join(text.split())):
@@ -96,7 +99,10 @@ class CachingConfig:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """The `key:value` pairs of `text`, separated by commas; a value in brackets may hold commas."""
+    """The comma-separated `key:value` pairs of `text`.
+
+    A value in brackets may hold commas.
+    """
     while text:
         key, colon, rest = text.partition(":")
         if not colon or not key or not rest or rest[0] == ",":
@@ -130,7 +136,10 @@ def _truth(key: str, value: str) -> bool:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """The table of divisions: one number for all sizes, or `[256:1,512:2,>:4]` by size in MiB."""
+    """The table of divisions: one number for all sizes, or by size.
+
+    By size in MiB: `[256:1,512:2,>:4]`.
+    """
     if not value.startswith("["):
         return (_power_of_2(key, value),) * DIVISION_INTERVALS
     table = [0] * DIVISION_INTERVALS
@@ -139,6 +148,7 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
         size, colon, count = entry.partition(":")
         if not colon:
             raise RequestError(f"{key}: {entry!r} is not of the form size:divisions")
+        # `>` fills the rest of the table, the first entry also what is below its size.
         divisions = _power_of_2(key, count, or_zero=True)
         if size == ">":
             table[last:] = [divisions] * (DIVISION_INTERVALS - last)

@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator and its expandable segments share: a pool, and what the segments ask of its owner."""
+"""The pool shared by PyTorch's caching allocator and its expandable segments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .blocks import FreeBlocks, Key, PoolBlock
 
 
 class Pool:
-    """The free blocks of one kind, small or large; with expandable segments also the address space yet without memory.
+    """Free blocks of one kind, small or large.
 
-    `searches` is the clock by which garbage collection measures age.
+    With expandable segments also the address space yet without memory. `searches` is the clock by which garbage
+    collection measures age.
     """
 
     def __init__(self, *, small: bool, page_bytes: int) -> None:
@@ -25,21 +26,24 @@ class Pool:
 
 
 class PoolOwner(Protocol):
-    """The allocator to which pools and expandable segments belong."""
+    """The allocator that owns pools and expandable segments."""
 
     device: SimulatedDevice
 
     def birth(self) -> int:
-        """The number of a new block."""
+        """A number for a new block."""
 
     def key(self, block: PoolBlock) -> Key:
-        """Where `block` belongs among the free ones."""
+        """The sort key of a free block."""
 
     def put(self, block: PoolBlock) -> None:
         """Put `block` among the free ones of its pool."""
 
     def join(self, block: PoolBlock, other: PoolBlock | None) -> None:
-        """Let `block` take over its neighbour `other` if that is idle and of the same kind."""
+        """Merge the free neighbour `other` into `block`.
+
+        Only one of the same kind.
+        """
 
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
-        """Record an exchange with the device and count it."""
+        """Log and count an exchange with the device."""

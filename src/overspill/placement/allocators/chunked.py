@@ -1,4 +1,4 @@
-"""Virtual addressing by chunks: each block has addresses of its own, with equal chunks of physical memory behind them."""
+"""Virtual addressing: blocks of contiguous addresses over equal physical chunks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .caching import CachingAllocator
 from .python_allocator import PythonAllocator
 
 SMALL_SHARE = 2
-"""Requests of a chunk divided by this, or less, are no chunks: whole ones would be mostly empty."""
+"""Requests up to a chunk divided by this get no chunks, which would be mostly empty."""
 
 
 @dataclass(frozen=True)
 class ChunkedConfig:
-    """`chunk_bytes` is the size of a physical chunk, a multiple of the driver's 2 MiB; the paper takes 40 MB.
+    """`chunk_bytes` is the size of a physical chunk.
 
-    A smaller chunk wastes less (eq. 1), a larger one is mapped in fewer calls.
+    A multiple of the driver's 2 MiB; the paper takes 40 MB. A smaller chunk wastes less (eq. 1), a larger one is mapped
+    in fewer calls.
     """
 
     chunk_bytes: int = PAGE_BYTES
@@ -33,7 +34,7 @@ class ChunkedConfig:
 
 
 class ChunkedAllocator(PythonAllocator):
-    """Chunks behind consecutive virtual addresses, kept for later requests when a block is freed.
+    """Chunks behind consecutive virtual addresses, kept when a block is freed.
 
     Any chunks serve any request, so it finds room as long as enough of them are free or the device has more: there is
     no external fragmentation. Chunks are kept at the addresses that they were freed at: a block of as many takes them
@@ -62,6 +63,7 @@ class ChunkedAllocator(PythonAllocator):
         position = self._idle.position((size,))
         if position < len(self._idle) and self._idle.at(position).size == size:
             return self._take(self._idle.at(position))
+        # New addresses, over kept chunks first, then new ones.
         address = self.device.reserve(size)
         if address is None:
             return None
@@ -90,7 +92,10 @@ class ChunkedAllocator(PythonAllocator):
         return self._small.retries
 
     def usable_bytes(self, request_bytes: int) -> int:
-        """All chunks that are kept, if they are enough together: they can be combined. For a small request, free blocks."""
+        """All kept chunks, if they are enough together.
+
+        They can be combined. For a small request, free blocks.
+        """
         if request_bytes <= self.config.chunk_bytes // SMALL_SHARE:
             return super().usable_bytes(request_bytes)
         return self._kept_bytes if self._kept_bytes >= request_bytes else 0
@@ -104,7 +109,7 @@ class ChunkedAllocator(PythonAllocator):
         return self._idle.remove((block.size, block.address))
 
     def _unmap(self, nbytes: int) -> None:
-        """Take `nbytes` of kept chunks, with the addresses before them, out of the smallest free blocks."""
+        """Unmap `nbytes` of kept chunks from the smallest free blocks."""
         while nbytes:
             block = self._take(self._idle.at(0))
             size = min(nbytes, block.size)
@@ -119,7 +124,10 @@ class ChunkedAllocator(PythonAllocator):
 
 
 class _SmallBlocks(CachingAllocator):
-    """PyTorch's caching allocator inside another, whose device it uses and in whose books its segments stand."""
+    """PyTorch's caching allocator for small blocks, on the owner's device.
+
+    Its segments count among the owner's.
+    """
 
     def __init__(self, owner: PythonAllocator) -> None:
         super().__init__(capacity_bytes=owner.capacity_bytes)
@@ -127,11 +135,11 @@ class _SmallBlocks(CachingAllocator):
         self._owner = owner
 
     def find(self, nbytes: int, stream: int) -> PoolBlock | None:
-        """A block of at least `nbytes`, or None without room."""
+        """A block of at least `nbytes`, or None."""
         return self._find_block(nbytes, stream)
 
     def give_back(self, block: PoolBlock) -> None:
-        """Make `block` free again."""
+        """Free `block`."""
         self._return_block(block)
 
     def idle(self) -> Iterator[PoolBlock]:
@@ -144,9 +152,9 @@ class _SmallBlocks(CachingAllocator):
 
 
 def internal_fragmentation_bound(live_blocks: int, config: ChunkedConfig | None = None) -> int:
-    """The most bytes that `live_blocks` blocks at once, N_max, can waste in their last chunks.
+    """Most bytes that `live_blocks` blocks can waste in their last chunks.
 
-    A block of m_r bytes takes k = ceil(m_r / m_c) chunks of m_c bytes and wastes k m_c - m_r < m_c (eq. 1), so that all
-    waste less than N_max m_c (eq. 2): in whole bytes, N_max (m_c - 1) at most.
+    With N_max blocks at once. A block of m_r bytes takes k = ceil(m_r / m_c) chunks of m_c bytes and wastes k m_c - m_r
+    < m_c (eq. 1), so that all waste less than N_max m_c (eq. 2): in whole bytes, N_max (m_c - 1) at most.
     """
     return live_blocks * ((config or ChunkedConfig()).chunk_bytes - 1)

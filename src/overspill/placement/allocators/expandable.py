@@ -1,4 +1,4 @@
-"""Expandable segments of PyTorch's caching allocator: address space reserved at once, memory mapped page by page.
+"""PyTorch's expandable segments: address space reserved once, memory mapped by page.
 
     segment   | live | free ......| unmapped ...................................|
               ^base               ^always a whole number of pages from the base
@@ -14,11 +14,11 @@ from .blocks import FreeBlocks, PoolBlock
 from .caching_pool import Pool, PoolOwner
 
 UNLIMITED_RESERVATION_BYTES = 1 << 46
-"""The address space of one segment on a device without limit."""
+"""Address space of one segment on an unlimited device."""
 
 
 class ExpandableSegments:
-    """The part of a CachingAllocator that maps and unmaps the pages of its expandable segments."""
+    """Maps and unmaps the pages of a CachingAllocator's expandable segments."""
 
     def __init__(self, allocator: PoolOwner) -> None:
         self._allocator = allocator
@@ -28,7 +28,7 @@ class ExpandableSegments:
         self._reservation = UNLIMITED_RESERVATION_BYTES if total is None else total + total // 8
 
     def best_of(self, free: FreeBlocks, position: int) -> PoolBlock:
-        """The block at `position` or one behind it that leaves more of the segment's end to grow into."""
+        """The block at `position`, or a later one with more room to grow."""
         block = free.at(position)
         while position + 1 < len(free):
             following = free.at(position + 1)
@@ -39,10 +39,14 @@ class ExpandableSegments:
         return block
 
     def grow(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
-        """A block of at least `size` bytes, its missing pages now mapped, outside the pool; None without memory."""
+        """A block of at least `size` bytes with its missing pages mapped.
+
+        It is outside the pool; None without memory.
+        """
         block = self._candidate(pool, size, stream)
         if block is None or (not block.mapped and not self._map(block, min(block.size, size))):
             return None
+        # Map what follows until there is enough.
         while block.size < size:
             following = block.next
             assert following is not None
@@ -53,7 +57,10 @@ class ExpandableSegments:
         return block
 
     def release(self, pool: Pool) -> None:
-        """Unmap all whole pages inside free blocks, and give up segments that are left without memory."""
+        """Unmap whole pages inside free blocks.
+
+        Segments left without memory are given up.
+        """
         for block in list(pool.free):
             self._unmap(block)
             if not block.split:
@@ -61,7 +68,7 @@ class ExpandableSegments:
                 self._device.unreserve(block.address, block.size)
 
     def _candidate(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
-        """The block at the lowest address from which `size` bytes of free or unmapped space follow."""
+        """The lowest block followed by `size` bytes of free or unmapped space."""
         unmapped = pool.unmapped
         for position in range(unmapped.position((stream,)), len(unmapped)):
             block = unmapped.at(position)
@@ -71,6 +78,7 @@ class ExpandableSegments:
                 block = block.prev
             if _space(block, size) >= size:
                 return block
+        # None there: reserve a new segment.
         reservation = round_up(self._reservation, pool.page_bytes)
         base = self._device.reserve(reservation) if size <= reservation else None
         if base is None:
@@ -80,12 +88,13 @@ class ExpandableSegments:
         return block
 
     def _map(self, block: PoolBlock, size: int) -> bool:
-        """Whether the pages of the first `size` bytes of an unmapped block could be given memory."""
+        """Map the pages of an unmapped block's first `size` bytes; whether it worked."""
         pool: Pool = block.pool
         nbytes = round_up(size, pool.page_bytes)
         address = block.address
         if not self._device.map(address, nbytes):
             return False
+        # Split off what stays unmapped, then join with free neighbours.
         pool.unmapped.remove((block.stream, address))
         if nbytes < block.size:
             rest = PoolBlock(
@@ -103,13 +112,17 @@ class ExpandableSegments:
         return True
 
     def _unmap(self, block: PoolBlock) -> None:
-        """Take the memory of all whole pages inside a free block; what is left of it at either side stays free."""
+        """Unmap all whole pages inside a free block.
+
+        What is left of it at either side stays free.
+        """
         pool: Pool = block.pool
         end = block.address + block.size
         first = block.base + round_up(block.address - block.base, pool.page_bytes)
         last = end - (end - block.base) % pool.page_bytes
         if first >= last:
             return
+        # Keep both sides as free blocks.
         pool.free.remove(self._allocator.key(block))
         if first > block.address:
             self._leave_free(block, block.address, first, block.prev, block)
@@ -133,13 +146,13 @@ class ExpandableSegments:
 
 
 def _room(block: PoolBlock) -> int:
-    """How large the free `block` can become: its bytes and the unmapped ones behind it."""
+    """Bytes that the free `block` can grow to, with unmapped ones behind it."""
     following = block.next
     return block.size + (following.size if following is not None and not following.mapped else 0)
 
 
 def _space(block: PoolBlock, enough: int) -> int:
-    """The bytes of `block` and of the idle ones behind it, counted until they are `enough`."""
+    """Bytes of `block` and of the free ones after it, up to `enough`."""
     nbytes = 0
     at: PoolBlock | None = block
     while at is not None and at.free and nbytes < enough:
@@ -149,7 +162,7 @@ def _space(block: PoolBlock, enough: int) -> int:
 
 
 def _splice(block: PoolBlock, before: PoolBlock | None, after: PoolBlock | None) -> None:
-    """Put `block` between its neighbours."""
+    """Link `block` between its neighbours."""
     block.prev, block.next = before, after
     if before is not None:
         before.next = block

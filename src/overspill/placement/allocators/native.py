@@ -1,4 +1,7 @@
-"""The native core: the same allocators in C++ (native/allocators/), many times as fast."""
+"""The native allocators: the same rules in C++, many times as fast.
+
+See native/allocators/.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ _STATES = {1: "live", 0: "free", -1: "unmapped"}
 
 
 def has(name: str) -> bool:
-    """Whether the allocator `name` has a counterpart in C++."""
+    """Whether the allocator `name` exists in C++."""
     return name in _native.names()
 
 
 def simulated_allocator(
     name: str, config_type: type[Any], config: Any, capacity_bytes: int | None
 ) -> SimulatedAllocator:
-    """The native allocator registered as `name` over an empty simulated device."""
+    """The native allocator `name` over an empty simulated device."""
     settings = asdict(config_or_default(name, config_type, config))
     return _native.SimulatedAllocator(name, settings, capacity_bytes)
 
 
 class NativeAllocator(Allocator):
-    """A native allocator, call by call; `replay` does many events in one call."""
+    """A native allocator, call by call; `replay` does many events at once."""
 
     def __init__(
         self, name: str, config_type: type[Any], config: Any = None, *, capacity_bytes: int | None = None

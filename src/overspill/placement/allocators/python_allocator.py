@@ -1,4 +1,4 @@
-"""The base of the allocators in Python: each says the rules in readable form, and is the test oracle of a native one."""
+"""Base of the Python allocators, each the readable oracle of a native one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from .result import Replay
 
 
 class PythonAllocator(Allocator):
-    """An allocator in Python. Subclasses find and return blocks in `_find_block` and `_return_block`."""
+    """An allocator in Python.
+
+    Subclasses find and return blocks in `_find_block` and `_return_block`.
+    """
 
     summary: ClassVar[str] = ""
     source: ClassVar[str] = ""
     config_type: ClassVar[type[Any]]
     by_references: ClassVar[bool] = False
-    """Whether its paper asks for blocks in the order of `Events.of(…, by_references=True)`."""
+    """Whether its paper orders blocks as `Events.of(…, by_references=True)`."""
 
     def __init__(self, config: Any = None, *, capacity_bytes: int | None = None) -> None:
         self.config: Any = config_or_default(self.name, self.config_type, config)
@@ -34,10 +37,13 @@ class PythonAllocator(Allocator):
 
     @abstractmethod
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
-        """A block of at least `nbytes`, in none of the free indexes; None when all attempts failed."""
+        """A block of at least `nbytes`, taken out of the free indexes, or None.
+
+        None when all attempts failed.
+        """
 
     def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> PoolBlock | None:  # noqa: ARG002
-        """The same for a block of `mobility`, for allocators that group by it."""
+        """As `_find_block`, for allocators that group blocks by `mobility`."""
         return self._find_block(nbytes, stream)
 
     @abstractmethod
@@ -46,11 +52,14 @@ class PythonAllocator(Allocator):
 
     @abstractmethod
     def _idle_blocks(self) -> Iterator[PoolBlock]:
-        """All blocks that are not live, from the free indexes."""
+        """All free blocks, from the free indexes."""
 
     @classmethod
     def settled(cls, config: Any, trial: Callable[[Any], Replay]) -> Any:  # noqa: ARG003
-        """`config` with what the allocator would learn from a first run, which `trial` makes under a configuration."""
+        """`config` with what the allocator learns from a first run.
+
+        `trial` makes that run under a configuration.
+        """
         return config
 
     def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
@@ -74,7 +83,7 @@ class PythonAllocator(Allocator):
         return True
 
     def _segment_malloc(self, nbytes: int, stream: int) -> PoolBlock | None:
-        """A new segment of `nbytes` from the device, as one block; None when the device has no room."""
+        """A new segment of `nbytes` as one block; None if the device is full."""
         address = self.device.malloc(nbytes)
         if address is None:
             return None
@@ -82,12 +91,12 @@ class PythonAllocator(Allocator):
         return PoolBlock(address, nbytes, stream)
 
     def _segment_free(self, block: PoolBlock) -> None:
-        """Give the segment that `block` is all of back to the device."""
+        """Give a whole segment back to the device."""
         self.device.free(block.address)
         self.log_exchange("segment_free", block.address, block.size, block.stream)
 
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
-        """Record an exchange with the device and count it."""
+        """Log and count an exchange with the device."""
         self._reserved.add(nbytes if action in GAINS else -nbytes, self.clock)
         self._log.append(SegmentEvent(self.clock, action, address, nbytes, stream))
 
@@ -135,6 +144,7 @@ class PythonAllocator(Allocator):
         for block in sorted((*self._live.values(), *self._idle_blocks()), key=lambda b: b.address):
             if block.prev is not None:
                 continue
+            # A segment is the chain of blocks from its first one.
             chain = [block]
             while (following := chain[-1].next) is not None:
                 chain.append(following)

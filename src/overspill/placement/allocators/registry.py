@@ -1,4 +1,7 @@
-"""The allocators by name: an allocator is one file here, or of another package, and one header of the native core."""
+"""Allocators by name.
+
+An allocator is one file here, or of another package, and one header of the native core.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,20 @@ ALLOCATORS: Registry[type[PythonAllocator]] = Registry(
 
 
 def allocator_type(name: str) -> type[PythonAllocator]:
-    """The class of the allocator registered as `name`. Raises RequestError with the names that exist."""
+    """The allocator class registered as `name`.
+
+    Raises RequestError with the names that exist.
+    """
     return ALLOCATORS.named(name)
 
 
 def allocator_named(
     name: str, config: Any = None, *, capacity_bytes: int | None = None, native: bool = False
 ) -> Allocator:
-    """The allocator registered as `name`, over an empty device of `capacity_bytes` (None: unlimited).
+    """The allocator registered as `name`, over an empty device.
 
-    In Python; `native` gives its counterpart in C++ where there is one.
+    The device has `capacity_bytes` (None: unlimited). In Python; `native` gives its counterpart in C++ where there is
+    one.
     """
     python = allocator_type(name)
     if native and native_core.has(name):

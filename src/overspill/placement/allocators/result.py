@@ -1,4 +1,4 @@
-"""What an allocator did with a sequence of events: its peaks, its exchanges with the device, and where it failed."""
+"""The result of a replay: peaks, exchanges with the device, failure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ NOT_PLACED = -1
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What an allocator did with events. Peaks are of the whole replay; `…_at` is the event of the first maximum.
+    """What an allocator did with events.
 
-    `failed_at` is the event that found no room, the last one that was tried (None: all were done). `skipped` counts
-    elastic allocations that found no room, `retries` those for which all cached memory was given back first.
-    `addresses[i]` is where block `i` was placed last (NOT_PLACED: never). With `curves`, `requested`, `allocated` and
-    `reserved` are the bytes after each event that was done; with `request_bytes` all of these are there, and `usable`,
-    the bytes of the free blocks that hold so much, and `spread`, what the allocator's segments are used up to.
+    Peaks are of the whole replay; `…_at` is the event of the first maximum. `failed_at` is the event that found no
+    room, the last one that was tried (None: all were done). `skipped` counts elastic allocations that found no room,
+    `retries` those for which all cached memory was given back first. `addresses[i]` is where block `i` was placed last
+    (NOT_PLACED: never). With `curves`, `requested`, `allocated` and `reserved` are the bytes after each event that was
+    done; with `request_bytes` all of these are there, and `usable`, the bytes of the free blocks that hold so much, and
+    `spread`, the bytes up to which the allocator's segments are used.
     """
 
     allocator: str
@@ -53,7 +54,7 @@ class Replay:
 
     @cached_property
     def peak_device_bytes(self) -> int:
-        """The most device memory behind the reserved bytes at once: cudaMalloc gives whole pages."""
+        """Peak device bytes behind the reserved bytes; cudaMalloc gives whole pages."""
         if not len(self.segment_table):
             return 0
         nbytes, grows = self.segment_table[:, 3], self.segment_table[:, 1] % 2 == 0
@@ -62,10 +63,10 @@ class Replay:
 
     @cached_property
     def unusable(self) -> NDArray[np.float64]:
-        """The share of free bytes in blocks too small for the request after each event, 0 where none is free.
+        """Share of free bytes in blocks too small for the request, per event.
 
-        U_f of eq. 1 in Dymem §3.3.1, for blocks of any size: 1 says that the request finds no free block. Raises
-        RequestError if the replay was made without `request_bytes`.
+        0 where none is free. U_f of eq. 1 in Dymem §3.3.1, for blocks of any size: 1 says that the request finds no
+        free block. Raises RequestError if the replay was made without `request_bytes`.
         """
         if self.reserved is None or self.allocated is None or self.usable is None:
             raise RequestError("unusable space is that of a request: replay with request_bytes")

@@ -1,9 +1,11 @@
-"""Dymem's pool, filled from both ends by the mobility of blocks (GTBM), with an incremental space beside it.
+"""Dymem's two-ended pool (GTBM): blocks at either end by mobility.
+
+An incremental space outside the pool takes what has no room in it.
 
     main space  | movable | hole | movable |      gap      | temporary | hole | temporary |
                 ^low end: best fit upwards                      best fit downwards: high end^
 
-Rules: Dymem §3.3 (Yang and Cheng, HPDC'20), Algorithm 3 and Fig. 11. Who is of which mobility is for the trace to say.
+Rules: Dymem §3.3 (Yang and Cheng, HPDC'20), Algorithm 3 and Fig. 11. The trace says which block has which mobility.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .python_allocator import PythonAllocator
 from .result import Replay
 
 LOW, GAP, HIGH, OUTSIDE = range(4)
-"""Where a block lies: at an end of the main space, between the ends, or in the incremental space."""
+"""A block's region: an end of the main space, the gap between, or the incremental space."""
 STEP_BYTES = 512
 """CNMEM_GRANULARITY of src/cnmem.cpp (NVIDIA/cnmem 09c27531)."""
 BETA_BYTES = 300 << 20
@@ -34,7 +36,7 @@ TRIAL_POOL_BYTES = 1 << 46
 
 @dataclass(frozen=True)
 class TwoEndedConfig:
-    """`pool_bytes` are the main space; a device with less gives all that it has.
+    """`pool_bytes` is the main space; a smaller device gives all it has.
 
     None: a replay finds it, as the smallest that the first run fits plus `beta_bytes`; call by call there is no first
     run, and the main space is that of the paper's first iteration, ten twelfths of the device or 10 GiB. `grows`: what
@@ -53,11 +55,12 @@ class TwoEndedConfig:
 
 
 class TwoEndedAllocator(PythonAllocator):
-    """Movable blocks from the low end, temporary ones from the high end, reclaimed ones in segments of their own.
+    """Movable blocks from the low end, temporary ones from the high end.
 
-    Each end serves itself by best fit from its own holes, then from the gap; only when both are full from the other
-    end's holes, for the guarantee is "soft". The incremental space is cudaMalloc's, and what is freed there goes back;
-    a reclaimed block that the device has no more room for goes to the low end.
+    Reclaimed ones get segments of their own. Each end serves itself by best fit from its own holes, then from the gap;
+    only when both are full from the other end's holes, for the guarantee is "soft". The incremental space is
+    cudaMalloc's, and what is freed there goes back; a reclaimed block that the device has no more room for goes to the
+    low end.
     """
 
     name = "gtbm"
@@ -109,13 +112,13 @@ class TwoEndedAllocator(PythonAllocator):
 
     @property
     def spread_bytes(self) -> int:
-        """The bytes used from both ends of the main space, and the incremental space."""
+        """Bytes used from both ends of the main space, and the incremental space."""
         position = self._idle.position((GAP,))
         gap = self._idle.at(position) if position < len(self._idle) else None
         return self._reserved.now - (gap.size if gap is not None and gap.pool == GAP else 0)
 
     def _open(self, stream: int) -> None:
-        """Take the main space from the device: what was asked for, or all there is."""
+        """Take the main space from the device: the configured size, or all there is."""
         self._opened = True
         capacity, wanted = self.device.capacity_bytes, self.config.pool_bytes
         if wanted is None:
@@ -136,7 +139,7 @@ class TwoEndedAllocator(PythonAllocator):
         return block
 
     def _inside(self, size: int, end: int) -> PoolBlock | None:
-        """A block of `size` bytes from one end of the main space, or from where else there is room."""
+        """A block of `size` bytes from one end, or from elsewhere in the main space."""
         for arena in (end, GAP, HIGH if end == LOW else LOW):
             position = self._idle.position((arena, size))
             if position < len(self._idle) and self._idle.at(position).pool == arena:
@@ -146,7 +149,10 @@ class TwoEndedAllocator(PythonAllocator):
         return None
 
     def _cut(self, hole: PoolBlock, size: int, end: int) -> PoolBlock:
-        """`size` bytes of a free block, from its lower or its upper side as the end has it; the rest stays free."""
+        """Cut `size` bytes from a free block on the side of `end`.
+
+        The rest stays free.
+        """
         if hole.size == size:
             hole.pool = end
             return hole
@@ -157,7 +163,10 @@ class TwoEndedAllocator(PythonAllocator):
         return taken
 
     def _put(self, block: PoolBlock) -> None:
-        """Make `block` a hole of the end that lies around it, or the gap; its neighbours are live."""
+        """Add `block` to the holes of its end, or as the gap.
+
+        Its neighbours are live.
+        """
         if block.next is not None and block.next.pool == LOW:
             block.pool = LOW
         elif block.prev is not None and block.prev.pool == HIGH:
@@ -168,9 +177,9 @@ class TwoEndedAllocator(PythonAllocator):
 
 
 def needed_pool_bytes(run: Replay) -> int:
-    """The main space in bytes that `run`, a replay in a larger one with its curves, did not leave as its smallest gap.
+    """Main space bytes that `run` used, without its smallest gap.
 
-    init - squeeze_gap of §3.3.3. Raises RequestError without those curves.
+    A replay in a larger space with its curves: init - squeeze_gap of §3.3.3. Raises RequestError without those curves.
     """
     if run.spread is None or run.reserved is None:
         raise RequestError("the squeeze gap is found in a replay with request_bytes")

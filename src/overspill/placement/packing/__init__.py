@@ -1,4 +1,7 @@
-"""Offline placement: every solver takes a Trace to a Layout, with a proven bound on what any layout needs."""
+"""Offline placement: solvers that turn a Trace into a Layout.
+
+With a proven bound on what any layout needs.
+"""
 
 from .base import LEAST_GAIN as LEAST_GAIN
 from .base import Limits as Limits

@@ -1,4 +1,4 @@
-"""What an offline solver is: from a trace to a layout, with a proven bound on what any layout needs."""
+"""The solver interface: from a trace to a layout, with a proven bound."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a search: a layout within `capacity_bytes` (None: within the lower bound), or `time_limit_seconds`.
+    """What ends a search: a capacity that is met, or a time limit.
 
-    `seed` is for what is drawn at random; the same seed gives the same search. A solver that can better its layout uses
-    all the time that it has, unless it is to end sooner where it no longer gains `least_gain`, a share of the bound.
+    A layout within `capacity_bytes` (None: within the lower bound), or `time_limit_seconds`. `seed` is for random
+    choices; the same seed gives the same search. A solver that can improve its layout uses all its time, unless it is
+    to end sooner where it no longer gains `least_gain`, a share of the bound.
     """
 
     capacity_bytes: int | None = None
@@ -33,20 +34,20 @@ class Limits:
 
 
 LEAST_GAIN = 0.001
-"""The `least_gain` of a search for which nobody named a time."""
+"""The `least_gain` of a search without a given time limit."""
 
 
 class SolverFailed(RequestError):
-    """A solver of others failed."""
+    """A third-party solver failed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """What a solver finds for one problem: `offsets[i]` for its block i (None: it found no layout).
+    """A solver's result for one problem.
 
-    No layout has a smaller peak than `bound_bytes`. `infeasible_core` holds blocks of the problem that cannot lie together within
-    the capacity that was asked for, where that was proven. `stopped` says what ended the search, if nothing in the limits
-    did.
+    `offsets[i]` is for its block i (None: it found no layout). No layout has a smaller peak than `bound_bytes`.
+    `infeasible_core` holds blocks of the problem that cannot lie together within the given capacity, where that was
+    proven. `stopped` says what ended the search, if nothing in the limits did.
     """
 
     offsets: Integers | None
@@ -57,11 +58,12 @@ class Packing:
 
 @dataclass(frozen=True)
 class Solution(Reportable):
-    """A layout of a trace (None: none was found), the best proven bound in bytes, and the solver's wall-clock seconds.
+    """A layout of a trace, the best proven bound, and the solver's seconds.
 
-    `infeasible_core` holds positions in the trace of blocks that were proven not to fit together within the capacity.
-    `stopped` says what ended the search, if nothing in the limits did: an interrupt, or a failure. `trace` has the blocks,
-    where a Trace was packed.
+    The layout is None where none was found; the bound is in bytes, the seconds wall-clock. `infeasible_core` holds
+    positions in the trace of blocks that were proven not to fit together within the capacity. `stopped` says what ended
+    the search, if nothing in the limits did: an interrupt, or a failure. `trace` has the blocks, where a Trace was
+    packed.
     """
 
     layout: Layout | None
@@ -73,7 +75,10 @@ class Solution(Reportable):
 
     @property
     def gap(self) -> float:
-        """How far the peak is above the proven bound, as a share of the bound; infinite without a layout."""
+        """Distance of the peak above the proven bound, as a share of it.
+
+        Infinite without a layout.
+        """
         if self.layout is None:
             return float("inf")
         return self.layout.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
@@ -85,7 +90,10 @@ class Solution(Reportable):
 
 
 class Solver(ABC):
-    """An offline solver. Subclasses solve one space in `_pack`; `solve` checks what they find before it is used."""
+    """An offline solver.
+
+    Subclasses solve one space in `_pack`; `solve` checks what they find before it is used.
+    """
 
     name: str
     summary: str = ""
@@ -94,10 +102,16 @@ class Solver(ABC):
 
     @abstractmethod
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
-        """Offsets for the blocks of `problem`, which are valid, and a proven bound; all in units of the problem."""
+        """Offsets for the blocks of `problem`, and a proven bound.
+
+        The problem is valid; all is in its units.
+        """
 
     def pack(self, problem: Problem, limits: Limits) -> Packing:
-        """What the solver finds for `problem`: nothing depends on the unit, so a layout scales with the sizes."""
+        """The solver's result for `problem`, computed in its largest unit.
+
+        Nothing depends on the unit, so a layout scales with the sizes.
+        """
         unit = problem.unit_bytes
         capacity = None if limits.capacity_bytes is None else limits.capacity_bytes // unit
         found = self._pack(problem.in_units(), replace(limits, capacity_bytes=capacity))
@@ -105,10 +119,11 @@ class Solver(ABC):
         return replace(found, offsets=offsets, bound_bytes=found.bound_bytes * unit)
 
     def solve(self, blocks: Trace | Columns, limits: Limits | None = None) -> Solution:
-        """A checked layout of `blocks`; each of their spaces is packed by itself, and may take the whole capacity.
+        """A checked layout of `blocks`; each memory space is packed separately.
 
-        Without `limits` a search ends where it gains little. Raises RequestError where a block cannot be placed, two pins
-        clash, or the solver does not know pins, and InvalidLayout should the solver be wrong.
+        Each may take the whole capacity. Without `limits` a search ends where it gains little. Raises RequestError
+        where a block cannot be placed, two pins clash, or the solver does not know pins, and InvalidLayout should the
+        solver be wrong.
         """
         limits = limits or Limits(least_gain=LEAST_GAIN)
         began = time.perf_counter()
@@ -116,6 +131,7 @@ class Solver(ABC):
         offsets = np.maximum(columns.pinned, 0)  # a block of no bytes or no time lies where it may
         lower_bound, bound, peak, found, stopped = 0, 0, 0, True, ""
         core: list[int] = []
+        # Pack each space with its share of the time.
         for done, space in enumerate(columns.spaces):
             problem = Problem.of(columns, space)
             self._refuse(problem)
@@ -124,6 +140,7 @@ class Solver(ABC):
             share = left / (len(columns.spaces) - done)
             packing = self.pack(problem, replace(limits, time_limit_seconds=share))
             stopped = stopped or packing.stopped
+            # Add up bounds and peaks.
             lower_bound += int(problem.load.max(initial=0))
             bound += max(packing.bound_bytes, problem.lower_bound_bytes)
             core += problem.index[list(packing.infeasible_core)].tolist()
@@ -133,6 +150,7 @@ class Solver(ABC):
             offsets[problem.index] = packing.offsets
             inside = columns.space == space
             peak += int((offsets + columns.nbytes)[inside].max(initial=0))
+        # Check the layout before anyone uses it.
         seconds = time.perf_counter() - began
         layout = None
         if found:

@@ -1,4 +1,4 @@
-"""Blocks as columns: what a trace holds, for millions of them."""
+"""The blocks of a trace as arrays, for millions of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANYWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The blocks of a trace, by position; the fields are those of `core.Block`.
+    """The blocks of a trace by position; fields as in `core.Block`.
 
     `pinned` is ANYWHERE where a block has no address. Block i is dead in the gaps `gap_first[i]` to `gap_first[i + 1]`.
     """
@@ -38,11 +38,15 @@ class Columns:
 
     @classmethod
     def of(cls, trace: Trace) -> Columns:
-        """The blocks of `trace`. Raises RequestError for an address below 0."""
+        """The blocks of `trace`.
+
+        Raises RequestError for an address below 0.
+        """
         blocks = trace.blocks
         for block in blocks:
             if block.pinned is not None and block.pinned < 0:
                 raise _badly_placed(block.id, block.alignment, block.pinned)
+        # One array for each field; all gaps in one list.
         gaps = [gap for b in blocks for gap in b.gaps]
         return cls(
             start=_integers([b.start for b in blocks]),
@@ -61,15 +65,16 @@ class Columns:
 
     @cached_property
     def spaces(self) -> tuple[int, ...]:
-        """The memories that blocks are in, in order."""
+        """The memory spaces that blocks are in, in order."""
         return tuple(np.unique(self.space).tolist())
 
     def trace(self, names: Sequence[str] = ()) -> Trace:
-        """The same as a trace, with positions as ids."""
+        """The blocks as a Trace, with positions as ids."""
         gaps = list(zip(self.gap_start.tolist(), self.gap_end.tolist(), strict=True))
         first = self.gap_first.tolist()
         columns = (self.start, self.end, self.nbytes, self.alignment, self.pinned, self.space)
         rows = zip(*(column.tolist() for column in columns), strict=True)
+        # A block for each row.
         return Trace(
             tuple(
                 Block(
@@ -88,17 +93,21 @@ class Columns:
         )
 
     def gaps_of(self, blocks: Integers) -> tuple[Integers, Integers]:
-        """The rows of the gaps of some blocks, and where those of each begin among them."""
+        """Gap rows of some blocks, and where those of each begin."""
         counts = np.diff(self.gap_first)[blocks]
         first = np.concatenate([[0], np.cumsum(counts)])
         rows = np.arange(first[-1]) - np.repeat(first[:-1], counts) + np.repeat(self.gap_first[blocks], counts)
         return rows, first
 
     def refuse_flaws(self) -> None:
-        """Raise RequestError for a block of negative size, badly aligned, with gaps out of order, or that ends too soon."""
+        """Raise RequestError for an invalid block.
+
+        Of negative size, badly aligned, with gaps out of order, or that ends too soon.
+        """
         if (flawed := np.flatnonzero(self.nbytes < 0)).size:
             i = int(flawed[0])
             raise RequestError(f"block {i} has {self.nbytes[i]} bytes; a size cannot be negative")
+        # Lifetimes and gaps are in order.
         owner = np.repeat(np.arange(len(self)), np.diff(self.gap_first))
         wrong = self.end < self.start
         inside = (self.start[owner] <= self.gap_start) & (self.gap_start <= self.gap_end)
@@ -110,6 +119,7 @@ class Columns:
             gaps = slice(self.gap_first[i], self.gap_first[i + 1])
             pairs = tuple(zip(self.gap_start[gaps].tolist(), self.gap_end[gaps].tolist(), strict=True))
             raise RequestError(f"block {i} lives in [{self.start[i]}, {self.end[i]}) with gaps {pairs}")
+        # Alignments and pins agree.
         bad = self.alignment < 1
         bad |= (self.pinned != ANYWHERE) & (self.pinned % np.maximum(self.alignment, 1) != 0)
         if (flawed := np.flatnonzero(bad)).size:
@@ -117,7 +127,10 @@ class Columns:
             raise _badly_placed(i, int(self.alignment[i]), int(self.pinned[i]))
 
     def validate(self, offsets: Integers, peak_bytes: int, lower_bound_bytes: int) -> None:
-        """What Layout.validate does, in native code: raise InvalidLayout unless block i can lie at `offsets[i]`."""
+        """Raise InvalidLayout unless block i can lie at `offsets[i]`.
+
+        As Layout.validate does, in native code.
+        """
         if (offsets < 0).any() or (offsets % self.alignment).any():
             raise InvalidLayout("an offset is negative, or no multiple of its alignment")
         if ((self.pinned != ANYWHERE) & (self.pinned != offsets)).any():
@@ -127,10 +140,14 @@ class Columns:
             raise InvalidLayout(f"peak {peak_bytes} and bound {lower_bound_bytes} are claimed of {top} and {bound}")
 
     def refuse_overlaps(self, offsets: Integers) -> tuple[int, int]:
-        """Raise InvalidLayout if two live blocks overlap; the peak and the most live bytes, summed over the spaces."""
+        """Raise InvalidLayout if live blocks overlap; else peak and most live bytes.
+
+        Both summed over the spaces.
+        """
         top = bound = 0
         for space in self.spaces:
             inside = np.flatnonzero(self.space == space)
+            # Each space by itself.
             gaps, first = self.gaps_of(inside)
             clash, live = check_layout(
                 self.start[inside],

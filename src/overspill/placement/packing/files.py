@@ -1,4 +1,7 @@
-"""The files of offline placement: a trace in, of whichever kind the file is, and a layout out, as CSV."""
+"""Files of offline placement: a trace in, a layout out as CSV.
+
+The trace may be a CSV, a saved Trace or a memory snapshot.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, eq=False)
 class TraceFile:
-    """The blocks that were read from `path` ("-": standard input), and the kind of file that it is.
+    """Blocks read from `path` ("-": standard input), and the file's kind.
 
     `table` has the cells of a CSV. `addresses` are where the blocks of a snapshot lay, by position.
     """
@@ -42,7 +45,7 @@ class TraceFile:
 
     @cached_property
     def trace(self) -> Trace:
-        """The blocks as a trace; those of a plain CSV become one when somebody asks."""
+        """The blocks as a Trace, made on demand for a plain CSV."""
         if self.known is not None:
             return self.known
         return self.columns.trace(self.table.names if isinstance(self.table, Rows) else ())
@@ -53,7 +56,7 @@ class TraceFile:
         return self.trace.lower_bound_bytes
 
     def label(self, position: int) -> str:
-        """The id of the block at `position` of the trace, as the file has it, and of a recorded one who asked for it."""
+        """A block's id as in the file, and for a snapshot who allocated it."""
         if isinstance(self.table, Rows):
             return self.table.name(position)
         block = self.trace.blocks[position]
@@ -63,10 +66,10 @@ class TraceFile:
 
 
 def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
-    """The blocks in the file at `path` ("-": on standard input), whose kind is found from what is in it.
+    """The blocks in the file at `path` ("-": standard input).
 
-    `device` chooses among the devices of a snapshot (None: the first that has events). Raises RequestError, in one line
-    with the file and its line, for what is wrong.
+    The kind is found from its content. `device` chooses among the devices of a snapshot (None: the first that has
+    events). Raises RequestError, in one line with the file and its line, for what is wrong.
     """
     given, path = str(path), Path(path)
     try:
@@ -78,6 +81,7 @@ def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
     begins = plain[:_MOST_BLANK].lstrip() or plain.lstrip()
     if not begins:
         raise RequestError(f"{where} is empty; what can be packed is {KINDS}")
+    # A snapshot, a saved trace, a plain CSV, or another CSV.
     if content.startswith(_PICKLES):
         trace, addresses = _recorded(content, where, device)
         return TraceFile(where, "snapshot", Columns.of(trace), None, trace, addresses)
@@ -93,10 +97,10 @@ def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
 
 
 def write_layout(path: str | Path, read: TraceFile, layout: Layout) -> None:
-    """Write the blocks of `read` to `path` as CSV, each with its `offset`; all other columns of a CSV stay as they were.
+    """Write the blocks of `read` to `path` as CSV with their `offset`.
 
-    Of a snapshot there are the names, streams and addresses. The file is there as a whole or, where writing fails, as it was
-    before. Raises RequestError then.
+    All other columns of a CSV stay as they were. Of a snapshot there are the names, streams and addresses. The file is
+    there as a whole or, where writing fails, as it was before. Raises RequestError then.
     """
     if isinstance(read.table, Rows):
         write_whole(path, read.table.with_offsets(layout.offsets))
@@ -126,6 +130,7 @@ def _saved_trace(content: bytes, path: Path) -> Trace:
         trace = Trace.from_json(content)
     except RequestError as error:
         raise RequestError(f"{path}: {error}; what can be packed is {KINDS}") from None
+    # Check the blocks as those of a CSV.
     seen: set[int] = set()
     for block in trace.blocks:
         try:

@@ -1,4 +1,4 @@
-"""The best layout that a search has found so far: what it may end with at any time, and when it has to."""
+"""The best layout of a search so far, and when the search must end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from .columns import Integers
 from .problem import Problem
 
 SHORT_SECONDS, LONG_SECONDS = 0.5, 3.0
-"""How much CPU time a search that has to gain something goes on without: where less than that is left to gain, and
-elsewhere. A machine that others use too cuts no search short."""
+"""CPU seconds that a search goes on without the gain it has to make: where less than that is left to gain, and elsewhere.
+CPU time, so that other load on the machine cuts no search short."""
 
 
 class Incumbent:
-    """The best offsets and the best bound so far, in units of `problem`, and whether it is time to stop.
+    """The best offsets and bound so far, and whether to stop.
 
-    It is `done` with a peak within `target`, at the deadline, and where `limits.least_gain` is set also when that share
-    of the target was not gained in the last half of the time, nor for some seconds.
+    In units of `problem`. It is `done` with a peak within `target`, at the deadline, and where `limits.least_gain` is
+    set also when that share of the target was not gained in the last half of the time, nor for some seconds.
     """
 
     def __init__(self, problem: Problem, limits: Limits, bound_bytes: int, target: int | None = None) -> None:
-        """A search for a peak of `target` bytes (None: of the bound, also when a better one is proven)."""
+        """`target`: the peak in bytes to reach.
+
+        None: that of the bound, also when a better one is proven.
+        """
         self.problem, self.limits = problem, limits
         self.bound_bytes = bound_bytes
         self.minimises = target is None
@@ -45,7 +48,7 @@ class Incumbent:
             self._found.append((time.process_time(), peak))
 
     def offer_all(self, layouts: Iterable[Integers]) -> None:
-        """Offer one after the other, until done."""
+        """Offer layouts one by one until done."""
         for offsets in layouts:
             self.offer(offsets)
             if self.done:
@@ -59,7 +62,7 @@ class Incumbent:
 
     @property
     def done(self) -> bool:
-        """Whether the search has what it was asked for, or no more time."""
+        """Whether the search has reached its target, or is out of time."""
         if self.offsets is None:
             return False
         now = time.perf_counter()
@@ -67,7 +70,10 @@ class Incumbent:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What ends the search inside is noted, and no error, where there is a layout: Ctrl-C, a failure, no memory."""
+        """Context that turns interrupts into a note if there is a layout.
+
+        Ctrl-C, a failure of a solver, no memory; without a layout they are raised.
+        """
         try:
             yield
         except (KeyboardInterrupt, MemoryError, SolverFailed) as error:
@@ -80,7 +86,7 @@ class Incumbent:
 
     @property
     def packing(self) -> Packing:
-        """What was found."""
+        """The result so far."""
         return Packing(self.offsets, self.bound_bytes, stopped=self.stopped)
 
     def _stale(self) -> bool:

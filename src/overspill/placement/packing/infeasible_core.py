@@ -1,4 +1,4 @@
-"""The infeasible core of a capacity that is too small: a smallest set of blocks that does not fit by itself."""
+"""A smallest set of blocks that does not fit a given capacity."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from .pieces import Pieces
 from .problem import Problem
 
 SHARE = 8
-"""Each question whether fewer blocks fit may take one part in so many of the time that is left."""
+"""Each test whether fewer blocks fit may take one part in so many of the time left."""
 
 
 def infeasible_core(
     problem: Problem, capacity_bytes: int, infeasible: Callable[[Problem, int, float], bool], deadline: float
 ) -> tuple[int, ...]:
-    """Blocks of `problem`, known not to fit within the capacity, that do not fit by themselves.
+    """Few blocks of `problem` that alone do not fit the capacity.
 
-    Without any one of them the others fit, or were not proven not to before `deadline` (of time.perf_counter).
-    `infeasible(problem, capacity_bytes, deadline)` says whether that is proven.
+    All of its blocks are known not to fit. Without any one of the core the others fit, or were not proven not to before
+    `deadline` (of time.perf_counter). `infeasible(problem, capacity_bytes, deadline)` says whether that is proven.
     """
     if high := _too_high(problem, capacity_bytes):
         return high
     full = _too_full(problem, capacity_bytes)
     if full and problem.plain:
         return tuple(sorted(full))
+    # Drop chunks of blocks, smaller and smaller, as long as the rest does not fit.
     kept = full or np.lexsort((problem.end, problem.start)).tolist()
     chunk = len(kept)
     while chunk > 1:
@@ -43,7 +44,7 @@ def infeasible_core(
 
 
 def subproblem(problem: Problem, blocks: list[int]) -> Problem:
-    """The problem of some of the blocks, in that order and with the sections as they are."""
+    """The problem of some blocks, in that order, with the same sections."""
     chosen = np.array(blocks, dtype=np.int64)
     gap_counts = np.diff(problem.gap_first)[chosen]
     gaps = (
@@ -51,6 +52,7 @@ def subproblem(problem: Problem, blocks: list[int]) -> Problem:
         if blocks
         else np.zeros(0, dtype=np.int64)
     )
+    # Choose the rows of each array.
     return Problem(
         index=problem.index[chosen],
         start=problem.start[chosen],
@@ -66,13 +68,16 @@ def subproblem(problem: Problem, blocks: list[int]) -> Problem:
 
 
 def _too_high(problem: Problem, capacity_bytes: int) -> tuple[int, ...]:
-    """A block that is pinned beyond the capacity, if there is one."""
+    """A block pinned beyond the capacity, if there is one."""
     top = np.where(problem.pinned == ANYWHERE, 0, problem.pinned) + problem.nbytes
     return tuple(np.flatnonzero(top > capacity_bytes)[:1].tolist())
 
 
 def _too_full(problem: Problem, capacity_bytes: int) -> list[int]:
-    """The largest blocks of the fullest section, as many as exceed the capacity; none if they all fit."""
+    """The fewest blocks of the fullest section that exceed the capacity.
+
+    The largest ones; none if they all fit.
+    """
     pieces = Pieces.of(problem)
     section = int(problem.load.argmax())
     live: Integers = np.unique(pieces.owner[(pieces.start <= section) & (section < pieces.end)])

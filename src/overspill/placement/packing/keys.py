@@ -1,4 +1,4 @@
-"""What makes a block come before others in a heuristic: one number a block, the larger the sooner."""
+"""Sort keys of heuristics: one number per block, the larger the sooner."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Floats = NDArray[np.float64]
 
 
 def maximal_sections(problem: Problem) -> tuple[Integers, Integers]:
-    """The starts and ends of all blocks counted in those sections only whose live blocks are not all live in another.
+    """Starts and ends of all blocks, counted in maximal sections only.
 
-    Two blocks share such a section exactly when they are ever live together, with gaps taken as live.
+    Those are sections whose live blocks are not all live in another. Two blocks share such a section exactly when they
+    are ever live together, with gaps taken as live.
     """
     starts, ends = np.zeros(problem.sections, dtype=bool), np.zeros(problem.sections, dtype=bool)
     starts[problem.start] = True
@@ -30,7 +31,10 @@ def maximal_sections(problem: Problem) -> tuple[Integers, Integers]:
 
 
 def highest_load(problem: Problem) -> Integers:
-    """The largest load in bytes while each block lives, by range maxima of doubling width: the memory is linear."""
+    """The largest load in bytes during each block's life.
+
+    By range maxima of doubling width: the memory is linear.
+    """
     load, length = problem.load, problem.end - problem.start
     highest = np.zeros(len(problem), dtype=np.int64)
     width = 1
@@ -43,7 +47,10 @@ def highest_load(problem: Problem) -> Integers:
 
 
 def conflicts(problem: Problem) -> Integers:
-    """With how many other blocks each is live together, their gaps taken as live."""
+    """With how many other blocks each is live together.
+
+    Their gaps are taken as live.
+    """
     begun = np.searchsorted(np.sort(problem.start), problem.end, side="left")
     over = np.searchsorted(np.sort(problem.end), problem.start, side="right")
     return begun - over - 1
@@ -68,5 +75,5 @@ live with it; an early start."""
 
 
 def order_by(key: Floats) -> Integers:
-    """The blocks by descending key, ties by index."""
+    """Blocks by descending key, ties by index."""
     return np.argsort(-key, kind="stable")

@@ -1,4 +1,4 @@
-"""The pieces of a problem's blocks: the runs of sections in which they live, and which blocks ever live together."""
+"""Pieces of blocks: the runs of sections in which each is live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Row r is a run `[start[r], end[r])` of sections in which block `owner[r]` lives; rows are in order of blocks."""
+    """Row r is a run `[start[r], end[r])` in which block `owner[r]` is live.
+
+    Rows are in order of blocks.
+    """
 
     owner: Integers
     start: Integers
@@ -23,7 +26,7 @@ class Pieces:
 
     @classmethod
     def of(cls, problem: Problem) -> Pieces:
-        """The pieces of all blocks of `problem`; a block that is all gaps has none."""
+        """The pieces of all blocks; a block that is all gaps has none."""
         blocks = np.arange(len(problem))
         owner = np.concatenate([blocks, np.repeat(blocks, np.diff(problem.gap_first))])
         starts = np.concatenate([problem.start, problem.gap_end])
@@ -33,11 +36,11 @@ class Pieces:
         return cls(np.sort(owner)[some], start[some], end[some])
 
     def first(self, blocks: int) -> Integers:
-        """Rows `first[i]` to `first[i + 1]` are those of block i, of so many blocks."""
+        """Where each block's rows begin: `first[i]` to `first[i + 1]`."""
         return np.searchsorted(self.owner, np.arange(blocks + 1))
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The pairs i < j of blocks that are live together at some time, in order."""
+        """Pairs i < j of blocks that are ever live together, in order."""
         found: set[tuple[int, int]] = set()
         by_start = np.argsort(self.start, kind="stable")
         owner, start = self.owner[by_start].tolist(), self.start[by_start]
@@ -48,7 +51,7 @@ class Pieces:
 
 
 def refuse_clashing_pins(problem: Problem) -> None:
-    """Raise RequestError if two blocks that are ever live together are pinned onto the same bytes."""
+    """Raise RequestError if pinned blocks overlap while both are live."""
     if (problem.pinned == ANYWHERE).all():
         return
     pieces = Pieces.of(problem)
@@ -58,6 +61,7 @@ def refuse_clashing_pins(problem: Problem) -> None:
         low = int(problem.pinned[block])
         held = (low, low + int(problem.nbytes[block]), block)
         changes += [(int(pieces.start[row]), True, held), (int(pieces.end[row]), False, held)]
+    # Sweep over time, with the live pinned blocks by address.
     live: list[tuple[int, int, int]] = []
     for _, begins, held in sorted(changes):
         at = bisect_left(live, held)

@@ -1,4 +1,4 @@
-"""The blocks of one space as arrays, with times as sections: what every offline solver works on."""
+"""The blocks of one space as arrays, with time in sections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .columns import ANYWHERE, Columns, Integers
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Dynamic storage allocation in one space: find an address for each of n blocks.
+    """Dynamic storage allocation in one space: an address for each of n blocks.
 
     Time is cut into *sections* wherever a block begins or ends to live, so `start` and `end` are half-open ranges of
     sections; all blocks have bytes and time. `lifetime` is their length in positions of the trace, `index` the block's
@@ -39,7 +39,7 @@ class Problem:
 
     @classmethod
     def of(cls, blocks: Trace | Columns, space: int = 0) -> Problem:
-        """The problem of `space` of some blocks; those of no bytes or no time are left out.
+        """The problem of one `space`, without blocks of no bytes or no time.
 
         Raises RequestError for a block that cannot be placed: of negative size, badly aligned, with gaps out of order,
         or ending before it starts.
@@ -47,6 +47,7 @@ class Problem:
         columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
         columns.refuse_flaws()
         chosen = np.flatnonzero((columns.space == space) & (columns.nbytes > 0) & (columns.end > columns.start))
+        # Number the times at which blocks or gaps begin and end.
         start, end = columns.start[chosen], columns.end[chosen]
         gaps, gap_first = columns.gaps_of(chosen)
         gap_start, gap_end = columns.gap_start[gaps], columns.gap_end[gaps]
@@ -66,12 +67,12 @@ class Problem:
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Bytes that all sizes, alignments and pinned addresses are multiples of."""
+        """The greatest common divisor of sizes, alignments and pinned addresses."""
         aligned, held = self.alignment[self.alignment > 1], self.pinned[self.pinned != ANYWHERE]
         return int(np.gcd.reduce(np.concatenate([self.nbytes, aligned, held]))) or 1
 
     def in_units(self) -> Problem:
-        """The same problem with sizes, alignments and pinned addresses in units of `unit_bytes`."""
+        """The problem with sizes, alignments and pins in `unit_bytes`."""
         unit = self.unit_bytes
         return replace(
             self,
@@ -87,7 +88,7 @@ class Problem:
 
     @cached_property
     def load(self) -> Integers:
-        """The live bytes of each section."""
+        """Live bytes in each section."""
         change = np.zeros(self.sections + 1, dtype=np.int64)
         np.add.at(change, self.start, self.nbytes)
         np.add.at(change, self.end, -self.nbytes)
@@ -98,7 +99,7 @@ class Problem:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """The largest load, or the end of the highest pinned block if that is more: no layout is smaller."""
+        """The largest load, or the highest pinned block's end: no layout is smaller."""
         held = self.pinned != ANYWHERE
         return int(max(self.load.max(initial=0), (self.pinned + self.nbytes)[held].max(initial=0)))
 
@@ -108,12 +109,15 @@ class Problem:
         return not (self.gap_start.size or (self.alignment > 1).any() or (self.pinned != ANYWHERE).any())
 
     def peak_bytes(self, offsets: Sequence[int] | Integers) -> int:
-        """The highest end of a block when block i lies at `offsets[i]`."""
+        """The highest end of a block, with block i at `offsets[i]`."""
         return int((np.asarray(offsets, dtype=np.int64) + self.nbytes).max(initial=0))
 
 
 def _sections_of(*edges: Integers) -> list[Integers]:
-    """The places of all times among the different ones: those of each column, in time linear where they are dense."""
+    """All times as positions among the distinct ones, by column.
+
+    In linear time where they are dense.
+    """
     every = np.concatenate(edges)
     first = int(every.min(initial=0))
     length = int(every.max(initial=0)) - first + 1

@@ -1,4 +1,7 @@
-"""The offline solvers by name. A solver is one file here and one line in the registry."""
+"""Offline solvers by name.
+
+A solver is one file here and one line in the registry.
+"""
 
 from __future__ import annotations
 
@@ -27,5 +30,8 @@ SOLVERS: Registry[Solver] = Registry("solver", "solvers", {solver.name: solver f
 
 
 def solver_named(name: str = DEFAULT) -> Solver:
-    """The solver registered as `name`. Raises RequestError with the names that exist."""
+    """The solver registered as `name`.
+
+    Raises RequestError with the names that exist.
+    """
     return SOLVERS.named(name)

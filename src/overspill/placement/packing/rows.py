@@ -1,7 +1,7 @@
-"""The rows of a plain CSV of blocks as columns, read and written by native code: a million in a second.
+"""Plain CSVs of blocks, read and written by native code.
 
-Plain is what has no quotes, gaps, or letters beyond ASCII, and nothing wrong with it. The reader of all other CSV, which
-says what is wrong and in which line, is `table.py`.
+A million rows in a second. Plain is a CSV without quotes, gaps, or letters beyond ASCII, and without errors. The reader
+of all other CSV, which says what is wrong and in which line, is `table.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from .columns import ANYWHERE, Columns, Integers
 from .table import MOST, places_of, without_effect
 
 _ROLES = ("id", "lower", "upper", "size", "alignment", "offset", "space")
-"""In the order of native/packing/csv_rows.hpp."""
+"""Column roles, in the order of native/packing/csv_rows.hpp."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The lines of the CSV `content`, one for each block: where each begins and ends, and its id in it."""
+    """The lines of the CSV `content`, one per block.
+
+    Where each begins and ends, and its id in it.
+    """
 
     content: bytes = field(repr=False)
     header: tuple[str, ...]
@@ -44,11 +47,11 @@ class Rows:
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """The columns that have no meaning here."""
+        """Columns that have no meaning here."""
         return without_effect(self.header)
 
     def with_offsets(self, offsets: Sequence[int]) -> bytes:
-        """The CSV with the column `offset`, which comes last where there was none."""
+        """The CSV with the column `offset`, new ones last."""
         known = [name.strip().lower() for name in self.header]
         place = known.index("offset") if "offset" in known else -1
         header = (*self.header[:place], "offset", *self.header[place + 1 :]) if place >= 0 else (*self.header, "offset")
@@ -57,7 +60,10 @@ class Rows:
 
 
 def plain_rows(content: bytes, path: str | Path) -> tuple[Rows, Columns] | None:
-    """The rows of `content` and their blocks; None if the CSV is not plain, or anything is wrong with it."""
+    """The rows of `content` and their blocks; None if the CSV is not plain.
+
+    Or if anything is wrong with it.
+    """
     first = content.find(b"\n") + 1
     head = content[:first].strip(b"\r\n")
     if not head or not head.isascii() or b'"' in head:
@@ -69,6 +75,7 @@ def plain_rows(content: bytes, path: str | Path) -> tuple[Rows, Columns] | None:
         return None
     if "gaps" in places:
         return None
+    # Read all cells in native code, and check the blocks.
     found = read_rows(content, first, len(header), [places.get(role, -1) for role in _ROLES])
     if found is None:
         return None
@@ -83,7 +90,7 @@ def plain_rows(content: bytes, path: str | Path) -> tuple[Rows, Columns] | None:
 
 
 def _sound(columns: Columns) -> bool:
-    """Whether there is nothing to say against the blocks."""
+    """Whether all blocks are valid."""
     if (columns.pinned < ANYWHERE).any():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Blocks as CSV: one line a block, in the columns that minimalloc made common.
+"""Blocks as CSV, one line a block, in minimalloc's columns.
 
     id,lower,upper,size[,alignment][,offset][,gaps][,space]
 
@@ -29,7 +29,7 @@ OPTIONAL = ("alignment", "offset", "gaps", "space")
 SYNONYMS = {"start": "lower", "begin": "lower", "end": "upper", "buffer": "id", "buffer_id": "id"}
 INCLUSIVE = "end"
 MOST = 1 << 62
-"""Times and sizes are signed 64-bit numbers to the solvers, their sums too."""
+"""Limit of times and sizes, whose sums are signed 64-bit numbers in the solvers."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _MOST_DIGITS = 19
 _GAP = re.compile(r"(-?[0-9]{1,19})-(-?[0-9]{1,19})")
@@ -38,14 +38,14 @@ _MOST_SHOWN = 40
 
 @dataclass(frozen=True)
 class Table:
-    """The cells of a CSV of blocks: its header, and a row for each block in the order of the trace."""
+    """The cells of a CSV of blocks: header, and a row per block."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, trace: Trace, addresses: Sequence[int] = ()) -> Table:
-        """The table of `trace`, with only those optional columns that say anything.
+        """The table of `trace`, without optional columns that are all default.
 
         `addresses` are where the blocks lay when they were recorded; where they are known there are streams too.
         """
@@ -56,6 +56,7 @@ class Table:
             "upper": [str(b.end) for b in blocks],
             "size": [str(b.nbytes) for b in blocks],
         }
+        # Optional columns.
         if any(b.alignment != 1 for b in blocks):
             columns["alignment"] = [str(b.alignment) for b in blocks]
         if any(b.gaps for b in blocks):
@@ -71,7 +72,7 @@ class Table:
         return cls(tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
     def with_offsets(self, offsets: Sequence[int]) -> Table:
-        """The same cells with the column `offset`, which comes last where there was none."""
+        """The same cells with the column `offset`, new ones last."""
         at = next((i for i, name in enumerate(self.header) if _role(name) == "offset"), len(self.header))
         header = (*self.header[:at], "offset", *self.header[at + 1 :])
         pairs = zip(self.rows, offsets, strict=True)
@@ -79,7 +80,7 @@ class Table:
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """The columns that have no meaning here."""
+        """Columns that have no meaning here."""
         return without_effect(self.header)
 
     @property
@@ -93,9 +94,9 @@ class Table:
 
 
 def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
-    """The cells of the CSV `text`, and the blocks that they mean; a block's `name` is its id in the file.
+    """The cells of the CSV `text`, and the blocks they mean.
 
-    Raises RequestError with `path`, the line and what would work.
+    A block's `name` is its id in the file. Raises RequestError with `path`, the line and what would work.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[tuple[int, list[str]]] = []
@@ -105,6 +106,7 @@ def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
         raise _wrong(path, reader.line_num, f"{error}; cells are separated by commas, quotes come in pairs") from None
     if not rows:
         raise RequestError(f"{path} is empty; a CSV of blocks begins with a line like {','.join(REQUIRED)}")
+    # The header, then a block for each line.
     line, header = rows[0]
     places, inclusive = places_of(header, path, line)
     blocks: list[Block] = []
@@ -119,6 +121,7 @@ def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
         if (before := lines.setdefault(block.name, line)) != line:
             raise _wrong(path, line, f"the id {_shown(block.name)} is that of line {before} too; ids must differ")
         blocks.append(block)
+    # Checks of all blocks together.
     trace = Trace(tuple(blocks))
     refuse_too_large(trace, path)
     pinned = (block for block in blocks if block.pinned is not None)
@@ -127,18 +130,24 @@ def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
 
 
 def without_effect(header: Sequence[str]) -> tuple[str, ...]:
-    """Those columns of `header` that have no meaning here."""
+    """Columns of `header` that have no meaning here."""
     return tuple(name.strip() for name in header if _role(name) not in (*REQUIRED, *OPTIONAL))
 
 
 def places_of(header: Sequence[str], path: str | Path, line: int) -> tuple[dict[str, int], bool]:
-    """The column of each role that the header has, and whether the last time of a block is one at which it lives."""
+    """The column of each role, and whether ends are inclusive.
+
+    Inclusive: a block is still live at its last time.
+    """
     places = _places(header, path, line)
     return places, header[places["upper"]].strip().lower() == INCLUSIVE
 
 
 def refuse_flaw(block: Block) -> None:
-    """Raise RequestError for a block that cannot be placed anywhere, without saying which block it is."""
+    """Raise RequestError for a block that can be placed nowhere.
+
+    The error does not say which block it is.
+    """
     if block.end < block.start:
         raise RequestError(f"lives from {block.start} to {block.end}; upper must not be below lower")
     if block.nbytes < 0:
@@ -150,6 +159,7 @@ def refuse_flaw(block: Block) -> None:
         raise RequestError(
             f"offset {block.pinned} is not {what}; write -1 or nothing for a block that may lie anywhere"
         )
+    # Gaps are in order.
     edges = [block.start, *(edge for gap in block.gaps for edge in gap), block.end]
     if any(low > high for low, high in pairwise(edges)):
         gaps = " ".join(f"{low}-{high}" for low, high in block.gaps)
@@ -157,14 +167,14 @@ def refuse_flaw(block: Block) -> None:
 
 
 def refuse_too_large(trace: Trace, path: str | Path) -> None:
-    """Raise RequestError where an address could go beyond what 64 bits hold, whatever the layout."""
+    """Raise RequestError where any layout's addresses may exceed 64 bits."""
     tops = (b.nbytes + b.alignment + (b.pinned or 0) for b in trace.blocks)
     if sum(tops) >= MOST or any(abs(edge) >= MOST for b in trace.blocks for edge in (b.start, b.end, b.space)):
         raise RequestError(f"{path}: times, or sizes in all, reach 2**62; state them in larger units")
 
 
 def refuse_pinned_overlap(blocks: Iterable[Block], where: str) -> None:
-    """Raise RequestError where two blocks are pinned to the same bytes at the same time; it names them by their ids."""
+    """Raise RequestError where pinned blocks overlap; it names their ids."""
     pinned = Trace(tuple(block for block in blocks if block.pinned is not None))
     offsets = tuple(block.pinned or 0 for block in pinned.blocks)
     try:
@@ -174,7 +184,7 @@ def refuse_pinned_overlap(blocks: Iterable[Block], where: str) -> None:
 
 
 def _places(header: Sequence[str], path: str | Path, line: int) -> dict[str, int]:
-    """The column of each role that the header has."""
+    """The column of each role in the header."""
     places: dict[str, int] = {}
     for at, name in enumerate(header):
         role = _role(name)
@@ -182,6 +192,7 @@ def _places(header: Sequence[str], path: str | Path, line: int) -> dict[str, int
             both = f"{header[places[role]].strip()!r} and {name.strip()!r}"
             raise _wrong(path, line, f"the columns {both} mean the same; leave one out")
         places.setdefault(role, at)
+    # All required roles are there.
     missing = [role for role in REQUIRED if role not in places]
     if missing:
         what = f"no column {' and no column '.join(map(repr, missing))}"
@@ -195,11 +206,15 @@ def _role(name: str) -> str:
 
 
 def _block(position: int, cells: Mapping[str, str], inclusive: bool) -> Block:
-    """The block that the cells of one line mean. Raises RequestError without the line."""
+    """The block of one line's cells.
+
+    Raises RequestError without the line.
+    """
     if not cells["id"]:
         raise RequestError("the id is empty; give every block its own")
     if not cells["id"].isprintable():
         raise RequestError(f"the id {_shown(cells['id'])} cannot be printed; use letters, digits and signs")
+    # Read all cells, then check the block.
     pinned = _optional("offset", cells, -1)
     block = Block(
         position,

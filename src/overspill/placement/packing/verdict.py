@@ -1,4 +1,4 @@
-"""Whether a solution keeps to a capacity, and, where none can, an infeasible core."""
+"""Whether a solution fits a capacity; if none can, an infeasible core."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .columns import Columns
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a solution says of a capacity: it `fits`, or it is `infeasible` for every layout, or neither is known.
+    """What a solution says about a capacity.
 
-    `infeasible_core` holds positions in the trace of the fewest blocks known that cannot lie together within the capacity.
+    It `fits`, or it is `infeasible` for every layout, or neither is known. `infeasible_core` holds positions in the
+    trace of the fewest blocks known that cannot lie together within the capacity.
     """
 
     fits: bool
@@ -27,7 +28,10 @@ class Verdict:
 
 
 def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | None) -> Verdict:
-    """The verdict on `capacity_bytes`, which every space may take (None: unlimited)."""
+    """The verdict on `capacity_bytes`, which each space may take.
+
+    None: unlimited.
+    """
     if solution.layout is not None:
         tops = space_peaks(blocks, solution.layout.offsets).values() if capacity_bytes is not None else ()
         if capacity_bytes is None or max(tops, default=0) <= capacity_bytes:
@@ -40,20 +44,22 @@ def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | N
 
 
 def space_peaks(blocks: Trace | Columns, offsets: Sequence[int]) -> dict[int, int]:
-    """The highest end of a block in each space, in bytes, when block i lies at `offsets[i]`."""
+    """Peak bytes of each space, with block i at `offsets[i]`."""
     columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
     tops = np.array(offsets, dtype=np.int64) + columns.nbytes
     return {space: max(int(tops[columns.space == space].max()), 0) for space in columns.spaces}
 
 
 def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:
-    """Positions of the fewest blocks of one space that are live at one time with more than `capacity_bytes` in all.
+    """Fewest blocks live at one time that exceed `capacity_bytes`.
 
-    None where no time has that many bytes. A block that is pinned beyond the capacity is one by itself.
+    Their positions, all of one space; empty where no time has that many bytes. A block that is pinned beyond the
+    capacity is one by itself.
     """
     for position, block in enumerate(trace.blocks):
         if block.pieces and (block.pinned or 0) + block.nbytes > capacity_bytes:
             return (position,)
+    # Sweep over time with the live blocks sorted by size.
     most, where = len(trace.blocks), None
     for space in trace.spaces:
         live: list[tuple[int, int]] = []
@@ -68,6 +74,7 @@ def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:
                 beyond = most if comes else most - 1
                 moved = live[beyond][0] if beyond < len(live) else 0
                 held += moved - key[0] if comes else key[0] - moved
+            # Fewer blocks exceed it here: remember when.
             if held > capacity_bytes:
                 most, where = min(most, len(live)), (space, time)
                 while held > capacity_bytes:
@@ -75,6 +82,7 @@ def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:
                     held += live[most][0]
     if where is None:
         return ()
+    # The largest blocks of that time.
     space, time = where
     there = [(-b.nbytes, i) for i, b in enumerate(trace.blocks) if b.space == space and _alive(b, time)]
     return tuple(sorted(position for _, position in sorted(there)[: most + 1]))
@@ -85,7 +93,10 @@ def _alive(block: Block, time: int) -> bool:
 
 
 def _changes(trace: Trace, space: int) -> list[tuple[int, bool, tuple[int, int]]]:
-    """When which block comes or goes, which is (minus its size, position), so that the largest is the first of many."""
+    """When each block comes or goes, in time order.
+
+    A block is (minus its size, position), so that the largest is the first of many.
+    """
     blocks = [(i, block) for i, block in enumerate(trace.blocks) if block.space == space]
     return sorted(
         (time, comes, (-block.nbytes, i))

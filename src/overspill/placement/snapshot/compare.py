@@ -1,4 +1,4 @@
-"""Replaying a recorded trace on the simulated allocator, and what it does otherwise than the recorded one did.
+"""Replay a recorded trace on the simulated allocator, and compare the two.
 
 Every allocation and free of the trace is done again. In between, the recorded allocator exchanged memory with the
 device, and so does the simulated one:
@@ -37,10 +37,11 @@ def replay_snapshot(
     config: CachingConfig | None = None,
     capacity_bytes: int | None = None,
 ) -> SnapshotReplay:
-    """The comparison for one device (None: the first that has events), with the recorded settings or `config`.
+    """The comparison for one device, with the recorded settings or `config`.
 
-    `capacity_bytes` is the device's memory; only garbage collection and a memory fraction need it. Raises RequestError
-    when the snapshot holds no events of the device, or when its events and its segments do not belong together.
+    `device` None: the first that has events. `capacity_bytes` is the device's memory; only garbage collection and a
+    memory fraction need it. Raises RequestError when the snapshot holds no events of the device, or when its events and
+    its segments do not belong together.
     """
     device = next(iter(snapshot.devices), 0) if device is None else device
     settings, notes = config_of(snapshot) if config is None else (config, ())
@@ -57,7 +58,7 @@ def replay_snapshot(
 def _unknown(
     start: Sequence[StartSegment], unsure: int, config: CachingConfig, capacity_bytes: int | None
 ) -> tuple[str, ...]:
-    """What the recording does not say."""
+    """Notes on what the recording does not contain."""
     notes = []
     if unsure:
         notes.append(f"{unsure} blocks that were live at the start may be up to 1 MiB larger than they are taken to be")
@@ -133,6 +134,7 @@ class _Comparison:
                     self.counts.compared = at - len(group)
                     return
                 group = []
+        # Exchanges after the last event.
         if group:
             self._step(len(self.recording.trace) - 1, None, group)
         self.counts.compared = len(self.recording.trace)
@@ -140,15 +142,20 @@ class _Comparison:
             self._compare_final_blocks()
 
     def _step(self, at: int, entry: Entry | None, group: list[Entry]) -> None:
-        """Do what `entry` did, and compare the exchanges before it with the recorded `group`."""
+        """Do what `entry` did, and compare the exchanges before it.
+
+        `group` has the recorded ones.
+        """
         self._before = len(self.allocator.exchanges)
         self.device.expected, self.device.refuses = group, entry is not None and entry.action == "oom"
         self.counts.segment_events += len(group)
+        # Memory given back without need: the program has emptied the cache.
         allocates = entry is not None and entry.action in ("alloc", "oom")
         if any(e.action in LOSSES for e in group) and not (allocates and self._is_retry(entry, group)):
             self.counts.cache_releases += 1
             self.allocator.empty_cache()
         failure, elsewhere = self._allocate(at, entry) if entry is not None and allocates else (None, None)
+        # Compare the exchanges, then free.
         difference, misplaced = self._exchange_difference(group)
         if difference is not None or failure is not None:
             self.found.segments = f"{self._where(at, entry)}: {difference or failure}"
@@ -159,10 +166,10 @@ class _Comparison:
             self.allocator.free(self._addresses.pop(entry.address))
 
     def _is_retry(self, entry: Entry | None, group: list[Entry]) -> bool:
-        """Whether memory was given back to make room for `entry`, and not because the program asked for it.
+        """Whether memory was released to make room for `entry`.
 
-        A retry ends with new memory or without any; and it comes when the cache has nothing that fits, and the device
-        has no room, which is not so when as much was in use at another time.
+        Else the program asked for it. A retry ends with new memory or without any; and it comes when the cache has
+        nothing that fits, and the device has no room, which is not so when as much was in use at another time.
         """
         if entry is None or entry.action == "oom":
             return True
@@ -172,7 +179,7 @@ class _Comparison:
         return self.allocator.collects_garbage or self.device.used_bytes + gains > self._most_reserved
 
     def _allocate(self, at: int, entry: Entry) -> tuple[str | None, str | None]:
-        """Allocate as `entry` did; how the outcome differs, and how the place does."""
+        """Allocate as `entry` did; how outcome and place differ."""
         fails = entry.action == "oom"
         self.device.later_maps = lambda: self._maps(at, entry)
         self.counts.out_of_memory += fails
@@ -186,6 +193,7 @@ class _Comparison:
             return None, None
         if fails:
             return f"the simulated allocator finds room, at {address:#x}", None
+        # Later frees refer to the recorded address.
         self._addresses[entry.address] = address
         if address == entry.address:
             return None, None
@@ -193,7 +201,10 @@ class _Comparison:
         return None, f"simulated at {address:#x}"
 
     def _maps(self, at: int, entry: Entry) -> Iterator[int]:
-        """Where memory is mapped next, in the pool and for the stream of the allocation `entry`, event `at`."""
+        """Where memory of this pool and stream is mapped next.
+
+        Those of the allocation `entry`, event `at`.
+        """
         small = self.allocator.is_small(entry.nbytes)
         own = self.device.expected[self.device.exchanged() :]
         for later in chain(own, islice(self.recording.trace, at, None)):
@@ -202,7 +213,7 @@ class _Comparison:
                 yield later.address
 
     def _exchange_difference(self, group: list[Entry]) -> tuple[str | None, str | None]:
-        """The first exchange that is not as recorded, and the first that is but at another address."""
+        """The first exchange that differs, and the first at another address."""
         done = self.allocator.exchanges[self._before :]
         misplaced: str | None = None
         for recorded, simulated in zip(group, done, strict=False):
@@ -220,7 +231,7 @@ class _Comparison:
         return None, misplaced
 
     def _compare_final_blocks(self) -> None:
-        """Compare the blocks of all segments with those that the snapshot holds."""
+        """Compare the final blocks with those of the snapshot."""
         recorded = {
             address: (block.nbytes, block.live)
             for segment in self.recording.segments
@@ -232,6 +243,7 @@ class _Comparison:
             for b in segment.blocks
             if b.state != "unmapped"
         }
+        # Note the first difference by address.
         for address in sorted(recorded.keys() | simulated.keys()):
             before, after = recorded.get(address), simulated.get(address)
             if before != after:
@@ -241,7 +253,7 @@ class _Comparison:
                 return
 
     def _recorded_peak(self) -> int:
-        """The most memory that the recorded allocator held at once."""
+        """Peak bytes that the recorded allocator held."""
         now = most = self.reserved_at_start
         for entry in self.recording.trace:
             if entry.action in EXCHANGES:
@@ -250,7 +262,7 @@ class _Comparison:
         return most
 
     def _where(self, at: int, entry: Entry | None) -> str:
-        """The event in words, with the line of Python that caused it."""
+        """A description of the event, with the Python line that caused it."""
         total = len(self.recording.trace)
         if entry is None:
             return f"after the last of {total} events"

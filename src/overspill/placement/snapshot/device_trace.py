@@ -1,4 +1,4 @@
-"""The trace of one device, as a replay needs it."""
+"""One device's trace, prepared for replay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KNOWN = (*EXCHANGES, "alloc", "free_requested", "free_completed", "oom", "snaps
 
 @dataclass(frozen=True)
 class DeviceTrace:
-    """The trace of one device, ready for replay: streams are numbered in the order of their handles.
+    """One device's trace, with streams numbered by their handles.
 
     `first` is where replay begins: an allocation at the very front may have begun before, and is taken as done.
-    `left_out` counts the events of private pools, `notes` says what can not be known.
+    `left_out` counts the events of private pools, `notes` says what cannot be known.
     """
 
     trace: tuple[Entry, ...]
@@ -34,7 +34,10 @@ class DeviceTrace:
 
 
 def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
-    """The events and the final segments of `device`, without private pools. Raises RequestError when it has none."""
+    """Events and final segments of `device`, without private pools.
+
+    Raises RequestError when it has none.
+    """
     trace, segments = snapshot.trace(device), snapshot.segments_of(device)
     if not trace:
         having = ", ".join(map(str, snapshot.devices))
@@ -42,6 +45,7 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
             f"devices with events: {having}" if having else "torch.cuda.memory._record_memory_history() records them"
         )
         raise RequestError(f"the snapshot holds no events of device {device}; {known}")
+    # Leave out private pools and unknown events, with a note.
     private = sorted((s.address, s.address + s.nbytes) for s in segments if s.pool != DEFAULT_POOL)
     starts = [start for start, _ in private]
 
@@ -64,6 +68,9 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
 
 
 def stream_numbers(recording: DeviceTrace) -> dict[int, int]:
-    """A number for each stream, from 0 in the order of the handles, by which the allocator sorts them."""
+    """A number for each stream, from 0 in the order of the handles.
+
+    The allocator sorts streams by handle.
+    """
     handles = {entry.stream for entry in recording.trace} | {segment.stream for segment in recording.segments}
     return {handle: number for number, handle in enumerate(sorted(handles))}

@@ -1,7 +1,8 @@
-"""Pickles of strangers, read as plain data: first in a process of its own, which may fall over them in our place.
+"""Unpickle untrusted data safely: tried first in a limited process.
 
 A few bytes can make the unpickler take all memory, for a table that they claim to need; run for ever, with tuples that
 repeat themselves as a key; or overflow the C stack, with tuples within tuples as a key. None of that is an exception.
+
 Run by its file name, this module is that process: it reads a pickle from standard input within limits, and imports
 nothing of ours.
 """
@@ -22,16 +23,16 @@ from typing import Any, NoReturn
 
 MOST_SHOWN = 100
 MEMORY_BYTES, MEMORY_PER_BYTE = 256 << 20, 32
-"""What reading may take: so much, and so much more for each byte of the pickle. A snapshot takes some 10 a byte."""
+"""Memory limit: a fixed part, and bytes per byte of the pickle. A snapshot takes some 10 a byte."""
 CPU_SECONDS, BYTES_PER_SECOND = 3, 2 << 20
-"""How long it may compute: so long, and a second more for so many bytes. A snapshot's take a twentieth of that."""
+"""CPU time limit: a fixed part, and a second for so many bytes. A snapshot takes a twentieth of that."""
 STACK_BYTES = 1 << 20
-"""How deep it may go, which is less than a thread of ours may: a snapshot has lists within lists five deep."""
+"""Stack limit, less than that of our threads; a snapshot nests lists five deep."""
 _NO_MEMORY = 3
 
 
 class ForbiddenError(pickle.UnpicklingError):
-    """The pickle asks for something that is not plain data."""
+    """The pickle contains something other than plain data."""
 
 
 class BombError(pickle.UnpicklingError):
@@ -39,7 +40,7 @@ class BombError(pickle.UnpicklingError):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that knows no classes and no functions, so that nothing but builtin data can be made."""
+    """An unpickler without classes and functions: only builtin data."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         """Refuse `module.name`."""
@@ -50,8 +51,8 @@ class PlainUnpickler(pickle.Unpickler):
 def load_plain(content: bytes) -> Any:
     """The plain data that the pickle `content` holds.
 
-    Raises ForbiddenError where it asks for more than that, BombError where it is made to do harm, and whatever
-    the unpickler raises for what is no pickle.
+    Raises ForbiddenError where it contains more than that, BombError where it is made to do harm, and whatever the
+    unpickler raises for what is no pickle.
     """
     _try_out(content)
     return _load(content)
@@ -64,7 +65,7 @@ def _load(content: bytes) -> Any:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without looking for garbage all the time, millions of small objects are made in half the time."""
+    """Context without garbage collection, which halves the time for millions of objects."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -75,11 +76,15 @@ def _no_collection() -> Iterator[None]:
 
 
 def _try_out(content: bytes) -> None:
-    """Raise BombError unless a process with limits comes through reading `content`, whatever else it finds there."""
+    """Raise BombError unless a limited process survives reading `content`.
+
+    Whatever else it finds there.
+    """
     command = [sys.executable, "-I", "-S", __file__]
     done = subprocess.run(command, input=content, capture_output=True, check=False)  # noqa: S603 - ourselves
     if done.returncode == 0:
         return
+    # How the process ended says what the pickle does.
     what = {
         _NO_MEMORY: "take very much memory",
         -signal.SIGKILL: "take very much time or memory",
@@ -93,7 +98,7 @@ def _try_out(content: bytes) -> None:
 
 
 def _limit(nbytes: int) -> None:
-    """Take this process's freedom to use more than a pickle of `nbytes` bytes may."""
+    """Limit this process to what a pickle of `nbytes` bytes may need."""
     seconds = CPU_SECONDS + nbytes // BYTES_PER_SECOND
     limits = {
         resource.RLIMIT_AS: MEMORY_BYTES + MEMORY_PER_BYTE * nbytes,

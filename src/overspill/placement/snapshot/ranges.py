@@ -6,13 +6,13 @@ from bisect import bisect_left, bisect_right, insort
 
 
 class Ranges:
-    """Address ranges that do not overlap, neighbours joined, in order."""
+    """Address ranges that do not overlap, in order, neighbours joined."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
 
     def add(self, start: int, nbytes: int) -> bool:
-        """Whether `[start, start + nbytes)` was not yet in, and now is."""
+        """Add `[start, start + nbytes)`; False if any of it was in already."""
         end = start + nbytes
         if start == end:
             return True
@@ -21,6 +21,7 @@ class Ranges:
         after = self.spans[at] if at < len(self.spans) else (end + 1, end + 1)
         if before[1] > start or after[0] < end:
             return False
+        # Join with the neighbours.
         if after[0] == end:
             end = after[1]
             del self.spans[at]
@@ -31,7 +32,7 @@ class Ranges:
         return True
 
     def remove(self, start: int, nbytes: int) -> bool:
-        """Whether `[start, start + nbytes)` was in, and now is not."""
+        """Remove `[start, start + nbytes)`; False if any of it was missing."""
         end = start + nbytes
         at = bisect_right(self.spans, (start, 1 << 70)) - 1
         if at < 0 or self.spans[at][1] < end:

@@ -1,6 +1,7 @@
-"""Reading a snapshot: the pickle of torch.cuda.memory._snapshot(), which may be a stranger's, as plain data only.
+"""Read a memory snapshot as plain data; the pickle is not trusted.
 
-Format: torch/csrc/cuda/memory_snapshot.cpp and the docstring of torch.cuda.memory._snapshot (torch 2.13).
+It is that of torch.cuda.memory._snapshot(). Format: torch/csrc/cuda/memory_snapshot.cpp and the docstring of
+torch.cuda.memory._snapshot (torch 2.13).
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=1)]
 PoolId = tuple[int, int]
 DEFAULT_POOL: PoolId = (0, 0)
-"""The pool of all that is not in a graph's private pool or in a MemPool."""
+"""The default pool: neither a graph's private pool nor a MemPool."""
 _MOST_FRAMES = 256
-"""Those of a stack that are kept, the innermost."""
+"""Most frames kept of a stack, the innermost."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A block of a segment; blocks follow each other without gaps. What waits for a stream to be freed is live."""
+    """A block of a segment; blocks follow each other without gaps.
+
+    One that waits for a stream to be freed is live.
+    """
 
     nbytes: Size = msgspec.field(name="size")
     state: Literal["active_allocated", "active_pending_free", "active_awaiting_free", "inactive"]
@@ -36,12 +40,12 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def live(self) -> bool:
-        """Whether the allocator can not give it out again."""
+        """Whether the allocator cannot give it out again."""
         return self.state != "inactive"
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Memory that the allocator held of the device when the snapshot was taken."""
+    """Memory that the allocator held when the snapshot was taken."""
 
     address: Count
     nbytes: Size = msgspec.field(name="total_size")
@@ -61,9 +65,10 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One event of a device trace. The size of an `alloc` or a `free_…` is the one that was asked for.
+    """One event of a device trace.
 
-    `pool` is None in snapshots of older releases. `device_free` belongs to `oom`.
+    The size of an `alloc` or a `free_…` is the requested one. `pool` is None in snapshots of older releases.
+    `device_free` belongs to `oom`.
     """
 
     action: str
@@ -76,7 +81,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """The line of Python that caused the event, as far as it was recorded, for a message."""
+        """The Python line that caused the event, as message text."""
         for frame in self._known():
             text = f"{frame['filename'].rpartition('/')[2]}:{frame.get('line')} {frame['name']}"
             return "".join(c if c.isprintable() else "?" for c in text)[:MOST_SHOWN]
@@ -84,7 +89,10 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def stack(self) -> tuple[tuple[str, int, str], ...]:
-        """The stack that caused the event as (file, line, function), the outermost first: its Python, or all where there is none."""
+        """The event's stack as (file, line, function), outermost first.
+
+        Its Python frames, or all where there are none.
+        """
         innermost = self._known()[:_MOST_FRAMES]
         return tuple((f["filename"], _line(f.get("line")), f["name"]) for f in reversed(innermost))
 
@@ -94,7 +102,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """The settings of the allocator, as the snapshot has them; `text` is PYTORCH_CUDA_ALLOC_CONF."""
+    """The allocator's settings in the snapshot.
+
+    `text` is PYTORCH_CUDA_ALLOC_CONF.
+    """
 
     text: str = msgspec.field(name="PYTORCH_CUDA_ALLOC_CONF", default="")
     max_split_size: int = -1
@@ -111,7 +122,7 @@ class _Content(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of the allocators of all devices, and the latest events of each, oldest first.
+    """All devices' allocator state, and their latest events, oldest first.
 
     `settings` is None in snapshots of older releases. A trace that reached its `max_entries` begins in the middle.
     """
@@ -135,12 +146,18 @@ class Snapshot:
 
 
 def read_snapshot(path: str | Path) -> Snapshot:
-    """The snapshot in the file at `path`. Raises RequestError for anything that is not one, and runs nothing in it."""
+    """The snapshot in the file at `path`.
+
+    Raises RequestError for anything that is not one, and runs nothing in it.
+    """
     return snapshot_in(read_whole(path), path)
 
 
 def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
-    """The snapshot in the bytes of the file at `path`. Raises RequestError as `read_snapshot` does."""
+    """The snapshot in the bytes of the file at `path`.
+
+    Raises RequestError as `read_snapshot` does.
+    """
     try:
         content = load_plain(pickled)
     except ForbiddenError as error:
@@ -153,6 +170,7 @@ def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
     except Exception as error:  # noqa: BLE001 - a broken pickle fails in many ways, which all mean the same
         reason = " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
         raise RequestError(f"{path} is not a whole pickle, as _dump_snapshot writes it ({reason})") from None
+    # Convert to our structures, and check that they are consistent.
     if isinstance(content, list):  # torch.cuda.memory_snapshot() gives the segments alone
         content = {"segments": content}
     _refuse_repetition(content, len(pickled), path)
@@ -165,7 +183,7 @@ def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
 
 
 def _line(number: object) -> int:
-    """The line that a file claims; 0 for what can be none."""
+    """The line number that a file claims; 0 if impossible."""
     return number if isinstance(number, int) and 0 < number < 1 << 31 else 0
 
 
@@ -174,7 +192,7 @@ def _is_frame(frame: object) -> bool:
 
 
 def _check_segments(segments: tuple[Segment, ...], path: str | Path) -> None:
-    """Raise RequestError unless segments are full of blocks and do not overlap."""
+    """Raise RequestError unless segments are full and do not overlap."""
     for segment in segments:
         if sum(block.nbytes for block in segment.blocks) != segment.nbytes:
             raise RequestError(f"{path}: the blocks of the segment at {segment.address:#x} do not add up to its size")
@@ -184,7 +202,10 @@ def _check_segments(segments: tuple[Segment, ...], path: str | Path) -> None:
 
 
 def _refuse_repetition(content: object, size: int, path: str | Path) -> None:
-    """Raise RequestError when a few bytes stand for very many rows, by naming the same list again and again."""
+    """Raise RequestError when few bytes stand for very many rows.
+
+    By naming the same list again and again.
+    """
     if not isinstance(content, dict):
         return
     rows = 0

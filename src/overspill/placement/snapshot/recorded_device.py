@@ -1,4 +1,7 @@
-"""The device and the allocator of a replay: the device answers as the recording says the real one did."""
+"""Device and allocator of a snapshot replay.
+
+The device answers as the recording says the real one did.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,17 @@ from .read import Entry
 from .start import StartSegment
 
 _ELSEWHERE = ADDRESS_SPACE_BYTES << 4
-"""Above all real addresses: where memory lies that the recording does not know."""
+"""Addresses above all real ones, for memory that the recording does not know."""
 
 
 class RecordedDevice(SimulatedDevice):
-    """A device with the recorded addresses, and without room where the recording gave memory back or ran out of it.
+    """A device that answers with recorded addresses and failures.
 
-    `expected` are the recorded exchanges of memory for the next allocation, `refuses` whether that failed, `exchanged`
-    counts those that were done, and `later_maps` gives the addresses at which memory of its kind is mapped next. What the
-    recording does not foresee gets room at addresses of its own. From the answers follows what capacity the real device
-    had: at least `least_capacity_bytes`, less than `capacity_above_bytes`.
+    It has no room where the recording gave memory back or ran out of it. `expected` are the recorded exchanges of
+    memory for the next allocation, `refuses` whether that failed, `exchanged` counts those that were done, and
+    `later_maps` gives the addresses at which memory of its kind is mapped next. What the recording does not foresee
+    gets room at addresses of its own. The answers bound the real device's capacity: at least `least_capacity_bytes`,
+    less than `capacity_above_bytes`.
     """
 
     def __init__(self, capacity_bytes: int | None) -> None:
@@ -41,7 +45,7 @@ class RecordedDevice(SimulatedDevice):
         self._held: list[tuple[int, int]] = []
 
     def malloc(self, nbytes: int) -> int | None:
-        """The recorded address of a new segment of `nbytes`; None when the recording says that there was no room."""
+        """The recorded address of a new segment; None if the recording had no room."""
         entry = self._next()
         if not self._has_room(entry, nbytes):
             return None
@@ -50,12 +54,12 @@ class RecordedDevice(SimulatedDevice):
         return self._hold(address, nbytes)
 
     def free(self, address: int) -> None:
-        """Take back the segment at `address`."""
+        """Free the segment at `address`."""
         at = bisect_left(self._held, (address, 0))
         self.used_bytes -= self._held.pop(at)[1]
 
     def reserve(self, nbytes: int) -> int | None:
-        """Where an expandable segment starts: where the recording next maps memory of that kind."""
+        """The base of an expandable segment: where that kind is mapped next."""
         address = next(self.later_maps(), None)
         if address is None:
             address = self._elsewhere
@@ -63,10 +67,10 @@ class RecordedDevice(SimulatedDevice):
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Nothing: address space is not counted."""
+        """Do nothing: address space is not counted."""
 
     def map(self, address: int, nbytes: int) -> bool:
-        """Whether there was room for `nbytes`, which are now behind `address`."""
+        """Back `address` by `nbytes`; False if the recording had no room."""
         del address
         if not self._has_room(self._next(), nbytes):
             return False
@@ -74,25 +78,28 @@ class RecordedDevice(SimulatedDevice):
         return True
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Take the memory of `nbytes` back."""
+        """Take back the memory of `nbytes`."""
         del address
         self.used_bytes -= nbytes
 
     def adopt(self, address: int, nbytes: int, *, plain: bool) -> None:
-        """Hold what the allocator held when the recording began."""
+        """Add memory that the allocator held when recording began."""
         self._use(nbytes)
         if plain:
             insort(self._held, (address, nbytes))
 
     def measure(self, free_bytes: int) -> None:
-        """Take to the bounds what the device reported as free, in whole pages, when it had no room for an allocation."""
+        """Tighten the capacity bounds by the free bytes reported at a failure.
+
+        In whole pages.
+        """
         measured = self.used_bytes + free_bytes // PAGE_BYTES * PAGE_BYTES
         if free_bytes > 0 and (self.capacity_above_bytes is None or measured < self.capacity_above_bytes):
             self.least_capacity_bytes = max(self.least_capacity_bytes, measured)
             self.capacity_above_bytes = measured + PAGE_BYTES
 
     def _next(self) -> Entry | None:
-        """The recorded exchange that comes next, if there is one."""
+        """The next recorded exchange, or None."""
         at = self.exchanged()
         return self.expected[at] if at < len(self.expected) else None
 
@@ -104,7 +111,7 @@ class RecordedDevice(SimulatedDevice):
         return room
 
     def _hold(self, address: int | None, nbytes: int) -> int:
-        """`address`, or one of our own where there is none or where the simulation still holds something."""
+        """Hold `nbytes` at `address`, or at an own address if that is taken or None."""
         if address is not None:
             at = bisect_left(self._held, (address, 0))
             near = self._held[max(at - 1, 0) : at + 1]
@@ -123,7 +130,10 @@ class RecordedDevice(SimulatedDevice):
 
 
 class RecordedAllocator(CachingAllocator):
-    """PyTorch's allocator over a recorded device, which can begin with segments and can empty its cache."""
+    """PyTorch's allocator over a recorded device.
+
+    It can begin with segments and can empty its cache.
+    """
 
     def __init__(self, config: CachingConfig, device: RecordedDevice) -> None:
         super().__init__(config, capacity_bytes=device.capacity_bytes)
@@ -132,7 +142,10 @@ class RecordedAllocator(CachingAllocator):
             self._expandable = ExpandableSegments(self)
 
     def adopt(self, segment: StartSegment, stream: int, reservation: int) -> None:
-        """Begin with `segment`; an expandable one has `reservation` bytes of address space."""
+        """Begin with `segment`.
+
+        An expandable one has `reservation` bytes of address space.
+        """
         view, pool = segment.view, self._small if segment.small else self._large
         before: PoolBlock | None = None
         for piece in view.blocks:
@@ -142,6 +155,7 @@ class RecordedAllocator(CachingAllocator):
             if before is not None:
                 before.next = block
             before = block
+            # Live blocks are counted, others go into the free indexes.
             if not free:
                 self._live[block.address] = block
                 self._requested.add(piece.requested_bytes, -1)
@@ -155,7 +169,7 @@ class RecordedAllocator(CachingAllocator):
             self._add_tail(view, stream, reservation, before)
 
     def _add_tail(self, view: SegmentView, stream: int, reservation: int, before: PoolBlock | None) -> None:
-        """Put the address space of an expandable segment behind its last block."""
+        """Add the unmapped rest of an expandable segment after its last block."""
         tail = PoolBlock(view.address + view.nbytes, reservation - view.nbytes, stream, mapped=False, prev=before)
         tail.base, tail.born = view.address, self.birth()
         if before is not None:
@@ -165,12 +179,12 @@ class RecordedAllocator(CachingAllocator):
 
     @property
     def reservation(self) -> int:
-        """The address space of one expandable segment."""
+        """Address space bytes of one expandable segment."""
         return self._expandable._reservation if self._expandable is not None else 0
 
     @property
     def collects_garbage(self) -> bool:
-        """Whether cached segments are given back before memory runs out."""
+        """Whether cached segments are released before memory runs out."""
         return self._collects
 
     @property
@@ -179,15 +193,15 @@ class RecordedAllocator(CachingAllocator):
         return self._log
 
     def empty_cache(self) -> None:
-        """Give back all cached segments, as torch.cuda.empty_cache does."""
+        """Release all cached segments, as torch.cuda.empty_cache does."""
         self._release_cached()
 
     def is_small(self, nbytes: int) -> bool:
-        """Whether an allocation of `nbytes` is of the small pool."""
+        """Whether an allocation of `nbytes` goes to the small pool."""
         return round_size(nbytes, self.config.roundup_power2_divisions) <= SMALL_BYTES
 
     def finds(self, nbytes: int, stream: int) -> bool:
-        """Whether an allocation would be served from the cache. Changes nothing."""
+        """Whether the cache could serve an allocation; changes nothing."""
         size = round_size(nbytes, self.config.roundup_power2_divisions)
         pool = self._small if self.is_small(nbytes) else self._large
         searches = pool.searches

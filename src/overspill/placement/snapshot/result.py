@@ -1,4 +1,4 @@
-"""What a replayed snapshot comes to."""
+"""The result of comparing a snapshot with its replay."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from overspill.placement.allocators.caching_config import CachingConfig
 
 @dataclass(frozen=True)
 class SnapshotReplay:
-    """How the simulated allocator's doings compare with a recorded trace of `events` events.
+    """How the simulated allocator compares with a recorded trace.
 
     `segment_events_equal`: the same exchanges of memory with the device, in action, size, stream and order.
     `placements_equal`: every block at the recorded address as well. `final_blocks_equal`: the same live and free blocks
-    in the end. `difference` is the first difference, in one line; replay ends (`compared` events are done) where the
-    exchanges differ. `least_capacity_bytes` is the memory that the device had at least, `capacity_above_bytes` less
-    than that (None: it never ran out). Peaks are simulated, and count what was live at the start.
+    in the end. `difference` is the first difference, in one line; replay ends (`compared` of `events` events are done)
+    where the exchanges differ. `least_capacity_bytes` is the memory that the device had at least,
+    `capacity_above_bytes` less than that (None: it never ran out). Peaks are simulated, and count what was live at the
+    start.
     """
 
     device: int

@@ -1,4 +1,4 @@
-"""Between the settings in a snapshot and those of the simulated allocator."""
+"""Converts allocator settings between snapshots and the simulated allocator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from overspill.placement.allocators.caching_config import DIVISION_INTERVALS, MI
 from .read import Snapshot
 
 _NO_LIMIT = 1 << 62
-"""max_split_size is SIZE_MAX where blocks of any size are split, which readers take for -1 or for 2**64 - 1."""
+"""No limit: max_split_size is SIZE_MAX then, which readers take for -1 or 2**64 - 1."""
 
 
 def config_of(snapshot: Snapshot) -> tuple[CachingConfig, tuple[str, ...]]:
-    """The settings that the recorded allocator had, and what is not known about them."""
+    """The recorded allocator's settings, and notes on what is unknown."""
     found = snapshot.settings
     if found is None:
         return CachingConfig(), ("the snapshot does not hold the allocator's settings; the defaults are assumed",)
@@ -25,6 +25,7 @@ def config_of(snapshot: Snapshot) -> tuple[CachingConfig, tuple[str, ...]]:
         config = CachingConfig.parse(found.text)
     except RequestError as error:
         notes = (f"of the settings, some are not understood and assumed to have no influence: {error}",)
+    # The snapshot's own fields count above the text.
     limited = 0 <= found.max_split_size < _NO_LIMIT
     changes: dict[str, Any] = {
         "max_split_bytes": found.max_split_size if limited else None,
@@ -54,7 +55,7 @@ def settings_of(config: CachingConfig) -> dict[str, Any]:
 
 
 def text_of(config: CachingConfig) -> str:
-    """`config` in the syntax of PYTORCH_CUDA_ALLOC_CONF, as far as it differs from the defaults."""
+    """`config` as PYTORCH_CUDA_ALLOC_CONF, without the defaults."""
     default = CachingConfig()
     parts = [
         f"{name}:{getattr(config, field) // MIB}"
@@ -65,6 +66,7 @@ def text_of(config: CachingConfig) -> str:
         )
         if getattr(config, field) != getattr(default, field)
     ]
+    # Sizes in MiB first, then the others.
     parts += [
         f"{field}:{getattr(config, field)}"
         for field in ("garbage_collection_threshold", "expandable_segments", "per_process_memory_fraction")
@@ -78,7 +80,10 @@ def text_of(config: CachingConfig) -> str:
 
 
 def _divisions(table: dict[str, int]) -> tuple[int, ...]:
-    """The numbers of divisions, whose keys are the intervals' starts in MiB, in their order."""
+    """The numbers of divisions, in the order of their keys.
+
+    Keys are the intervals' starts in MiB.
+    """
     if len(table) != DIVISION_INTERVALS or not all(key.isdecimal() and len(key) < 9 for key in table):
         raise RequestError(f"the snapshot's roundup_power2_divisions are not {DIVISION_INTERVALS} numbers by size")
     return tuple(count for _, count in sorted((int(key), count) for key, count in table.items()))

@@ -1,7 +1,8 @@
-"""The state in which a recorded trace begins: its end, which the snapshot holds, with all its events undone.
+"""The allocator's state where a trace begins.
 
-A trace begins in the middle where recording began late or where its ring buffer overflowed. What was live then is
-found by going back from the segments of the snapshot; how large a block was is known from its neighbours.
+It is derived from its end, which the snapshot holds, with all its events undone. A trace begins in the middle where
+recording began late or where its ring buffer overflowed. What was live then is found by going back from the segments of
+the snapshot; how large a block was is known from its neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _MOST_SPANNED = 1 << 40
 
 @dataclass(frozen=True)
 class StartSegment:
-    """A segment when the trace begins; that of an expandable one has all ranges of its pool and stream."""
+    """A segment when the trace begins.
+
+    That of an expandable one has all ranges of its pool and stream.
+    """
 
     view: SegmentView
     small: bool
@@ -41,9 +45,9 @@ class _Live:
 
 
 def start_of(recording: DeviceTrace, config: CachingConfig) -> tuple[tuple[StartSegment, ...], int]:
-    """All segments with their blocks before the first event to replay, and how many blocks' ends are not certain.
+    """Segments before the first event to replay, and the number of uncertain blocks.
 
-    Raises RequestError when trace and segments disagree.
+    Uncertain is where a block ends. Raises RequestError when trace and segments disagree.
     """
     state = _State(recording, config)
     for at in range(len(recording.trace) - 1, recording.first - 1, -1):
@@ -52,15 +56,15 @@ def start_of(recording: DeviceTrace, config: CachingConfig) -> tuple[tuple[Start
 
 
 def live_at(segments: Iterable[StartSegment]) -> list[tuple[int, int, int]]:
-    """The live blocks of `segments` as (address, requested bytes, stream), by address."""
+    """Live blocks of `segments` as (address, requested bytes, stream), by address."""
     views = [segment.view for segment in segments]
     return sorted((b.address, b.requested_bytes, v.stream) for v in views for b in v.blocks if b.state == "live")
 
 
 def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = None) -> Events:
-    """The recorded allocations and frees of `device`, for any allocator: first what is live at the start, then the trace.
+    """The recorded allocations and frees of `device`, for any allocator.
 
-    An allocation that ran out of memory is elastic: it may fail again.
+    First what is live at the start, then the trace. An allocation that ran out of memory is elastic: it may fail again.
     """
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
@@ -70,6 +74,7 @@ def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = No
         blocks[address] = len(rows)
         rows.append((ALLOCATE, len(rows), nbytes, numbers[stream]))
     count = len(rows)
+    # Then the trace; blocks are numbered as they come.
     for entry in recording.trace[recording.first :]:
         if entry.action == "free_completed":
             rows.append((FREE, blocks.pop(entry.address), 0, numbers[entry.stream]))
@@ -84,7 +89,7 @@ def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = No
 
 
 class _State:
-    """What is held and what is live, going back in time."""
+    """Memory held and blocks live, going back in time."""
 
     def __init__(self, recording: DeviceTrace, config: CachingConfig) -> None:
         self.unsure = 0
@@ -120,7 +125,7 @@ class _State:
             )
 
     def _undo_block(self, entry: Entry) -> str:
-        """Undo an allocation or a free; what is wrong with it, or nothing."""
+        """Undo an allocation or a free; returns an error text or ""."""
         size = round_size(entry.nbytes, self._config.roundup_power2_divisions)
         self._evidence.append((entry.address, size <= SMALL_BYTES))
         if entry.action == "free_completed":
@@ -134,7 +139,7 @@ class _State:
         return ""
 
     def _undo_exchange(self, entry: Entry) -> str:
-        """Undo an exchange of memory with the device; what is wrong with it, or nothing."""
+        """Undo an exchange with the device; returns an error text or ""."""
         address, nbytes, plain = entry.address, entry.nbytes, (entry.nbytes, entry.stream)
         match entry.action:
             case "segment_alloc":
@@ -148,7 +153,7 @@ class _State:
                 return "" if self._ranges(entry.stream).add(address, nbytes) else "still holds that memory"
 
     def segments(self) -> tuple[StartSegment, ...]:
-        """The segments with their blocks, as far back as was gone."""
+        """The segments with their blocks, as far back as was undone."""
         addresses = sorted(self._live)
         self._find_ends(addresses)
         found = []
@@ -157,6 +162,7 @@ class _State:
             inside = _between(addresses, start, start + nbytes)
             blocks = self._blocks(start, start + nbytes, inside, slack=not small)
             found.append(StartSegment(SegmentView(start, nbytes, nbytes, stream, tuple(blocks)), small, False))
+        # Expandable segments: all ranges of one stream and pool.
         for stream, ranges in sorted(self._expandable_memory.items()):
             for small in (True, False):
                 own = [span for span in ranges.spans if self._small(span[0]) is small]
@@ -169,9 +175,13 @@ class _State:
         return tuple(found)
 
     def _expandable(self, spans: list[tuple[int, int]], stream: int, small: bool, addresses: list[int]) -> StartSegment:
-        """The expandable segment whose mapped memory is `spans`; between them, and from its base on, is none."""
+        """The expandable segment with the mapped ranges `spans`.
+
+        Between them, and from its base on, nothing is mapped.
+        """
         first = spans[0][0]
         base = min([first, *(a for a in self._mapped(stream, first) if self._small(a) is small)])
+        # Unmapped space between the ranges.
         blocks: list[BlockView] = []
         end = base
         for start, stop in spans:
@@ -183,7 +193,7 @@ class _State:
         return StartSegment(SegmentView(base, end - base, mapped, stream, tuple(blocks)), small, True)
 
     def _blocks(self, start: int, end: int, addresses: Sequence[int], *, slack: bool) -> list[BlockView]:
-        """The live blocks at `addresses` and the free ones between them, from `start` to `end`."""
+        """Live blocks at `addresses` and the free ones between, from `start` to `end`."""
         blocks: list[BlockView] = []
         at = start
         for address, following in pairwise((*addresses, end)):
@@ -197,11 +207,11 @@ class _State:
         return blocks
 
     def _size(self, address: int, room: int, *, slack: bool) -> int:
-        """The size of the live block at `address`, behind which the next one comes after `room` bytes.
+        """The size of the live block at `address`, with `room` up to the next one.
 
-        Where it was freed later nothing says it. Up to 1 MiB behind what was asked for may belong to it (`slack`). All
-        of it does where no more is left up to the next block, since blocks of the large pool are above 1 MiB; and blocks
-        too large to be split take all.
+        Where it was freed later, no event says it. Up to 1 MiB after the requested size may belong to it (`slack`). All
+        of it does where no more is left up to the next block, since blocks of the large pool are above 1 MiB; and
+        blocks too large to be split take all.
         """
         live = self._live[address]
         if live.nbytes is not None and live.nbytes <= room:
@@ -212,15 +222,17 @@ class _State:
                 f"the snapshot's events and segments do not belong together: a block of {nbytes} bytes at {address:#x}"
                 f" has only {room}"
             )
+        # Unknown: take all of the room where the allocator's rules say so.
         most = self._config.max_split_bytes
         takes_all = slack and (room - nbytes <= SMALL_BYTES or (most is not None and nbytes >= most))
         self.unsure += slack and not takes_all
         return room if takes_all else nbytes
 
     def _find_ends(self, addresses: list[int]) -> None:
-        """Find where blocks end that were freed later: where the first allocation behind them was placed.
+        """Find where blocks that were freed later end.
 
-        It was placed at the front of the free block there, for one block's neighbour is another or the front of a free one.
+        That is where the first allocation after them was placed: at the front of the free block there, for one block's
+        neighbour is another or the front of a free one.
         """
         waiting = {
             address: start + nbytes
@@ -229,6 +241,7 @@ class _State:
             for address in _between(addresses, start, start + nbytes)
             if self._live[address].nbytes is None
         }
+        # The first allocation directly after a waiting block tells its end.
         for entry in self._trace[self._first :]:
             if entry.action == "free_completed":
                 waiting.pop(entry.address, None)
@@ -243,7 +256,10 @@ class _State:
                         live.nbytes = entry.address - address
 
     def _small(self, address: int) -> bool:
-        """Whether expandable memory at `address` is of the small pool: as the nearest thing of which that is known."""
+        """Whether expandable memory at `address` is of the small pool.
+
+        As the nearest thing of which that is known.
+        """
         if self._evidence:
             self._evidence.sort()
             at = bisect_left(self._evidence, (address, False))
@@ -252,7 +268,10 @@ class _State:
         return False
 
     def _mapped(self, stream: int, before: int) -> list[int]:
-        """Where the trace maps memory of `stream` below `before`, as near as it can be of one segment."""
+        """Where the trace maps memory of `stream` below `before`.
+
+        As near as it can be of one segment.
+        """
         maps = [entry for entry in self._trace if entry.action == "segment_map" and entry.stream == stream]
         return [entry.address for entry in maps if before - _MOST_SPANNED <= entry.address < before]
 

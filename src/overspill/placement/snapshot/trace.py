@@ -1,4 +1,4 @@
-"""A recorded run as a Trace: its blocks with their lifetimes in events."""
+"""A recorded run as a Trace: blocks with their lifetimes in events."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from .settings import config_of
 from .start import live_at, start_of
 
 Open = tuple[int, int, int, str, int, int]
-"""A block that is not yet freed: where it starts, the bytes that were asked for, its stream, who asked, its address, its line."""
+"""A block not yet freed: start, requested bytes, stream, name, address, frame."""
 
 
 class Recorded(NamedTuple):
-    """The blocks of `trace_of`, the address at which each lay, and the line that asked for it, among `frames`; -1: unknown."""
+    """The blocks of `trace_of` with addresses and the lines that allocated them.
+
+    Lines are positions among `frames`; -1: unknown.
+    """
 
     trace: Trace
     addresses: tuple[int, ...]
@@ -27,23 +30,28 @@ class Recorded(NamedTuple):
 
 
 def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
-    """The blocks that `device` had (None: the first that has events); positions count the recorded events from 1.
+    """The blocks of `device` as a Trace; positions are recorded events.
 
-    What is live at the start is live from 0, and what is live in the end to behind the last event. Sizes and addresses are
-    multiples of 512 bytes, as PyTorch's allocator promises its callers. A block is named after the line of Python that
-    asked for it. Allocations that ran out of memory are left out. Raises RequestError where the snapshot has no events
-    of the device, or where they do not belong to its segments.
+    `device` None: the first that has events. Positions count from 1. What is live at the start is live from 0, and what
+    is live in the end until after the last event. Sizes and addresses are multiples of 512 bytes, as PyTorch's
+    allocator promises its callers. A block is named after the line of Python that allocated it. Allocations that ran
+    out of memory are left out. Raises RequestError where the snapshot has no events of the device, or where they do not
+    belong to its segments.
     """
     return recorded_blocks(snapshot, device).trace
 
 
 def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
-    """The blocks of `trace_of`, with what else is known of them. Raises RequestError as that does."""
+    """The blocks of `trace_of` with addresses and lines.
+
+    Raises RequestError as that does.
+    """
     device = next(iter(snapshot.devices), 0) if device is None else device
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
     events = recording.trace[recording.first :]
     start, _ = start_of(recording, config_of(snapshot)[0])
+    # Blocks live at the start, then one for each allocation.
     live: dict[int, Open] = {at: (0, nbytes, numbers[stream], "", at, -1) for at, nbytes, stream in live_at(start)}
     closed: list[tuple[Open, int]] = []
     lines = _Lines()
@@ -53,6 +61,7 @@ def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
             live[at] = (position, entry.nbytes, numbers[entry.stream], entry.place, at, lines.of(entry))
         elif entry.action == "free_completed":
             closed.append((live.pop(entry.address), position))
+    # What is never freed lives to the end.
     closed += ((block, len(events) + 1) for block in live.values())
     closed.sort()
     trace = Trace(tuple(_block(i, *lived) for i, lived in enumerate(closed)))
@@ -60,7 +69,7 @@ def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
 
 
 class _Lines:
-    """The lines of Python that asked for blocks, each once for each stack."""
+    """Python lines that allocated blocks, one entry per stack."""
 
     def __init__(self) -> None:
         self.table = FrameTable()

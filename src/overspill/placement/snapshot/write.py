@@ -1,7 +1,7 @@
-"""Writing a simulated run as a memory snapshot, for pytorch.org/memory_viz and torch.cuda._memory_viz.
+"""Write a simulated run as a memory snapshot for PyTorch's viewers.
 
-Every key is one that torch/csrc/cuda/memory_snapshot.cpp writes (torch 2.13), and the viewer's `category`, by which it
-colours allocations.
+That is pytorch.org/memory_viz and torch.cuda._memory_viz. Every key is one that torch/csrc/cuda/memory_snapshot.cpp
+writes (torch 2.13), and the viewer's `category`, by which it colours allocations.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from .settings import settings_of
 PICKLE_PROTOCOL = 4
 """The latest that the viewer's reader knows (torch/utils/viz/MemoryViz.js)."""
 UNKNOWN_CATEGORY = "unknown"
-"""Of all that is no tensor. The viewer wants it among the categories as soon as there are any."""
+"""The category of all that is no tensor; the viewer requires it if there are categories."""
 _NO_CONTEXT = "N/A"
 _POOL = (0, 0)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an allocation comes from: `frames` are (file, line, name), the innermost first."""
+    """Where an allocation comes from.
+
+    `frames` are (file, line, name), the innermost first.
+    """
 
     frames: tuple[tuple[str, int, str], ...] = ()
     category: str = UNKNOWN_CATEGORY
@@ -46,13 +49,13 @@ NO_ORIGIN = Origin()
 
 
 def frames_of(stack: Sequence[Frame]) -> tuple[tuple[str, int, str], ...]:
-    """The frames of an Origin for a stack whose outermost line is first."""
+    """An Origin's frames for a stack whose outermost line is first."""
     return tuple((f.file, f.line, f"backward of {f.function}" if f.backward else f.function) for f in reversed(stack))
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of events with a name, from `start` until before `end`."""
+    """A named range of events, from `start` until before `end`."""
 
     name: str
     start: int
@@ -69,10 +72,10 @@ def write_snapshot(
     origins: Sequence[Origin] = (),
     spans: Sequence[Span] = (),
 ) -> None:
-    """Write to `path` the snapshot of a run of `events` on an empty device of `capacity_bytes` (None: unlimited).
+    """Write the snapshot of a run of `events` to `path`.
 
-    `origins` has one for each block. A run that finds no room ends with `oom`. Raises RequestError when the file cannot
-    be written.
+    The run is on an empty device of `capacity_bytes` (None: unlimited). `origins` has one for each block. A run that
+    finds no room ends with `oom`. Raises RequestError when the file cannot be written.
     """
     content = snapshot_of(
         events, allocator=allocator, config=config, capacity_bytes=capacity_bytes, origins=origins, spans=spans
@@ -89,7 +92,7 @@ def snapshot_of(
     origins: Sequence[Origin] = (),
     spans: Sequence[Span] = (),
 ) -> dict[str, Any]:
-    """What `write_snapshot` writes."""
+    """The content that `write_snapshot` writes."""
     run = _Run(allocator_named(allocator, config, capacity_bytes=capacity_bytes, native=True))
     run.do(events)
     settings = config if isinstance(config, CachingConfig) else CachingConfig()
@@ -105,9 +108,9 @@ def snapshot_of(
 
 @dataclass
 class _Run:
-    """The events on the allocator: where each allocation was placed (None: nowhere), and what is live in the end.
+    """The events on the allocator: addresses, and what is live in the end.
 
-    A stopped run did not do the events from `stopped_at` on.
+    An address is None where an allocation failed. A stopped run did not do the events from `stopped_at` on.
     """
 
     allocator: Allocator
@@ -116,7 +119,7 @@ class _Run:
     stopped_at: int | None = None
 
     def do(self, events: Events) -> None:
-        """Do `events`, up to the first allocation without room that is not elastic."""
+        """Do `events` up to the first allocation that fails and is not elastic."""
         placed: dict[int, int | None] = {}
         rows = zip(
             events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), events.stream.tolist(), strict=True
@@ -133,6 +136,7 @@ class _Run:
                 if block in placed:
                     raise RequestError(f"event {at} allocates block {block}, which is live")
                 address = placed[block] = self._allocate(nbytes, stream)
+            # Stop where there is no room.
             self.addresses.append(address)
             if address is None and action == ALLOCATE:
                 self.stopped_at = at
@@ -147,7 +151,10 @@ class _Run:
 
 
 class _Trace:
-    """The entries of the device's trace, with a time for each: its position, in microseconds."""
+    """The entries of the device's trace.
+
+    An entry's time in microseconds is its position.
+    """
 
     def __init__(self, run: _Run, events: Events, origins: Sequence[Origin], settings: CachingConfig) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -167,6 +174,7 @@ class _Trace:
             block, nbytes, stream = int(events.block[at]), int(events.nbytes[at]), int(events.stream[at])
             for exchange in exchanges.get(at, ()):
                 self._exchange(exchange, block)
+            # Exchanges with the device come before the event itself.
             if events.action[at] == FREE:
                 if address:
                     size, owner = self._sizes.pop(address)
@@ -180,11 +188,11 @@ class _Trace:
         self._times.append(len(self.entries))
 
     def origin(self, block: int) -> Origin:
-        """Where `block` comes from."""
+        """The Origin of `block`."""
         return self._origins[block] if block < len(self._origins) else NO_ORIGIN
 
     def frames(self, block: int) -> list[dict[str, Any]]:
-        """The frames of `block`: always the same list of the same frames, which the pickle then holds once."""
+        """The frames of `block`, shared so that the pickle holds each once."""
         if block not in self._frames:
             for file, line, name in (frames := self.origin(block).frames):
                 self._frame.setdefault((file, line, name), {"filename": file, "line": line, "name": name})
@@ -192,7 +200,10 @@ class _Trace:
         return self._frames[block]
 
     def annotations(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
-        """The spans as PyTorch writes those of torch.profiler.record_function, in the order of time."""
+        """The spans as PyTorch writes those of torch.profiler.record_function.
+
+        In time order.
+        """
         ends = [(end, stage, span.name) for span in spans for end, stage in ((span.start, "START"), (span.end, "END"))]
         last = len(self._times) - 1
         return [
@@ -206,7 +217,10 @@ class _Trace:
         self._entry(action, address, nbytes, stream, block, category=UNKNOWN_CATEGORY)
 
     def _out_of_memory(self, nbytes: int, stream: int, block: int) -> None:
-        """The failed allocation, with its rounded size as PyTorch records it, and what the device had left."""
+        """Add a failed allocation.
+
+        With its rounded size as PyTorch records it, and what the device had left.
+        """
         capacity = self._run.allocator.capacity_bytes
         size = round_size(nbytes, self._settings.roundup_power2_divisions)
         left = 0 if capacity is None else capacity - self._reserved
@@ -230,12 +244,16 @@ class _Trace:
 
 
 def _segments(run: _Run, trace: _Trace, settings: CachingConfig) -> list[dict[str, Any]]:
-    """The segments in the end; of an expandable one, each stretch of mapped memory is listed as one."""
+    """The final segments.
+
+    Of an expandable one, each range of mapped memory is listed as one.
+    """
     first_maps = {e.address: e.nbytes for e in reversed(run.allocator.segment_log) if e.action == "segment_map"}
     found = []
     for view in run.allocator.segments():
         expandable = settings.expandable_segments and run.allocator.name == "pytorch"
         small = (first_maps.get(view.address, 0) if expandable else view.nbytes) <= SMALL_SEGMENT_BYTES
+        # Split at unmapped space.
         for mapped, group in groupby(view.blocks, key=lambda block: block.state != "unmapped"):
             if mapped:
                 blocks = tuple(group)
@@ -246,6 +264,7 @@ def _segments(run: _Run, trace: _Trace, settings: CachingConfig) -> list[dict[st
 
 
 def _segment(view: SegmentView, run: _Run, trace: _Trace, *, small: bool, expandable: bool) -> dict[str, Any]:
+    # Sums over the live blocks.
     live = [block for block in view.blocks if block.state == "live"]
     used = sum(block.nbytes for block in live)
     return {

@@ -145,7 +145,7 @@ def _is_symbolic(example: Any) -> bool:
 
 
 class _GraphCompiler:
-    """Compiles one Dynamo graph: plans it when AOTAutograd asks for a partition, and lowers it."""
+    """Compiles one Dynamo graph: plans it when AOTAutograd partitions, and lowers it."""
 
     def __init__(
         self, module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: Frame
@@ -366,7 +366,10 @@ class _GraphCompiler:
         return run
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
-        """`module` as a callable that empties its argument list, so that the caller's frame keeps no tensors alive."""
+        """`module` as a callable that empties its list of arguments.
+
+        The caller's frame would keep them all alive otherwise.
+        """
         program = LoweredProgram(module)
         if self.timer is not None and of is None:
             self.timer.instrument(program)

@@ -49,7 +49,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     session: Session | None = None,
     fullgraph: bool = False,
 ) -> M:
-    """`model`, trained within `budget` bytes of device memory, with the same numbers to the last bit.
+    """`model`, trained within `budget` bytes of device memory, with bit-equal results.
 
     The plan is made at the first call with each input shape. Parameters, gradients and optimizer state stay on the
     device and are counted; what forward leaves for backward is kept, moved to the store, or computed again.

@@ -47,7 +47,10 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
 
 
 def graph_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, options: Options, job: Job) -> Graph:
-    """The Graph of `step(*batch)` by the partition of stock torch.compile, or by the one that `options` name."""
+    """The Graph of `step(*batch)` by stock torch.compile's partition.
+
+    Or by the partition that `options` name.
+    """
     return of_unrun(step, batch, optimizer, options, lambda partitioned: partitioned.graph, job)
 
 

@@ -1,1 +1,4 @@
-"""What a real run did when: lowered graphs, lanes and train steps tell a Recorder, which writes a RunRecord."""
+"""The measured record of a real run.
+
+Lowered graphs, lanes and train steps report to a Recorder, which writes a RunRecord.
+"""

@@ -1,4 +1,7 @@
-"""The clocks of a record: who gives work to a device does not know when it is done, but can ask later."""
+"""Clocks of a record, on the host and on a device.
+
+A device runs asynchronously: the host learns only later when work was done.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,22 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """Tells when what a stream has been given is done: on the CPU at once."""
+    """When work given to a stream is done; on the CPU at once."""
 
     def mark(self, stream: Any = None) -> Any:
-        """Here: behind all that `stream`, or else compute, has been given."""
+        """A mark after all work given to `stream`, or else to compute."""
 
     def is_past(self, mark: Any) -> bool:
-        """Whether what stands before it is done."""
+        """Whether all work before the mark is done."""
 
     def seconds(self, mark: Any) -> float:
-        """When that was, in seconds of the record."""
+        """The time of a mark that has passed, in seconds of the record."""
 
     def give_back(self, mark: Any) -> None:
-        """Nobody asks for this one any more."""
+        """Recycle a mark."""
 
     def settle(self) -> None:
-        """Wait until all marks are past."""
+        """Wait until all marks have passed."""
 
 
 class HostClock:

@@ -145,7 +145,7 @@ class RunRecord:
         return [change for change in self.changes if change.step < len(self.steps)]
 
     def live_bytes(self) -> Iterator[tuple[Change, int]]:
-        """Each change up to the end of the last step, with live bytes after it."""
+        """Each change up to the last step's end, with live bytes after it."""
         live = 0
         for change in self.changes_in_steps():
             live += change.nbytes

@@ -40,7 +40,7 @@ class Told:
 
 
 def label_of(node: fx.Node, graph: Graph) -> Label | None:
-    """The label of a lowered node; None if it is no instruction of the schedule."""
+    """The label of a lowered node; None if it carries out no instruction."""
     if node.op != "call_function" or (does := node.meta.get(DOES)) is None:
         return None  # an input too may have the meta of what made it
     verb, target = does

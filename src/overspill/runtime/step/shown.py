@@ -17,6 +17,7 @@ def optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHan
     """Hooks that let `optimizer` save, load and step with its tensors there."""
     readings: dict[int, Reading] = {}
 
+    # Loading and stepping need all tensors there; saving also keeps other threads off.
     def synchronize(*_: Any) -> None:
         state.gate.alone(state.synchronize)
 

@@ -1,8 +1,8 @@
-"""Boxes: blocks that fill a rectangle of time and bytes are packed as one block, and put back into it afterwards.
+"""Boxes: blocks that fill a rectangle of time and bytes, packed as one.
 
 Bottom up, the two that waste least become one: stacked where they ever live together, else side by side. Boxing is how
-approximations of this problem are proven (Buchsbaum et al., "OPT versus LOAD in dynamic storage allocation", 2003); here
-it finds guillotine cuts, whose parts fit together exactly.
+approximations of this problem are proven (Buchsbaum et al., "OPT versus LOAD in dynamic storage allocation", 2003);
+here it finds guillotine cuts, whose parts fit together exactly.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .greedy import place
 from .skyline import packer_of, solid
 
 WASTES = (0.0, 0.005, 0.01)
-"""What share of a box may be empty, one after the other."""
+"""Shares of a box that may be empty, tried in turn."""
 PACK_KEYS = ("load", "area", "sections", "size", "lifetime")
 """Keys by which boxes are packed."""
 
 
 def boxed_layouts(problem: Problem, seed: int = 0) -> Iterator[Integers]:
-    """Offsets of all blocks, for each layout of the boxes; with a `seed` pairs that waste the same are taken at random.
+    """Offsets of all blocks, for each layout of the boxes.
 
-    None where blocks are pinned, have gaps, or differ in alignment.
+    With a `seed` pairs that waste the same are taken at random. Nothing where blocks are pinned, have gaps, or differ
+    in alignment.
     """
     if problem.gap_start.size or (problem.pinned != ANYWHERE).any() or np.unique(problem.alignment).size != 1:
         return
@@ -42,6 +43,7 @@ def boxed_layouts(problem: Problem, seed: int = 0) -> Iterator[Integers]:
         if count in sizes:
             continue
         sizes.add(count)
+        # Pack the boxes by several keys, and unpack their blocks.
         boxes, whole = _boxes(filled, made[:count])
         packer = packer_of(whole)
         for key in PACK_KEYS:
@@ -52,10 +54,14 @@ def boxed_layouts(problem: Problem, seed: int = 0) -> Iterator[Integers]:
 
 
 def _boxes(problem: Problem, made: Integers) -> tuple[Integers, Problem]:
-    """The boxes that are in no other, a block alone being one too, and the problem of packing them."""
+    """The outermost boxes, and the problem of packing them.
+
+    A block alone is a box too.
+    """
     outermost = np.ones(len(problem) + len(made), dtype=bool)
     outermost[made[:, :2].ravel()] = False
     boxes = np.flatnonzero(outermost)
+    # A problem whose blocks are the boxes.
     start = np.concatenate([problem.start, made[:, 2]])[boxes]
     end = np.concatenate([problem.end, made[:, 3]])[boxes]
     return boxes, replace(
@@ -72,7 +78,7 @@ def _boxes(problem: Problem, made: Integers) -> tuple[Integers, Problem]:
 
 
 def _unpacked(blocks: int, made: Integers, boxes: Integers, offsets: Integers) -> Integers:
-    """The offsets of the blocks where box `boxes[k]` lies at `offsets[k]`."""
+    """The blocks' offsets where box `boxes[k]` lies at `offsets[k]`."""
     found = [0] * (blocks + len(made))
     for box, offset in zip(boxes.tolist(), offsets.tolist(), strict=True):
         found[box] = offset

@@ -1,4 +1,4 @@
-"""Placement as rectangles that must not overlap, solved by the CP-SAT solver of OR-Tools."""
+"""Placement as non-overlapping rectangles, solved by OR-Tools CP-SAT."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from .processes import GRACE_SECONDS, ask
 
 
 class CpSat(Solver):
-    """Two-dimensional no-overlap: a rectangle for every piece, fixed in time, as high as the block is large.
+    """Two-dimensional no-overlap: a rectangle for every piece.
 
-    It starts from a first fit. `workers` threads search; with one, the same seed gives the same search. OR-Tools runs
-    in a process of its own: it and highspy each bring a libhighs, and one process cannot load both.
+    Fixed in time, as high as the block is large. It starts from a first fit. `workers` threads search; with one, the
+    same seed gives the same search. OR-Tools runs in a process of its own: it and highspy each bring a libhighs, and
+    one process cannot load both.
     """
 
     name = "cp-sat"
@@ -37,6 +38,7 @@ class CpSat(Solver):
         if find_spec("ortools") is None:
             raise RequestError("the solver 'cp-sat' needs OR-Tools: pip install overspill[cp-sat]")
         bound, capacity = problem.lower_bound_bytes, limits.capacity_bytes
+        # Start from a first fit, then ask OR-Tools.
         best = Incumbent(problem, limits, bound, capacity)
         best.offer(largest_first(problem))
         left = best.deadline - time.perf_counter()
@@ -57,6 +59,7 @@ class CpSat(Solver):
     def _request(self, problem: Problem, limits: Limits, incumbent: Integers, seconds: float) -> cp_sat_process.Request:
         pieces = Pieces.of(problem)
         capacity = problem.peak_bytes(incumbent) if limits.capacity_bytes is None else limits.capacity_bytes
+        # Pieces have owner, start and end; the other lists are by block.
         return {
             "owner": pieces.owner.tolist(),
             "start": pieces.start.tolist(),

@@ -1,6 +1,7 @@
-"""The process that runs CP-SAT: a request as JSON on standard input, an answer on standard output, all in whole units.
+"""The process that runs CP-SAT on a JSON request.
 
-It imports nothing of ours, so that it can be run by its file name.
+A request on standard input, an answer on standard output, all in whole units. It imports nothing of ours, so that it
+can be run by its file name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any, TypedDict
 
 
 class Request(TypedDict):
-    """Piece r of block `owner[r]` is live in `[start[r], end[r])`; the other lists are by block."""
+    """A placement problem, by pieces and by block.
+
+    Piece r of block `owner[r]` is live in `[start[r], end[r])`; the other lists are by block.
+    """
 
     owner: list[int]
     start: list[int]
@@ -31,14 +35,14 @@ class Request(TypedDict):
 
 
 class Answer(TypedDict):
-    """Offsets within the capacity, None if none were found, and the least peak that was proven to be needed."""
+    """Offsets within the capacity, or None, and the proven lower bound on the peak."""
 
     offsets: list[int] | None
     bound: int
 
 
 def solve(request: Request) -> Answer:
-    """Find offsets within the capacity, the lowest peak if that is to be minimised."""
+    """Find offsets within the capacity, with the lowest peak if `minimise`."""
     began = time.perf_counter()
     from ortools.sat.python import cp_model  # noqa: PLC0415 - takes a second
 
@@ -49,6 +53,7 @@ def solve(request: Request) -> Answer:
     solver.parameters.num_workers = request["workers"]
     solver.parameters.random_seed = request["seed"]
     status = solver.solve(model)
+    # What was found and proven.
     bound = request["lower_bound"]
     if status == cp_model.INFEASIBLE:
         return {"offsets": None, "bound": request["capacity"] + 1}
@@ -60,7 +65,7 @@ def solve(request: Request) -> Answer:
 
 
 def _add_blocks(model: Any, request: Request) -> list[Any]:
-    """Add a place for each block below the peak; the offsets."""
+    """Add each block below the peak to the model; returns the offsets."""
     capacity = request["capacity"]
     peak = model.new_int_var(request["lower_bound"], capacity, "peak")
     offsets: list[Any] = []
@@ -76,6 +81,7 @@ def _add_blocks(model: Any, request: Request) -> list[Any]:
             offsets.append(model.new_constant(pinned))
         model.add(offsets[-1] + size <= peak)
         spans.append(model.new_fixed_size_interval_var(offsets[-1], size, ""))
+    # Rectangles of time and bytes must not overlap.
     times = [
         model.new_fixed_size_interval_var(start, end - start, "")
         for start, end in zip(request["start"], request["end"], strict=True)

@@ -1,4 +1,7 @@
-"""The exact solver: canonical branch and bound, which finds layouts at hard capacities and proves that there are none."""
+"""The exact solver: branch and bound that finds layouts or proves there are none.
+
+It finds layouts at hard capacities too; the search is that of MiniMalloc's canonical solutions.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ NOISES = (0.05, 0.1, 0.25)
 """Standard deviations of the logarithm of the noise on keys."""
 _FITS, _INFEASIBLE = 1, 0  # outcomes of the native search; -1: not known within the limits
 PAIR_LIMIT = 2 * 10**8
-"""How many pairs of block and section, or of blocks that live together, the search takes, at 4 bytes each."""
+"""Most pairs of block and section, or of blocks that live together, at 4 bytes each."""
 
 
 @dataclass(frozen=True, eq=False)
 class SearchRun:
-    """One run of the search: its preorder, and how many nodes it may take."""
+    """One run of the search: its preorder, and its node limit."""
 
     keys: str
     noise: NDArray[np.float64]
@@ -42,10 +45,11 @@ class SearchRun:
 
 
 def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[SearchRun]:
-    """A turn of the round robin: each preorder, with limits that double from turn to turn, then noisy restarts.
+    """One turn of the round robin: each preorder, then noisy restarts.
 
-    After the first turn the restarts take as many nodes as the rest, with limits in Luby's sequence (Luby, Sinclair,
-    Zuckerman 1993): how long a search takes has a heavy tail, and most luck is had early.
+    Limits double from turn to turn. After the first turn the restarts take as many nodes as the rest, with limits in
+    Luby's sequence (Luby, Sinclair, Zuckerman 1993): how long a search takes has a heavy tail, and most luck is had
+    early.
     """
     shortest = 2 * blocks
     limit = shortest << number
@@ -60,7 +64,10 @@ def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[Search
 
 
 def _luby() -> Iterator[int]:
-    """1, 1, 2, 1, 1, 2, 4, 1, ...: each power of two follows two runs of all that came before it."""
+    """1, 1, 2, 1, 1, 2, 4, 1, …: Luby's sequence.
+
+    Each power of two follows two runs of all that came before it.
+    """
     for number in count(1):
         while number & (number + 1):  # not of the form 2**k - 1
             number -= (1 << (number.bit_length() - 1)) - 1  # noqa: PLW2901 - the place in the run that repeats
@@ -69,14 +76,17 @@ def _luby() -> Iterator[int]:
 
 @dataclass(frozen=True, eq=False)
 class Decided:
-    """Whether all blocks fit (None: not known) and then the offsets in bytes."""
+    """Whether all blocks fit (None: not known), and the offsets in bytes."""
 
     fits: bool | None
     offsets: Integers | None = None
 
 
 class Decider:
-    """Decides capacities of one problem until a deadline (of time.perf_counter), and counts `nodes`."""
+    """Decides capacities of one problem until a deadline, and counts `nodes`.
+
+    The deadline is of time.perf_counter.
+    """
 
     def __init__(self, problem: Problem, deadline: float, *, seed: int = 0) -> None:
         self.problem = problem
@@ -120,10 +130,10 @@ class Decider:
         return Decided(False if outcome == _INFEASIBLE else None)
 
     def minimise(self, best: Incumbent) -> Iterator[int]:
-        """Lower `best` and prove better bounds, until it is done; yields the nodes of every turn.
+        """Lower `best` and prove better bounds until done; yields nodes per turn.
 
-        Each turn is made at several capacities: at the bound, where it takes twice as many nodes, and which it may meet or
-        raise; half of the way from there to the best peak; and, as long as that fails, half of the rest.
+        Each turn is made at several capacities: at the bound, where it takes twice as many nodes, and which it may meet
+        or raise; half of the way from there to the best peak; and, as long as that fails, half of the rest.
         """
         step, draw = self.model.step_bytes, np.random.default_rng(self.seed)
         best.prove(_up(best.bound_bytes, step))
@@ -132,6 +142,7 @@ class Decider:
             capacity = best.bound_bytes
             while best.bound_bytes <= capacity < best.peak and not self.late:
                 decision = self._turn(number + (capacity == best.bound_bytes), capacity, draw)
+                # Proven infeasible: the bound rises. Else go on half-way to the best peak.
                 if decision.fits is False:
                     best.prove(capacity + step)
                     capacity += step
@@ -145,7 +156,7 @@ class Decider:
             yield self.nodes - before
 
     def reach(self, best: Incumbent) -> Iterator[int]:
-        """Look for a layout within the target of `best`, until it is done; yields the nodes of every turn."""
+        """Look for a layout within the target until done; yields nodes per turn."""
         draw = np.random.default_rng(self.seed)
         for number in count():
             before = self.nodes
@@ -156,7 +167,10 @@ class Decider:
             yield self.nodes - before
 
     def descend(self, best: Incumbent) -> Iterator[int]:
-        """Look for a layout within the target of `best` with a step back in four, until it is done; yields its nodes."""
+        """Look for a layout with few backtracks until done; yields nodes.
+
+        With a step back in four, within the target of `best`.
+        """
         draw = np.random.default_rng(self.seed)
         blocks = len(self.problem)
         for number in count():
@@ -185,7 +199,10 @@ def _up(value: int, step: int) -> int:
 
 
 class Exact(Solver):
-    """The optimum, or a proof that a capacity is too small, within the time limit; else the best layout and bound."""
+    """The optimum, or a proof of infeasibility, within the time limit.
+
+    Else the best layout and bound.
+    """
 
     name = "exact"
     summary = "canonical branch and bound; proves optima and infeasible capacities, names the infeasible core"
@@ -204,6 +221,7 @@ class Exact(Solver):
                 for _ in decider.minimise(best):
                     pass
                 return best.packing
+            # A capacity to decide; if it is too small, name the blocks to blame.
             if capacity >= bound:
                 decision = decider.decide(capacity)
                 best.offer(decision.offsets)
@@ -223,7 +241,10 @@ class Exact(Solver):
 
 
 def pairs(problem: Problem) -> int:
-    """How many numbers the search keeps: of blocks and their sections, or of blocks that live together."""
+    """How many numbers the search keeps.
+
+    Of blocks and their sections, or of blocks that live together.
+    """
     pieces = Pieces.of(problem)
     starts = np.sort(pieces.start)
     together = np.searchsorted(starts, pieces.end) - np.searchsorted(starts, pieces.start)
@@ -231,7 +252,7 @@ def pairs(problem: Problem) -> int:
 
 
 def _refuse_large(problem: Problem) -> None:
-    """Raise RequestError for a problem whose sections and pairs of neighbours would not fit in memory."""
+    """Raise RequestError for a problem that would not fit in memory."""
     if pairs(problem) > PAIR_LIMIT:
         raise RequestError(
             f"{len(problem)} blocks are too many for the solver 'exact': more than {PAIR_LIMIT} pairs of blocks live "

@@ -1,4 +1,7 @@
-"""A problem as the exact search sees it: whole units, few sections, sizes that include what alignment wastes."""
+"""The exact search's view of a problem.
+
+Whole units, few sections, sizes that include what alignment wastes.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ class ExactModel:
         pieces = Pieces.of(problem)
         kept = _maximal(pieces.start, pieces.end, problem.sections)
         pieces = Pieces(pieces.owner, np.searchsorted(kept, pieces.start), np.searchsorted(kept, pieces.end))
+        # In the largest unit that divides everything.
         size = _taken(problem, pieces, kept.size)
         held = problem.pinned != ANYWHERE
         aligned = problem.alignment > 1
@@ -51,9 +55,9 @@ class ExactModel:
 
     @cached_property
     def below(self) -> Integers:
-        """For each block, an equal one that may be taken to lie below it, or -1: a symmetry that is broken.
+        """For each block an equal one assumed to lie below it, or -1.
 
-        Of blocks that are equal in units, those of more bytes lie below: they can go less high.
+        This breaks symmetries. Of blocks that are equal in units, those of more bytes lie below: they can go less high.
         """
         below = np.full(len(self.problem), -1, dtype=np.int64)
         last: dict[tuple[int | tuple[int, int], ...], int] = {}
@@ -70,12 +74,15 @@ class ExactModel:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Every peak that matters is a multiple of this: of a layout where all blocks lie as low as they can."""
+        """Every peak that matters is a multiple of this.
+
+        That is, of a layout where all blocks lie as low as they can.
+        """
         return gcd(self.unit, *self.problem.nbytes.tolist())
 
     @cached_property
     def _spare(self) -> Integers:
-        """By how many bytes the sizes in each section overstate what the topmost block takes."""
+        """Bytes by which each section's sizes overstate its topmost block."""
         spare = np.zeros(self.sections, dtype=np.int64)
         over = self.size * self.unit - self.problem.nbytes
         for row in np.flatnonzero(over[self.pieces.owner]).tolist():
@@ -84,17 +91,23 @@ class ExactModel:
         return spare
 
     def highest(self, capacity_bytes: int) -> Integers:
-        """The largest offset of each block within a capacity, in units; negative where there is none."""
+        """Each block's largest offset within a capacity, in units.
+
+        Negative where there is none.
+        """
         highest = (capacity_bytes - self.problem.nbytes) // self.unit
         return np.where(self.pinned == ANYWHERE, highest, np.where(self.pinned <= highest, self.pinned, -1))
 
     def ceiling(self, capacity_bytes: int) -> Integers:
-        """What floor and sizes of each section may add up to within a capacity, in units."""
+        """Limit on floor plus sizes in each section within a capacity, in units."""
         return (capacity_bytes + self._spare) // self.unit
 
 
 def _maximal(start: Integers, end: Integers, sections: int) -> Integers:
-    """The sections whose live blocks are not all live in a neighbouring one: the last before an end after a start."""
+    """Sections whose live blocks are not all live in a neighbouring one.
+
+    The last before an end after a start.
+    """
     time = np.arange(sections + 1)
     starts, ends = np.isin(time, start), np.isin(time, end)
     last_start = np.maximum.accumulate(np.where(starts, time, -1))
@@ -103,7 +116,7 @@ def _maximal(start: Integers, end: Integers, sections: int) -> Integers:
 
 
 def _taken(problem: Problem, pieces: Pieces, sections: int) -> Integers:
-    """The bytes from each block's offset to the lowest place of one above it."""
+    """Bytes from each block's offset to the lowest place of one above it."""
     if (problem.alignment == problem.alignment[:1]).all():
         return _rounded_up(problem.nbytes, problem.alignment)
     rows = list(zip(pieces.owner.tolist(), pieces.start.tolist(), pieces.end.tolist(), strict=True))

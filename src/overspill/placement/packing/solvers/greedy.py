@@ -1,4 +1,4 @@
-"""Greedy placement: the blocks come in a fixed order, each to the lowest hole (first fit) or the smallest (best fit)."""
+"""Greedy placement in a fixed order, by first fit or best fit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Fit = Literal["first", "best"]
 
 
 def place(problem: Problem, order: Integers, fit: Fit) -> Integers:
-    """The offsets of all blocks: the pinned ones lie where they must, then the others come in `order`.
+    """The offsets of all blocks, placed one by one.
 
-    A block avoids those placed before it that are live when one of its pieces is. It goes to the lowest aligned offset
-    where it meets none of them (first fit), or into the smallest hole that has space, of equal ones the lowest (best
-    fit). See native/packing/greedy.hpp.
+    The pinned ones lie where they must, then the others come in `order`. A block avoids those placed before it that are
+    live when one of its pieces is. It goes to the lowest aligned offset where it meets none of them (first fit), or
+    into the smallest hole that has space, of equal ones the lowest (best fit). See native/packing/greedy.hpp.
     """
     pieces = Pieces.of(problem)
     columns = (problem.nbytes, problem.alignment, problem.pinned, pieces.first(len(problem)), pieces.start, pieces.end)
@@ -31,14 +31,18 @@ def place(problem: Problem, order: Integers, fit: Fit) -> Integers:
 
 
 def largest_first(problem: Problem) -> Integers:
-    """Offsets by first fit, the largest block first and of equal ones the longest-lived: a start for other solvers."""
+    """Offsets by first fit, largest first: a start for other solvers.
+
+    Of equal blocks the longest-lived comes first.
+    """
     return place(problem, np.lexsort((-problem.lifetime, -problem.nbytes)), "first")
 
 
 class Greedy(Solver):
-    """Blocks by descending key (see `keys.KEYS`), ties by index, by first or best fit.
+    """Blocks by descending key, by first or best fit.
 
-    Raises RequestError for an unknown key or fit, and where pinned blocks lie on one another.
+    See `keys.KEYS`; ties are by index. Raises RequestError for an unknown key or fit, and where pinned blocks lie on
+    one another.
     """
 
     name = "greedy"

@@ -1,7 +1,7 @@
-"""Large blocks first: a search packs them, and first fit puts the small ones into what they leave.
+"""Large blocks first, by search; small ones fill the rest by first fit.
 
-The large blocks of a training step are the same few shapes over and over. Their sizes are often multiples of one another
-and they pack without loss, but for small blocks between them that shift them off that grid.
+The large blocks of a training step are the same few shapes over and over. Their sizes are often multiples of one
+another and they pack without loss, but for small blocks between them that shift them off that grid.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .greedy import place
 from .skyline import solid
 
 SHARES = (0.001, 0.0003, 0.0001)
-"""What makes a block large where the exact search packs them: this share of the lower bound."""
+"""A block is large from this share of the lower bound on, where the exact search packs them."""
 EFFORT = 4 * 10**6
-"""How many nodes of the exact search, times the large blocks, each share may take: up to some tenths of a second."""
+"""Most nodes of the exact search, times the large blocks, per share: up to some tenths of a second."""
 ATTEMPTS = 40
-"""How many attempts each share may take."""
+"""Most attempts per share."""
 PREORDERS = ("WAT", "SWT", "AWT", "TSW")
-"""Keys of the preorders: by size (S) and area (A) the smaller blocks come to lie on the grid of the larger."""
+"""Keys of the preorders; size (S) and area (A) place smaller blocks on the grid of the larger."""
 RESTARTED = ("WAT", "SWT", "TSW")
 """The preorders that noise is added to."""
 NOISES = (0.02, 0.1, 0.3)
@@ -40,14 +40,16 @@ Pack = Callable[[Problem], Iterator[Integers]]
 
 
 def layouts(problem: Problem, pack: Pack, shares: Sequence[float] = SHARES) -> Iterator[Integers]:
-    """Offsets of all blocks, for each layout that `pack` finds of the large ones and each key of the small ones.
+    """Offsets of all blocks, for each layout of the large ones by `pack`.
 
-    A large block has at least one of `shares` of the lower bound; one after the other is tried. Blocks that are always
-    live lie at the bottom. None where blocks are pinned, have gaps, or differ in alignment.
+    And for each key of the small ones. A large block has at least one of `shares` of the lower bound; one after the
+    other is tried. Blocks that are always live lie at the bottom. Nothing where blocks are pinned, have gaps, or differ
+    in alignment.
     """
     if problem.gap_start.size or (problem.pinned != ANYWHERE).any() or np.unique(problem.alignment).size != 1:
         return
     filled = solid(problem)
+    # Blocks that are always live go to the bottom.
     permanent = filled.end - filled.start == filled.sections
     ends = np.cumsum(filled.nbytes * permanent)
     bottom = np.where(permanent, ends - filled.nbytes, ANYWHERE)
@@ -55,6 +57,7 @@ def layouts(problem: Problem, pack: Pack, shares: Sequence[float] = SHARES) -> I
         large = np.flatnonzero(~permanent & (filled.nbytes >= share * filled.lower_bound_bytes))
         if not 0 < len(large) < len(filled) - permanent.sum():
             continue
+        # With the large blocks pinned, first fit places the small ones.
         for offsets in pack(subproblem(filled, large.tolist())):
             pinned = bottom.copy()
             pinned[large] = ends[-1] + offsets
@@ -63,10 +66,10 @@ def layouts(problem: Problem, pack: Pack, shares: Sequence[float] = SHARES) -> I
 
 
 def tight(large: Problem, deadline: float, seed: int) -> Iterator[Integers]:
-    """Layouts within the lower bound, so that small blocks have all the room above it.
+    """Layouts within the lower bound, which leave small blocks the most room.
 
-    They come from short attempts of the exact search until `deadline` (of time.perf_counter): with sizes that divide one
-    another it needs next to no backtracking, or has no luck for long.
+    They come from short attempts of the exact search until `deadline` (of time.perf_counter): with sizes that divide
+    one another it needs next to no backtracking, or has no luck for long.
     """
     decider = Decider(large, deadline, seed=seed)
     for attempt in islice(_attempts(len(large), np.random.default_rng(seed)), ATTEMPTS):

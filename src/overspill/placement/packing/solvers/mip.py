@@ -1,4 +1,7 @@
-"""Placement as a mixed integer program, as published with the best-fit heuristic, solved by HiGHS."""
+"""Placement as a mixed integer program, solved by HiGHS.
+
+As published with the best-fit heuristic.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ from .portfolio import Portfolio
 from .processes import GRACE_SECONDS, ask
 
 PAIR_LIMIT = 200_000
-"""How many pairs of blocks that live together are taken: each is a binary variable and two rows."""
+"""Most pairs of blocks that live together: each is a binary variable and two rows."""
 RESTARTS = 20
-"""How many restarts the heuristics have before the program is given to HiGHS."""
+"""Restarts of the heuristics before HiGHS gets the program."""
 UNIT_TOLERANCE, TOLERANCE = 1e-4, 1e-6
-"""By how many units, and by what share of itself, a bound of HiGHS may be too high."""
+"""Error of HiGHS's bound, in units and as a share of itself."""
 
 
 class Mip(Solver):
-    """Equations (1) to (6) of Sekiyama et al., section 3.1, with W the peak of the heuristics' best layout.
+    """Equations (1) to (6) of Sekiyama et al., section 3.1.
 
-    That layout, of the portfolio without its exact search, is also where it starts.
+    W is the peak of the heuristics' best layout. That layout, of the portfolio without its exact search, is also where
+    it starts. Beyond them: u is at least the lower bound, and x_i is a multiple of block i's alignment, or its pinned
+    address.
 
-    Beyond them: u is at least the lower bound, and x_i is a multiple of block i's alignment, or its pinned address.
     HiGHS runs in a process of its own, which ends with the time limit: numbers of very different sizes can make it
     compute for minutes without a look at the clock.
     """
@@ -49,6 +53,7 @@ class Mip(Solver):
             raise RequestError(
                 f"{len(pairs)} pairs of blocks live together, and the solver 'mip' takes {PAIR_LIMIT}; 'portfolio' takes more"
             )
+        # Start from the heuristics' layout.
         start = Portfolio(RESTARTS, exact_blocks=0)._pack(problem, limits)
         assert start.offsets is not None
         bound = problem.lower_bound_bytes
@@ -57,6 +62,7 @@ class Mip(Solver):
         left = limits.time_limit_seconds - (time.perf_counter() - began)
         if start.stopped or best.done or left <= 0:
             return replace(best.packing, stopped=start.stopped)
+        # Ask HiGHS; its numbers are inexact, so its places are packed down and checked.
         request: mip_process.Request = {
             "size": problem.nbytes.tolist(),
             "alignment": problem.alignment.tolist(),
@@ -84,7 +90,7 @@ class Mip(Solver):
 
 
 def _let_down(problem: Problem, pairs: Sequence[tuple[int, int]], places: Sequence[float]) -> Integers:
-    """Whole offsets in the order of `places`, each as low as it goes above those under it."""
+    """Whole offsets in the order of `places`, each as low as possible."""
     order = np.argsort(places, kind="stable").tolist()
     rank = {block: at for at, block in enumerate(order)}
     under: list[list[int]] = [[] for _ in places]

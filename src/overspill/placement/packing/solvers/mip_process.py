@@ -1,6 +1,7 @@
-"""The process that runs HiGHS: a request as JSON on standard input, an answer on standard output, all in whole units.
+"""The process that runs HiGHS on a JSON request.
 
-It imports nothing of ours, so that it can be run by its file name.
+A request on standard input, an answer on standard output, all in whole units. It imports nothing of ours, so that it
+can be run by its file name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ INFINITY = math.inf  # as HiGHS has it
 
 
 class Request(TypedDict):
-    """The lists are by block; `pairs` are of blocks that live together, and `incumbent` is a layout's offsets."""
+    """A placement problem; lists are by block.
+
+    `pairs` are of blocks that live together, and `incumbent` is a layout's offsets.
+    """
 
     size: list[int]
     alignment: list[int]
@@ -29,7 +33,7 @@ class Request(TypedDict):
 
 
 class Answer(TypedDict):
-    """Places of the blocks, nearly whole, None if none were found, and what the peak was shown to need, nearly."""
+    """Nearly whole places of the blocks, or None, and the peak's lower bound."""
 
     places: list[float] | None
     bound: float
@@ -45,6 +49,7 @@ def solve(request: Request) -> Answer:
     highs.setOptionValue("random_seed", request["seed"])
     highs.setOptionValue("objective_target", float(request["target"]))
     highs.run()
+    # The proven bound, and the places if it found any.
     info = highs.getInfo()
     solved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal  # mip_dual_bound is not set without a pair
     bound = info.objective_function_value if solved else max(info.mip_dual_bound, 0.0)
@@ -55,7 +60,10 @@ def solve(request: Request) -> Answer:
 
 
 class _Program:
-    """Its columns are u, x by block, z by pair, and a whole number k for each block with an alignment: x = alignment * k."""
+    """The mixed integer program.
+
+    Its columns are u, x by block, z by pair, and a whole number k for each block with an alignment: x = alignment * k.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -79,11 +87,13 @@ class _Program:
         program.a_matrix_.start_ = starts
         program.a_matrix_.index_ = [column for column, _ in terms]
         program.a_matrix_.value_ = [value for _, value in terms]
+        # One thread, up to the optimum.
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("mip_rel_gap", 0.0)
         highs.passModel(program)
+        # Start from the incumbent.
         start = highspy.HighsSolution()
         start.col_value = self._start()
         highs.setSolution(start)
@@ -102,7 +112,7 @@ class _Program:
         return [1.0, *[0.0] * (len(lower) - 1)], lower, upper
 
     def _rows(self) -> tuple[list[float], list[float], list[int], list[tuple[int, float]]]:
-        """Lower and upper bound of every row, where its terms begin, and the terms of all: (2), (3), (4)."""
+        """Bounds and terms of every row, and where its terms begin: (2), (3), (4)."""
         n, width, size = len(self.size), self.width, self.size
         rows: list[tuple[float, float, list[tuple[int, float]]]] = []
         rows += ((-INFINITY, -size[i], [(1 + i, 1), (0, -1)]) for i in range(n))  # (2)
@@ -111,6 +121,7 @@ class _Program:
             rows.append((-INFINITY, width - size[j], [(1 + j, 1), (1 + i, -1), (z, width)]))  # (4)
         for step, i in enumerate(self.stepped, start=1 + n + len(self.pairs)):
             rows.append((0, 0, [(1 + i, 1), (step, -self.alignment[i])]))
+        # In HiGHS's row-wise form.
         starts = [0]
         for *_, terms in rows:
             starts.append(starts[-1] + len(terms))
@@ -122,7 +133,7 @@ class _Program:
         )
 
     def _start(self) -> list[float]:
-        """The incumbent as values of the columns."""
+        """The incumbent as column values."""
         places = self.incumbent
         over = [float(places[i] > places[j]) for i, j in self.pairs]
         return [self.width, *places, *over, *(places[i] // self.alignment[i] for i in self.stepped)]

@@ -1,4 +1,4 @@
-"""Overspill's default solver: many quick heuristics, the best one wins; then large blocks first, then restarts."""
+"""The default solver: quick heuristics, large blocks first, then restarts."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ SKYLINE_KEYS = (
     ("size", "sections"),
     ("lifetime", "size"),
 )
-"""The keys of the skylines, each with the key that decides between equal ones."""
+"""Keys of the skylines, each with its tie-break."""
 RESTARTED_BLOCKS, FEWEST_RESTARTS = 100_000, 4
-"""How many blocks are placed in restarts by default, all added up: some tenths of a second; and the fewest restarts."""
+"""Blocks placed in restarts by default, all added up, some tenths of a second; and the fewest restarts."""
 BLOCKS_OF_A_RESTART = 100
-"""A restart takes as long as the placing of so many blocks, beside its own."""
+"""A restart's fixed cost, as a number of blocks placed."""
 EXACT_BLOCKS = 1000
-"""Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
+"""Most blocks, or large blocks, for the exact search, where the heuristics end above the bound."""
 DESCENT_BLOCKS = 5000
-"""Up to so many blocks the exact search descends with hardly a step back: above `EXACT_BLOCKS` a node takes long."""
+"""Most blocks for exact descents with few backtracks; above `EXACT_BLOCKS` a node takes long."""
 BOXED_BLOCKS = 5000
-"""Up to so many blocks boxes are looked for, which takes time with the square of them."""
+"""Most blocks for boxes, whose time is quadratic."""
 SEARCHED_BLOCKS = 10_000
-"""Up to so many blocks their large ones are asked for a better bound."""
+"""Most blocks for which the large ones may give a better bound."""
 LOCAL = 0.7
-"""How many of the restarts change blocks around one that is too high, and not all over."""
+"""Share of the restarts that change blocks near one that is too high, not all over."""
 MARGINS, LOCAL_SHARES = (0.02, 0.05, 0.1), (0.05, 0.2, 0.5)
-"""How far from its life, as a share of all time, and which share of the blocks that live there."""
+"""Window around its life, as a share of all time, and the share of blocks changed in it."""
 NODES_OF_A_RESTART = 40
-"""A restart takes about as long as so many nodes of the exact search of the same blocks."""
+"""Nodes of the exact search that take as long as one restart."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Heuristic = Callable[[Floats, int | None], Integers | None]
@@ -57,7 +57,7 @@ Heuristic = Callable[[Floats, int | None], Integers | None]
 
 @dataclass
 class Rule:
-    """A heuristic that packs the blocks by a key, and the state of its local search over keys.
+    """A heuristic that packs by a key, with its local search over keys.
 
     `attempt(key, limit)` gives offsets, or nothing once a block ends above the limit. `offsets` is the last layout that
     the search has accepted, made with the key times `weights`.
@@ -70,15 +70,19 @@ class Rule:
     offsets: Integers = field(init=False)
 
     def start(self) -> Integers:
-        """Pack by the key as it is."""
+        """Pack by the unchanged key."""
         offsets = self.attempt(self.key, None)
         assert offsets is not None
         self.weights, self.offsets = np.ones(len(self.key)), offsets
         return offsets
 
     def restart(self, target: int, temperature: float, random: np.random.Generator) -> Integers | None:
-        """Perturb the weights and pack again; None, and no change, where the peak is too high to go on from."""
+        """Perturb the weights and pack again.
+
+        None, and no change, where the peak is too high to go on from.
+        """
         peak = self.problem.peak_bytes(self.offsets)
+        # Raise blocks that are too high, and change some near one of them or anywhere.
         weights = self.weights.copy()
         high = np.flatnonzero(self.offsets + self.problem.nbytes > target)
         weights[high[random.random(high.size) < 1 / 3]] *= 1 + random.random() / 2
@@ -87,6 +91,7 @@ class Rule:
         else:
             changed = random.integers(len(weights), size=random.integers(1, 2 + len(weights) // 20))
         weights[changed] *= np.exp(random.normal(scale=0.4, size=changed.size))
+        # Accept a slightly higher peak, as in annealing.
         limit = peak + int(temperature * peak * random.exponential()) + 1
         offsets = self.attempt(self.key * weights, limit)
         if offsets is not None:
@@ -94,7 +99,10 @@ class Rule:
         return offsets
 
     def _near(self, block: int, random: np.random.Generator) -> Integers:
-        """Some of the blocks that live with `block` or shortly before or after: a window of time to be packed anew."""
+        """Some of the blocks that live about when `block` does.
+
+        A window of time to be packed again.
+        """
         problem = self.problem
         margin = max(1, int(problem.sections * random.choice(MARGINS)))
         around = np.flatnonzero(
@@ -104,7 +112,9 @@ class Rule:
 
 
 class Portfolio(Solver):
-    """The guarded skyline by several keys, greedy placement where there are pins or gaps; then restarts and searches.
+    """Guarded skylines by several keys, greedy placement, then restarts and searches.
+
+    Greedy placement is for pins and gaps.
 
     It stops as soon as a peak is within the capacity asked for, by default the lower bound. Where the first run by each
     key ends above it, blocks are put in boxes (`BOXED_BLOCKS`; not if `exact_blocks` is 0, nor what follows), then large
@@ -147,6 +157,7 @@ class Portfolio(Solver):
                 self._large_first(best)
         if best.done:
             return
+        # Restarts in turn with boxes and the exact search, until done.
         random = np.random.default_rng(best.limits.seed)
         turns = self._turns(best)
         fewest = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // (BLOCKS_OF_A_RESTART + len(problem)))
@@ -170,7 +181,10 @@ class Portfolio(Solver):
             best.offer(rules[k % len(rules)].restart(best.target, temperature, random))
 
     def _turns(self, best: Incumbent) -> Iterator[int]:
-        """The nodes of turns of the exact search, single descents above `exact_blocks`, and none if it does not take the blocks."""
+        """Nodes per turn of the exact search.
+
+        Single descents above `exact_blocks`, and none if it does not take the blocks.
+        """
         exact = self._exact(best.problem)
         if not exact and (
             not self.exact_blocks or len(best.problem) > DESCENT_BLOCKS or pairs(best.problem) > PAIR_LIMIT
@@ -191,7 +205,7 @@ class Portfolio(Solver):
             yield rule.start()
 
     def _large_first(self, best: Incumbent) -> None:
-        """Offer layouts that begin with the large blocks; the bound may be raised."""
+        """Offer layouts that begin with the large blocks; may raise the bound."""
         searched = len(best.problem) <= SEARCHED_BLOCKS
         best.offer_all(layouts(best.problem, partial(self._pack_large, best)))
         if searched and not best.done:
@@ -203,6 +217,7 @@ class Portfolio(Solver):
             for offsets in tight(large, best.deadline, seed):
                 found = True
                 yield offsets
+        # By heuristics where the exact search finds nothing.
         if not found:
             seconds = max(best.deadline - time.perf_counter(), 0)
             limits = Limits(None, seconds, seed)
@@ -221,6 +236,7 @@ class Portfolio(Solver):
                 key, other = KEYS[name](filled).astype(np.float64), KEYS[tie](filled)
                 key += other / (2.0 * other.max(initial=0) + 1)  # below one half
                 yield Rule(problem, key, lambda key, limit: packer.pack(key, target, limit))
+        # Greedy placement knows pins, gaps and alignments.
         if not problem.plain:
             fits: tuple[Fit, ...] = ("first", "best")
             for name in GREEDY_KEYS:

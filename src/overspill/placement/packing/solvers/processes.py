@@ -1,4 +1,7 @@
-"""Solvers of others in processes of their own: each brings libraries that clash, and heeds its time limit at its leisure."""
+"""Runs third-party solvers in processes of their own.
+
+Each brings libraries that clash, and may overrun its time limit.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from typing import Any
 from overspill.placement.packing.base import SolverFailed
 
 GRACE_SECONDS = 0.5
-"""How long a solver may be late before it is ended, with all that it has found."""
+"""Seconds that a solver may overrun before it is ended, with all that it has found."""
 
 
 def ask(program: str, solver: str, request: Mapping[str, Any], seconds: float) -> Any:
-    """What the Python file `program` answers to `request`, both as JSON; None where it does not within `seconds`.
+    """The answer of the Python file `program` to `request`, both as JSON.
 
-    Raises SolverFailed where it fails, which names the `solver`.
+    None where it does not answer within `seconds`. Raises SolverFailed where it fails, which names the `solver`.
     """
     command = [sys.executable, "-P", program]
     try:

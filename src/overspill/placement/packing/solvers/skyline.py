@@ -1,4 +1,7 @@
-"""The best-fit skyline heuristic of profile-guided memory optimisation, by several keys, plain and guarded."""
+"""The best-fit skyline heuristic, by several keys, plain and guarded.
+
+Of profile-guided memory optimisation (Sekiyama et al. 2018).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from overspill.placement.packing.problem import Problem
 
 
 def packer_of(problem: Problem) -> SkylinePacker:
-    """A packer of the blocks of a `solid` problem, to be packed by many keys (native/packing/skyline.hpp)."""
+    """A packer of a `solid` problem, for many keys (native/packing/skyline.hpp)."""
     return SkylinePacker(problem.start, problem.end, problem.nbytes, problem.alignment)
 
 
 def solid(problem: Problem) -> Problem:
-    """A problem without gaps whose layouts are all layouts of `problem`, and none others for plain blocks.
+    """A problem without gaps whose layouts are all layouts of `problem`.
 
-    Blocks hold their place in their gaps, sizes are rounded up to what all alignments divide by, and only maximal
-    sections are counted.
+    And none others for plain blocks. Blocks hold their place in their gaps, sizes are rounded up to what all alignments
+    divide by, and only maximal sections are counted.
     """
     start, end = maximal_sections(problem)
     none = np.zeros(0, dtype=np.int64)
@@ -38,7 +41,9 @@ def solid(problem: Problem) -> Problem:
 
 
 class Skyline(Solver):
-    """One run of the skyline heuristic by one of `keys.KEYS`; a block keeps its place in its gaps.
+    """One run of the skyline heuristic by one of `keys.KEYS`.
+
+    A block keeps its place in its gaps.
 
     Section 3.2 of Sekiyama et al., "Profile-guided memory optimization for deep neural networks" (2018): take the lowest
     offset line, of equal ones the leftmost. Place on it, of the blocks whose life lies inside the line, the one with the

@@ -1,4 +1,4 @@
-"""A better lower bound than the live bytes: what the large blocks of some short window of time need by themselves."""
+"""A better lower bound, from the large blocks of short time windows."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from overspill.placement.packing.problem import Problem
 from .exact import PREORDERS, Decided, Decider, SearchRun
 
 WIDTH = 12
-"""How many sections a window has; the next one begins half a window later."""
+"""Sections in a window; the next one begins half a window later."""
 NEAR = 0.97
-"""Windows are looked at whose load comes to this share of the bound."""
+"""Windows whose load reaches this share of the bound are examined."""
 SHARE = 0.01
-"""Of a window's blocks those are looked at that have this share of the bound: fewer blocks are decided sooner."""
+"""Blocks of at least this share of the bound are examined: fewer blocks are decided sooner."""
 NODES = 20_000
-"""How many nodes of the exact search each preorder may take for one question."""
+"""Most nodes of the exact search per preorder and question."""
 EFFORT, MOST_QUESTIONS = 4 * 10**6, 400
-"""How many nodes, times the large blocks, all questions may take together, and how many there may be: tenths of a second."""
+"""Most nodes, times the large blocks, of all questions together, and most questions: tenths of a second."""
 
 
 def window_bound(problem: Problem, bound_bytes: int, deadline: float) -> int:
-    """A lower bound on the peak of any layout of `problem`, `bound_bytes` (which is one) or more.
+    """A lower bound on the peak of any layout, at least `bound_bytes`.
 
-    The blocks of a window of time need no more than all blocks do, and the large ones of them no more than these; those
-    that live all through the window take their bytes off the capacity. Where large blocks of few sizes nearly fill it, the
-    exact search proves quickly that the rest does not fit. Alignments and pins are left out of account, and a
-    block with gaps may come back anywhere. It ends at `deadline` (of time.perf_counter).
+    That is a bound itself. The blocks of a window of time need no more than all blocks do, and the large ones of them
+    no more than these; those that live all through the window take their bytes off the capacity. Where large blocks of
+    few sizes nearly fill it, the exact search proves quickly that the rest does not fit. Alignments and pins are left
+    out of account, and a block with gaps may come back anywhere. It ends at `deadline` (of time.perf_counter).
     """
     whole = _apart(problem)
     asked = effort = 0
@@ -43,6 +43,7 @@ def window_bound(problem: Problem, bound_bytes: int, deadline: float) -> int:
         large = np.flatnonzero(~through & (window.nbytes >= SHARE * bound_bytes))
         if not large.size:
             continue
+        # Raise the bound as long as it is proven too small for this window.
         decider = Decider(subproblem(window, large.tolist()), deadline)
         step = decider.model.step_bytes
         while _decide(decider, bound_bytes - covered).fits is False:
@@ -54,7 +55,10 @@ def window_bound(problem: Problem, bound_bytes: int, deadline: float) -> int:
 
 
 def _apart(problem: Problem) -> Problem:
-    """The pieces of all blocks as blocks that may lie anywhere, in maximal sections."""
+    """The pieces of all blocks as separate blocks, in maximal sections.
+
+    They may lie anywhere.
+    """
     pieces = Pieces.of(problem)
     count, none = len(pieces.owner), np.zeros(0, dtype=np.int64)
     apart = Problem(
@@ -73,7 +77,7 @@ def _apart(problem: Problem) -> Problem:
 
 
 def _windows(whole: Problem, bound_bytes: int) -> Iterator[Problem]:
-    """The blocks of each window that is nearly full, cut off at its ends."""
+    """The blocks of each nearly full window, cut off at its ends."""
     for first in range(0, max(whole.sections - WIDTH // 2, 1), WIDTH // 2):
         last = min(first + WIDTH, whole.sections)
         if whole.load[first:last].max(initial=0) < NEAR * bound_bytes:
