@@ -109,15 +109,18 @@ class Card:
         )
 
     def _kept_bytes(self, graph: Graph) -> int:
-        """What libraries keep once every thread that multiplies matrices has done so: backward's is another than forward's."""
+        """Bytes that libraries keep for all threads that multiply matrices.
+
+        Backward's thread is another than forward's.
+        """
         threads = {op.phase is Phase.FORWARD or graph.whole_step for op in graph.ops if op.name in MATRIX_PRODUCTS}
         return len(threads) * sum(self.handle_bytes)
 
     def planned(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
-        """What `make` gives for as many live bytes as a card of `budget_bytes` has room for; its plan knows the card.
+        """The answer of `make` for the live bytes that fit on the card.
 
-        Of several plans that fit the fastest counts (`card_search.py`). Raises InfeasibleBudget with the size of a card that
-        would do.
+        The card has `budget_bytes`; the plan knows it. Of several plans that fit the fastest counts (`card_search.py`).
+        Raises InfeasibleBudget with the size of a card that would do.
         """
         begun = time.perf_counter()
         search = CardSearch(budget_bytes - self.context_bytes, make, self.reserved_bytes)
@@ -130,10 +133,14 @@ class Card:
 
 
 def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T], cause: str) -> InfeasibleBudget:
-    """The error for a card of `budget_bytes`, which has no room for the plan that takes `least`."""
+    """The error for a card without room for the plan `least`.
+
+    The card has `budget_bytes`; `fewest` is the plan with the fewest live bytes.
+    """
     floor_bytes, live_bytes = least.reserved_bytes + card.context_bytes, least.plan.peak_bytes
     needed, budget = format_apart(floor_bytes, budget_bytes)
     at_least = "" if least is fewest else f"at least {format_bytes(fewest.plan.peak_bytes)}"
+    # Settings that would need a smaller card.
     changes = _changes(card, fewest.plan, least.reserved_bytes)
     instead = ", ".join(f"with {change.what} {format_bytes(change.nbytes)} would do" for change in changes)
     return InfeasibleBudget(
@@ -154,7 +161,10 @@ def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T],
 
 
 def _changes(card: Card, plan: Plan, reserved_bytes: int) -> tuple[Amount, ...]:
-    """Settings with which `plan` would do with less than `reserved_bytes`, and the card that it would need, least first."""
+    """Settings with which `plan` needs a smaller card, and its bytes.
+
+    Less than `reserved_bytes` in the allocator; the smallest card first.
+    """
     if card.solver is not None:
         return ()
     ways = [(replace(card, solver=DEFAULT, config=CachingConfig()), 'placement="planned"')]

@@ -93,7 +93,7 @@ class _Run:
                 backward |= runs and op.phase is not Phase.FORWARD and not self.graph.whole_step
                 thread = "backward" if backward else "forward"
                 writes = op.writes if runs else op.recompute_writes
-                # What is there is made once more beside it.
+                # A recomputed tensor that is still there is made a second time.
                 again = 0 if runs else sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
                 self.run(op, writes, op.workspace_of(instruction.algorithm) + again, thread)
             elif instruction.verb is Verb.PREFETCH:

@@ -112,7 +112,7 @@ class SharedPages:
         self._starts_by_end: dict[int, int] = {}
 
     def take(self, nbytes: int) -> int | None:
-        """Take `nbytes` of a hole; its start, or None if no hole is large enough."""
+        """Take `nbytes` of a hole; its start, or None if none is large enough."""
         position = bisect_left(self._holes, (nbytes, 0))
         if position == len(self._holes):
             return None

@@ -82,7 +82,6 @@ def places_of(captured: Captured, schedule: Schedule, solver: Solver, limits: Li
         else:
             inside.append(replace(block, id=len(inside), alignment=ALIGNMENT))
             keys.append(key)
-    # Solve for addresses.
     layout = solver.solve(Trace(tuple(inside)), limits).layout
     if layout is None:
         raise RequestError(f"the solver {solver.name!r} found no layout within its time")
@@ -118,7 +117,7 @@ def _own(captured: Captured) -> dict[int, fx.Node]:
 
 
 def _allocated(captured: Captured) -> set[int]:
-    """Those whose memory the program itself allocates."""
+    """Own tensors whose memory the program itself allocates."""
     return {tensor for tensor, root in _own(captured).items() if allocated_as(root)}
 
 

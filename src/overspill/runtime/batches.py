@@ -51,7 +51,6 @@ def split(inputs: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
             f"{what} cannot be split into {count} equal micro-batches; "
             f"every input needs the same first dimension, a multiple of {count}"
         )
-    # Each part has its share of every tensor.
     parts = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
     for index in range(count):
         batch: tuple[Any, ...] = tree_unflatten([part[index] for part in parts], spec)

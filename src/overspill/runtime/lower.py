@@ -243,7 +243,7 @@ class _Emitter:
         """The forward graph: its outputs, then what is saved, as `add_saved` expects."""
         checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
         unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
-        memory = [self.memory] if self.memory is not None and saved else []  # who has this has the memory
+        memory = [self.memory] if self.memory is not None and saved else []  # a reference keeps the memory
         extra = [*checked, *memory, *(self.handles[t] for t in handles), *unchecked]
         outputs = [
             self.returned.get(n) or self.resolve(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs

@@ -25,7 +25,7 @@ class ReservedWatch:
         self._told = False
 
     def look(self, planned_bytes: Callable[[], int | None], where: torch.device) -> None:
-        """Check after a step on `where`, at steps 1, 2, 4, 8 and so on.
+        """Check after a step on `where`, at steps 1, 2, 4, 8, ….
 
         Ever more rarely, since asking takes as long as some ops. Nothing is missed: the allocator keeps what it has
         taken until it runs out of memory.

@@ -78,7 +78,7 @@ def surroundings_of_job(
     optimizer: Optimizer,
     reserve: str | float | None,
 ) -> Surroundings:
-    """What is on the device besides the graph of a job's model and loss."""
+    """Fixed device bytes outside the graph of a job's model and loss."""
     return surroundings_of(
         joint, here, parameters, [optimizer], reserve, accumulates=job.keeps_gradients, clips=job.clips
     )

@@ -1,1 +1,4 @@
-"""The online allocators of frameworks and papers: one file an allocator, the oracle of its native counterpart."""
+"""Online allocators of frameworks and papers, one file each.
+
+Each is the oracle of its native counterpart.
+"""

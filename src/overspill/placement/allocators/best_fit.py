@@ -53,7 +53,6 @@ class BestFitAllocator(PythonAllocator):
             block = self._grown(size, stream)
             if block is None:
                 return None
-        # Cut the block to size.
         self._idle.remove(_key(block))
         if block.size == size:
             return block

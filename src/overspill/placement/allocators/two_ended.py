@@ -139,7 +139,7 @@ class TwoEndedAllocator(PythonAllocator):
         return block
 
     def _inside(self, size: int, end: int) -> PoolBlock | None:
-        """A block of `size` bytes from one end, or from elsewhere in the main space."""
+        """A block of `size` bytes from one end, or elsewhere in the main space."""
         for arena in (end, GAP, HIGH if end == LOW else LOW):
             position = self._idle.position((arena, size))
             if position < len(self._idle) and self._idle.at(position).pool == arena:

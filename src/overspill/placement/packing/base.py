@@ -140,7 +140,6 @@ class Solver(ABC):
             share = left / (len(columns.spaces) - done)
             packing = self.pack(problem, replace(limits, time_limit_seconds=share))
             stopped = stopped or packing.stopped
-            # Add up bounds and peaks.
             lower_bound += int(problem.load.max(initial=0))
             bound += max(packing.bound_bytes, problem.lower_bound_bytes)
             core += problem.index[list(packing.infeasible_core)].tolist()

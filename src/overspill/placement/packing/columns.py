@@ -74,7 +74,6 @@ class Columns:
         first = self.gap_first.tolist()
         columns = (self.start, self.end, self.nbytes, self.alignment, self.pinned, self.space)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        # A block for each row.
         return Trace(
             tuple(
                 Block(
@@ -147,7 +146,6 @@ class Columns:
         top = bound = 0
         for space in self.spaces:
             inside = np.flatnonzero(self.space == space)
-            # Each space by itself.
             gaps, first = self.gaps_of(inside)
             clash, live = check_layout(
                 self.start[inside],

@@ -52,7 +52,6 @@ def subproblem(problem: Problem, blocks: list[int]) -> Problem:
         if blocks
         else np.zeros(0, dtype=np.int64)
     )
-    # Choose the rows of each array.
     return Problem(
         index=problem.index[chosen],
         start=problem.start[chosen],

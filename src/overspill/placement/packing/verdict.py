@@ -63,7 +63,7 @@ def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:
     most, where = len(trace.blocks), None
     for space in trace.spaces:
         live: list[tuple[int, int]] = []
-        held = 0  # the bytes of the `most` largest live blocks; in more than those nobody is interested any longer
+        held = 0  # the bytes of the `most` largest live blocks; sets of more are of no interest any longer
         for time, comes, key in _changes(trace, space):
             at = bisect_left(live, key)
             if comes:

@@ -111,7 +111,10 @@ class RecordedDevice(SimulatedDevice):
         return room
 
     def _hold(self, address: int | None, nbytes: int) -> int:
-        """Hold `nbytes` at `address`, or at an own address if that is taken or None."""
+        """Hold `nbytes` at `address`, or at an address of our own.
+
+        Where `address` is None, or the simulation still holds something there.
+        """
         if address is not None:
             at = bisect_left(self._held, (address, 0))
             near = self._held[max(at - 1, 0) : at + 1]

@@ -207,11 +207,11 @@ class _State:
         return blocks
 
     def _size(self, address: int, room: int, *, slack: bool) -> int:
-        """The size of the live block at `address`, with `room` up to the next one.
+        """The size of the live block at `address`.
 
-        Where it was freed later, no event says it. Up to 1 MiB after the requested size may belong to it (`slack`). All
-        of it does where no more is left up to the next block, since blocks of the large pool are above 1 MiB; and
-        blocks too large to be split take all.
+        The next block comes after `room` bytes. Where it was freed later, no event says its size. Up to 1 MiB after the
+        requested size may belong to it (`slack`). All of it does where no more is left up to the next block, since
+        blocks of the large pool are above 1 MiB; and blocks too large to be split take all.
         """
         live = self._live[address]
         if live.nbytes is not None and live.nbytes <= room:

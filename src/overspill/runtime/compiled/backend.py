@@ -213,7 +213,7 @@ class _GraphCompiler:
             )
 
     def compile(self) -> Compiled:
-        # Backward is that of a user who calls it outside of autocast's region.
+        # Users call backward outside the autocast region.
         with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
                 if self.session.options.on_unplanned != "warn":
@@ -408,7 +408,7 @@ def overspill_backend(
         session = _session_of(options if options is not None else {})
     except OverspillError as error:
         raise _Refused(error) from None
-    return compile_graph(module, examples, lambda: session)  # nobody else has it
+    return compile_graph(module, examples, lambda: session)  # the only strong reference
 
 
 def was_asked_for_plans(options: Mapping[str, Any] | None) -> bool:

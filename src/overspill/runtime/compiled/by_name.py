@@ -4,10 +4,6 @@ Where Dynamo skips a whole model, no code of ours runs. So before an optimizer s
 backend that has gradients must also have a plan. Importing this file, which PyTorch does when a user names the backend,
 registers that check.
 
-Where Dynamo skips a whole model, no code of ours runs. So before an optimizer steps it is looked whether a model that was
-to be compiled with this backend has gradients, and no plan. Importing this file, which PyTorch does where a user names the
-backend, is what registers that look.
-
 Names private to PyTorch that this file relies on (2.11 to 2.14): `OptimizedModule` and its `dynamo_ctx`, `innermost_backend`,
 `_TorchCompileWrapper`, and `_compiled_call_impl` of modules.
 """

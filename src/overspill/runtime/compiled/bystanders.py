@@ -52,10 +52,10 @@ class Bystanders:
 def _data(device: torch.device) -> list[Tensor]:
     """Plain tensors on `device`: no parameters, gradients, optimizer state or op results.
 
-    Op results are told by autograd: they are no leaves.
+    Results of ops are not autograd leaves.
     """
     found, owned = [], set()
-    gc.collect()  # what nobody can reach any more is not to be planned for
+    gc.collect()  # unreachable tensors must not be planned for
     # Sort all live objects into tensors and what owns them.
     for thing in gc.get_objects():
         kind = type(thing)

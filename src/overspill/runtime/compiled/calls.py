@@ -1,6 +1,6 @@
 """Planned forward and backward of Inductor's programs, as AOTAutograd calls them.
 
-Relies on AOTAutograd (2.11 to 2.14): all outputs of forward behind its own are saved, and come before the gradients
+Relies on AOTAutograd (2.11 to 2.14): all outputs of forward after its own are saved, and come before the gradients
 among backward's arguments; the last ones, as many as its metadata says, are not checked for changes.
 """
 

@@ -76,7 +76,7 @@ def compile(  # noqa: A001 - named as torch.compile is
         on_unplanned: A call that runs without a plan is an UnplannedError (`"error"`), or a warning (`"warn"`).
         partition: With `backend="inductor"`, 0 to 1: stay with the partition for this `activation_memory_budget`; 1 is
             that of `torch.compile`, and so has its bits. None: several are tried.
-        session: Share this session's budget with its other models. It has the options; give none beside it.
+        session: Share this session's budget with its other models. It has the options; give no others.
         fullgraph: As of `torch.compile`: a graph break is an error.
 
     Returns:

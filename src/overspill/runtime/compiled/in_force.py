@@ -5,10 +5,6 @@ call is checked afterwards. A counter tells whether any planned graph ran; the a
 whether other ops ran too, since these have nodes of their own. What they keep for backward must fit in the budget
 alongside the plans.
 
-Dynamo gives way silently: what it cannot trace, or has compiled too often, runs eagerly. So after a call it is looked at
-what really happened. That no graph of ours ran is seen by a counter; that ops ran beside our graphs, by the autograd graph
-of the result, in which they have nodes of their own. What these keep for backward must have room beside the plans.
-
 Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._dynamo.config` and its `recompile_limit`,
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn`, `skip_nnmodule_hook_guards` and `trace_autograd_ops`,
 `torch._dynamo.utils.counters`, `FailOnRecompileLimitHit`, `TorchDynamoException`, and the name of AOTAutograd's node in the autograd graph.

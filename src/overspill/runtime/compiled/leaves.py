@@ -4,9 +4,6 @@ As peft does with the output of a frozen embedding. Dynamo ends a graph there wh
 AOTAutograd forgets it. An output that depends on a parameter too requires gradients all the same, and the parameter's
 gradient is the same.
 
-Dynamo ends a graph at `requires_grad_()` where an output follows from that value, for AOTAutograd forgets it. An output that
-follows from a parameter too requires gradients all the same, and what a parameter gets is the same.
-
 Names private to PyTorch that this file relies on (2.13 and 2.14; where they are not there, graphs end as ever):
 `OutputGraph._check_requires_grad_intermediate_outputs`, and of what Dynamo knows of a value `as_proxy` and `example_value`.
 """

@@ -79,8 +79,6 @@ class Session(PlannedPeaks):
     Every graph of the models is planned within the budget. Several models of one job (a GAN, teacher and student) share
     a budget when they are given one session:
 
-    Several models of one job (a GAN, teacher and student) share a budget when they are given one session:
-
         session = overspill.Session(budget="8GiB")
         generator, critic = (overspill.compile(m, session=session) for m in (generator, critic))
 
@@ -263,7 +261,7 @@ class Session(PlannedPeaks):
         if not self.outdated or not self._may_plan_anew():
             return
         if self.settle():
-            self._rounds = 0  # there is always an end to what calls can be beside one another
+            self._rounds = 0  # new concurrency was seen, of which there is only so much
         # Give up after some rounds: what calls keep does not settle within this budget.
         self._rounds += 1
         if self._rounds > MOST_ROUNDS:
@@ -469,7 +467,7 @@ class Session(PlannedPeaks):
         return True
 
     def _settled_again(self, problem: Problem[Any], kind: Kind) -> Room:
-        """The room of a call that has more concurrent calls than when rooms were settled.
+        """The room of a call with more concurrent calls than rooms were settled for.
 
         Raises InfeasibleBudget as `settle` does.
         """

@@ -8,13 +8,6 @@ It also copies a gradient into the strides that backward was traced for, the out
 the order of their input then differ from eager, and so do those after a sum with such zeros. So for gradients of other
 strides, or None, backward is traced again, and follows the first plan as far as that goes.
 
-AOTAutograd makes zeros of nothing, and gives zeros on where eager gives nothing: an optimizer then makes state for parameters that it
-leaves alone in eager, and weight decay changes them. So gradients that follow from nothing are nothing here too.
-
-It also copies a gradient into the order in memory that it has traced backward for, the output's; kernels that round by the order
-of their input then round otherwise than in eager, and so do those behind a sum with such zeros. So where gradients are given in another
-order, or not at all, backward is traced for that, and follows the plan of the one before as far as that goes.
-
 Names private to PyTorch that this file relies on (2.11 to 2.14): `desc` of tangents, and its `output`, and where AOTAutograd
 takes the order from, `coerce_tangent_and_suggest_memory_format`.
 """
@@ -61,7 +54,7 @@ class Gradients:
     """
 
     def __init__(self, joint: JointGraph) -> None:
-        # Tokens, by which AOTAutograd orders checks of matrices, stand before the outputs and behind their gradients.
+        # Tokens, by which AOTAutograd orders checks of matrices, come before the outputs and after their gradients.
         descs = [desc for desc in joint.forward_descs if not is_token(desc)]
         number = {repr(desc): i for i, desc in enumerate(descs)}
         tangents = [tangent for tangent in joint.tangents if not is_token(tangent.meta["desc"])]

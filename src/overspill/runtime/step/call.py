@@ -157,7 +157,7 @@ def _dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequ
                 state.synchronize()
         finally:
             let_go(state, plans, hooks)
-    except (OverspillError, RuntimeError) as error:  # the store's, or the device's: there is nobody to raise it to
+    except (OverspillError, RuntimeError) as error:  # the store's, or the device's: there is no caller to raise it to
         _LOG.warning(
             "a train step was dropped and could not bring everything back; what is lost reads as NaN: %s",
             first_line(error),

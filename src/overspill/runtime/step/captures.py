@@ -156,7 +156,7 @@ class StepCaptures:
                     made, python = capture()
         # It changes tensors of other models: take these in and capture again.
         except Strangers as found:
-            if not found.tensors or tries == MOST_TRIES:  # nobody can tell which they are
+            if not found.tensors or tries == MOST_TRIES:  # it is unknown which they are
                 raise ChangesStranger from found
             with self.state.taking_in(found.tensors):
                 return self.capture(inputs, elsewhere, last=last, partition=partition, tries=tries + 1)

@@ -350,4 +350,4 @@ class Guarded(dict[str, Any]):
         return super().setdefault(key, default)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (), None, None, iter(self.items())  # whoever pickles or copies has the loop, until all is done
+        return dict, (), None, None, iter(self.items())  # a pickle or copy holds the loop until it is done

@@ -130,7 +130,7 @@ class StepState:
         # A parameter that shares its storage with another stays on the device.
         shared = Counter(p.untyped_storage()._cdata for p in self.parameters.values())
         for name, parameter in self.parameters.items():
-            parameter.grad = None  # a step makes its own, as behind zero_grad()
+            parameter.grad = None  # a step makes its own, as after zero_grad()
             known = self.residency.residents.get(name)
             if known is None and _owns_its_storage(parameter) and shared[parameter.untyped_storage()._cdata] == 1:
                 self.residency.adopt(name, parameter)

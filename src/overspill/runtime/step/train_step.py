@@ -58,8 +58,8 @@ class TrainStep(PlannedPeaks):
 
     It is planned when it is first called with inputs of these shapes.
 
-    Between two calls the model's parameters and the optimizer's state may be in the store. Who reads them through the
-    model or the optimizer (`state_dict()`, evaluation, `torch.save`) gets their current values: they are brought back.
+    Between two calls the model's parameters and the optimizer's state may be in the store. Reads through the
+    model or the optimizer (`state_dict()`, evaluation, `torch.save`) get their current values: they are brought back.
     One thread at a time steps or reads, signal handlers wait for the end of a step, and what reads in the middle of a
     step, or in a forked child what is not there, gets an OverspillError.
     """
@@ -99,11 +99,8 @@ class TrainStep(PlannedPeaks):
     def __call__(self, *inputs: Any) -> Any:
         """One step on `inputs`; returns its loss, a scalar without gradient.
 
-        Where the loss function returns other tensors too, behind its loss in a tuple or alongside `loss` in a
+        Where the loss function returns other tensors too, after its loss in a tuple or alongside `loss` in a
         dictionary or dataclass, so does this, without gradients.
-
-        Where the loss function returns other tensors too, behind its loss in a tuple or beside `loss` in a dictionary or
-        dataclass, so does this, without gradients.
 
         With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is
         their mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. After an error that left the
@@ -395,7 +392,10 @@ class TrainStep(PlannedPeaks):
     # -- one graph of the step
 
     def _carry_on(self, call: Call) -> None:
-        """Run the rest of the next micro-batch, as far as a live pool has room."""
+        """Run the rest of the next micro-batch, as far as memory allows.
+
+        A live pool without room is enlarged, or the step starts again.
+        """
         try:
             return self._run_part(call)
         except Exception as error:

@@ -84,7 +84,7 @@ class TransferEngine:
     An offloaded tensor becomes a *handle*: a tensor of one element, whose address is the key to a table. Autograd can save
     it, and when autograd drops it (backward done, or never run) the death of its storage gives the slot back.
 
-    A transfer that failed can be awaited again, and is then started anew: nothing is lost before that.
+    A transfer that failed can be awaited again, which starts it again: nothing is lost before that.
     `checksums` are those through which the lanes write and read, if they do.
     """
 
@@ -221,7 +221,7 @@ class TransferEngine:
         """
         if arriving := self._arriving.get(key := tensor.untyped_storage()._cdata):
             if arriving[0] is not None:
-                _failed(arriving[0])  # what nobody wants may fail
+                _failed(arriving[0])  # a cancelled read may fail
             self._arrived(key)
 
     def sent_back(self, tensor: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class TransferEngine:
 
     def _drop(self, stored: _Stored) -> None:
         stored.dropped = True
-        if not stored.readers:  # else the slot is still being read: whoever awaits that gives it back
+        if not stored.readers:  # else the slot is still being read: the await releases it
             self.store.release(stored.slot)
 
 

@@ -136,7 +136,7 @@ def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | None], copy: Copy) -> None:
     _LOCAL.is_lane = True
     while (ticket := jobs.get()) is not None:
         ticket.carry_out(copy)
-        del ticket  # whoever waits for the next job holds no tensor of the last one
+        del ticket  # hold no tensor of the last job while waiting for the next
 
 
 def _end_thread(jobs: SimpleQueue[_ThreadTicket | None], thread: Thread, process: int) -> None:
@@ -169,7 +169,7 @@ class _ThreadTicket:
         assert memory is not None
         try:
             copy(self._slot, bytes_of(memory))
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
             trace = error.__traceback__
             del memory
             self._finish(error.with_traceback(trace and trace.tb_next))  # this frame would hold the ticket
@@ -236,7 +236,7 @@ class StreamLane(Lane):
         """Enqueue the copy after the compute stream's work so far.
 
         No `record_stream`: the ticket holds the memory until compute waits for the event, after which it can only be
-        reused behind the copy.
+        reused after the copy.
         """
         self.stream.wait_stream(self._streams.current_stream(self._device))
         if noted is not None:

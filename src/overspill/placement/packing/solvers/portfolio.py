@@ -123,7 +123,7 @@ class Portfolio(Solver):
 
     Then rounds have the time that is left: restarts, boxes put together in another order, and a turn of the exact search if it takes the blocks. A restart
     perturbs the key of one rule: blocks above the target weigh up to half as much again, and some blocks are changed at
-    random, mostly some that live around one that is too high: a neighbourhood in time is packed anew. A layout with a higher
+    random, mostly some that live around one that is too high: a neighbourhood in time is packed again. A layout with a higher
     peak is accepted less and less. `restarts`: how many there are, before the exact search has the time that is left; None:
     in rounds. But for when it ends, the search is a function of the problem, the capacity and the seed, so that more time
     never gives a higher peak.

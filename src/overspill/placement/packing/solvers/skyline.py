@@ -52,7 +52,7 @@ class Skyline(Solver):
 
     `guarded`: look ahead to the capacity, by default the lower bound. The *floor* of a section is the lowest offset that
     the lines leave to any of its unplaced blocks; floor and unplaced bytes together must not exceed the capacity
-    (section inference, as in Moffitt, "MiniMalloc", 2023). A block is refused if it would break this beside it, as far
+    (section inference, as in Moffitt, "MiniMalloc", 2023). A block is refused if it would break this next to it, as far
     as the next walls of at least the height of its top, in a section whose unplaced bytes do not fit above that top.
     Then the next block by key is tried, 32 at most. Where all are refused the line is lifted if its own sections allow
     that. Otherwise the first block is placed after all, and the capacity raised to what that makes necessary.
