@@ -1,4 +1,4 @@
-"""What is trained and how: the Job that every command and public function takes."""
+"""The Job: what is trained and how, for commands and functions."""
 
 from .job import ATTENTION as ATTENTION
 from .job import QUANTIZED as QUANTIZED

@@ -1,4 +1,7 @@
-"""The Job: what is trained and how, said once for every command and public function. torch is not imported for it."""
+"""The Job: what is trained and how, for every command and function.
+
+Importing this does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,17 @@ MakeOptimizer = Callable[[Iterable["Tensor"]], "Optimizer"]
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """What a step does to its gradients: micro-batches to accumulate over, and how they are clipped."""
+    """Gradient accumulation and gradient clipping of one training step.
+
+    `accumulate` is the number of micro-batches; None clips nothing.
+    """
 
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no step can do."""
+        """Raise RequestError for values out of range."""
         if self.accumulate < 1:
             raise RequestError(f"accumulate={self.accumulate} is not a positive number; give 1 or more micro-batches")
         for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
@@ -43,14 +49,15 @@ class GradientOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained and how; without an `optimizer` (a name, or a function of the parameters), how a model is run.
+    """A model, its batch, and how it is trained or run.
 
-    `model` builds it anew, weights and data following from the seed; or it is a Script or
-    a Source, another framework's file, which say by themselves what is not in their `fields`. `batch` samples are read at once, `accumulate` such
-    micro-batches make a step; of a pipeline `batch` is all that its stages read in a step. `dtype` is float32, bfloat16,
-    float16, amp (autocast in float16 with a GradScaler) or amp-bfloat16. `clip_norm` and `clip_value` clip gradients.
-    `set_to_none` is `zero_grad`'s. `parallel` says how several GPUs share the work. `checkpointing`: the repeated blocks
-    of the model, or the modules of the classes named, are computed again in backward. `attention`: the only kernel that
+    Without an `optimizer` (a name, or a function of the parameters) the model is only run. `model` builds it anew,
+    weights and data following from the seed; or it is a Script or a Source, another framework's file, which say by
+    themselves what is not in their `fields`. `batch` samples are read at once, `accumulate` such micro-batches make a
+    step; of a pipeline `batch` is all that its stages read in a step. `dtype` is float32, bfloat16, float16, amp
+    (autocast in float16 with a GradScaler) or amp-bfloat16. `clip_norm` and `clip_value` clip gradients. `set_to_none`
+    is `zero_grad`'s. `parallel` says how several GPUs share the work. `checkpointing`: the repeated blocks of the
+    model, or the modules of the classes named, are computed again in backward. `attention`: the only kernel that
     scaled_dot_product_attention may choose, one of ATTENTION. `channels_last`: model and images are in that memory
     format. `lora`: the rank of adapters beside linear layers, all else being frozen. `quantize`: linear layers have
     weights of 4bit or 8bit, as in bitsandbytes. `offload_optimizer`: its states are on the host. `cudnn_benchmark`:
@@ -76,7 +83,8 @@ class Job:
     generate: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse, in one line each, what does not exist or contradicts itself."""
+        """Raise RequestError, in one line, for unknown or contradictory options."""
+        # Each option by itself.
         if self.batch is not None and self.batch < 1:
             raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more")
         if isinstance(self.optimizer, str):
@@ -92,6 +100,7 @@ class Job:
             raise RequestError(f"unknown bits quantize={self.quantize}; choices: {', '.join(QUANTIZED)}")
         if self.generate < 0:
             raise RequestError(f"generate={self.generate} is not a number of tokens; give 1 or more")
+        # Options together, and those that a script or another framework decides.
         self._check_together()
         if isinstance(self.model, (Script, Source)):
             others = (f.name for f in fields(self) if f.name not in self.model.fields | {"model"})
@@ -99,7 +108,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the user calls its model."""
+        """The model's name, as the user gave it."""
         return getattr(self.model, "name", "model")
 
     @property
@@ -108,17 +117,20 @@ class Job:
         return f"{self.name}, batch {self.batch}, {self.optimizer}"
 
     def request(self) -> dict[str, Any]:
-        """What was asked for, as answers say it."""
+        """The requested model, batch, optimizer and dtype, for JSON output."""
         return {"model": self.name, "batch": self.batch, "optimizer": self.optimizer, "dtype": self.dtype}
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward: with an optimizer, or with a loss that the user gave."""
+        """Whether there is a backward pass.
+
+        So there is with an optimizer, or with a loss that the user gave.
+        """
         return self.optimizer is not None or getattr(self.model, "loss", None) is not None
 
     @property
     def gradients(self) -> GradientOptions:
-        """What a step does to its gradients."""
+        """How a step accumulates and clips gradients."""
         return GradientOptions(self.accumulate, self.clip_norm, self.clip_value)
 
     @property
@@ -127,27 +139,29 @@ class Job:
         return isinstance(self.optimizer, str) and is_eight_bit(self.optimizer)
 
     def build(self) -> BuiltModel:
-        """The model with its batches and its loss, made anew."""
+        """A new model with its batches and its loss."""
         assert not isinstance(self.model, (Script, Source))
         return self.model()
 
     def make_optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
-        """The optimizer of `parameters`; a job that is only run has none."""
+        """The optimizer for `parameters`; a job for inference has none."""
         make = self.optimizer
         assert make is not None
         return (models.optimizer_named(make) if isinstance(make, str) else make)(parameters)
 
     def _check_together(self) -> None:
-        """Refuse what no program does at once."""
+        """Raise RequestError for options that do not work together."""
         parallel = self.parallel
         kind = None if parallel is None else parallel.kind
         sharded = parallel is not None and (kind == "fsdp" or parallel.shard_optimizer)
+        # Training or inference.
         if self.trains and self.quantize and self.lora is None:
             raise RequestError(
                 f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"
             )
         if self.trains and self.generate:
             raise RequestError("generate= is for inference; leave the optimizer out")
+        # Optimizers and weights on several GPUs.
         if self.eight_bit and sharded:
             raise RequestError(
                 f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that are not sharded"
@@ -160,6 +174,7 @@ class Job:
             )
         if kind == "pp":
             self._check_pipeline()
+        # An optimizer on the host.
         if self.offload_optimizer and sharded:
             raise RequestError("offload_optimizer= is for whole parameters; fsdp has cpu_offload= for sharded ones")
         if self.offload_optimizer and self.eight_bit:
@@ -177,11 +192,11 @@ class Job:
             raise RequestError(f"{self.optimizer} does not go with pp here; take adamw, or leave pp out")
 
     def micro_batch(self, batch: int | None) -> int | None:
-        """How many samples the model reads at once of `batch`; what does not come out even is rounded up."""
+        """Samples of `batch` that the model reads at once, rounded up."""
         return batch if batch is None or self.parallel is None else -(-batch // self.parallel.pieces)
 
     def check_batch(self) -> None:
-        """Raise RequestError for a batch that is not to be read in equal micro-batches."""
+        """Raise RequestError if micro-batches do not divide the batch."""
         pieces = 1 if self.parallel is None else self.parallel.pieces
         if pieces == 1:
             return
@@ -195,9 +210,10 @@ class Job:
             )
 
     def stages(self) -> list[Job]:
-        """This job for each GPU that may need most: of a pipeline the first two stages and the last, else this alone.
+        """This job for each GPU that may need most memory.
 
-        Between them is no stage that needs more than the second, which has more micro-batches under way.
+        Of a pipeline these are the first two stages and the last, else this job alone. Between them is no stage that
+        needs more than the second, which has more micro-batches under way.
         """
         parallel = self.parallel
         if parallel is None or parallel.kind != "pp":
@@ -206,7 +222,7 @@ class Job:
         return [replace(self, parallel=replace(parallel, stage=stage)) for stage in asked]
 
     def check_inference(self) -> None:
-        """Raise RequestError where the model is only run, and the job has what only training has."""
+        """Raise RequestError for training options in a job for inference."""
         if self.parallel is not None and self.parallel.kind != "tp":
             raise RequestError(
                 f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
@@ -217,7 +233,7 @@ class Job:
         refuse("only for training, and this is inference; leave one of the two out", changed)
 
     def check_compiled(self) -> None:
-        """Raise RequestError for what is only estimated of eager PyTorch."""
+        """Raise RequestError for options that only eager estimates support."""
         if self.parallel is not None:
             raise RequestError(
                 f"a compiled step is estimated on one GPU, not with {self.parallel.kind}; leave one of the two out"
@@ -238,15 +254,16 @@ class Job:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are there when a backward adds to them."""
+        """Whether backward adds to gradients that are there already."""
         return self.accumulate > 1 or not self.set_to_none
 
     def check_planned(self, *, whole_step: bool = False) -> None:
-        """Raise RequestError for what has no plan of Overspill's."""
+        """Raise RequestError for a job that Overspill cannot plan."""
         if isinstance(self.model, (Script, Source)):
             raise RequestError(
                 f"{self.name}: a script or another framework's job is estimated and not planned; name a model"
             )
+        # A plan is of one GPU's training step in a steady state.
         if not self.trains or self.optimizer is None:
             raise RequestError("optimizer=: a plan is of a training step, and this is inference; name an optimizer")
         if self.dtype == "amp":
@@ -265,6 +282,7 @@ class Job:
             raise RequestError(
                 "cudnn_benchmark=: its trials are in the first step, and a plan is of a later one; leave it out"
             )
+        # A plan of the whole step also runs the updates.
         if whole_step and not self.set_to_none:
             raise RequestError(
                 "set_to_none=False: a step with whole_step= gives gradients back; leave one of the two out"
@@ -275,7 +293,10 @@ class Job:
             )
 
     def check_trained(self, *, whole_step: bool = False) -> None:
-        """Raise RequestError for what is not trained here: what bitsandbytes computes."""
+        """Raise RequestError for a job that cannot be trained here.
+
+        One with 4-bit or 8-bit weights or optimizers, which bitsandbytes computes, is planned but not trained.
+        """
         self.check_planned(whole_step=whole_step)
         if self.quantize:
             raise RequestError(
@@ -287,7 +308,10 @@ class Job:
             )
 
     def manner(self, *, whole_step: bool) -> str:
-        """In which dtype, what is planned where it is the whole step, and what else is not as in the plain loop, for a title."""
+        """How training differs from the plain loop, for a title.
+
+        It names the dtype, what is planned if that is the whole step, and other options.
+        """
         parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
         if whole_step:
             parts.append("whole step")
@@ -300,12 +324,18 @@ class Job:
         return "".join(f", {part}" for part in parts)
 
     def ways(self) -> list[str]:
-        """The fields in which training differs from the plain loop, optimizer, dtype and number of GPUs left aside."""
+        """The fields in which training differs from the plain loop.
+
+        Optimizer, dtype and number of GPUs are left out.
+        """
         plain = {"model", "batch", "optimizer", "dtype", "parallel"}
         return self.changed(*(f.name for f in fields(self) if f.name not in plain))
 
     def said(self) -> str:
-        """All of it in words, and what batch and bytes are of where several GPUs take part."""
+        """The job in words, for a reader.
+
+        With several GPUs also whose batch and whose bytes are meant.
+        """
         by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "an optimizer")
         parts = ["run without gradients" if self.optimizer is None else f"trained by {by}", f"in {self.dtype}"]
         parts += [self._way(name) for name in self.ways()]
@@ -317,18 +347,18 @@ class Job:
         return ", ".join(parts)
 
     def _way(self, name: str) -> str:
-        """A field that is not as in the plain loop, in words."""
+        """An option that differs from the plain loop, in words."""
         value, word = getattr(self, name), name.replace("_", " ")
         return f"no {word}" if value is False else word if value is True else f"{word} {value}"
 
     def changed(self, *names: str) -> list[str]:
-        """Those of `names` that are not as they are by default."""
+        """Those of `names` whose fields differ from their defaults."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
 
 def refuse(why: str, names: list[str]) -> None:
-    """Raise RequestError, `why`, where there are `names` of fields."""
+    """Raise RequestError with the reason `why` if there are `names` of fields."""
     if names:
         raise RequestError(f"{', '.join(f'{name}=' for name in names)}: {why}")
 
@@ -337,7 +367,10 @@ def job_of(
     build: str | nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None, batch: int | None,
     optimizer: str | MakeOptimizer | None, **how: Any,
 ) -> Job:  # fmt: skip
-    """The job of a built-in model by its name, or of a module in hand; `batch` None: what its inputs have. Raises RequestError."""
+    """The job of a built-in model's name or of a module.
+
+    `batch` None: that of its inputs. Raises RequestError.
+    """
     if not isinstance(build, str):
         given = GivenModel(build, inputs, loss)
         return Job(given, batch or given.batch, optimizer, **how)

@@ -1,4 +1,4 @@
-"""What a job runs: a model by its name, or a module of the user's with its inputs and its loss."""
+"""The model of a job: a name, a module, or a script."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:  # the command line names a model before it pays for torch
 
 
 def _nobody(_: str) -> None:
-    """Nobody is told."""
+    """Ignore the message."""
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A built-in model, one by its configuration, or a callable of the user's; called, it builds it anew.
+    """A model by name; calling it builds the model anew.
 
-    `tell` is called with what nobody gave and was assumed.
+    The name is that of a built-in model, of a configuration, or of a callable of the user's. `tell` is called with what
+    nobody gave and was assumed.
     """
 
     name: str
@@ -32,7 +33,7 @@ class NamedModel:
     tell: Callable[[str], None] = _nobody
 
     def __call__(self) -> BuiltModel:
-        """The model, made anew. Raises RequestError."""
+        """A new model. Raises RequestError."""
         built = models.load(self.name, small=self.small, image_size=self.image_size, seq_len=self.seq_len)
         if built.assumed:
             self.tell(built.assumed)
@@ -40,15 +41,15 @@ class NamedModel:
 
 
 class GivenModel:
-    """A module, or a function that makes one, with what it reads and the `loss` that it is trained on.
+    """A user's module or model function, with inputs and a loss.
 
-    `batch` is the first dimension of the inputs, if they have one.
+    `loss` is what it is trained on. `batch` is the first dimension of the inputs, if they have one.
     """
 
     def __init__(
         self, build: nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None = None
     ) -> None:
-        """Raises RequestError for what cannot be a model or its inputs."""
+        """Raises RequestError if these cannot be a model and its inputs."""
         from torch import nn  # noqa: PLC0415
 
         from overspill.models.inputs import Inputs  # noqa: PLC0415
@@ -62,7 +63,10 @@ class GivenModel:
         self.name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
 
     def __call__(self) -> BuiltModel:
-        """The model, made where fake tensors are: a module's copy has no memory. Raises RequestError."""
+        """The model, ready for fake tensors. Raises RequestError.
+
+        A module that was passed is copied without memory for its weights.
+        """
         from torch import nn  # noqa: PLC0415
 
         from overspill.models.step import without_memory  # noqa: PLC0415
@@ -84,9 +88,10 @@ class GivenModel:
 
 @dataclass(frozen=True)
 class Script:
-    """A training script as its user has it, and its `arguments`, run for its first `iterations` on a GPU that is not there.
+    """A user's training script, run on a GPU that is not there.
 
-    It is ended after `time_limit` seconds, and changes real files only with `allow_writes`.
+    It gets its `arguments` and runs for its first `iterations`. It is ended after `time_limit` seconds, and changes
+    real files only with `allow_writes`.
     """
 
     path: str
@@ -101,5 +106,5 @@ class Script:
 
     @property
     def name(self) -> str:
-        """The file."""
+        """The script's file."""
         return self.path

@@ -1,4 +1,4 @@
-"""What training on several GPUs is asked for: which kind, on how many GPUs, with which options."""
+"""Options of training on several GPUs: kind, number of GPUs, details."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a model is trained on `gpus` GPUs, one process each; batches are those of one GPU.
+    """How a model is trained on several GPUs, one process each.
 
-    The names and defaults of options are torch's. For `ddp`: `gradient_as_bucket_view`, `find_unused_parameters`,
-    `static_graph` and `bucket_cap_mb` (None: 25 MiB). For `fsdp`: `reshard_after_forward` (False keeps each block's
-    parameters from its forward to its backward), `param_dtype` and `reduce_dtype` of MixedPrecisionPolicy, `replicas`
-    (HSDP: each shard is on that many GPUs) and `blocks`, the class names of the modules that are sharded one by one;
-    without them `repeated_blocks`, and `cpu_offload` (CPUOffloadPolicy: shards, their gradients and the optimizer are
-    on the host). `tp` cuts linear layers, and all GPUs read the same batch. `pp` cuts the model
-    in consecutive stages, one a GPU: a batch is of all of them, in `micro_batches` (None: as many as GPUs), and `stage`
-    is the one that is looked at. For `ddp` also `shard_optimizer`: ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink`
-    says whether GPUs that can be linked so are.
+    There are `gpus` of them; batches are those of one GPU. The names and defaults of options are torch's. For `ddp`:
+    `gradient_as_bucket_view`, `find_unused_parameters`, `static_graph` and `bucket_cap_mb` (None: 25 MiB). For `fsdp`:
+    `reshard_after_forward` (False keeps each block's parameters from its forward to its backward), `param_dtype` and
+    `reduce_dtype` of MixedPrecisionPolicy, `replicas` (HSDP: each shard is on that many GPUs) and `blocks`, the class
+    names of the modules that are sharded one by one; without them `repeated_blocks`, and `cpu_offload`
+    (CPUOffloadPolicy: shards, their gradients and the optimizer are on the host). `tp` cuts linear layers, and all GPUs
+    read the same batch. `pp` cuts the model in consecutive stages, one a GPU: a batch is of all of them, in
+    `micro_batches` (None: as many as GPUs), and `stage` is the one that is looked at. For `ddp` also `shard_optimizer`:
+    ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink` says whether GPUs that can be linked so are.
     """
 
     kind: str = "ddp"
@@ -80,7 +80,8 @@ class Parallel:
             )
 
     def _check_options(self) -> None:
-        """Refuse options of other kinds."""
+        """Raise RequestError for options of another kind."""
+        # The options that one kind alone has.
         only = {
             "ddp": (
                 "gradient_as_bucket_view",
@@ -101,17 +102,23 @@ class Parallel:
 
     @property
     def pieces(self) -> int:
-        """How many micro-batches a batch is read in."""
+        """The number of micro-batches in a batch."""
         return (self.micro_batches or self.gpus) if self.kind == "pp" else 1
 
     def communication(self, device: Device) -> Interval:
-        """Bytes that NCCL keeps on each GPU, outside the allocator; HSDP has a communicator for either direction."""
+        """Bytes that NCCL keeps on each GPU, outside the allocator.
+
+        HSDP has a communicator in each direction.
+        """
         communicators = 2 if 1 < self.replicas < self.gpus else 1
         return nccl_bytes(device, self.gpus, nvlink=self.nvlink, communicators=communicators, environment=os.environ)
 
 
 def parallel_of(kind: str | None, gpus: int | None, **options: Any) -> Parallel | None:
-    """What `--parallel KIND --gpus N` ask for: None for one GPU, DDP where only the number of GPUs is given."""
+    """The options of `--parallel KIND --gpus N`; None for one GPU.
+
+    DDP if only the number of GPUs is given.
+    """
     if gpus is not None and gpus < 1:
         raise RequestError(f"{gpus} GPUs is not a positive number")
     if kind is None and (gpus is None or gpus == 1):

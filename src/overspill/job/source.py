@@ -1,4 +1,4 @@
-"""A job of another framework, as the user names it."""
+"""A job of another framework: its file or callable, and shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """Which framework, its file or callable, and the shapes of its inputs as the user gave them."""
+    """A model of another framework, with the shapes of its inputs.
+
+    `target` is its file or callable; shapes are as the user gave them.
+    """
 
     framework: str
     target: str
@@ -26,22 +29,25 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The file or callable."""
+        """The model's file or callable."""
         return self.target
 
     @property
     def refusal(self) -> str:
-        """Why no other field is of it."""
+        """Why the job's other fields do not apply, for an error."""
         return f"for a model of PyTorch's, and --{self.framework} is trained as its framework does, in float32; leave that out"
 
     @property
     def allocator(self) -> str:
-        """The framework's own allocator; ONNX's models are run as MXNet does."""
+        """The framework's own allocator; for ONNX it is MXNet's."""
         return "mxnet" if self.framework == "onnx" else self.framework
 
     @classmethod
     def of(cls, named: Mapping[str, object], inputs: Sequence[str]) -> Source | None:
-        """The one of `named` that is not None, by framework; None where there is none. Raises RequestError for two."""
+        """The framework's job among command-line options, or None.
+
+        It is the one of `named` that is not None. Raises RequestError for two.
+        """
         given = [
             cls(framework, str(target), tuple(inputs)) for framework, target in named.items() if target is not None
         ]
@@ -57,7 +63,10 @@ class Source:
 
 
 def shapes_of(inputs: Sequence[str], batch: int) -> dict[str, Shape]:
-    """`data=N,3,224,224` as a name and a shape, N being the batch. Raises RequestError for anything else."""
+    """Names and shapes of inputs, parsed from `data=N,3,224,224`.
+
+    N is the batch. Raises RequestError for anything else.
+    """
     found: dict[str, Shape] = {}
     for text in inputs:
         name, equals, sizes = text.partition("=")

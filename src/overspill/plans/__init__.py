@@ -1,1 +1,1 @@
-"""From a graph to a plan that may be used, and every policy side by side on one graph."""
+"""Make checked plans for a graph, and compare policies and budgets."""

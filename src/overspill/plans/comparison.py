@@ -1,4 +1,4 @@
-"""Every policy on one step: the same graph, device and budget, and a row for each."""
+"""Compare policies on one step: same graph, device and budget."""
 
 from __future__ import annotations
 
@@ -23,21 +23,27 @@ BOUNDS = 7
 
 
 class Counting(Protocol):
-    """How it is counted what plans take of a device: on a GPU by its card (`placement/card.py`)."""
+    """How the memory that a plan needs is counted.
+
+    On a GPU it is the size of its card (`placement/card.py`).
+    """
 
     def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
-        """What the device must have for the step with nothing moved or recomputed."""
+        """Bytes that the device needs with nothing moved or recomputed."""
 
     def measured(self, plan: Plan) -> Plan:
-        """`plan` with what the device must have for it."""
+        """`plan` with the bytes that the device needs for it."""
 
     def planned(self, budget_bytes: int, make: Callable[[int], tuple[Any, Plan]]) -> tuple[Any, Plan]:
-        """What `make` gives for the live bytes that a device of `budget_bytes` has room for. Raises InfeasibleBudget."""
+        """The result of `make` for the live bytes that fit the device.
+
+        The device has `budget_bytes`. Raises InfeasibleBudget.
+        """
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy's answer: its plan, or why there is none and the least budget that it would take.
+    """One policy's plan, or the reason and budget it would take.
 
     A policy that makes one schedule has a plan even where that is over the budget; it then does not fit.
     """
@@ -58,12 +64,12 @@ class Row:
 
     @property
     def least_bytes(self) -> int | None:
-        """What the policy needs at least, as far as it is known."""
+        """The least bytes that the policy needs, or None if unknown."""
         return self.floor_bytes if self.plan is None else self.plan.needed_bytes
 
     @cached_property
     def stall_seconds(self) -> dict[str, float]:
-        """Seconds that compute waited, by what it waited for: `offload` or `prefetch`."""
+        """Seconds that compute waited for `offload` and for `prefetch`."""
         found = {"offload": 0.0, "prefetch": 0.0}
         for cause, seconds in self._stalls.items():
             kind = cause.split(" ", 1)[0]
@@ -72,7 +78,10 @@ class Row:
 
     @property
     def stall_cause(self) -> str | None:
-        """The transfer that compute waited for longest, as `prefetch of relu_3`; None without stalls."""
+        """The transfer that compute waited for longest, or None.
+
+        For example `prefetch of relu_3`.
+        """
         return max(self._stalls, key=lambda cause: self._stalls[cause], default=None)
 
     @property
@@ -82,7 +91,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison(Sequence[Row], Reportable):
-    """The rows of policies on one step within `budget_bytes`, of live bytes or of a card: a sequence of them."""
+    """One row for each policy, within the same budget.
+
+    `budget_bytes` are live bytes, or those of a card.
+    """
 
     rows: tuple[Row, ...]
     device: Device
@@ -90,11 +102,17 @@ class Comparison(Sequence[Row], Reportable):
 
     @cached_property
     def lower_bound_seconds(self) -> float | None:
-        """What no plan within the budget beats; None where none fits. It follows from the graph, the device and the budget."""
+        """Seconds that no plan within the budget beats.
+
+        None where none fits. It follows from the graph, the device and the budget.
+        """
         return next((row.plan.lower_bound_seconds for row in self.rows if row.fits and row.plan is not None), None)
 
     def bounds(self, points: int = BOUNDS) -> tuple[tuple[int, float], ...]:
-        """Budgets, from the least that any plan takes to what the step takes unmanaged, and seconds that no plan within each beats."""
+        """Budgets, and the seconds that no plan within each beats.
+
+        They go from the least that any plan takes to what the step takes unmanaged.
+        """
         plans = [row.plan for row in self.rows if row.plan is not None]
         if not plans:
             return ()
@@ -128,16 +146,19 @@ def compare(
     progress: Callable[[str], None] | None = None,
     card: Counting | None = None,
 ) -> list[Row]:
-    """One row for each of `policies` on `graph`, the fastest that fits first; then what does not fit, the least first.
+    """A row for each of `policies`, the fastest that fits first.
 
-    Without `budget_bytes` all of the device is planned for. `progress` is told each policy's name before it plans. With a
-    `card` the budget is its size, not live bytes. Raises RequestError for an unknown name.
+    Then what does not fit, the least first. Without `budget_bytes` all of the device is planned for. `progress` is told
+    each policy's name before it plans. With a `card` the budget is its size, not live bytes. Raises RequestError for an
+    unknown name.
     """
+    # Check all names before any work.
     names = tuple(dict.fromkeys(policies))
     for name in names:
         policy_named(name)
     whole = device.usable_bytes if card is None else device.memory_bytes
     budget = whole if budget_bytes is None else budget_bytes
+    # Slowdowns are relative to the baseline.
     baseline = make_plan(graph, device, BASELINE, NO_LIMIT_BYTES, times)
     rows = []
     for name in names:
@@ -148,7 +169,7 @@ def compare(
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """What fits by step time, then what does not by the bytes that it needs."""
+    """Rows that fit by step time, then the others by needed bytes."""
 
     def key(row: Row) -> tuple[bool, float, int]:
         least = NO_LIMIT_BYTES if row.least_bytes is None else row.least_bytes
@@ -160,18 +181,20 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 def _row(
     graph: Graph, device: Device, name: str, budget_bytes: int, times: MeasuredTimes | None, card: Counting | None
 ) -> Row:
-    """The answer of one policy within a budget, which is the size of the `card` if there is one."""
+    """The row of one policy within a budget, of live bytes or a `card`."""
     adapts = policy_named(name).plans_for_budget
 
     def made(live_bytes: int) -> tuple[None, Plan]:
         return None, make_plan(graph, device, name, live_bytes if adapts else NO_LIMIT_BYTES, times)
 
     try:
+        # A budget of live bytes needs no search.
         if card is None:
             plan = replace(made(budget_bytes)[1], budget_bytes=budget_bytes)
             return Row(name, plan, plan.peak_bytes <= budget_bytes and plan.fits_device, 0.0)
         _, plan = card.planned(budget_bytes, made) if adapts else (None, card.measured(made(budget_bytes)[1]))
     except InfeasibleBudget as error:
+        # A policy without a plan still has a row, with its error.
         message = " ".join(str(error).split())
         return Row(name, None, False, 0.0, message, error.floor_bytes)
     except (PolicyError, InvalidSchedule) as error:  # the others have their rows all the same

@@ -1,4 +1,4 @@
-"""From a graph to a plan that may be used: the policy's schedule, checked by the reference machine and put on the clock."""
+"""Make a plan: a policy's schedule, checked and simulated."""
 
 from __future__ import annotations
 
@@ -56,50 +56,63 @@ class Plan(Reportable):
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """What a schedule in the graph's order takes at least within the budget (`bounds/step_time.py`).
+        """Seconds that no schedule in the graph's order beats within the budget.
 
-        Of a whole step, what one in any order of updates takes at least (`bounds/whole_step.py`).
+        See `bounds/step_time.py`. Of a whole step, what one in any order of updates takes at least
+        (`bounds/whole_step.py`).
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
         return bound(self.graph, self.device, self.most_live_bytes, self.op_seconds)
 
     def for_budget(self, budget_bytes: int) -> Plan:
-        """The same plan, which takes no more than that, as one for a budget: of its card, or of live bytes."""
+        """The same plan for another budget that it fits, card or live bytes."""
         if self.device_bytes is None:
             return replace(self, budget_bytes=budget_bytes)
         return replace(self, device_budget_bytes=budget_bytes)
 
     @property
     def most_live_bytes(self) -> int:
-        """What any plan within the budget can have live: the budget, or what its card leaves beside the context."""
+        """The most live bytes that the budget allows.
+
+        That is the budget, or what its card leaves after the context.
+        """
         if self.device_budget_bytes is None or self.device_bytes is None or self.reserved_bytes is None:
             return self.budget_bytes
         return self.device_budget_bytes - (self.device_bytes - self.reserved_bytes)
 
     @property
     def fits_device(self) -> bool:
-        """Whether the device has room for it: a budget that is a share of the step may be more than that."""
+        """Whether the device has enough memory for the plan.
+
+        A budget that is a share of the step may exceed it.
+        """
         has = self.device.usable_bytes if self.device_bytes is None else self.device.memory_bytes
         return self.needed_bytes <= has
 
     @property
     def asked_bytes(self) -> int:
-        """The budget as it was asked for: live bytes, or those of a card."""
+        """The budget as it was given: live bytes, or a card's size."""
         return self.budget_bytes if self.device_budget_bytes is None else self.device_budget_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """What it takes of that: its live bytes, or the card that it needs."""
+        """Bytes that the plan needs: live, or of a card, as the budget is."""
         return self.peak_bytes if self.device_bytes is None else self.device_bytes
 
     @property
     def unmanaged_needed_bytes(self) -> int:
-        """The same of the unmanaged step: what a budget may be a share of."""
+        """Bytes that the unmanaged step needs, counted the same way.
+
+        A budget may be a share of these.
+        """
         return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property
     def gap(self) -> float:
-        """How much longer the step takes than the bound, as a share of the bound; at most this can be gained."""
+        """How far the step is above the lower bound, as a share of it.
+
+        At most this can be gained.
+        """
         return self.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
 
     @property
@@ -129,28 +142,31 @@ class Plan(Reportable):
 
     @property
     def recomputed_flops(self) -> int:
-        """FLOPs that are done a second time."""
+        """FLOPs of recomputed ops."""
         return sum(self.graph.ops[op].flops for op in self.schedule.targets(Verb.RECOMPUTE))
 
     @property
     def recomputed_ops(self) -> int:
-        """Ops that run a second time."""
+        """The number of recomputed ops."""
         return len(self.schedule.targets(Verb.RECOMPUTE))
 
     @property
     def recomputing_seconds(self) -> float:
-        """Simulated seconds of the step in which ops run a second time."""
+        """Simulated seconds of recomputation in one step."""
         again = (e for e in self.timeline.events if e.verb is Verb.RECOMPUTE)
         return sum((e.end_seconds - e.start_seconds for e in again), 0.0)
 
 
 def unmanaged_peak(graph: Graph, device: Device) -> int:
-    """The peak of `graph` with every tensor freed at its last use and nothing else done: plain training."""
+    """Peak bytes of plain training: every tensor is freed at its last use."""
     return check(graph, Liveness().plan(graph, device)).peak_bytes
 
 
 def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, times: MeasuredTimes | None = None) -> Plan:
-    """The checked plan of `policy`. Raises InfeasibleBudget when its peak is over `budget_bytes`, and that counts."""
+    """The checked and simulated plan of `policy`.
+
+    Raises InfeasibleBudget when its peak is over `budget_bytes`, unless the policy has no limit.
+    """
     begun = time.perf_counter()
     chosen = policy_named(policy)
     schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None, times)
@@ -158,9 +174,11 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
         raise RequestError(
             f"policy {policy} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` makes"
         )
+    # Verify the schedule independently of the policy.
     result = check(graph, schedule)
     if result.peak_bytes > budget_bytes and not chosen.unlimited:
         raise _over_budget(graph, schedule, device, budget_bytes)
+    # Simulate it, and the unmanaged step for comparison.
     seconds = op_seconds(graph, device, times)
     plain = Liveness().plan(graph, device)
     return Plan(
@@ -179,12 +197,12 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
 
 
 def most_known(found: Iterable[int | None]) -> int | None:
-    """The largest of the numbers that are known; None where none is."""
+    """The largest of the numbers that are not None; None if there are none."""
     return max((number for number in found if number is not None), default=None)
 
 
 def smallest_budget(plan_within: Callable[[int], Plan]) -> int:
-    """The fewest bytes for which `plan_within` has a plan."""
+    """The smallest budget, in bytes, for which `plan_within` has a plan."""
     try:
         return plan_within(1).peak_bytes
     except InfeasibleBudget as error:
@@ -192,7 +210,10 @@ def smallest_budget(plan_within: Callable[[int], Plan]) -> int:
 
 
 def retained_bytes(graph: Graph, schedule: Schedule, besides: Container[int] = ()) -> int:
-    """Bytes, persistent ones and tensors `besides` aside, that `schedule` leaves on the device between forward and backward."""
+    """Bytes that `schedule` keeps on the device from forward to backward.
+
+    Persistent tensors and tensors `besides` do not count.
+    """
     present: set[int] = set()
     for instruction in schedule.instructions:
         target = instruction.target
@@ -208,7 +229,7 @@ def retained_bytes(graph: Graph, schedule: Schedule, besides: Container[int] = (
 
 
 def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:
-    """The error for a policy that makes one schedule only, with what `auto` could do instead."""
+    """The error of a policy with one schedule, with what `auto` could do."""
     needed = peak_of(graph, schedule)
     try:
         POLICIES["auto"]().plan(graph, device, budget_bytes)

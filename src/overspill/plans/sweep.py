@@ -1,4 +1,7 @@
-"""The budget sweep: what the step of one graph costs at every budget, from the unmanaged step's down to the smallest that works."""
+"""The budget sweep: a step's cost at every budget.
+
+Budgets go from the unmanaged step's down to the smallest that works.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ THOUSANDTHS = 1000
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One policy at one budget: its plan, or why there is none. No plan within the budget beats the bound."""
+    """One policy's plan at one budget, or why there is none.
+
+    No plan within the budget beats the bound.
+    """
 
     policy: str
     budget_bytes: int
@@ -42,7 +48,7 @@ class SweepPoint:
 
     @property
     def gap(self) -> float | None:
-        """How much longer the step takes than the bound, as a share of the bound."""
+        """How far the step is above the lower bound, as a share of it."""
         if self.plan is None:
             return None
         return self.plan.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
@@ -50,7 +56,7 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Sweep(Reportable):
-    """The step of one graph at many budgets: for each policy its points, from the largest budget to the smallest.
+    """Each policy's plans at many budgets, the largest budget first.
 
     `floors`: by policy the smallest budget that works, and what holds it up. Budgets are live bytes, and on a GPU sizes of
     its card, as `unmanaged_device_bytes` is then. A budget for which a policy's plan is slower than for a smaller one is left out.
@@ -64,12 +70,15 @@ class Sweep(Reportable):
 
     @property
     def unmanaged_needed_bytes(self) -> int:
-        """What the unmanaged step takes, counted as budgets are."""
+        """Bytes of the unmanaged step, counted as budgets are."""
         return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property
     def frontier(self) -> tuple[SweepPoint, ...]:
-        """The points that no other is as fast as with as little memory, from the largest budget to the smallest."""
+        """The points that no other beats in both memory and time.
+
+        From the largest budget to the smallest.
+        """
         found: list[SweepPoint] = []
         fastest = float("inf")
         planned = [(p.budget_bytes, p.plan.step_seconds, p) for p in self.points if p.plan is not None]
@@ -80,7 +89,7 @@ class Sweep(Reportable):
         return tuple(reversed(found))
 
     def fits(self, point: SweepPoint) -> bool:
-        """Whether the device has room for the plan of `point`."""
+        """Whether the device has enough memory for the plan of `point`."""
         return point.plan is not None and point.plan.fits_device
 
 
@@ -93,15 +102,16 @@ def sweep(
     progress: Callable[[str], None] | None = None,
     card: Counting | None = None,
 ) -> Sweep:
-    """Each of `policies` at up to `points` budgets, from what the step takes unmanaged down to the smallest that works.
+    """Plan each of `policies` at up to `points` budgets.
 
-    Budgets lie where the curves bend; a policy's own smallest comes on top of them. A policy that makes one schedule has
+    They go from what the step takes unmanaged down to the smallest that works. Budgets lie where the curves bend; a policy's own smallest comes on top of them. A policy that makes one schedule has
     one point. `progress` is told what is being done; with a `card` budgets are sizes of it, else live bytes.
     Raises RequestError for an unknown name, and for fewer points than the two ends.
     """
     check_points(points)
     names = tuple(dict.fromkeys(policies))
     adapting = {name for name in names if policy_named(name).plans_for_budget}
+    # The largest budget is what the unmanaged step takes.
     live = unmanaged_peak(graph, device)
     of_card = None if card is None else card.unmanaged_bytes(graph, device)
     top = live if of_card is None else of_card
@@ -112,6 +122,7 @@ def sweep(
     for curve in curves:
         curve.begin()
     adaptable = [curve for curve in curves if curve.adapts]
+    # Refine where the curves bend.
     budgets = _refined(adaptable, top, points) if adaptable else []
     for curve in curves:
         curve.budgets = sorted({curve.smallest_bytes, *(budgets if curve.adapts else ())}, reverse=True)
@@ -128,13 +139,13 @@ def check_points(points: int) -> None:
 
 
 def _nobody(what: str) -> None:
-    """Nobody is told."""
+    """Ignore progress messages."""
 
 
 def _planner(
     graph: Graph, device: Device, policy: str, times: MeasuredTimes | None, card: Counting | None
 ) -> Callable[[int], Plan]:
-    """What gives the plan of `policy` within a budget, as `overspill.plan` would for the same."""
+    """A function from a budget to the policy's plan, as by `overspill.plan`."""
     adapts = policy_named(policy).plans_for_budget
 
     @cache  # budgets of a card that are near one another ask for the same live bytes
@@ -151,9 +162,10 @@ def _planner(
 
 @dataclass(eq=False)
 class _Curve:
-    """The plans of one policy so far, by their budgets; `floor` is the least that works, `budgets` those that are shown.
+    """The plans of one policy so far, by budget.
 
-    `top_bytes` is what the unmanaged step takes, of which budgets are shares.
+    `floor` is the least that works, `budgets` those that are shown. `top_bytes` is what the unmanaged step takes, of
+    which budgets are shares.
     """
 
     policy: str
@@ -167,7 +179,10 @@ class _Curve:
     budgets: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Plan for the smallest budget, which is what the error of one that is too small names, or all that a schedule takes."""
+        """Plan for the smallest budget.
+
+        It is the one that errors name, or all that the policy's one schedule takes.
+        """
         self.progress(f"planning the smallest of {self.policy}")
         try:
             plan = self.make(1)
@@ -180,14 +195,17 @@ class _Curve:
 
     @property
     def smallest_bytes(self) -> int:
-        """The smallest budget that is shown: the floor, as a share rounded up; of one schedule exactly that."""
+        """The smallest budget shown: the floor, as a share rounded up.
+
+        Of one schedule it is exactly that.
+        """
         if not self.adapts or self.floor.nbytes >= self.top_bytes:
             return self.floor.nbytes
         budget = ceil(THOUSANDTHS * self.floor.nbytes / self.top_bytes)
         return budget_of_share(budget, self.top_bytes)
 
     def plan(self, budget: int) -> None:
-        """Plan within `budget`, or note why that cannot be done."""
+        """Plan within `budget`, or record why that is infeasible."""
         if budget < self.floor.nbytes:
             self.errors[budget] = below(self.floor, budget, self.policy)
             return
@@ -203,7 +221,7 @@ class _Curve:
         return min(within, key=lambda plan: plan.step_seconds, default=None)
 
     def is_beaten(self, budget: int) -> bool:
-        """Whether the plan for a smaller budget is faster, or the same."""
+        """Whether a smaller budget has a plan as fast or faster."""
         if (own := self.plans.get(budget)) is None:
             return False
         smaller = [plan for less, plan in self.plans.items() if less < budget]
@@ -212,12 +230,18 @@ class _Curve:
 
 
 def budget_of_share(thousandths: int, unmanaged_bytes: int) -> int:
-    """The budget that so many thousandths of what the step takes unmanaged are, where they are asked for as a percentage."""
+    """The budget in bytes, for thousandths of the unmanaged step's bytes.
+
+    It is the same as where they are asked for as a percentage.
+    """
     return Budget.parse(f"{thousandths / 10:.1f}%").bytes_of(lambda: unmanaged_bytes, 0, lambda: 0)
 
 
 def _refined(curves: Sequence[_Curve], top: int, points: int) -> list[int]:
-    """Budgets from the smallest that any of `curves` has up to `top`, all planned, each where the curves were known least."""
+    """Budgets, all planned, each chosen where the curves are known least.
+
+    They go from the smallest that any of `curves` has up to `top`.
+    """
     budgets: list[int] = []
     low = min(curve.smallest_bytes for curve in curves)
     wanted: int | None = max(low, top)
@@ -231,10 +255,10 @@ def _refined(curves: Sequence[_Curve], top: int, points: int) -> list[int]:
 
 
 def _least_known(curves: Sequence[_Curve], budgets: Sequence[int], top: int) -> int | None:
-    """The budget in the middle of what is known least; None where all is known well enough.
+    """The budget in the middle of what is known least, or None.
 
-    More memory is never slower: between two budgets a curve lies in the rectangle that its points span, less what the
-    plan for the larger leaves free.
+    None where all is known well enough. More memory is never slower: between two budgets a curve lies in the rectangle
+    that its points span, less what the plan for the larger leaves free.
     """
     areas: dict[int, float] = defaultdict(float)
     for less, more in pairwise(budgets):

@@ -1,4 +1,4 @@
-"""What a job changes about its model before it runs, wherever that is: estimated, planned, or trained."""
+"""Changes that a job makes to its model before it runs."""
 
 from .model import attention_kernel as attention_kernel
 from .model import check_attention as check_attention

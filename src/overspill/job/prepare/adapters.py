@@ -1,7 +1,8 @@
-"""LoRA (Hu et al., 2021): a product of two thin matrices beside a frozen linear layer, as peft makes it.
+"""LoRA adapters (Hu et al., 2021) as peft adds them.
 
-peft/tuners/lora/layer.py and bnb.py, 0.18: adapters are float32 also where the model is in half precision, and what
-they read is cast to that unless autocast does it and the layer is quantised; no dropout.
+An adapter is a product of two thin matrices, parallel to a frozen linear layer. peft/tuners/lora/layer.py and bnb.py,
+0.18: adapters are float32 also where the model is in half precision, and what they read is cast to that unless autocast
+does it and the layer is quantised; no dropout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TARGETS = {
 
 
 class Adapted(nn.Module):
-    """`base` with an adapter of rank `rank`."""
+    """A frozen linear layer `base` plus an adapter of rank `rank`."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Adapted(nn.Module):
         self.scaling = _ALPHA / rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output and the adapter's, in the dtype of the layer's."""
+        """The sum of the layer's and the adapter's outputs, in the layer's dtype."""
         result: Tensor = self.base_layer(x)
         dtype = result.dtype
         if isinstance(self.base_layer, Quantized):
@@ -55,7 +56,7 @@ class Adapted(nn.Module):
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freeze `model` and give adapters to the layers that peft chooses for its kind.
+    """Freeze `model` and add adapters to the layers that peft would choose.
 
     Of models that peft does not know all linear layers but the output's get one, as with peft's "all-linear". Raises
     RequestError where there is none.

@@ -1,4 +1,7 @@
-"""Activation checkpointing: blocks whose activations are dropped after forward and computed again in backward."""
+"""Activation checkpointing: blocks are recomputed in backward.
+
+Their activations are dropped after forward.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = ()) -> None:
-    """Checkpoint the modules of these `classes`, without them the `repeated_blocks`; torch's own checkpoint runs.
+    """Checkpoint the modules of these `classes`, or the `repeated_blocks`.
 
-    Without reentrance, as torch recommends; `gradient_checkpointing_enable` of transformers does so to the same blocks.
+    It is torch's own checkpoint without reentrance, as torch recommends; `gradient_checkpointing_enable` of transformers
+    does so to the same blocks.
     Raises RequestError where there is none to checkpoint.
     """
     if classes:
@@ -35,7 +39,7 @@ def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = ()) -> None:
 
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of the blocks of a class `kind` that are checkpointed, by the same name."""
+    """A subclass of `kind`, by the same name, that recomputes its forward in backward."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
@@ -44,10 +48,11 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a ModuleList or Sequential repeats: two or more of one class, made of other modules.
+    """The repeated blocks of a model, as layers of a transformer.
 
-    They are the layers of a transformer's encoder and decoder, the blocks of a ResNet's stages. Within such a block no
-    others are looked for; containers and modules that train nothing are none.
+    They are modules in a ModuleList or Sequential, two or more of one class, made of other modules. They are the layers
+    of a transformer's encoder and decoder, the blocks of a ResNet's stages. Within such a block no others are looked
+    for; containers and modules that train nothing are none.
     """
     children = list(module.children())
     classes = Counter(type(child) for child in children)

@@ -1,4 +1,4 @@
-"""The linear layers of a model, which adapters are added to and whose weights are quantised."""
+"""Find and replace a model's linear layers, for adapters and quantisation."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from torch import Tensor, nn
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and layers; the `Conv1D` of transformers, a linear layer with its weight transposed, is one too."""
+    """The names and modules of all linear layers.
+
+    The `Conv1D` of transformers is one too: a linear layer with its weight transposed.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             yield name, module
 
 
 def width_of(layer: nn.Module) -> tuple[int, int]:
-    """How many features `layer` reads, and how many it makes."""
+    """The number of input and of output features of `layer`."""
     weight: Any = layer.weight
     made, read = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
     return read, made
 
 
 def heads(model: nn.Module) -> set[nn.Module]:
-    """The layers that make the output, and those that share their weight with an embedding.
+    """The output layers, and those that share an embedding's weight.
 
     They are left as they are by transformers (integrations/bitsandbytes.py, `get_keys_to_not_convert`) and by peft's
     "all-linear" (peft/utils/other.py).
@@ -37,12 +40,12 @@ def heads(model: nn.Module) -> set[nn.Module]:
 
 
 def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` where the layer called `name` was."""
+    """Replace the layer called `name` by `new`."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, new)
 
 
 def bias_of(layer: nn.Module) -> Tensor | None:
-    """The layer's bias, if it has one."""
+    """The layer's bias, or None."""
     found: Any = layer.bias
     return found

@@ -1,4 +1,4 @@
-"""A model as its job has it: dtype, memory format, quantised weights, adapters, checkpoints."""
+"""Apply a job's dtype, memory format, quantisation, adapters and checkpointing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _KERNELS = {
 
 
 def prepare(module: nn.Module, job: Job) -> None:
-    """Make `module`, which is on the host, as `job` has it. Raises RequestError where that cannot be done to it."""
+    """Change `module`, on the host, as the job's options say.
+
+    Raises RequestError where that cannot be done to it.
+    """
     if job.channels_last and {4} != {parameter.dim() for parameter in module.parameters() if parameter.dim() > 3}:
         raise RequestError(
             f"{type(module).__name__} has no convolutions of images to lie channels-last; leave channels_last= out"
@@ -48,7 +51,10 @@ def prepare(module: nn.Module, job: Job) -> None:
 
 
 def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
-    """`value` with every tensor where `to` says, floating ones in the job's dtype, images in its memory format."""
+    """A batch on its device, in the job's dtype and memory format.
+
+    Every tensor in `value` goes where `to` says; floating ones get the dtype, images the memory format.
+    """
     if isinstance(value, Tensor):
         options = to | ({"dtype": whole_dtype(job.dtype)} if value.is_floating_point() else {})
         if job.channels_last and value.dim() == 4:
@@ -62,16 +68,20 @@ def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
 
 
 def attention_kernel(job: Job) -> AbstractContextManager[Any]:
-    """Inside, scaled_dot_product_attention has the kernels that the job allows it."""
+    """A context in which only the job's attention kernel is used."""
     return nullcontext() if job.attention is None else sdpa_kernel(_KERNELS[job.attention])
 
 
 def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
-    """Raise RequestError where `device` has no such kernel, or `run`, on fake tensors, calls no attention that could have it."""
+    """Raise RequestError where the job's attention kernel cannot be used.
+
+    That is where `device` has no such kernel, or `run`, on fake tensors, calls no attention that could have it.
+    """
     if device.kind == "cpu" and job.attention in ("efficient", "cudnn"):
         raise RequestError(
             f"attention={job.attention}: a kernel of GPUs, and device={device.name} is none; take flash or math"
         )
+    # Run on fake tensors: torch refuses a kernel that does not suit the call.
     seen = _Calls()
     try:
         with seen:
@@ -88,14 +98,14 @@ def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
 
 
 def no_attention(job: Job) -> RequestError:
-    """The error for a model that the job's kernel is not for."""
+    """The error for a model without attention that the kernel is for."""
     return RequestError(
         f"the model calls no scaled_dot_product_attention, which attention={job.attention} would be for; leave it out"
     )
 
 
 class _Calls(TorchFunctionMode):
-    """What is called of torch's functions inside."""
+    """Records which functions of torch are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +117,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _compute_dtype(dtype: str) -> torch.dtype:
-    """What products with quantised weights are in."""
+    """The dtype of products with quantised weights."""
     if dtype.startswith("amp"):
         return torch.bfloat16 if dtype == "amp-bfloat16" else torch.float16
     return whole_dtype(dtype) or torch.float32

@@ -1,10 +1,10 @@
-"""Weights in 4 or 8 bits, by the formats of bitsandbytes, whose steps are taken with tensors of the right sizes.
+"""Linear layers with 4-bit or 8-bit weights, in bitsandbytes' formats.
 
-Nothing of bitsandbytes is needed. 4 bits is NF4 with double quantisation (Dettmers et al., "QLoRA", 2023, §3): two
-values a byte, a scale of 8 bits for 64 values, and of those scales one in float32 for 256. 8 bits is LLM.int8
-(Dettmers et al., 2022): a byte a value and a float32 scale a row. What forward and backward make and keep is that of
-bitsandbytes/autograd/_functions.py (`MatMul4Bit`, `MatMul8bitLt`) and nn/modules.py, 0.49. How many columns of an
-activation are outliers in LLM.int8 depends on values; none is assumed.
+Their forward and backward make tensors of the right sizes. Nothing of bitsandbytes is needed. 4 bits is NF4 with double
+quantisation (Dettmers et al., "QLoRA", 2023, §3): two values a byte, a scale of 8 bits for 64 values, and of those
+scales one in float32 for 256. 8 bits is LLM.int8 (Dettmers et al., 2022): a byte a value and a float32 scale a row.
+What forward and backward make and keep is that of bitsandbytes/autograd/_functions.py (`MatMul4Bit`, `MatMul8bitLt`)
+and nn/modules.py, 0.49. How many columns of an activation are outliers in LLM.int8 depends on values; none is assumed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LEVELS = 16
 
 
 def quantize_weights(model: nn.Module, bits: str, compute: torch.dtype) -> None:
-    """Replace the linear layers of `model`, the output's left aside as transformers does, by quantised ones.
+    """Replace the linear layers of `model` by quantised ones.
 
-    `compute` is what products are in. Raises RequestError where there is none.
+    Not the output's, as in transformers. `compute` is what products are in. Raises RequestError where there is none.
     """
     kept = heads(model)
     layers = {name: layer for name, layer in linear_layers(model) if layer not in kept}
@@ -43,7 +43,7 @@ def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Quantized(nn.Module):
-    """A linear layer of `read` to `made` features with its weight in few bits."""
+    """A linear layer of `read` to `made` features with a quantised weight."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Quantized(nn.Module):
 
 
 class Linear4bit(Quantized):
-    """Dequantised as a whole for each product."""
+    """A 4-bit linear layer, whose weight each product dequantises as a whole."""
 
     def __init__(self, layer: nn.Module, compute: torch.dtype) -> None:
         super().__init__(layer)
@@ -80,7 +80,10 @@ class Linear4bit(Quantized):
         return out.to(dtype)
 
     def dequantized(self, like: Tensor) -> Tensor:
-        """The weight in the dtype of products, on the device of `like`; its scales are dequantised first."""
+        """The weight in the dtype of products, on the device of `like`.
+
+        Its scales are dequantised first.
+        """
         scales = self._scales(like)
         weight = torch.empty((self.made, self.read), dtype=self.compute, device=like.device)
         del scales
@@ -93,7 +96,7 @@ class Linear4bit(Quantized):
 class _Product4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear4bit, bias: Tensor | None) -> Tensor:
-        """The product; what it was made from is not kept, since the weight gets no gradient."""
+        """The product; its inputs are not kept, since the weight gets no gradient."""
         ctx.layer = layer
         return F.linear(x, layer.dequantized(x), bias)
 
@@ -104,7 +107,7 @@ class _Product4bit(torch.autograd.Function):
 
 
 class Linear8bit(Quantized):
-    """Multiplied as integers; dequantised for the gradient alone."""
+    """An 8-bit linear layer: integer products, dequantised only for the gradient."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
@@ -119,7 +122,7 @@ class Linear8bit(Quantized):
 class _Product8bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear8bit) -> Tensor:
-        """`x` in rows of int8 with a scale each, a product in int32, and its dequantised output."""
+        """The product of int8 rows, in int32 and then dequantised."""
         ctx.layer = layer
         ctx.save_for_backward(x)
         rows = x.reshape(-1, x.shape[-1])
