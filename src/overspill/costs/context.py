@@ -25,6 +25,7 @@ def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = Tr
     if device.kind != "cuda":
         return NOTHING
     table, release = _table(), _release(cuda_version)
+    # With lazy loading, the device's own figure.
     bare = Interval(
         device.context_low_bytes or device.context_bytes,
         device.context_bytes,

@@ -219,12 +219,13 @@ def _costs(sizes: Sizes, rate: float, device: Device, cudnn: int) -> list[_Cost]
         moved = x + y + w + workspace_bytes
         return cost(name, workspace_bytes, share * direct + moved / (TRANSFORM_SHARE * bandwidth))
 
-    # Winograd, then FFT by tile size.
+    # Winograd for 3 x 3 kernels.
     if sizes.kernel == (3, 3) and cudnn >= WINOGRAD_SINCE:
         tiles = sizes.n * prod(ceil(edge / 2) for edge in sizes.output)
         points = tiles * (sizes.c + sizes.k) + sizes.c * sizes.k
         share = 16 * tiles / (9 * sizes.n * prod(sizes.output))
         costs.append(transformed("winograd", 16 * points * sizes.item_bytes, share))
+    # FFT by tile size, where the kernel leaves enough of a tile.
     for edge in _FFT_EDGES:
         made = [edge + 1 - taps for taps in sizes.kernel]
         if min(made) < edge / 2:

@@ -60,10 +60,11 @@ def nccl_bytes(
     linked = nvlink and device.compute_capability in _NVLINK_CHANNELS
     channels = _NVLINK_CHANNELS[device.compute_capability] if linked else _PCIE_CHANNELS
     channels = min(channels, _number(variables, "NCCL_MAX_NCHANNELS", channels))
-    # Rings and trees, then direct connections between all pairs.
+    # Rings and trees.
     connection = connection_bytes(variables)
     connections = channels if gpus == 2 else channels * 3 // 2
     central = connections * connection + channels * _REST_PER_CHANNEL
+    # Experts are exchanged over direct connections between all pairs.
     exchange = 0
     if all_to_all:
         each = _number(variables, "NCCL_MAX_P2P_NCHANNELS", _P2P_CHANNELS if linked else _PCIE_CHANNELS)

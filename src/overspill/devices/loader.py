@@ -154,6 +154,7 @@ def _checked(device: Device, path: Path) -> Device:
 
     Raises RequestError for figures that no hardware has, such as a bandwidth of zero.
     """
+    # Rates and sizes above 0.
     positive = {
         "memory_bytes_per_second": device.memory_bytes_per_second,
         "offload_bytes_per_second": device.offload_bytes_per_second,
@@ -166,6 +167,7 @@ def _checked(device: Device, path: Path) -> Device:
     for field, figure in positive.items():
         if not figure > 0:
             raise RequestError(f"{path}: {field} is {figure}; it must be above 0")
+    # Times and shares from 0.
     not_negative = {
         "memory_bytes": device.memory_bytes,
         "context_bytes": device.context_bytes,

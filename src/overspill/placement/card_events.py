@@ -65,6 +65,7 @@ class _Run:
         self.rows: list[tuple[int, int, int, int]] = []
         self.live: dict[int | str, list[int]] = {}
         self.blocks = 0
+        # Sizes of the parameters, of which gradients and state have blocks.
         trained = (t for t in graph.tensors if t.kind is TensorKind.PARAMETER and t.persistent)
         self.parameters = [t.nbytes for t in trained if t.nbytes]
 

@@ -33,7 +33,7 @@ SEARCH = Limits(time_limit_seconds=1.0, least_gain=LEAST_GAIN)
 
 @dataclass(frozen=True)
 class Placed:
-    """What `placer` takes for a trace.
+    """The bytes that `placer` takes for a trace.
 
     The trace's live bytes never exceed `lower_bound_bytes`. `peak_bytes` are what an allocator holds of the device, or
     how far a solver's layout reaches. `unusable` is the mean over time of the share of free bytes in blocks too small

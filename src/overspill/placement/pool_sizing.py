@@ -58,6 +58,7 @@ def size_pool(
     pools, failures = [first_bytes], 0
     pool_bytes = needed_pool_bytes(first) + beta_bytes
     for events in iterations[1:]:
+        # More by trial, as far as the device goes.
         while not run(events, pool_bytes).fits:
             largest = TRIAL_POOL_BYTES if capacity_bytes is None else capacity_bytes
             if pool_bytes >= largest or not run(events, largest).fits:

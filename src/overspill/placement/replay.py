@@ -35,7 +35,7 @@ def replay(
     curves: bool = False,
     request_bytes: int | None = None,
 ) -> Replay:
-    """What `allocator` does with `events` on an empty simulated device.
+    """Replay `events` with `allocator` on an empty simulated device.
 
     The device has `capacity_bytes` (None: unlimited). Replay stops at the first allocation that is not elastic and
     finds no room. `native` uses the counterpart in C++ where there is one. An allocator that sizes itself by a first
@@ -123,6 +123,7 @@ def replay_natively(
     request_bytes: int | None = None,
 ) -> Replay:
     """As `replay`, on the native core."""
+    # One call does all events.
     try:
         core = native_core.simulated_allocator(name, allocator_type(name).config_type, config, capacity_bytes)
         failed_at, skipped, addresses, histories = core.replay(

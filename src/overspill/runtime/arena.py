@@ -144,6 +144,7 @@ def plan_in_arena(
             break
         less = min(asked, plan.peak_bytes) - (places.total_bytes - budget_bytes)
         asked = less if left > 1 else 1  # the last to try is what has the least live bytes
+    # None fits: name the smallest that was found.
     assert least is not None
     budget, taken = format_apart(budget_bytes, least)
     raise InfeasibleBudget(

@@ -13,7 +13,10 @@ from overspill.core.errors import RequestError
 
 
 def kind(leaf: Any) -> Any:
-    """What a plan depends on of one input: shape, strides, dtype, device."""
+    """Shape, strides, dtype and device of one input: its part of a plan's key.
+
+    Of a value that is no tensor, its repr.
+    """
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
 
 

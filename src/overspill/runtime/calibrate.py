@@ -217,6 +217,7 @@ def _transferring(store: Store) -> Iterator[None]:
             store.write(slot, block)
             store.read(slot, block)
 
+    # One endless job on the lane, until the context ends.
     lane, slot = ThreadLane("calibrate", transfer), store.allocate(BLOCK_BYTES)
     ticket = lane.submit(slot, torch.zeros(BLOCK_BYTES, dtype=torch.uint8).untyped_storage())
     try:
@@ -326,6 +327,7 @@ def _sources() -> dict[str, str]:
         "efficiency": "forward and backward of layers as in ResNet-50 and GPT-2, over the float32 matrix product",
     }
     sources = {figure: f"{by}: {what}" for figure, what in how.items()}
+    # Two figures are not measured.
     return sources | {
         "memory_bytes": "the machine's own: os.sysconf, physical pages",
         "context_bytes": "a CPU has no context to load",

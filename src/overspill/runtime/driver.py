@@ -78,6 +78,7 @@ class LoweredProgram:
         for node in nodes:
             if node.op != "get_attr":  # constants stay
                 done_with.setdefault(last_user.get(node, node), []).append(node)
+        # One instruction for each call.
         self.instructions = [
             _Instruction(
                 n,
@@ -172,7 +173,10 @@ class ProgramRun:
         return results
 
     def where(self) -> tuple[int | None, str]:
-        """What the next instruction moves: an input's position, or None and a name."""
+        """The tensor that the next instruction moves: an input's position, or a name.
+
+        A position comes without a name, a name with None.
+        """
         if self.position == len(self.program.instructions):
             return None, ""
         node = self.program.instructions[self.position].node

@@ -145,7 +145,7 @@ def copied(graph: Graph, schedule: Schedule) -> list[int]:
 def _crossing(
     captured: Captured, backward: Iterable[Instruction], forward: _Emitter
 ) -> tuple[list[fx.Node], list[int]]:
-    """What backward takes over: roots on the device, and tensors whose handles it needs."""
+    """Backward's inputs from forward: roots on the device, and tensors as handles."""
     read, prefetched = crossing(captured.graph, captured.nodes, backward)
     outputs = [node for node in captured.joint.backward_outputs if isinstance(node, fx.Node)]
     needed = dict.fromkeys([*read, *(captured.tensor_of[key] for node in outputs for key in storages(node))])
@@ -176,12 +176,14 @@ class _Emitter:
         self.engine = engine
         self.backward = backward
         self.graph = fx.Graph()
+        # Variables by captured root or view, handles and prefetches by tensor.
         self.values: dict[fx.Node, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
         self.handles: dict[int, fx.Node] = {}
         self.arriving: dict[int, fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}
         self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
+        # Hints for a live pool, and updates that are merged into one call.
         self._telling = Telling(made)
         self.groups: dict[int, tuple[int, ...]] = {}
         self.together: Together | None = None
@@ -190,6 +192,7 @@ class _Emitter:
         self.fake_mode = next(
             n.meta["val"].fake_mode for n in self.joint.module.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)
         )
+        # The captured nodes that each tensor's views are made from.
         self._roots: dict[int, list[fx.Node]] = {}
         for key, roots in self.joint.roots.items():
             if key in captured.tensor_of:

@@ -97,6 +97,7 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
         state = _state_bytes(optimizer, group, parameters)
         update = _temporaries(optimizer, group, parameters[0], sizes)
     except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
+        # An optimizer that refuses tiny parameters: take the state there is, or assume twice the parameters.
         has = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
         state = sum(v.nbytes for v in has) or 2 * sum(sizes)
         update = sum(sizes)

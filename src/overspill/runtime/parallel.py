@@ -220,7 +220,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank sends when agreement fails: its key, or its error."""
+    """A rank's message when agreement fails: its key, or its error."""
 
     text: str = ""
     shapes: str = ""

@@ -79,6 +79,7 @@ class BestFitAllocator(PythonAllocator):
         """The pool's last block, grown to at least `size` free bytes; None without memory."""
         last = self._last
         open_bytes = last.size if last is not None and last.free else 0
+        # The free end of the pool counts; pages are added for the rest.
         missing = round_up(size - open_bytes, PAGE_BYTES)
         if missing > self._unmapped_bytes:
             return None

@@ -94,7 +94,7 @@ class ExpandableSegments:
         address = block.address
         if not self._device.map(address, nbytes):
             return False
-        # Split off what stays unmapped, then join with free neighbours.
+        # Split off what stays unmapped.
         pool.unmapped.remove((block.stream, address))
         if nbytes < block.size:
             rest = PoolBlock(
@@ -104,6 +104,7 @@ class ExpandableSegments:
             _splice(rest, block, block.next)
             pool.unmapped.add((rest.stream, rest.address), rest)
             block.size = nbytes
+        # What is mapped joins its free neighbours.
         block.mapped = True
         self._allocator.join(block, block.prev)
         self._allocator.join(block, block.next)

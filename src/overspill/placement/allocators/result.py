@@ -18,7 +18,7 @@ NOT_PLACED = -1
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What an allocator did with events.
+    """The result of an allocator on events.
 
     Peaks are of the whole replay; `…_at` is the event of the first maximum. `failed_at` is the event that found no
     room, the last one that was tried (None: all were done). `skipped` counts elastic allocations that found no room,

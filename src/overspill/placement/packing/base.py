@@ -20,7 +20,7 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a search: a capacity that is met, or a time limit.
+    """The end of a search: a capacity that is met, or a time limit.
 
     A layout within `capacity_bytes` (None: within the lower bound), or `time_limit_seconds`. `seed` is for random
     choices; the same seed gives the same search. A solver that can improve its layout uses all its time, unless it is

@@ -1,4 +1,4 @@
-"""What alignment adds to the lower bound."""
+"""The lower bound of a layout's peak, with alignment counted."""
 
 from __future__ import annotations
 

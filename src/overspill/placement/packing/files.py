@@ -76,6 +76,7 @@ def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
         content = _standard_input() if given == STANDARD_INPUT else read_whole(path)
     except RequestError as error:
         raise RequestError(f"{error}; what can be packed is {KINDS}") from None
+    # The content tells the kind of file.
     where = Path("standard input") if given == STANDARD_INPUT else path
     plain = content.removeprefix(_BYTE_ORDER_MARK)
     begins = plain[:_MOST_BLANK].lstrip() or plain.lstrip()

@@ -54,6 +54,7 @@ def refuse_clashing_pins(problem: Problem) -> None:
     """Raise RequestError if pinned blocks overlap while both are live."""
     if (problem.pinned == ANYWHERE).all():
         return
+    # When each pinned piece begins and ends.
     pieces = Pieces.of(problem)
     changes: list[tuple[int, bool, tuple[int, int, int]]] = []
     for row in np.flatnonzero(problem.pinned[pieces.owner] != ANYWHERE).tolist():

@@ -44,6 +44,7 @@ class Problem:
         Raises RequestError for a block that cannot be placed: of negative size, badly aligned, with gaps out of order,
         or ending before it starts.
         """
+        # Choose the blocks of this space that need a place.
         columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
         columns.refuse_flaws()
         chosen = np.flatnonzero((columns.space == space) & (columns.nbytes > 0) & (columns.end > columns.start))

@@ -68,6 +68,7 @@ def plain_rows(content: bytes, path: str | Path) -> tuple[Rows, Columns] | None:
     head = content[:first].strip(b"\r\n")
     if not head or not head.isascii() or b'"' in head:
         return None
+    # The header tells the columns; gaps are for the other reader.
     header = tuple(head.decode("ascii").split(","))
     try:
         places, inclusive = places_of(header, path, 1)
@@ -75,10 +76,11 @@ def plain_rows(content: bytes, path: str | Path) -> tuple[Rows, Columns] | None:
         return None
     if "gaps" in places:
         return None
-    # Read all cells in native code, and check the blocks.
+    # Read all cells in native code.
     found = read_rows(content, first, len(header), [places.get(role, -1) for role in _ROLES])
     if found is None:
         return None
+    # The blocks, if they are valid.
     id_begin, lower, upper, size, alignment, pinned, space, id_end, line, line_end = found
     count, none = len(line), np.zeros(0, dtype=np.int64)
     columns = Columns(

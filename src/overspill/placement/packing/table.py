@@ -69,6 +69,7 @@ class Table:
             columns["stream"] = [str(b.stream) for b in blocks]
         if addresses:
             columns["address"] = [str(address) for address in addresses]
+        # A row for each block.
         return cls(tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
     def with_offsets(self, offsets: Sequence[int]) -> Table:
@@ -210,6 +211,7 @@ def _block(position: int, cells: Mapping[str, str], inclusive: bool) -> Block:
 
     Raises RequestError without the line.
     """
+    # The id must be there and printable.
     if not cells["id"]:
         raise RequestError("the id is empty; give every block its own")
     if not cells["id"].isprintable():

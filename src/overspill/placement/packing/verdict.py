@@ -16,7 +16,7 @@ from .columns import Columns
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a solution says about a capacity.
+    """A solution's verdict on a capacity.
 
     It `fits`, or it is `infeasible` for every layout, or neither is known. `infeasible_core` holds positions in the
     trace of the fewest blocks known that cannot lie together within the capacity.

@@ -275,6 +275,7 @@ class _Comparison:
         """The answer."""
         found, counts, allocator = self.found, self.counts, self.allocator
         finished = found.segments is None
+        # Only a replay that reached the end can be equal.
         return SnapshotReplay(
             device=device,
             config=self.config,

@@ -45,7 +45,7 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
             f"devices with events: {having}" if having else "torch.cuda.memory._record_memory_history() records them"
         )
         raise RequestError(f"the snapshot holds no events of device {device}; {known}")
-    # Leave out private pools and unknown events, with a note.
+    # Private pools by the event's pool, or in older snapshots by its address.
     private = sorted((s.address, s.address + s.nbytes) for s in segments if s.pool != DEFAULT_POOL)
     starts = [start for start, _ in private]
 
@@ -55,6 +55,7 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
         at = bisect_right(starts, entry.address) - 1
         return at >= 0 and entry.address < private[at][1]
 
+    # Note what is left out.
     kept = [entry for entry in trace if not is_private(entry)]
     notes = []
     if len(kept) < len(trace):

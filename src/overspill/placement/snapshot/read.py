@@ -170,9 +170,9 @@ def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
     except Exception as error:  # noqa: BLE001 - a broken pickle fails in many ways, which all mean the same
         reason = " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
         raise RequestError(f"{path} is not a whole pickle, as _dump_snapshot writes it ({reason})") from None
-    # Convert to our structures, and check that they are consistent.
     if isinstance(content, list):  # torch.cuda.memory_snapshot() gives the segments alone
         content = {"segments": content}
+    # Refuse what is too large or inconsistent.
     _refuse_repetition(content, len(pickled), path)
     try:
         found = msgspec.convert(content, type=_Content)

@@ -72,6 +72,7 @@ def text_of(config: CachingConfig) -> str:
         for field in ("garbage_collection_threshold", "expandable_segments", "per_process_memory_fraction")
         if getattr(config, field) != getattr(default, field)
     ]
+    # The table of divisions last.
     divisions = config.roundup_power2_divisions
     if divisions != default.roundup_power2_divisions:
         pairs = ",".join(f"{1 << interval}:{count}" for interval, count in enumerate(divisions))

@@ -68,6 +68,7 @@ def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = No
     """
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
+    # First the blocks that are live at the start.
     rows: list[tuple[int, int, int, int]] = []
     blocks: dict[int, int] = {}
     for address, nbytes, stream in live_at(start_of(recording, config or CachingConfig())[0]):
@@ -99,6 +100,7 @@ class _State:
         self._expandable_memory: dict[int, Ranges] = {}
         self._live: dict[int, _Live] = {}
         self._evidence: list[tuple[int, bool]] = []
+        # Begin with the final state that the snapshot holds.
         for segment in recording.segments:
             if segment.is_expandable:
                 self._ranges(segment.stream).add(segment.address, segment.nbytes)
@@ -234,6 +236,7 @@ class _State:
         That is where the first allocation after them was placed: at the front of the free block there, for one block's
         neighbour is another or the front of a free one.
         """
+        # Blocks of large segments whose size is unknown, with their segment's end.
         waiting = {
             address: start + nbytes
             for start, (nbytes, _) in self._plain.items()

@@ -126,6 +126,7 @@ class _Run:
         )
         for at, (action, block, nbytes, stream) in enumerate(rows):
             self.allocator.clock = at
+            # Free or allocate; a failed allocation has no address.
             if action == FREE:
                 if block not in placed:
                     raise RequestError(f"event {at} frees block {block}, which is not live")
@@ -264,9 +265,9 @@ def _segments(run: _Run, trace: _Trace, settings: CachingConfig) -> list[dict[st
 
 
 def _segment(view: SegmentView, run: _Run, trace: _Trace, *, small: bool, expandable: bool) -> dict[str, Any]:
-    # Sums over the live blocks.
     live = [block for block in view.blocks if block.state == "live"]
     used = sum(block.nbytes for block in live)
+    # With the keys of memory_snapshot.cpp.
     return {
         "device": 0,
         "address": view.address,

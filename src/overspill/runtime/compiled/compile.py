@@ -134,7 +134,7 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
 
 
 class _Recipe(NamedTuple):
-    """What a compiled model is made from, for its copies and pickles.
+    """The ingredients of a compiled model, for its copies and pickles.
 
     These plan again, at their first call.
     """

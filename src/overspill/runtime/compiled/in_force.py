@@ -75,6 +75,7 @@ def plans_needed(backend: str) -> Iterator[None]:
     follow_leaves(backend == "eager")
     try:
         yield
+    # Dynamo's failures as ours.
     except FailOnRecompileLimitHit:
         raise too_many_kinds() from None
     except TorchDynamoException as failure:

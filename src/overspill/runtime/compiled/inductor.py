@@ -160,6 +160,7 @@ def programs_of(
     def programs(partition: float | None) -> StepPrograms:
         compiler = _Compiler(nullcontext, seen, partition, list(lasting))
         compiler.compiled(make_module(), examples)
+        # Without a program of exactly these inputs there is nothing to plan.
         if compiler.joint is None or compiler.programs is None:
             raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
         if len(compiler.joint.primals) != len(examples):

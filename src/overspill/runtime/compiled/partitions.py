@@ -66,6 +66,7 @@ class Partitioned(Generic[C]):
         for captured in self:
             try:
                 found = plan(captured)
+            # Remember the refusal with the least floor.
             except InfeasibleBudget as error:
                 if refusal is None or error.floor_bytes < refusal.floor_bytes:
                     refusal = error

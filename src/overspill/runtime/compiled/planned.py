@@ -1,4 +1,4 @@
-"""What a session keeps of each of its plans."""
+"""A session's record of each of its plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pending import Kind, Part
 
 
 class Step(Protocol):
-    """What a session needs of a train step."""
+    """The train step's side of a shared session."""
 
     def join(self, beside: Callable[[], int]) -> None:
         """Leave room for the bytes that `beside` returns."""

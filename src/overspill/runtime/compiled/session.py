@@ -104,6 +104,7 @@ class Session(PlannedPeaks):
         """The recorder of the running `overspill.record`, or None."""
         self.steps: LiveSteps | None = None
         """Drives the live pool through the steps, if the placement has one."""
+        # The models' parameters, their plans, and the engine that carries these out.
         self.followed = Followed(parameters, optimizers)
         self._planned: list[Planned] = []
         self._engine: TransferEngine | None = None
@@ -112,6 +113,7 @@ class Session(PlannedPeaks):
         self.watch_calls = Watch(options.on_unplanned)
         self._reserved = ReservedWatch()
         self._where = torch.device("cpu")
+        # The budget, and when plans are out of date.
         self.arenas = Arenas()
         self.outdated = False
         """Whether to plan again, since something on the device is unknown to the plans."""
@@ -122,6 +124,7 @@ class Session(PlannedPeaks):
         self._waited = 0
         self._bystanders = Bystanders()
         self._late: set[Kind] = set()  # kinds of calls whose inputs arrive while others are pending
+        # Concurrent calls, and the room that each leaves to the others.
         self.pending = PendingCalls()
         self._problems: dict[Kind, Problem[Any]] = {}
         self._rooms: dict[Kind, Room] = {}  # bytes reserved for concurrent calls

@@ -130,6 +130,7 @@ def without_absent(joint: fx.GraphModule, layout: Layout) -> None:
         elif others.intersection(given):
             others.add(node)
             _describe(node)
+    # The gradients that depend only on absent ones are None.
     output = joint.graph.find_nodes(op="output")[0]
     output.args = fx.node.map_arg(output.args, lambda n: None if n in absent else n)
 

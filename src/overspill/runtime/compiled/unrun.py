@@ -62,7 +62,7 @@ def of_unrun(
     use: Callable[[Partitioned[Captured]], T],
     job: Job,
 ) -> T:
-    """What `use` returns for the programs of `step(*batch)`; tensors are fake.
+    """The result of `use` on the programs of `step(*batch)`; tensors are fake.
 
     Raises what `use` and `write` raise.
     """

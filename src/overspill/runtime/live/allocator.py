@@ -133,7 +133,7 @@ class LiveAllocator:
     def free(self, address: int) -> None:
         """Free the block at `address`.
 
-        Raises RequestError when none is live there.
+        Raises RequestError when no live block begins there.
         """
         if not self._core.free(address):
             raise RequestError(f"no live block begins at address {address:#x}")

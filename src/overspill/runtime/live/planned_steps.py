@@ -22,7 +22,7 @@ MOST_DRAINING = 4
 
 
 class Phase(Enum):
-    """What the allocator does with the current steps."""
+    """The allocator's present use of steps."""
 
     WARM_UP = "warm-up"
     RECORDING = "recording"

@@ -41,6 +41,7 @@ def recording(recorder: Recorder, sources: Sequence[Source]) -> Iterator[Recorde
         if device is not None:
             counting = (source.tracker for source in sources)
             recorder.start(device, next((tracker for tracker in counting if isinstance(tracker, LiveBytes)), None))
+        # Attach to the sources.
         for source in sources:
             source.tell(recorder)
             for kind, tensors in source.present():

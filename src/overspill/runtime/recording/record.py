@@ -14,7 +14,7 @@ SHORTEST_WAIT_SECONDS = 20e-6
 
 
 class Label(NamedTuple):
-    """What an instruction of a lowered graph does.
+    """The meaning of an instruction of a lowered graph.
 
     `target` is an op or a tensor of `graph`, by `verb`. Without a verb it is a tensor that the graph was given.
     `others` is how many other ops ran in the same call.
@@ -53,7 +53,7 @@ class Label(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What ran, from when to when, in seconds of the record.
+    """A measured interval in seconds of the record, with what ran.
 
     Without a label it is a step, or a move between two steps.
     """

@@ -74,11 +74,13 @@ class Recorder:
         self.plans_now: Callable[[], Sequence[Plan]] = tuple
         """Gives the current plans."""
         self.tracker: LiveBytes | None = None
+        # The user's limits.
         self._begun = time.perf_counter()
         self._most_steps = most_steps
         self._by_hand = by_hand
         self._wants_snapshot = snapshot
         self._left = most_entries
+        # The clock, raw rows, and the instruction that runs.
         self._clock: Clock | None = None
         self._history: accelerator.MemoryHistory | None = None
         self._marked = Marked()
@@ -92,6 +94,7 @@ class Recorder:
         self._places: list[int] = []
         """On a device, for each change twice that number, less one if none of them was running."""
         self._unnamed: dict[int, int] = {}  # rows of storages not yet known as a graph's tensor
+        # Instrumented programs and plans seen, and the current step.
         self._forms: dict[int, tuple[Any, Any]] = {}
         self._graphs: dict[int, Graph] = {}
         self._known_plans: dict[int, Plan] = {}
@@ -231,6 +234,7 @@ class Recorder:
             issued = iter(self._issued)
             self.record.host = [Measured(*thing) for thing in zip(issued, issued, issued, strict=True)]
             self.record.time_changes(self._places)
+        # Keep the plans that ran, and drop all else.
         self.record.plans = [plan for plan in self._known_plans.values() if id(plan.graph) in self._graphs]
         self._known_plans.clear()
         self._graphs.clear()

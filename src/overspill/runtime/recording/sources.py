@@ -1,4 +1,4 @@
-"""What can be recorded: a session with all its models, or a train step."""
+"""Recordable objects: a session with all its models, or a train step."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _OfStep(Source):
 
 
 def sources_of(found: Session | TrainStep) -> list[Source]:
-    """What is recorded with `found`.
+    """The sources to record for `found`.
 
     With a session, also the train steps that share its budget.
     """

@@ -27,7 +27,7 @@ class Told:
         self._recorder = recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the target returns."""
+        """Call the target between begin and end; returns its result."""
         recorder = self._recorder
         recorder.begin(self._label)
         try:

@@ -66,7 +66,7 @@ class Call:
 
     @property
     def advice(self) -> str:
-        """What the user can do about this call after an error."""
+        """Advice to the user on this call after an error."""
         return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
 
 

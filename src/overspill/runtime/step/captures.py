@@ -252,6 +252,7 @@ class StepCaptures:
                 workspace = self.state.updates.workspace_bytes(parameter, owned.group)
                 elementwise = self.state.updates.is_elementwise(parameter)
                 updates.append(ParameterUpdate(position, owned.run, state, workspace, elementwise))
+        # Averaging over processes and clipping come once, before the update.
         clipping = self._clipping if last else None
         return GradientOps(
             tuple(updates),

@@ -36,6 +36,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
 
     Its parameters must be movable and updatable one by one.
     """
+    # The modules: not in another step, no sparse gradients.
     for path, module in step.named_modules():
         if isinstance(module._parameters, Guarded):
             raise RequestError("another train_step has this model; call its close() first")

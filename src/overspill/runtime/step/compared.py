@@ -75,7 +75,7 @@ def put_back(where: Any, values: tuple[Any, ...]) -> None:
 
 
 def contents_of(cell: types.CellType) -> tuple[Any, ...]:
-    """What a closure's cell holds."""
+    """The content of a closure's cell."""
     try:
         return (cell.cell_contents,)
     except ValueError:  # not set yet
@@ -83,7 +83,7 @@ def contents_of(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
-    """What a context variable is set to."""
+    """The value of a context variable."""
     return (variable.get(MISSING),)
 
 

@@ -71,6 +71,7 @@ class Gate:
         self.may_go_on: Callable[[], None] = _nothing
         """Called between two instructions; raises KeyboardInterrupt at the second Ctrl-C."""
         self._forked_within = False
+        # The lock and its owner, readers, and work for the end of the step.
         self._lock = RLock()
         self._owner = 0
         self._wanted = False
@@ -317,6 +318,7 @@ def held_signals() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield _nothing
         return
+    # While deferred, signals are only counted.
     came: dict[int, int] = {}
 
     def note(number: int, _: FrameType | None) -> None:

@@ -192,7 +192,7 @@ class StepPlans:
         if (now := self.beside()) != self._beside_then:
             self.clear()
             self._beside_then, self._fixed_budget = now, None
-        # All processes plan anew if one of them must.
+        # All processes plan again if one of them must.
         key = self._key(inputs, last=last)
         with self.processes.announcing():
             found = self._known(key, [*self.state.buffers.values(), *batches.tensors(inputs)])
@@ -206,7 +206,7 @@ class StepPlans:
         return found
 
     def _key(self, inputs: tuple[Any, ...], *, last: bool) -> Any:
-        """What a plan depends on besides the model's Python and values."""
+        """The key of a plan, apart from the model's Python and values."""
         leaves, spec = tree_flatten(inputs)
         return (
             spec, last, tuple(map(batches.kind, leaves)),

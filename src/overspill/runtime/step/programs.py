@@ -48,6 +48,7 @@ def step_programs(
             lambda begin: joint_of_step(after(begin, step), module, values, backward, has_checks=False),
             lambda joint: joint.module.code,
         )
+    # Inductor's programs are for fixed shapes.
     mode = values[0].fake_mode
     if isinstance(mode, KnownValues) and mode.shaped_at is not None:
         raise UnsupportedError(

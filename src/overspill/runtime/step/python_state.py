@@ -334,7 +334,7 @@ class PythonState:
         return [*functions, *(vars(of)[n] for n in names)]
 
     def _globals(self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str) -> list[Any]:
-        """What a function reads of its own module and of modules found there.
+        """Values that a function reads of its module and of modules found there.
 
         The function names all of `used`.
         """

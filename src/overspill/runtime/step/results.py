@@ -76,6 +76,7 @@ def _parts(returned: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]] | None:
         return None
     if "loss" not in whole:
         raise RequestError(f"the loss function returns a {kind.__name__} without 'loss'; call its loss that")
+    # Take the loss out; `rebuild` puts it back in its place.
     order = list(whole)
     loss = whole.pop("loss")
 

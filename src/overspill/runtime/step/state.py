@@ -45,16 +45,19 @@ class StepState:
         self.updates = updates
         self.parameters = dict(module.named_parameters())
         check_model(module, self.parameters)
+        # Parameters and buffers, as they are now.
         self.structure = Structure(module)
         self.strangers: dict[str, Tensor] = {}
         self._buffer_specs = self._specs_of_buffers()
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.where = next(iter(self.parameters.values())).device
+        # The optimizer's state, and where everything is.
         self.owned: dict[str, ParameterState] = {}
         self.sums: tuple[str, ...] = ()
         self.residency = Residency()
         self.engine: TransferEngine | None = None
         self.engine_number = 0
+        # Dictionaries that bring tensors back when they are read.
         self.guards: dict[nn.Module, Guarded] = {}
         self.state_guards: dict[str, Guarded] = {}
         self.stale = False
@@ -157,6 +160,7 @@ class StepState:
                 self._disown(name)
             if group is None or not parameter.requires_grad:
                 continue
+            # Nothing to do if settings and state dictionary are those we know.
             state = self.optimizer.state.get(parameter, {})
             guard = self.state_guards.get(name)
             owned = self.owned.get(name)
@@ -188,19 +192,20 @@ class StepState:
             self.optimizer.state[self.parameters[name]] = dict(guard)
 
     def _adopt_state(self, name: str, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        # With other settings the old state is given back first.
         owned = self.owned.get(name)
         if owned is not None and owned.settings != settings_of(group):
             self.stale = True
             self._disown(name)
             state, owned = self.optimizer.state.get(parameter, {}), None
             self.updates.check_state(group, parameter, state)
-        # Make residents of the state tensors of the parameter's shape.
         fresh = self.updates.state_of(parameter, group, state)
         if owned is None or owned.shaped != fresh.shaped:
             self.stale = True
             self.owned[name] = fresh
         else:
             owned.take_over(fresh)
+        # Existing tensors are adopted as they are; others are blank until the first step.
         spec = self.spec(name, parameter)
         for key, dtype in fresh.shaped.items():
             where = f"{name}.{key}"

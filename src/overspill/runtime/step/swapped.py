@@ -41,7 +41,7 @@ class Swapped:
         """Whether references from outside to the model's own tensors also see the swapped ones."""
 
     def call(self, tensors: Mapping[str, Tensor], args: Sequence[Any]) -> Any:
-        """What the model returns for `args` with `tensors` as its own.
+        """The model's result for `args` with `tensors` as its own.
 
         Raises UnsupportedError where it assigns one of them anew.
         """
@@ -90,7 +90,7 @@ class Swapped:
                     self._open.callback(tensors[name].register_hook(partial(called, hook)).remove)
 
     def _returned(self, args: Sequence[Any]) -> Any:
-        """What the model returns.
+        """The model's result.
 
         Raises Strangers where it changes tensors that are neither its own nor `args`.
         """

@@ -82,6 +82,7 @@ class TrainStep(PlannedPeaks):
         """The recorder of the running `overspill.record`, or None."""
         self._underway = Underway()
         self._reserved = ReservedWatch()
+        # The state that outlives steps, and the plans over it.
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
@@ -89,6 +90,7 @@ class TrainStep(PlannedPeaks):
         if self._state.where.type == "cuda":
             self._plans.place_live()
         self._state.advice = self._underway.advice
+        # All ranks start with the same values, which are guarded from now on.
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
         # Model and optimizer must not reference this object: when the user drops it, the weights come back.

@@ -269,7 +269,7 @@ class OptimizerUpdates:
         return self._needs[key][1]
 
     def _probe(self, like: Tensor, group: dict[str, Any]) -> Needs:
-        """What the optimizer needs, seen in two steps on a tiny parameter.
+        """The optimizer's needs, seen in two steps on a tiny parameter.
 
         The first step makes the state, which the plan has room for besides.
         """
@@ -345,7 +345,6 @@ def _check_separate(optimizer: Optimizer) -> None:
             quiet_step(tiny)
         return [probe.detach() for probe in probes]
 
-    # The bits must be the same.
     try:
         with CPU:
             together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
@@ -353,6 +352,7 @@ def _check_separate(optimizer: Optimizer) -> None:
         raise UnsupportedError(
             f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); {INSTEAD}"
         ) from error
+    # Separate means equal to the last bit.
     if not all(map(torch.equal, together, apart)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} updates a parameter by what other parameters are, "

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], str]) -> tuple[T, PythonState]:
-    """What `capture` returns, and the Python state it depends on.
+    """The result of `capture`, and the Python state it depends on.
 
     Models set things at their first call that are then as they are set. So where the state has changed, it is captured
     once more; if the result is `spelled` alike and nothing changes any more, the change does not matter. `capture` is
@@ -55,6 +55,7 @@ def watching() -> Iterator[PythonState]:
     me = threading.get_ident()
     plain_init, plain_set = nn.Module.__init__, nn.Module.__setattr__
 
+    # Report accesses of the capturing thread only.
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == me:
             state.begin_module(self)

@@ -1,4 +1,4 @@
-"""What must be reset in a forked child: threads, locks and shared files."""
+"""Resets threads, locks and shared files in a forked child."""
 
 from __future__ import annotations
 

@@ -73,6 +73,7 @@ def _add_blocks(model: Any, request: Request) -> list[Any]:
     for size, alignment, pinned, hint in zip(
         request["size"], request["alignment"], request["pinned"], request["hint"], strict=True
     ):
+        # An address is a multiple of the alignment, or fixed.
         if pinned is None:
             step = model.new_int_var(0, max(capacity - size, 0) // alignment, "")
             model.add_hint(step, min(hint, max(capacity - size, 0)) // alignment)

@@ -216,6 +216,7 @@ class Exact(Solver):
         best.offer(largest_first(problem))
         core: tuple[int, ...] = ()
         with best.kept():
+            # Without a capacity, lower the peak and raise the bound until they meet.
             decider = Decider(problem, deadline, seed=limits.seed)
             if capacity is None:
                 for _ in decider.minimise(best):

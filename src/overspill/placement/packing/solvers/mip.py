@@ -78,6 +78,7 @@ class Mip(Solver):
             answer: mip_process.Answer | None = ask(mip_process.__file__, "HiGHS", request, left + GRACE_SECONDS)
             if answer is None:
                 return best.packing
+            # Check what it found, and keep a margin on what it proved.
             if answer["places"] is not None:
                 found = _let_down(problem, pairs, answer["places"])
                 if _apart(

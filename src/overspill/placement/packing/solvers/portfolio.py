@@ -148,6 +148,7 @@ class Portfolio(Solver):
 
     def _search(self, best: Incumbent) -> None:
         problem = best.problem
+        # Quick heuristics, then boxes and large blocks first.
         rules: list[Rule] = []
         best.offer_all(self._starts(problem, best.target, rules))
         if self.exact_blocks and not best.done:
