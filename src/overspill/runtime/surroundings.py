@@ -37,8 +37,8 @@ def surroundings_of(
 
     The graph reads the parameters `here` of all the model's `parameters`. `optimizers`: those that step on them; None:
     found among those that exist. `reserve`: bytes for a loss outside the model; None: those of `LossOutside`.
-    `retained_bytes`: what other graphs of the model leave there. `beside`: bytes of each batch on the device besides
-    the model's inputs.
+    `retained_bytes`: what other graphs of the model leave there. `clips`: gradients are clipped by their norm before
+    the update. `beside`: bytes of each batch on the device besides the model's inputs.
     """
     loss = LossOutside.of(joint, beside) if reserve is None else LossOutside(parse_bytes(reserve))
     # All parameters, those of the optimizers included.
