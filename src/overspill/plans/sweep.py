@@ -104,8 +104,9 @@ def sweep(
 ) -> Sweep:
     """Plan each of `policies` at up to `points` budgets.
 
-    They go from what the step takes unmanaged down to the smallest that works. Budgets lie where the curves bend; a policy's own smallest comes on top of them. A policy that makes one schedule has
-    one point. `progress` is told what is being done; with a `card` budgets are sizes of it, else live bytes.
+    They go from what the step takes unmanaged down to the smallest that works. Budgets lie where the curves bend; a
+    policy's own smallest comes on top of them. A policy that makes one schedule has one point. `progress` is told what
+    is being done; with a `card` budgets are sizes of it, else live bytes.
     Raises RequestError for an unknown name, and for fewer points than the two ends.
     """
     check_points(points)

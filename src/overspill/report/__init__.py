@@ -1,1 +1,4 @@
-"""What a plan, a run or a device looks like in a terminal: functions from results to things that rich prints."""
+"""Show plans, runs and devices in terminals, files and web pages.
+
+Functions from results to things that rich prints.
+"""

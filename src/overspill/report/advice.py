@@ -20,14 +20,17 @@ _COLUMNS = ("change", "needs", "takes", "fits", "step", "cost")
 
 
 def advice_answer(advice: Advice) -> dict[str, Any]:
-    """What `--json` prints of a piece of advice; what was not worked out is null."""
+    """One piece of advice as `--json` prints it.
+
+    What was not worked out is null.
+    """
     return asdict(advice) | {"price": advice.price.name.lower()}
 
 
 def advise_answer(
     request: dict[str, Any], made: Estimate, found: Sequence[Advice], left_out: Sequence[str], seconds: float
 ) -> dict[str, Any]:
-    """What `overspill advise --json` prints."""
+    """The JSON object of `overspill advise`."""
     return request | {
         "gpu": made.device.name,
         "capacity_bytes": made.device.memory_bytes,
@@ -41,8 +44,12 @@ def advise_answer(
 
 
 def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[str]) -> RenderableType:
-    """The verdict on the job as it is, a row for each change that helps, and what was tried and is `left_out`."""
+    """The verdict, and a table of the changes that help.
+
+    `left_out` is what was tried in vain.
+    """
     fits = made.fits()
+    # The job as it is, then the changes that help.
     rows = [("as it is", *_bytes(made.minimum_capacity_bytes, made.total_bytes), yes(fits) or "no", "", "")]
     rows += [_row(advice) for advice in found]
     table = listing(_COLUMNS, rows, numbers=(1, 2, 4))
@@ -57,6 +64,7 @@ def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[st
             "allocator keeps. Both are estimates, and steps are simulated."
         ),
     ]
+    # What was tried without success.
     if left_out:
         tried = "; ".join(left_out)
         parts += ["", Text(f"Tried and left out, as it saves less than one percent or cannot be done here: {tried}.")]

@@ -1,4 +1,4 @@
-"""Policies beside one another: as JSON rows, and as a table for a reader."""
+"""A comparison of policies, as JSON rows and as a table."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Reserved:
-    """A schedule under PyTorch's caching allocator: what it reserves, the share that no live byte needs, whether it fits.
+    """Memory that PyTorch's caching allocator reserves for a schedule.
 
-    Where the device is too small for the allocator, the figures are those of an unlimited one, and `expandable_fits`
-    says whether the device does with `expandable_segments:True`, which moves no block but needs no segment in one piece.
+    `fragmentation` is the share that no live byte needs. Where the device is too small for the allocator, the figures
+    are those of an unlimited one, and `expandable_fits` says whether the device does with `expandable_segments:True`,
+    which moves no block but needs no segment in one piece.
     """
 
     reserved_bytes: int
@@ -44,7 +45,10 @@ class Reserved:
 
 
 def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
-    """How `plan` lies in `capacity_bytes` under PyTorch's caching allocator."""
+    """What PyTorch's caching allocator reserves for `plan` on a device.
+
+    The device has `capacity_bytes`.
+    """
     trace = trace_of(plan.graph, plan.schedule)
     events = Events.of(trace)
     done = replay(events, capacity_bytes=capacity_bytes)
@@ -58,7 +62,10 @@ def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
 
 
 def reserved_on(plan: Plan, device: Device) -> Reserved:
-    """The same on `device`; where it is known what its card must have, by the first steps, with what libraries keep."""
+    """What PyTorch's caching allocator reserves for `plan` on `device`.
+
+    Where the card that it needs is known, over the first steps and with what libraries keep.
+    """
     if plan.reserved_bytes is None or plan.device_bytes is None:
         return reserved_by_pytorch(plan, device.usable_bytes)
     fits = plan.device_bytes <= device.memory_bytes
@@ -67,11 +74,12 @@ def reserved_on(plan: Plan, device: Device) -> Reserved:
 
 
 def row_figures(row: Row, device: Device) -> dict[str, Any]:
-    """The JSON object of `row`, which is for `device`."""
+    """The JSON object of one policy's row on `device`."""
     head = {"policy": row.policy, "fits": row.fits, "error": row.error, "floor_bytes": row.floor_bytes}
     plan = row.plan
     if plan is None:
         return head | dict.fromkeys(FIGURES)
+    # All figures that the JSON has of a plan.
     timeline, place, peak = plan.timeline, reserved_on(plan, device), peak_of(plan)
     figures = {
         "max_bytes": plan.peak_bytes,
@@ -108,7 +116,10 @@ def compare_report(
     title: str,
     note: str | None = None,
 ) -> RenderableType:
-    """The table of `rows`, each as `row_figures` gives it, and what a reader must know of it."""
+    """The table of `rows`, and notes for its reader.
+
+    Each row is as `row_figures` gives it.
+    """
     explained = explanation(rows, device, budget_bytes, lower_bound_seconds)
     parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(" ".join(explained))]
     if besides := remarks(rows, device):
@@ -129,6 +140,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _cells(row: Mapping[str, Any], count: int, *, has_card: bool) -> tuple[str, ...]:
     fits = yes(row["fits"]) or "no"
     if row["max_bytes"] is None:
+        # A policy without a plan has only the least that it needs.
         least = "" if row["floor_bytes"] is None else f"({format_bytes(row['floor_bytes'])})"
         return row["policy"], fits, least, *("",) * (count - 3)
     return (
@@ -150,7 +162,7 @@ def _cells(row: Mapping[str, Any], count: int, *, has_card: bool) -> tuple[str, 
 def explanation(
     rows: Sequence[Mapping[str, Any]], device: Device, budget_bytes: int, lower_bound_seconds: float | None
 ) -> list[str]:
-    """What the figures are, and the bound on all that keeps to the budget: a sentence each."""
+    """What the figures mean, and the lower bound: a sentence each."""
     budget = format_bytes(budget_bytes)
     library_bytes = max((row["library_bytes"] or 0 for row in rows), default=0)
     found = [
@@ -158,6 +170,7 @@ def explanation(
         f"What fits stays within {budget}, the fastest first.",
         "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs.",
     ]
+    # Notes that apply to some rows only.
     if device.index is not None:
         found.append(
             "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
@@ -178,7 +191,7 @@ def explanation(
 
 
 def remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
-    """What the table has no room for: where the allocator runs out of memory, and why a policy has no plan."""
+    """Notes on allocators out of memory and policies without a plan."""
     found = []
     crowded = [row for row in rows if row["fits"] and not row["allocator_fits"]]
     for expandable, verdict in ((True, "does not"), (False, "does too")):

@@ -1,4 +1,7 @@
-"""What `overspill demo` did, in about ten lines, and what to try next."""
+"""The result of `overspill demo`, in about ten lines.
+
+And commands to try next.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,12 @@ NEXT = (
 
 
 def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
-    """What was trained, both runs beside one another, whether they are equal, and what to try next."""
+    """What was trained, both runs compared, and commands to try next."""
     job, plan, reference = trained.job, trained.plan, trained.reference
     assert reference is not None
     measured, plain = trained.managed.measured_peak_bytes, reference.measured_peak_bytes
     parameters = format_bytes(plan.graph.bytes_of(TensorKind.PARAMETER))
+    # Plain PyTorch against the budget.
     rows = [
         _row("plain PyTorch", reference),
         _row(f"budget {format_bytes(plan.asked_bytes)}", trained.managed),
@@ -44,6 +48,7 @@ def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
         f"All of it took {format_seconds(seconds)}.",
         f"The run in pictures: {page}",
     ]
+    # What was trained, for the first line.
     head = (
         f"{job.name}: parameters of {parameters}, trained by {job.optimizer} for {len(trained.managed.losses)} steps of "
         f"{job.batch} sequences on this CPU"

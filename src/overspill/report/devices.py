@@ -1,4 +1,4 @@
-"""Devices in a terminal: all of them in one table, or one with the source of each figure."""
+"""A table of all devices, or one device with its figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .listing import format_flops, listing
 
 
 def devices_table(devices: Iterable[Device]) -> Table:
-    """One line a device."""
+    """A table with one line for each device."""
     columns = ("name", "memory", "float32", "bandwidth", "to the store", "from the store")
     rows = [
         (
@@ -32,13 +32,14 @@ def devices_table(devices: Iterable[Device]) -> Table:
 
 
 def profile_table(device: Device, note: str) -> RenderableType:
-    """All figures of `device`, and `note` below them."""
+    """A table of all figures of `device`, with `note` below."""
     rows = [("memory", format_bytes(device.memory_bytes))]
     rows += [(f"matrix product, {dtype}", _flop_rate(rate)) for dtype, rate in device.flops_per_second.items()]
     rows += [
         (f"{layer}, share of the matrix product's rate", f"{share:.2f}") for layer, share in device.efficiency.items()
     ]
     rows += [
+        # Memory, the link to the store, and fixed costs.
         ("memory bandwidth", _rate(device.memory_bytes_per_second)),
         ("store, write", _rate(device.offload_bytes_per_second)),
         ("store, read", _rate(device.prefetch_bytes_per_second)),

@@ -1,4 +1,7 @@
-"""An estimate as a JSON object, and in a terminal: the words of `Estimate.explain`, the verdict in colour."""
+"""An estimate as a JSON object, and in a terminal.
+
+The words are those of `Estimate.explain`; the verdict is in colour.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,14 @@ _BAR = "█▏▎▍▌▋▊▉"
 def estimate_answer(
     request: dict[str, Any], made: Estimate, *, gpu: str | None, within: Plan | InfeasibleBudget | None
 ) -> dict[str, Any]:
-    """What `--json` prints; what only a GPU can answer is null without one."""
+    """The JSON object of an estimate.
+
+    What only a GPU can answer is null without one.
+    """
     peak = made.peak
     asked = gpu is not None
     return request | {
+        # The bytes, and whether they fit.
         "gpu": gpu,
         "allocator": made.allocator,
         **_bytes_of(made),
@@ -34,11 +41,13 @@ def estimate_answer(
         "minimum_capacity_bytes": made.minimum_capacity_bytes,
         "breakdown": made.breakdown,
         "by_layer": dict(list(made.by_layer.items())[:20]),
+        # When the peak is, and its largest tensors.
         "peak": {
             "step": peak.iteration, "phase": peak.phase.value, "layer": peak.layer, "op": peak.op,
             "around": list(peak.ops), "source": peak.source or None,
         },
         "peak_tensors": [_tensor_answer(made, position) for position in peak.largest],
+        # Other batches, GPUs and changes.
         "host_bytes": made.recording.host_bytes,
         "largest_batch": made.largest_batch if asked else None,
         "stages": [{"stage": stage + 1, "peak_requested_bytes": nbytes} for stage, nbytes in made.stages.items()],
@@ -52,7 +61,7 @@ def estimate_answer(
 
 
 def _tensor_answer(made: Figures, position: int) -> dict[str, Any]:
-    """What `--json` prints of an allocation at the peak."""
+    """The JSON object of an allocation at the peak."""
     recording = made.recording
     it = recording.allocations[position]
     op = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else None
@@ -63,7 +72,7 @@ def _tensor_answer(made: Figures, position: int) -> dict[str, Any]:
 
 
 def _bytes_of(made: Figures) -> dict[str, int]:
-    """What `--json` prints of the bytes that a job takes, eager or compiled."""
+    """The bytes that a job takes, for JSON, eager or compiled."""
     return {
         "peak_requested_bytes": made.peak_requested_bytes,
         "peak_allocated_bytes": made.peak_allocated_bytes,
@@ -76,7 +85,10 @@ def _bytes_of(made: Figures) -> dict[str, int]:
 
 
 def _compiled_answer(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
-    """What `--json` prints of the job under torch.compile, and of its step within a budget."""
+    """The JSON object of the job under torch.compile.
+
+    Also of its step within a budget.
+    """
     return {
         "program": "cpu",
         **_bytes_of(made),
@@ -103,9 +115,10 @@ def _within_answer(plan: Plan | InfeasibleBudget) -> dict[str, Any]:
 def estimate_report(
     estimate: Estimate, *, asked: bool, within: Plan | InfeasibleBudget | None = None
 ) -> RenderableType:
-    """The answer; `asked` says whether the user named a GPU, so that there is a verdict to give.
+    """An estimate for a reader.
 
-    `within` is the plan of the compiled step within a budget, or why there is none.
+    `asked` says whether the user named a GPU, so that there is a verdict to give. `within` is the plan of the compiled
+    step within a budget, or why there is none.
     """
     besides = [] if within is None else [_within(within)]
     if not asked:
@@ -115,7 +128,7 @@ def estimate_report(
 
 
 def _within(plan: Plan | InfeasibleBudget) -> str:
-    """Whether the compiled step goes into its budget, and what that costs."""
+    """Whether the compiled step fits its budget, and its cost."""
     budget = format_bytes(plan.budget_bytes)
     if isinstance(plan, InfeasibleBudget):
         return f"  within {budget} of tensors: infeasible, the floor is {format_bytes(plan.floor_bytes)} ({plan.cause})"

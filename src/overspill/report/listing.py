@@ -1,4 +1,4 @@
-"""Plain tables: of names and what they stand for, and of figures."""
+"""Plain tables for a terminal, of names or figures."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _POWERS = ("", "k", "M", "G", "T", "P")
 
 
 class Listing(Table):
-    """A table that is whole at any width, and never cuts a word.
+    """A table that fits any terminal width without cutting words.
 
     Where there is little room its columns stand close together and long texts wrap; where that is not enough long texts go
     below their rows; and what has no room beside the names even so follows in a table of its own.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The first shape that has room."""
+        """Render the first layout that is narrow enough."""
         room = options.max_width
+        # The width of each column on one line, and the least if long texts wrap.
         natural = [max(map(cell_len, (str(column.header), *map(str, column.cells)))) for column in self.columns]
         long = [not column.no_wrap and size > _SHORT for column, size in zip(self.columns, natural, strict=True)]
         least = [
@@ -40,6 +41,7 @@ class Listing(Table):
         if self._with_gaps(natural) <= room:
             yield from super().__rich_console__(console, options)
             return
+        # Wrap long texts, with less and less space between columns.
         for padding in (self.padding, _CLOSE):
             closer = copy(self)
             closer.padding = padding
@@ -50,6 +52,7 @@ class Listing(Table):
                     column.width = size  # rich by itself gives wrapping columns more than there is
                 yield from Table.__rich_console__(closer, console, options)
                 return
+        # Too narrow even so: several tables.
         yield from self._folded(room, least, long)
 
     def _with_gaps(self, widths: Sequence[int]) -> int:
@@ -57,8 +60,12 @@ class Listing(Table):
         return sum(widths) + (left + right + 1) * (len(widths) - 1)
 
     def _folded(self, room: int, least: Sequence[int], long: Sequence[bool]) -> Iterator[RenderableType]:
-        """Tables of as many short columns as have room beside the first; the last one has long texts below its rows."""
+        """Several tables, each with the columns that fit the width.
+
+        Each begins with the first column; the last one has long texts below its rows.
+        """
         first = min(room, max(_longest_word(self.columns[0]), min(least[0], room // 2)))
+        # Fill each table with short columns until no room is left.
         pieces: list[list[int]] = [[]]
         left = room - first
         for index in range(1, len(self.columns)):
@@ -69,6 +76,7 @@ class Listing(Table):
                 left = room - first
             pieces[-1].append(index)
             left -= least[index] + 1
+        # Long texts go below the rows of the last one.
         texts = [index for index in range(1, len(self.columns)) if long[index]]
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
@@ -77,7 +85,7 @@ class Listing(Table):
                 yield Text("")
 
     def _piece(self, shown: Sequence[int], widths: Sequence[int], below: Sequence[int]) -> Iterator[RenderableType]:
-        """A table of the columns `shown`, with the texts of the columns `below` beneath each row."""
+        """One table of columns `shown`, with columns `below` under each row."""
         gap = 3 if sum(widths) + 3 * (len(widths) - 1) <= _NARROW else 1
         columns = [self.columns[index] for index in shown]
         yield Text(_line([str(column.header) for column in columns], columns, widths, gap), style="bold")
@@ -92,7 +100,10 @@ class Listing(Table):
 
 
 def _widened(least: Sequence[int], natural: Sequence[int], spare: int) -> list[int]:
-    """Widths between the `least` and the `natural`, to which `spare` goes in proportion to what each lacks."""
+    """Column widths between `least` and `natural` that use up `spare`.
+
+    It goes in proportion to what each lacks.
+    """
     lacks = [most - size for size, most in zip(least, natural, strict=True)]
     share = min(1.0, spare / max(1, sum(lacks)))
     return [size + int(lack * share) for size, lack in zip(least, lacks, strict=True)]
@@ -113,7 +124,10 @@ def _longest_word(column: Column) -> int:
 
 
 def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> Listing:
-    """A table whose first column names things; the columns numbered in `numbers` are aligned to the right."""
+    """A table whose first column is names.
+
+    The columns numbered in `numbers` are aligned to the right.
+    """
     right = set(numbers)
     table = Listing(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):  # Text: a name may hold brackets, which are markup to rich
@@ -125,7 +139,7 @@ def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: I
 
 
 def whole_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = ()) -> Listing:
-    """A listing with many columns, close together."""
+    """A listing of many columns, with little space between them."""
     table = listing(columns, rows, numbers=numbers)
     table.padding = _CLOSE_BY_ONE
     for column in table.columns:
@@ -134,24 +148,27 @@ def whole_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numb
 
 
 def yes(truth: bool) -> str:
-    """A tick in a table, or nothing."""
+    """The word `yes` in a table, or nothing."""
     return "yes" if truth else ""
 
 
 def percent(part: float, whole: float) -> str:
-    """`part` as a share of `whole`: `44.8 %`."""
+    """`part` as a share of `whole`, as `44.8 %`."""
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
 def recomputed(flops: float, ops: int) -> str:
-    """What is done again: FLOPs, or ops where they count none, as pooling and activations do; nothing where there are no ops."""
+    """The recomputation as FLOPs, or as a number of ops.
+
+    Ops where they count no FLOPs, as pooling and activations do; nothing where there are no ops.
+    """
     if not ops:
         return ""
     return format_flops(flops) if flops else count(ops, "op")
 
 
 def count(number: int, what: str) -> str:
-    """So many of `what`, whose plural has an s: `1 op`, `68 ops`."""
+    """A number with its noun, whose plural has an s: `68 ops`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

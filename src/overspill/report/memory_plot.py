@@ -1,4 +1,7 @@
-"""Memory over the time of one step, planned and unmanaged, in a picture by matplotlib. `pages/plan.py` makes the page."""
+"""Plot memory over one step, planned and unmanaged, with matplotlib.
+
+`pages/plan.py` makes the page.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ TIME_AXIS, MEMORY_AXIS = "simulated time of one step (s)", "memory on the device
 
 @dataclass(frozen=True)
 class Curve:
-    """Memory over time: from `seconds[i]` to `seconds[i + 1]` the device holds `gib[i]`, and in the end `gib[-1]`."""
+    """Memory over time, in GiB.
+
+    From `seconds[i]` to `seconds[i + 1]` the device holds `gib[i]`, and in the end `gib[-1]`.
+    """
 
     label: str
     colour: str
@@ -28,7 +34,10 @@ class Curve:
 
 
 def curve_of(timeline: Timeline, label: str, colour: str) -> Curve:
-    """The most bytes that are on the device during each instruction that takes time."""
+    """The most bytes on the device during each instruction.
+
+    Only instructions that take time count.
+    """
     seconds, gib = [0.0], []
     highest = 0
     for nbytes, ended in zip(timeline.live_bytes, timeline.clock_seconds, strict=True):
@@ -42,7 +51,10 @@ def curve_of(timeline: Timeline, label: str, colour: str) -> Curve:
 
 
 def plot_memory(plan: Plan, path: Path, title: str) -> None:
-    """Draw `plan` beside the same step unmanaged into `path`. Raises RequestError where that cannot be done."""
+    """Plot `plan` and the unmanaged step to the file `path`.
+
+    Raises RequestError where that cannot be done.
+    """
     check_plot(path)
     curves = (
         curve_of(plan.unmanaged_timeline, "without a budget", COLOURS[1]),
@@ -64,9 +76,11 @@ def _draw_png(curves: tuple[Curve, ...], limits: list[tuple[str, int]], path: Pa
     for curve in curves:
         axes.fill_between(curve.seconds, curve.gib, step="post", color=curve.colour, alpha=0.15, linewidth=0)
         axes.step(curve.seconds, curve.gib, where="post", color=curve.colour, linewidth=1.2, label=curve.label)
+    # Limits as horizontal lines.
     for style, (what, nbytes) in zip(("--", ":"), limits, strict=False):
         label = f"{what}: {format_bytes(nbytes)}"
         axes.axhline(nbytes / GIB, color="0.25", linestyle=style, linewidth=1, label=label)
+    # Axes and legend.
     axes.set(title=title, xlabel=TIME_AXIS, ylabel=MEMORY_AXIS)
     axes.set_xlim(0, max(curve.seconds[-1] for curve in curves))
     axes.set_ylim(0)

@@ -1,4 +1,4 @@
-"""A packing in a terminal: what the layout takes, what any layout takes, and whether it fits."""
+"""A packing in a terminal: its size, the bound, and whether it fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pack_report(
     capacity_bytes: int | None,
     notes: tuple[str, ...] = (),
 ) -> RenderableType:
-    """What a reader wants to know of `solution`."""
+    """The table of a packing, and notes below it."""
     rows = [
         ("blocks", _blocks(read)),
         ("solver", f"{solver.name}: {solver.summary}"),
@@ -38,6 +38,7 @@ def pack_report(
         ("no layout is below", _exact(solution.bound_bytes)),
         ("gap", _gap(solution)),
     ]
+    # Rows that apply to some packings only.
     if solution.layout is not None and len(read.columns.spaces) > 1:
         peaks = space_peaks(read.columns, solution.layout.offsets)
         rows.append(("peak by space", ", ".join(f"{space}: {format_bytes(peak)}" for space, peak in peaks.items())))
@@ -51,7 +52,7 @@ def pack_report(
 
 
 def refusal(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes: int | None) -> str:
-    """The line that says why there is no layout within the capacity, and what would do."""
+    """Why no layout fits the capacity, and what would, in one line."""
     within = "" if capacity_bytes is None else f" within {_exact(capacity_bytes)}"
     layout = solution.layout
     best = ""
@@ -68,7 +69,7 @@ def refusal(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes:
 
 
 def _core_text(read: TraceFile, core: tuple[int, ...]) -> str:
-    """Who cannot lie together, and the bytes that they take, the largest first."""
+    """Blocks that cannot fit together, and their bytes, the largest first."""
     blocks = read.trace.blocks
     largest = sorted(core, key=lambda position: (-blocks[position].nbytes, position))
     names = [f"{read.label(at)} ({format_bytes(blocks[at].nbytes)})" for at in largest[:MOST_NAMED]]
@@ -106,5 +107,5 @@ def _fits(found: Verdict) -> str:
 
 
 def _exact(nbytes: int) -> str:
-    """`nbytes` for a reader, and to the byte where that says more."""
+    """`nbytes` for a reader, exact where rounding hides something."""
     return format_bytes(nbytes) if nbytes < 1 << 10 else f"{format_bytes(nbytes)} ({nbytes} bytes)"

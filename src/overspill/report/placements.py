@@ -1,4 +1,4 @@
-"""Policies crossed with allocators and solvers: as JSON rows, and as a table for a reader."""
+"""Policies crossed with allocators and solvers, as JSON and tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Crossing = tuple[str, Placed]
 
 
 def placement_figures(crossings: Iterable[Crossing]) -> list[dict[str, Any]]:
-    """The JSON objects: one for each policy and each allocator or solver."""
+    """The JSON objects of all crossings, one each."""
     return [
         {
             "policy": policy,
@@ -36,7 +36,10 @@ def placement_figures(crossings: Iterable[Crossing]) -> list[dict[str, Any]]:
 
 
 def placement_report(crossings: Sequence[Crossing], placers: Sequence[str]) -> RenderableType:
-    """Two tables: what each placer takes beyond the live bytes of each policy, and how the placers did over all."""
+    """Memory above live bytes by policy, and each placer's overall results.
+
+    Two tables; a placer is an allocator or a solver.
+    """
     return Group(
         Text("Peak above the live bytes in %, by policy and by what places its blocks:"),
         "",
@@ -63,7 +66,7 @@ def _by_policy(crossings: Sequence[Crossing], placers: Sequence[str]) -> Table:
 
 
 def _over(placed: Placed) -> str:
-    """By how many percent the peak is above the live bytes."""
+    """How far the peak is above the live bytes, in percent."""
     if not placed.lower_bound_bytes:
         return ""
     over = 100 * (placed.peak_bytes / placed.lower_bound_bytes - 1)

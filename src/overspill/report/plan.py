@@ -1,4 +1,4 @@
-"""A plan in a terminal: what it takes, what it would cost, and what its peak is made of."""
+"""A plan in a terminal: its memory, cost, and peak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN_TENSORS = 5
 
 @dataclass(frozen=True)
 class Peak:
-    """What is on the device when most is: at which instruction, bytes by kind, and the largest tensors.
+    """The memory peak: its instruction, bytes by kind, and largest tensors.
 
     Bytes that belong to no tensor, an op's scratch space, count as workspace.
     """
@@ -37,7 +37,7 @@ class Peak:
 
 
 def peak_of(plan: Plan) -> Peak:
-    """The peak of `plan`, found again by the reference machine."""
+    """The peak of `plan`, from checking its schedule again."""
     result = check(plan.graph, plan.schedule)
     at = result.peak_instruction
     instruction = plan.schedule.instructions[at] if at >= 0 else None
@@ -45,6 +45,7 @@ def peak_of(plan: Plan) -> Peak:
     by_kind = Counter[TensorKind]()
     for tensor in live:
         by_kind[tensor.kind] += tensor.nbytes
+    # Bytes of no tensor are the workspace of an op.
     by_kind[TensorKind.WORKSPACE] += result.peak_bytes - by_kind.total()
     start = result.peak_instruction < 0
     return Peak(
@@ -57,7 +58,7 @@ def peak_of(plan: Plan) -> Peak:
 
 
 def peak_rows(graph: Graph, peak: Peak) -> list[dict[str, Any]]:
-    """What `--json` prints of the largest tensors at the peak."""
+    """The largest tensors at the peak, for JSON."""
     return [
         {"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes, "source": graph.source(graph.producer.get(t.id)) or None}
         for t in peak.largest
@@ -65,7 +66,7 @@ def peak_rows(graph: Graph, peak: Peak) -> list[dict[str, Any]]:
 
 
 def made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
-    """What the op of `instruction`, if it has one, puts on the device."""
+    """The tensors that the op of `instruction` writes, if any."""
     if instruction is None or instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
         return ()
     op = graph.ops[instruction.target]
@@ -73,7 +74,10 @@ def made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
 
 
 def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
-    """Bytes of the persistent tensors that are in the store between two steps, largest kind first."""
+    """Bytes of persistent tensors that are stored between two steps.
+
+    By kind, the largest first.
+    """
     found = Counter[TensorKind]()
     for tensor in map(plan.graph.tensors.__getitem__, plan.schedule.stored):
         found[tensor.kind] += tensor.nbytes
@@ -81,7 +85,7 @@ def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
 
 
 def card_notes(plan: Plan) -> list[str]:
-    """Why the card of a plan is more than what an estimate says that the job takes."""
+    """Why a plan's card is larger than an estimate of the job."""
     if plan.device_bytes is None:
         return []
     worst = "A card is sized for the worst of several ways in which its allocator may place the blocks"
@@ -89,7 +93,10 @@ def card_notes(plan: Plan) -> list[str]:
 
 
 def whole_step_notes(plan: Plan) -> list[str]:
-    """What a reader must know of a plan of the whole step: what is in the store between steps, what waits for a norm."""
+    """Notes for readers of a plan of the whole step.
+
+    They say what is in the store between steps, and which updates wait for a gradient norm.
+    """
     if not plan.graph.whole_step:
         return []
     stored = stored_by_kind(plan)
@@ -110,7 +117,7 @@ def _plural(kind: TensorKind) -> str:
 
 
 def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | None = None) -> RenderableType:
-    """Everything that a reader wants to know of `plan`; times are simulated and say so."""
+    """Tables and notes about `plan`; times are marked as simulated."""
     parts: list[RenderableType] = [
         Text(title),
         "",
@@ -135,6 +142,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         ),
         *([("  room in the store, host memory or disk", format_bytes(room))] if (room := store_bytes(plan)) else []),
         ("recomputed each step", f"{count(plan.recomputed_ops, 'op')}, {format_flops(plan.recomputed_flops)}"),
+        # Simulated times, and the lower bound.
         ("simulated step", format_seconds(plan.step_seconds)),
         ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
@@ -150,7 +158,10 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
 
 
 def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, str]]:
-    """The budget, and what the step takes of it, planned and unmanaged: live bytes, or of a GPU the card and what is in it."""
+    """The budget, and the memory of the planned and unmanaged steps.
+
+    Live bytes, or of a GPU the card and what is in it.
+    """
     budget, share = format_bytes(plan.asked_bytes), percent(plan.needed_bytes, plan.asked_bytes)
     planned = f"{format_bytes(plan.needed_bytes)} ({share} of the budget)"
     if plan.device_bytes is None or plan.reserved_bytes is None or plan.unmanaged_device_bytes is None:
@@ -162,6 +173,7 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
             ("unmanaged peak, live tensors", format_bytes(plan.unmanaged_peak_bytes)),
         ]
     return [
+        # A plan for a card of a GPU.
         ("budget, size of the card", budget),
         ("planned: the card that it needs", planned),
         ("  of it live tensors", format_bytes(plan.peak_bytes)),
@@ -174,7 +186,7 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
 
 
 def waiting(timeline: Timeline) -> str:
-    """How long compute stands still, and where it does, for what."""
+    """How long compute waits, and for which transfers."""
     whole, host = timeline.exposed_transfer_seconds, timeline.host_seconds
     if not whole:
         return format_seconds(whole)
@@ -184,21 +196,30 @@ def waiting(timeline: Timeline) -> str:
 
 
 def longest_wait(timeline: Timeline) -> str:
-    """What compute waits for longest, and how long in all; empty where it never waits."""
+    """The longest wait of compute, with its cause; empty without waits.
+
+    Its seconds are those of all waits of that cause.
+    """
     waited = timeline.wait_seconds
     cause = max(waited, key=lambda cause: waited[cause], default=None)
     return "" if cause is None else f"{format_seconds(waited[cause])} for {cause}"
 
 
 def limits_of(plan: Plan) -> list[tuple[str, int]]:
-    """What the live bytes of a plan stay below: the budget, and of a card what the allocator takes for them."""
+    """The limits of a plan's live bytes: budget and allocator.
+
+    For a card, also what the allocator takes for them.
+    """
     if plan.device_bytes is None or plan.reserved_bytes is None:
         return [("budget", plan.budget_bytes)]
     return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
 
 
 def unmanaged_notes(plan: Plan) -> list[tuple[str, int]]:
-    """What `overspill estimate` counts otherwise of the unmanaged step on a GPU, by name: with it both say the same."""
+    """Bytes that `overspill estimate` counts otherwise, by name.
+
+    They are of the unmanaged step on a GPU; with them both say the same.
+    """
     found = [("  cuBLAS keeps beside it", plan.library_bytes or 0)]
     graph, plain = plan.graph, Liveness().plan(plan.graph, plan.device)
     at = check(graph, plain).peak_instruction
@@ -218,7 +239,7 @@ def _breakdown(plan: Plan, peak: Peak) -> Table:
 
 
 def _largest(graph: Graph, peak: Peak) -> Table:
-    """The largest tensors; with the lines that made them where any is known."""
+    """A table of the largest tensors, with their source lines if known."""
     columns = ("largest at the peak", "kind", "shape", "size")
     rows = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
     lines = [graph.source(graph.producer.get(t.id)) for t in peak.largest]
@@ -234,12 +255,15 @@ def _verdict(plan: Plan) -> str:
 
 
 def too_small(plan: Plan) -> str:
-    """That the device has no room for `plan`, whose budget is a share of the step."""
+    """A sentence that the device is too small for `plan`.
+
+    Its budget is a share of the step.
+    """
     return f"The step does not fit {plan.device.name}: it takes {format_bytes(plan.needed_bytes)} of {format_bytes(plan.device.memory_bytes)}"
 
 
 def _spell(graph: Graph, instruction: Instruction) -> str:
-    """The instruction for a reader, as `mm_1 (model.fc, backward)`."""
+    """An instruction for a reader, as `mm_1 (model.fc, backward)`."""
     if instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
         return f"{instruction.verb.value} of {_name(graph.tensors[instruction.target])}"
     op = graph.ops[instruction.target]

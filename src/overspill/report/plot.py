@@ -1,4 +1,7 @@
-"""Policies in a picture: memory against slowdown, one labelled point a policy. By matplotlib; `pages/compare.py` makes the page."""
+"""Plot policies as points of memory and slowdown, with matplotlib.
+
+One labelled point a policy; `pages/compare.py` makes the page.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ _LETTER_POINTS = (6.3, 12.0)
 
 
 class Place(NamedTuple):
-    """Where a label stands beside its point: the offset in points, and which of its sides is there."""
+    """The offset of a label from its point, in points.
+
+    And which of the label's sides is there.
+    """
 
     offset: tuple[int, int]
     horizontal: Literal["left", "center", "right"]
@@ -48,7 +54,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Point:
-    """One policy in the picture."""
+    """One policy in the plot."""
 
     name: str
     gib: float
@@ -60,7 +66,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn: the points, the budget, and the ranges of the axes, which leave room for the labels."""
+    """A plot's points, budget and axis ranges.
+
+    The ranges leave room for the labels.
+    """
 
     title: str
     memory_axis: str
@@ -72,7 +81,7 @@ class Picture:
 
 
 def check_plot(path: Path) -> None:
-    """Raise RequestError where `path` can not become a picture, before work is done for it."""
+    """Raise RequestError, before any work, if `path` cannot become a plot."""
     if path.suffix.lower() != ".png":
         raise RequestError(f"cannot plot to {path}: the file must end in .png; --report FILE.html writes a page")
     if find_spec("matplotlib") is None:
@@ -80,7 +89,10 @@ def check_plot(path: Path) -> None:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str, budget_bytes: int, baseline: str) -> None:
-    """Draw `rows`, each as `report.compare.row_figures` gives it, into `path`; rows without figures are left out."""
+    """Plot `rows` of a comparison to the file `path`.
+
+    Each is as `report.compare.row_figures` gives it; rows without figures are left out.
+    """
     check_plot(path)
     made = picture(rows, title, budget_bytes, baseline)
     try:
@@ -90,7 +102,10 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str, budget_bytes
 
 
 def picture(rows: Sequence[Mapping[str, Any]], title: str, budget_bytes: int, baseline: str) -> Picture:
-    """The picture of `rows`, from the least memory to the most, with labels that keep clear of one another."""
+    """The plot of `rows`, with labels that do not overlap.
+
+    From the least memory to the most.
+    """
     of_card = any(row["device_bytes"] is not None for row in rows)
     needed = "device_bytes" if of_card else "max_bytes"
     known = sorted((r for r in rows if r[needed] is not None), key=lambda r: (r[needed], r["slowdown"]))
@@ -115,7 +130,10 @@ Box = tuple[float, float, float, float]
 def _placed(
     points: Sequence[Point], budget_gib: float, memory_range: tuple[float, float], time_range: tuple[float, float]
 ) -> tuple[Point, ...]:
-    """`points`, each with the first free place for its label, or the one that meets the fewest others, points and line."""
+    """`points` with each label placed to overlap as little as possible.
+
+    A label takes the first free place, or the one that meets the fewest others, points and line.
+    """
     at = [
         (
             p.gib / memory_range[1] * _AXES_POINTS[0],
@@ -123,6 +141,7 @@ def _placed(
         )
         for p in points
     ]
+    # Labels keep clear of points, of the budget's line and of one another.
     taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in at]
     line = budget_gib / memory_range[1] * _AXES_POINTS[0]
     taken.append((line - 1, 0.0, line + 1, _AXES_POINTS[1]))
@@ -136,7 +155,10 @@ def _placed(
 
 
 def _box(place: Place, x: float, y: float, letters: int) -> Box:
-    """What a label of so many letters takes at `place` beside the point at (x, y)."""
+    """The rectangle of a label at `place` of the point (x, y).
+
+    It has so many letters.
+    """
     width, height = letters * _LETTER_POINTS[0], _LETTER_POINTS[1]
     left = x + place.offset[0] - {"left": 0.0, "center": 0.5, "right": 1.0}[place.horizontal] * width
     bottom = y + place.offset[1] - {"bottom": 0.0, "center": 0.5, "top": 1.0}[place.vertical] * height
@@ -144,7 +166,10 @@ def _box(place: Place, x: float, y: float, letters: int) -> Box:
 
 
 def _collisions(box: Box, taken: Sequence[Box]) -> int:
-    """How many of `taken` the box meets, leaving the picture counted in."""
+    """The number of `taken` boxes that `box` overlaps.
+
+    Leaving the picture counts as one.
+    """
     outside = box[0] < 0 or box[1] < 0 or box[2] > _AXES_POINTS[0] or box[3] > _AXES_POINTS[1]
     return outside + sum(
         box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in taken
@@ -161,12 +186,14 @@ def _draw_png(made: Picture, path: Path) -> None:
     axes.axvline(made.budget_gib, color="0.4", linestyle="--", linewidth=1, label=f"budget, {made.budget_gib:.2f} GiB")
     for fits, verdict in VERDICTS.items():  # for the legend alone
         axes.plot([], [], color="0.4", linestyle="", markersize=8, label=verdict, **_marker(fits))
+    # A marker and a label for each policy.
     for point in made.points:
         axes.plot([point.gib], [point.slowdown], color=point.colour, linestyle="", markersize=9, **_marker(point.fits))
         axes.annotate(
             point.name, (point.gib, point.slowdown), point.place.offset, textcoords="offset points",
             color=point.colour, ha=point.place.horizontal, va=point.place.vertical,
         )  # fmt: skip
+    # Axes and legend.
     axes.set(
         title=made.title, xlabel=made.memory_axis, ylabel=made.time_axis, xlim=made.memory_range, ylim=made.time_range
     )

@@ -1,4 +1,7 @@
-"""What a recording gives: the record of a few steps of a real run, as files of the tools that people have, and as a page."""
+"""The result of `overspill.record`, as files and a page.
+
+It has the record of a few steps of a real run.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from .tracing import write_run_snapshot, write_run_trace
 
 
 class Recording(Reportable):
-    """Some steps of a real run, as they were measured; there is something to ask for once its context has ended.
+    """A few measured steps of a real run.
 
-    A step is a call of a train step, or ends with the `step()` of an optimizer. Times are seconds.
+    Its results are there once its context has ended. A step is a call of a train step, or ends with the `step()` of an
+    optimizer. Times are seconds.
     """
 
     def __init__(self, title: str) -> None:
@@ -25,12 +29,15 @@ class Recording(Reportable):
         self._record: RunRecord | None = None
 
     def take(self, record: RunRecord) -> None:
-        """All is recorded."""
+        """Set the record, once recording has ended."""
         self._record = record
 
     @property
     def record(self) -> RunRecord:
-        """What was recorded. Raises RequestError where that is nothing, or not all yet."""
+        """The record of the run.
+
+        Raises RequestError while it is under way, or where nothing was recorded.
+        """
         if self._record is None:
             raise RequestError("the recording is under way; ask for its results behind the `with` that it lasts for")
         if not self._record.steps:
@@ -44,12 +51,15 @@ class Recording(Reportable):
 
     @property
     def step_seconds(self) -> list[float]:
-        """How long each step took, with what recording it cost."""
+        """Seconds of each step, the cost of recording included."""
         return [step.seconds for step in self.record.steps]
 
     @property
     def usual_step_seconds(self) -> float:
-        """The median of the steps in which nothing was planned, compiled or made ready to be recorded; of all where there are none."""
+        """The median step time, in seconds.
+
+        Of the steps in which nothing was planned, compiled or made ready to be recorded; of all where there are none.
+        """
         usual = [
             step.seconds
             for step, facts in zip(self.record.steps, self.record.facts, strict=True)
@@ -59,31 +69,40 @@ class Recording(Reportable):
 
     @property
     def waited_seconds(self) -> list[float]:
-        """How long compute stood still for transfers, in each step."""
+        """Seconds that compute waited for transfers, by step."""
         waits = [thing for thing in self.record.compute if thing.is_wait]
         return [sum(w.seconds for w in self.record.within(waits, step)) for step in range(len(self.record.steps))]
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of storages that were seen at once."""
+        """The most bytes of storages that were live at once."""
         return self.record.peak_bytes()
 
     @property
     def offloaded_bytes(self) -> list[int]:
-        """Bytes that went to the store in each step, of what ops made."""
+        """Bytes that went to the store, by step.
+
+        Of tensors that ops made.
+        """
         return self._moved(Verb.OFFLOAD)
 
     @property
     def prefetched_bytes(self) -> list[int]:
-        """Bytes that came back in each step."""
+        """Bytes that came back from the store, by step."""
         return self._moved(Verb.PREFETCH)
 
     def trace(self, path: str | Path) -> None:
-        """Write what happened when to `path`, for Perfetto, beside the plans' simulated steps. Raises RequestError."""
+        """Write a Perfetto trace of the run to `path`.
+
+        With the plans' simulated steps for comparison. Raises RequestError.
+        """
         write_run_trace(self.record, self.plans, path, self.title)
 
     def snapshot(self, path: str | Path) -> None:
-        """Write what memory held to `path`, for PyTorch's memory_viz: on CUDA as PyTorch itself recorded it. Raises RequestError."""
+        """Write a memory snapshot to `path`, for PyTorch's memory_viz.
+
+        On CUDA it is PyTorch's own. Raises RequestError.
+        """
         write_run_snapshot(self.record, path)
 
     def _moved(self, verb: Verb) -> list[int]:

@@ -1,4 +1,4 @@
-"""How a replayed snapshot compares, in a terminal."""
+"""A replayed snapshot in a terminal: where the simulation agrees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .listing import listing
 def snapshot_report(
     found: SnapshotReplay, name: str, devices: Sequence[int], saved: str | None = None
 ) -> RenderableType:
-    """What was replayed, and whether the simulated allocator did the same."""
+    """A table of what was replayed, and whether the simulated allocator agreed."""
     rows = [
         ("events", f"{found.compared} of {found.events} replayed: {_what(found)}"),
         ("live at the start", f"{found.live_at_start} blocks, {format_bytes(found.reserved_at_start_bytes)} reserved"),
@@ -32,6 +32,7 @@ def snapshot_report(
         ("memory of the device", _capacity(found)),
     ]
     lines = [Text(f"note: {note}") for note in found.notes]
+    # Other devices in the same snapshot.
     others = [str(device) for device in devices if device != found.device]
     if others:
         lines.append(Text(f"note: the snapshot has events of device {', '.join(others)} too; --device chooses"))
@@ -62,7 +63,7 @@ def _placements(found: SnapshotReplay) -> str:
 
 
 def _capacity(found: SnapshotReplay) -> str:
-    """The bounds of the capacity that the recording allows."""
+    """Bounds on the device's memory that follow from the recording."""
     least = f"at least {format_bytes(found.least_capacity_bytes)}"
     above = found.capacity_above_bytes
     if above is not None and above - found.least_capacity_bytes <= PAGE_BYTES:

@@ -1,4 +1,4 @@
-"""A budget sweep: as JSON rows, as a table for a reader, and in a sentence."""
+"""A budget sweep, as JSON rows, a table and a sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL_SLOWDOWN = 1.05
 
 
 def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
-    """The JSON object of one point."""
+    """The JSON object of one point of a sweep."""
     head = {
         "policy": point.policy,
         "budget_bytes": point.budget_bytes,
@@ -30,6 +30,7 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
         "lower_bound_seconds": point.lower_bound_seconds,
         "error": point.error,
     }
+    # A budget without a plan has no figures.
     plan = point.plan
     if plan is None:
         return head | dict.fromkeys(FIGURES)
@@ -47,12 +48,15 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
 
 
 def share_up(share: float) -> str:
-    """A share in per cent, rounded up: so much is enough as a budget."""
+    """A share in percent, rounded up, so that it suffices as a budget."""
     return f"{ceil(1000 * share) / 10:.1f} %"
 
 
 def sweep_verdict(sweep: Sweep) -> str:
-    """What the sweep comes to: how far memory goes down, at which cost, and how far before it costs much."""
+    """A sentence: how far memory goes down, at which cost.
+
+    And how far before it costs much.
+    """
     frontier = sweep.frontier
     least = frontier[-1]
     assert least.plan is not None
@@ -68,7 +72,7 @@ def sweep_verdict(sweep: Sweep) -> str:
 
 
 def sweep_report(sweep: Sweep, title: str, note: str | None = None) -> RenderableType:
-    """The verdict, the table of all points, and what a reader must know of it."""
+    """The verdict and the table of all points, with notes."""
     explanation = (
         f"Times are simulated for {sweep.device.name}, not measured; slowdown is to the step without a budget. "
         "Bound: no plan within the budget takes less; gap: how far the plan is above it."
@@ -85,6 +89,7 @@ def sweep_report(sweep: Sweep, title: str, note: str | None = None) -> Renderabl
         "",
         Text(explanation),
     ]
+    # Why memory goes no lower, by policy.
     remarks = [
         f"{name}: not below {format_bytes(floor.nbytes)} ({floor.cause})" for name, floor in sweep.floors.items()
     ]
@@ -112,6 +117,7 @@ def _table(sweep: Sweep) -> Table:
         "recomputed",
     )
     numbers = [index for index, name in enumerate(columns) if name not in {"policy", "fits"}]
+    # Only points with a plan have a row.
     feasible = [row for row in rows if row["feasible"]]
     return whole_columns(
         columns,

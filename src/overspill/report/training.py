@@ -1,4 +1,7 @@
-"""A training run in a terminal: its peaks against its budget, its losses, and whether the numbers are the same."""
+"""A training run in a terminal: peaks, losses, and equality.
+
+That is whether the numbers are those of a run without Overspill.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from .plan import stored_by_kind, whole_step_notes
 
 @dataclass(frozen=True)
 class Trained:
-    """What was trained, how and on which device, and what it gave; `reference` is the same run without Overspill, if there was one."""
+    """The result of a training run, with what was asked for.
+
+    `reference` is the same run without Overspill, if there was one.
+    """
 
     job: Job
     options: Options
@@ -35,22 +41,25 @@ class Trained:
     reference: Run | None = None
 
     def checked_against(self, reference: Run) -> Trained:
-        """The same with its reference."""
+        """The same result with a reference run."""
         return replace(self, reference=reference)
 
     @cached_property
     def placed(self) -> Placed:
-        """How the plan's blocks lie under the placement that was asked for, or under PyTorch's caching allocator."""
+        """The addresses of the plan's blocks.
+
+        They follow from the placement that was asked for, or from PyTorch's caching allocator.
+        """
         return placed(self.options, self.plan.budget_bytes, self.plan)
 
     @cached_property
     def identical(self) -> bool | None:
-        """Whether all numbers equal those of the reference; None without one."""
+        """Whether all numbers equal the reference's; None without one."""
         return None if self.reference is None else self.managed.identical_to(self.reference)
 
     @cached_property
     def differing_tensors(self) -> tuple[str, ...]:
-        """Names of the weights and buffers that do not equal those of the reference."""
+        """Names of weights and buffers that differ from the reference's."""
         if self.reference is None or self.identical:
             return ()
         mine, other = self.managed.state, self.reference.state
@@ -62,12 +71,12 @@ class Trained:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the persistent tensors that are in the store between two steps."""
+        """Bytes of persistent tensors that are stored between two steps."""
         return sum(stored_by_kind(self.plan).values())
 
     @property
     def difference(self) -> str:
-        """Where the run and its reference part, in words."""
+        """The first difference between the run and its reference, in words."""
         if self.reference is None:
             return ""
         pairs = enumerate(zip(self.managed.losses, self.reference.losses, strict=True), start=1)
@@ -80,7 +89,7 @@ class Trained:
 
 
 def training_report(trained: Trained, note: str | None = None) -> RenderableType:
-    """Everything that a reader wants to know of the run; what is simulated says so."""
+    """Tables and notes about a training run; simulated times are marked."""
     lines = [_headline(trained), moved(trained), *_pool(trained.managed.pool), *_whole_step(trained)]
     lines += [_losses(trained), _times(trained)]
     if trained.identical:
@@ -94,7 +103,7 @@ def training_report(trained: Trained, note: str | None = None) -> RenderableType
 
 
 def title_of(trained: Trained) -> str:
-    """What was trained, and how."""
+    """A title: what was trained, and how."""
     job, options = trained.job, trained.options
     return (
         f"{job.titled}, {count(len(trained.managed.losses), 'step')} on {trained.device}: "
@@ -120,7 +129,10 @@ def _peaks(trained: Trained) -> Table:
 
 
 def _of_card(trained: Trained) -> list[tuple[str, int]]:
-    """What the plan's blocks take where they lie; on CUDA over the first steps, and with the context."""
+    """Bytes of the plan's blocks where they lie.
+
+    On CUDA over the first steps, and with the context.
+    """
     run = trained.managed
     if run.planned_reserved_bytes is None or run.planned_device_bytes is None:
         return [(f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes)]
@@ -139,7 +151,7 @@ def _headline(trained: Trained) -> str:
 
 
 def moved(trained: Trained) -> str:
-    """What each step did to keep within the budget, in words."""
+    """What each step offloaded and recomputed, in words."""
     plan = trained.plan
     again = (
         f"recomputed {count(plan.recomputed_ops, 'op')} ({format_flops(plan.recomputed_flops)})"
@@ -150,13 +162,14 @@ def moved(trained: Trained) -> str:
 
 
 def _pool(pool: PoolReport | None) -> list[str]:
-    """Which live pool was in force, and what became of it."""
+    """Which live memory pool was used, and its results."""
     if pool is None:
         return []
     size = "" if pool.capacity_bytes is None else f" of {format_bytes(pool.capacity_bytes)}"
     parts = [f"the {pool.name} pool{size} held {format_bytes(pool.peak_bytes)} at most"]
     if pool.served_share is not None:
         parts.append(f"it gave {100 * pool.served_share:.1f} % of the bytes that the last step allocated")
+    # What some kinds of pool alone have.
     if pool.spilled_peak_bytes:
         parts.append(f"{format_bytes(pool.spilled_peak_bytes)} of scratch at most had no room there")
     if pool.main_bytes is not None:
@@ -177,7 +190,7 @@ def _times_of(count: int) -> str:
 
 
 def _whole_step(trained: Trained) -> list[str]:
-    """What holds of a whole step alone."""
+    """Notes that apply to a plan of the whole step only."""
     notes = whole_step_notes(trained.plan)
     parameters = trained.plan.graph.bytes_of(TensorKind.PARAMETER)
     if trained.plan.graph.whole_step and parameters > trained.plan.budget_bytes:
@@ -193,7 +206,7 @@ def _losses(trained: Trained) -> str:
 
 
 def _times(trained: Trained) -> str:
-    """The usual step time, and what comes before it."""
+    """The usual step time, and the time of the first step."""
     measured = f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
     plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
@@ -201,22 +214,28 @@ def _times(trained: Trained) -> str:
 
 
 def _parted_as_stock(run: Run) -> bool:
-    """Whether forward and backward are parted as stock torch.compile does, of which a share of a budget is."""
+    """Whether forward and backward are partitioned as stock torch.compile does.
+
+    A share given as a budget is of that step.
+    """
     return run.partition in (None, 1.0)
 
 
 def _partition(run: Run) -> str:
-    """That forward and backward are parted otherwise than usual."""
+    """A note if forward and backward are partitioned otherwise than usual."""
     return "" if _parted_as_stock(run) else f", parted as by activation_memory_budget={run.partition:g}"
 
 
 def usual_step_seconds(run: Run) -> float:
-    """Seconds of a step once all is compiled and planned: the second, which may plan anew, does not weigh in a median."""
+    """The median seconds of a step, without the first.
+
+    All is compiled and planned by then; the second, which may plan anew, does not weigh in a median.
+    """
     return median(run.step_seconds[1:] or run.step_seconds)
 
 
 def usual_steps(run: Run) -> str:
-    """Of which steps that is, in words."""
+    """Which steps the usual step time is of, in words."""
     count = len(run.step_seconds)
     if count == 1:
         return "the only step, with planning and compiling"

@@ -1,6 +1,7 @@
-"""A layout in a picture: every block is a rectangle, from when to when and from which address to which.
+"""Draw a layout as an address map.
 
-Below it the live bytes. By matplotlib; `report/page/` has the map in a page.
+Every block is a rectangle, over the times and the addresses that it takes. Below it the live bytes. By matplotlib;
+`report/page/` has the map in a page.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ MOST_LETTERS = 80
 
 
 def draw_address_map(path: Path, trace: Trace, layout: Layout, name: str, capacity_bytes: int | None = None) -> None:
-    """Draw `layout` into `path`; `name` is what the title calls the trace.
+    """Draw `layout` to the file `path`.
 
-    Raises RequestError where the file's ending is not known, its library is missing, or it cannot be written.
+    `name` is what the title calls the trace. Raises RequestError where the file's ending is not known, its library is
+    missing, or it cannot be written.
     """
     check_plot(path)
     maps = address_maps(trace, layout)

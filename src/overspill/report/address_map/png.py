@@ -39,7 +39,7 @@ _LETTER_SHARE = (0.0095, 0.028)
 
 
 def draw_png(trace: Trace, maps: Sequence[AddressMap], path: Path, title: str, capacity_bytes: int | None) -> None:
-    """Draw `maps` of `trace` below one another into `path`."""
+    """Draw `maps` of `trace` below one another to `path`."""
     from matplotlib import colormaps  # noqa: PLC0415 - an optional library
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415
@@ -51,11 +51,13 @@ def draw_png(trace: Trace, maps: Sequence[AddressMap], path: Path, title: str, c
     figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    # One colour scale for all maps.
     sizes = size_range(maps)
     colours = ScalarMappable(LogNorm(*sizes), colormaps[COLOURMAP])
     ticks = powers_of_2(*sizes)
     extend = "min" if any((shown.nbytes < sizes[0]).any() for shown in maps) else "neither"
     for shown, axes, below in zip(maps, rows[::2], rows[1::2], strict=True):
+        # Blocks, their names, and the lines across them.
         top = shown.top(capacity_bytes)
         _draw_blocks(axes, shown, colours, top)
         if len(shown) <= MOST_NAMED:
@@ -65,11 +67,13 @@ def draw_png(trace: Trace, maps: Sequence[AddressMap], path: Path, title: str, c
             axes.axhline(at, color=colour, linestyle=LINES[style], linewidth=1.2, label=text)
         axes.set(xlim=shown.time_range, ylim=(0, top), ylabel=address_axis(shown, maps))
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize="small")
+        # Live bytes below the map.
         below.fill_between(shown.times, shown.live, step="post", color=LIVE_COLOUR, alpha=0.25, linewidth=0)
         below.step(shown.times, shown.live, where="post", color=LIVE_COLOUR, linewidth=0.8)
         below.axhline(shown.bound, color=BOUND_COLOUR, linestyle="--", linewidth=1)
         below.set(ylim=(0, top), ylabel=f"live ({shown.unit})")
     figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize="medium", parse_math=False)
+    # Axis labels and the colour bar.
     rows[-1].set_xlabel(TIME_AXIS)
     rows[-1].xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:,g}" if abs(at) < 1e5 else f"{at:,.0f}"))
     bar = figure.colorbar(colours, ax=list(rows), label=SIZE_AXIS, pad=0.01, aspect=40, ticks=ticks, extend=extend)
@@ -79,7 +83,10 @@ def draw_png(trace: Trace, maps: Sequence[AddressMap], path: Path, title: str, c
 
 
 def _draw_blocks(axes: Any, shown: AddressMap, colours: Any, top: float) -> None:
-    """The rectangles. What is thinner than a pixel lies beneath the others, as a line, to be seen where nothing else is."""
+    """Draw the rectangles.
+
+    One that is thinner than a pixel is a line below the others, to be seen where nothing else is.
+    """
     from matplotlib.collections import PolyCollection  # noqa: PLC0415 - an optional library
 
     left, right, low, high = shown.start, shown.end, shown.low, shown.high
@@ -87,6 +94,7 @@ def _draw_blocks(axes: Any, shown: AddressMap, colours: Any, top: float) -> None
     first, last = shown.time_range
     pixels = np.minimum((right - left) / (last - first) * _MAP_PIXELS[0], (high - low) / top * _MAP_PIXELS[1])
     faces = colours.to_rgba(shown.nbytes)
+    # Thin rectangles as lines, the others with an outline if large enough.
     thin, seen = pixels < 1, pixels >= 0.1  # what is thinner hardly decides any pixel's colour
     axes.add_collection(
         PolyCollection(corners[thin], facecolors=faces[thin], edgecolors="face", linewidths=0.3, rasterized=True)
@@ -99,7 +107,7 @@ def _draw_blocks(axes: Any, shown: AddressMap, colours: Any, top: float) -> None
 
 
 def _write_names(axes: Any, trace: Trace, shown: AddressMap, colours: Any, top: float) -> None:
-    """The names of the blocks, where there is room."""
+    """Write the names of blocks into them, where there is room."""
     first, last = shown.time_range
     faces = colours.to_rgba(shown.nbytes)
     for i, position in enumerate(shown.block.tolist()):

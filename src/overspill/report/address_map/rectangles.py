@@ -1,4 +1,7 @@
-"""What an address map shows, whatever draws it: rectangles, lines, and the sizes that colours stand for."""
+"""The rectangles, lines and colour scale of an address map.
+
+Whatever draws it.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ UNSEEN_SHARE = 0.005
 
 @dataclass(frozen=True, eq=False)
 class AddressMap:
-    """The rectangles of the blocks of one space: one a block, or one for each time between its gaps.
+    """The rectangles of the blocks of one address space.
 
-    Rectangle i is of the block at position `block[i]` of the trace, live in `[start[i], end[i])` at `offset[i]`. The live
-    bytes are `live[i]`, in units of `unit_bytes`, from `times[i]` on.
+    There is one a block, or one for each time between its gaps. Rectangle i is of the block at position `block[i]` of
+    the trace, live in `[start[i], end[i])` at `offset[i]`. The live bytes are `live[i]`, in units of `unit_bytes`, from
+    `times[i]` on.
     """
 
     space: int
@@ -67,12 +71,12 @@ class AddressMap:
 
     @cached_property
     def high(self) -> Floats:
-        """The address behind each rectangle, in the unit."""
+        """The end address of each rectangle, in the unit."""
         return (self.offset + self.nbytes) / self.unit_bytes
 
     @property
     def time_range(self) -> tuple[float, float]:
-        """The positions that are shown."""
+        """The first and last position shown."""
         return (float(self.times[0]), float(self.times[-1])) if len(self) else (0.0, 1.0)
 
     @property
@@ -81,7 +85,10 @@ class AddressMap:
         return float(self.live.max(initial=0.0))
 
     def top(self, capacity_bytes: int | None) -> float:
-        """The address up to which is shown: all of the layout, and the capacity where it is not far above."""
+        """The highest address shown, in the unit.
+
+        All of the layout is shown, and the capacity where it is not far above.
+        """
         peak = float(self.high.max(initial=0.0)) or 1.0
         capacity = 0.0 if capacity_bytes is None else capacity_bytes / self.unit_bytes
         return 1.04 * (capacity if peak < capacity <= 2 * peak else peak)
@@ -96,19 +103,25 @@ def address_maps(trace: Trace, layout: Layout) -> list[AddressMap]:
 
 
 def name_of(block: Block) -> str:
-    """What a block is called."""
+    """The name of a block, or its number."""
     return block.name or str(block.id)
 
 
 def lines(shown: AddressMap, capacity_bytes: int | None) -> Iterator[tuple[float, str, str, str]]:
-    """The horizontal lines: where, what they say, their colour and style. Both can be seen where they meet."""
+    """The horizontal lines: address, label, colour and style.
+
+    Both can be seen where they meet.
+    """
     if capacity_bytes is not None:
         yield capacity_bytes / shown.unit_bytes, f"capacity, {format_bytes(capacity_bytes)}", CAPACITY_COLOUR, "solid"
     yield shown.bound, f"most live bytes, {format_bytes(shown.bound * shown.unit_bytes)}", BOUND_COLOUR, "dash"
 
 
 def size_range(maps: Sequence[AddressMap]) -> tuple[float, float]:
-    """The sizes between which colours change: to the largest, from that below which blocks hardly take any room."""
+    """The smallest and largest block size of the colour scale.
+
+    Below the smallest, blocks hardly take any room.
+    """
     sizes = np.concatenate([shown.nbytes for shown in maps])
     if not sizes.size:
         return 1.0, 2.0
@@ -119,11 +132,11 @@ def size_range(maps: Sequence[AddressMap]) -> tuple[float, float]:
 
 
 def powers_of_2(least: float, most: float) -> list[float]:
-    """At most nine sizes between two, both included if they are powers of 2, that are evenly apart in their logarithm."""
+    """At most nine powers of 2 between two sizes, evenly spaced."""
     first, last = math.ceil(math.log2(least)), math.floor(math.log2(most))
     return [2.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / 8)))]
 
 
 def address_axis(shown: AddressMap, maps: Sequence[AddressMap]) -> str:
-    """What stands beside the addresses."""
+    """The label of the address axis."""
     return f"address ({shown.unit})" + (f", space {shown.space}" if len(maps) > 1 else "")

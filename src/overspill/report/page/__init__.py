@@ -1,4 +1,7 @@
-"""The report: one self-contained page of HTML, made of sections. `sections.py` says which there are."""
+"""The HTML report: one self-contained page, made of sections.
+
+`sections.py` says which there are.
+"""
 
 from .measured import is_of as is_of
 from .measured import last_step as last_step

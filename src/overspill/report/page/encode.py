@@ -1,4 +1,7 @@
-"""A page's content as JSON that may stand in HTML: columns of numbers as base64, and no letter that a reader cannot see."""
+"""Encode a page's content as JSON that is safe inside HTML.
+
+Columns of numbers are base64, and no letter is one that a reader cannot see.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,22 @@ _IN_HTML = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 
 
 def encode(page: Page) -> str:
-    """`page` as JSON that ends no `<script>`, whatever names it holds."""
+    """`page` as JSON that cannot end a `<script>` element."""
     content = _plain(page) | {"notes": [visible(note, MOST_OF_A_NOTE) for note in page.notes]}
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_IN_HTML)
 
 
 def visible(text: str, most: int = MOST_LETTERS) -> str:
-    """`text` with what has no look of its own, such as marks of direction, spelled out; and one of more than `most` letters in part."""
+    """`text` with invisible characters spelled out, shortened if too long.
+
+    Such are marks of direction; too long is more than `most` letters.
+    """
     text = text if len(text) <= most else f"{text[: most - 100]}…{text[-99:]}"
     return spelled_out(text)
 
 
 def _plain(value: Any) -> Any:
-    """`value` in what JSON has; a section says which it is."""
+    """`value` in types of JSON; a section names its type."""
     if isinstance(value, Enum):
         value = value.value
     elif isinstance(value, np.generic):
@@ -53,7 +59,7 @@ def _plain(value: Any) -> Any:
 
 
 def _collection(value: Any) -> Any:
-    """A section with its name, or a list."""
+    """A section as an object with its type's name, or a list."""
     if is_dataclass(value):
         content = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {"is": type(value).__name__, **content}
@@ -61,7 +67,10 @@ def _collection(value: Any) -> Any:
 
 
 def _column(numbers: NDArray[Any]) -> Any:
-    """Numbers in order: as they are where they are few, else as base64 of the smallest type that holds them."""
+    """A column of numbers: a list if short, else base64.
+
+    Of the smallest type that holds them.
+    """
     if len(numbers) <= _SHORT_COLUMN:
         return [_plain(number) for number in numbers.tolist()]
     kind = "f8"

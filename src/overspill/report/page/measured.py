@@ -1,4 +1,4 @@
-"""From the record of a run to the columns of the linked views: one step as it was measured."""
+"""Convert the last measured step of a run to linked views."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ _LANES = {Verb.OFFLOAD: STREAMS.index(Stream.OFFLOAD), Verb.PREFETCH: STREAMS.in
 
 
 def last_step(record: RunRecord) -> int:
-    """The last step that is recorded whole, or else the last one."""
+    """The last step recorded in full, or else the last one."""
     whole = [step for step, facts in enumerate(record.facts) if facts.is_whole]
     return whole[-1] if whole else len(record.facts) - 1
 
 
 def measured_step(record: RunRecord, title: str) -> Step:
-    """The views of the last step of `record` alone, of all graphs that ran in it."""
+    """The views of the last measured step, of all graphs that ran."""
     graphs = list({id(graph): graph for graph in _graphs_of(record, last_step(record))}.values())
     return with_measured(_joined([of_graph(graph, (), title) for graph in graphs], title), record, graphs)
 
 
 def with_measured(section: Step, record: RunRecord, graphs: Sequence[Graph]) -> Step:
-    """`section`, whose tensors and ops are those of `graphs` one after the other, with the last step of `record` as one run more."""
+    """`section` with the last measured step as a further run.
+
+    Its tensors and ops are those of `graphs` one after the other.
+    """
     views = _Views(section, record, graphs, last_step(record))
     found = views.run()
     return replace(section, tensors=_with_more(section.tensors, views.strangers), runs=(*section.runs, found))
 
 
 def is_of(record: RunRecord, graph: Graph) -> bool:
-    """Whether all that ran in the last step of `record` is of `graph`."""
+    """Whether only `graph` ran in the last step of `record`."""
     return bool(record.steps) and all(ran is graph for ran in _graphs_of(record, last_step(record)))
 
 
@@ -50,7 +53,7 @@ def _graphs_of(record: RunRecord, step: int) -> Iterator[Graph]:
 
 
 class _Stranger(NamedTuple):
-    """A storage that no graph knows."""
+    """A storage that belongs to no graph."""
 
     name: str
     kind: str
@@ -58,7 +61,10 @@ class _Stranger(NamedTuple):
 
 
 class _Views:
-    """One step as it was measured. Each end of an op, and each change of memory, is an instant: a position ends with it."""
+    """One measured step as columns.
+
+    Each end of an op, and each change of memory, is an instant: a position ends with it.
+    """
 
     def __init__(self, section: Step, record: RunRecord, graphs: Sequence[Graph], step: int) -> None:
         self.strangers: list[_Stranger] = []
@@ -73,12 +79,14 @@ class _Views:
         self._made: Counter[tuple[int, int, int]] = Counter()
 
     def run(self) -> Run:
-        """The run as columns."""
+        """The measured step as a run."""
         record, step = self._record, self._step
         compute = record.within(record.compute, step)
         during = [c for c in record.changes if self._is_during(c)]
+        # Positions end with ops and with changes of memory.
         ends = sorted([self._at(done.end_seconds) for done in compute] + [self._at(c.seconds) for c in during])
         start, end, tensor, nbytes = self._spans(ends)
+        # Streams: ops, copies, and waits of compute.
         events = list(self._events(compute))
         begun = np.array([begin for *_, begin, _ in events], dtype=np.float64)
         waits = [done for done in compute if done.is_wait]
@@ -106,17 +114,21 @@ class _Views:
         )
 
     def _at(self, seconds: float) -> float:
-        """A time of the record as one of the step."""
+        """Seconds since the step began, for a time of the record."""
         return min(max(0.0, seconds - self._begun), self._seconds)
 
     def _is_during(self, change: Change) -> bool:
-        """Whether it is in the step, not before it."""
+        """Whether a change is in the step, not before it."""
         return change.step == self._step and change.seconds >= self._begun
 
     def _spans(self, ends: Sequence[float]) -> list[list[int]]:
-        """Of each storage that was there: the positions from and until which, the tensor that it is, and its bytes."""
+        """The columns start, end, tensor and bytes of all storages.
+
+        Starts and ends are positions.
+        """
         live: dict[int, list[int]] = {}
         found: list[list[int]] = []
+        # Follow the changes in order, each at the position of its instant.
         where = 0
         for change in self._record.changes:
             if change.step > self._step:
@@ -130,11 +142,12 @@ class _Views:
                 found.append(live[change.storage])
             elif (span := live.pop(change.storage, None)) is not None:
                 span[1] = where
+        # Leave out storages that were there at no position of the step.
         kept = [span for span in found if span[0] < span[1]]
         return [list(column) for column in zip(*kept, strict=True)] or [[], [], [], []]
 
     def _tensor(self, change: Change) -> int:
-        """The tensor that a storage is, or the workspace of an op that took it for itself."""
+        """The tensor of a storage, or the op's workspace that it is."""
         label = change.label
         if label is None or id(label.graph) not in self._firsts:
             kind = "other" if change.kind is None else change.kind.value
@@ -154,7 +167,7 @@ class _Views:
         return len(self._section.tensors.name) + len(self.strangers) - 1
 
     def _events(self, compute: Sequence[Measured]) -> Iterator[tuple[int, int, int, float, float]]:
-        """Stream, verb, target, begin and end of each op and of each copy."""
+        """The stream, verb, target, begin and end of each op and copy."""
         for done in compute:
             if not done.is_op or (label := done.label) is None or label.verb is None:
                 continue
@@ -172,7 +185,7 @@ class _Views:
 
 
 def _with_more(tensors: Tensors, strangers: Sequence[_Stranger]) -> Tensors:
-    """`tensors`, and behind them those that no graph knows."""
+    """`tensors`, followed by those that no graph knows."""
     none = np.full(len(strangers), -1, dtype=np.int64)
     return Tensors(
         name=[*tensors.name, *(s.name for s in strangers)],
@@ -185,15 +198,17 @@ def _with_more(tensors: Tensors, strangers: Sequence[_Stranger]) -> Tensors:
 
 
 def _joined(steps: Sequence[Step], title: str) -> Step:
-    """The tensors and ops of several steps as those of one, in order."""
+    """The tensors and ops of several steps, as of one step."""
     if len(steps) == 1:
         return steps[0]
+    # Layers of the same name become one.
     layers = tuple(dict.fromkeys(layer for step in steps for layer in step.layers))
     number = {layer: at for at, layer in enumerate(layers)}
 
     def layers_of(step: Step, column: Integers) -> Integers:
         return integers(number[step.layers[at]] if at >= 0 else -1 for at in column)
 
+    # Numbers of ops and tensors are shifted by those of the steps before.
     ops = [len(step.ops.name) for step in steps]
     first_ops, first_tensors = np.cumsum([0, *ops]), np.cumsum([0, *(len(step.tensors.name) for step in steps)])
     tensors = Tensors(
@@ -220,7 +235,10 @@ def _joined(steps: Sequence[Step], title: str) -> Step:
 
 
 def _rows(firsts: Sequence[Integers], rows: Sequence[Integers], offsets: Integers) -> tuple[Integers, Integers]:
-    """Rows of tensors of several graphs as columns of one: where each begins, and all of them."""
+    """Rows of tensors of several graphs, as columns of one.
+
+    Where each row begins, and all of them.
+    """
     lengths = np.concatenate([np.diff(first) for first in firsts])
     found = np.concatenate([row + at for row, at in zip(rows, offsets, strict=False)])
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), found.astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a report is made of: the verdict, and sections that are tables, charts and the linked views of one step.
+"""The parts of a report: verdict, tables, charts and linked views.
 
 Nothing here knows what a plan or an estimate is. Numbers stay numbers, and the page writes them in the unit that is said:
 so a reader can sort a table, and read exact bytes off a curve.
@@ -20,7 +20,7 @@ Cell = str | float | bool | None
 
 
 class Unit(StrEnum):
-    """How the page writes a number."""
+    """How the page formats a number."""
 
     TEXT = "text"
     NUMBER = "number"
@@ -33,7 +33,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True)
 class Figure:
-    """A headline: what it is, and its value as it shall be read. `note` stands small beneath it."""
+    """A headline figure: label, formatted value, and small note."""
 
     label: str
     value: str
@@ -42,7 +42,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reader wants to know first. `good`: whether it is what they hoped for; None where nothing is judged."""
+    """The first sentence of a report, with headline figures.
+
+    `good`: whether it is what the reader hoped for; None where nothing is judged.
+    """
 
     text: str
     good: bool | None
@@ -51,7 +54,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. `bar`: each number has a bar behind it, as long as its share of the largest."""
+    """A column of a table, with its unit.
+
+    `bar`: each number has a bar behind it, as long as its share of the largest.
+    """
 
     name: str
     unit: Unit = Unit.TEXT
@@ -60,7 +66,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, sorted as given; a click on a column's head sorts them by it."""
+    """A table, which a click on a column's head sorts.
+
+    Rows are as given until then.
+    """
 
     title: str
     columns: tuple[Column, ...]
@@ -70,7 +79,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis is of."""
+    """An axis's name and unit."""
 
     name: str
     unit: Unit = Unit.NUMBER
@@ -78,7 +87,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points joined by lines. `steps`: each value holds until the next x. `dashed`: of what is not the subject, as a bound."""
+    """Points joined by lines.
+
+    `steps`: each value holds until the next x. `dashed`: of what is not the subject, as a bound.
+    """
 
     name: str
     x: Sequence[float]
@@ -89,9 +101,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A line through the chart at `at` of one axis, as a budget.
+    """A line across a chart at one value, as a budget.
 
-    Of a step it lies across the memory, and where addresses are bound by it too, across these.
+    `at` is on the y axis unless `on_x`. Of a step it lies across the memory, and where addresses are bound by it too,
+    across these.
     """
 
     name: str
@@ -102,7 +115,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over a common axis."""
+    """A chart of curves with common axes."""
 
     title: str
     x: Axis
@@ -114,7 +127,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Point:
-    """One thing that is compared, as a policy. `good`: false for one that fails, as by not fitting."""
+    """One of the things compared, as a policy.
+
+    `good`: false for one that fails, as by not fitting.
+    """
 
     name: str
     x: float
@@ -125,7 +141,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Points:
-    """Named points, as policies by memory and time, with curves for what bounds them."""
+    """A chart of named points, as policies by memory and time.
+
+    Curves are of what bounds them.
+    """
 
     title: str
     x: Axis
@@ -142,9 +161,10 @@ def _none() -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """The lines of Python that ops were run by: `file` is an index of `files`, `caller` the line that called this one, or -1.
+    """Lines of Python that ran ops, with their callers.
 
-    `backward` is 1 where what ran is the backward of what the line ran.
+    `file` is an index of `files`, `caller` the line that called this one, or -1. `backward` is 1 where what ran is the
+    backward of what the line ran.
     """
 
     files: Sequence[str] = ()
@@ -157,9 +177,10 @@ class Frames:
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """The tensors of a step by number. `maker` is the op that first writes one, or -1; `layer` is an index of `Step.layers`.
+    """The tensors of a step, by number.
 
-    `frame` is the line of Python that made one, or -1; empty where all were made by the lines of their makers.
+    `maker` is the op that first writes one, or -1; `layer` is an index of `Step.layers`. `frame` is the line of Python
+    that made one, or -1; empty where all were made by the lines of their makers.
     """
 
     name: Sequence[str]
@@ -173,9 +194,10 @@ class Tensors:
 
 @dataclass(frozen=True, eq=False)
 class Ops:
-    """The ops of a step by number. Op i reads `read[first_read[i]:first_read[i + 1]]`, and so for what it writes.
+    """The ops of a step, by number.
 
-    The lines of Python that ran it are `frame[first_frame[i]:first_frame[i + 1]]`; both are empty where none is known.
+    Op i reads `read[first_read[i]:first_read[i + 1]]`, and so for what it writes. The lines of Python that ran it are
+    `frame[first_frame[i]:first_frame[i + 1]]`; both are empty where none is known.
     """
 
     name: Sequence[str]
@@ -192,11 +214,12 @@ class Ops:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One way to run the step, as by a plan: what was on the device when, and what each stream did.
+    """One run of a step: memory and streams over time.
 
-    Positions count its instructions, and `seconds[p]` is when the one at `p` had been carried out; empty where there is
-    no clock. From `start[i]` until before `end[i]` the device holds tensor `tensor[i]`, or the workspace of op `-1 - tensor[i]`
-    if that is negative, of `nbytes[i]`, at address `offset[i]` (empty: no addresses are known).
+    As by a plan: what was on the device when, and what each stream did. Positions count its instructions, and
+    `seconds[p]` is when the one at `p` had been carried out; empty where there is no clock. From `start[i]` until
+    before `end[i]` the device holds tensor `tensor[i]`, or the workspace of op `-1 - tensor[i]` if that is negative, of
+    `nbytes[i]`, at address `offset[i]` (empty: no addresses are known).
 
     Event i is of instruction `event_at[i]`, on stream `stream[i]` (an index of `streams`), and does `verb[i]` (an index of
     `verbs`) to `target[i]`: an op on the compute stream, the first one, a tensor on the others. A stall is a time in which
@@ -231,7 +254,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Words:
-    """What the views of a step call things: the memory, what is in it, where, what the positions count, and what kinds are."""
+    """What the views call memory, tensors, places, positions and kinds."""
 
     memory: str = "Memory over the step"
     thing: str = "tensor"
@@ -242,11 +265,11 @@ class Words:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The linked views of one step: memory, streams, addresses and layers, of one of `runs` at a time.
+    """Linked views of one step: memory, streams, addresses, layers.
 
-    The first run is shown first; the others are a click away, and their memory is a line beside it. What a run does not
-    know, as streams or addresses, has no view. `marks` are lines for all runs, as the budget. `words`: for what is no
-    step of a model.
+    They are of one of `runs` at a time. The first run is shown first; the others are a click away, and their memory is
+    a line beside it. What a run does not know, as streams or addresses, has no view. `marks` are lines for all runs, as
+    the budget. `words`: for what is no step of a model.
     """
 
     title: str
@@ -265,7 +288,10 @@ Section = Table | Lines | Points | Step
 
 @dataclass(frozen=True)
 class Page:
-    """A report. `subtitle` says of what job it is, `notes` what a reader must know besides."""
+    """A report.
+
+    `subtitle` says of what job it is, `notes` what a reader must know besides.
+    """
 
     title: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""From plans and layouts to the columns of the linked views."""
+"""Convert plans and layouts to linked views."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _SIZES = tuple(1 << power for power in (30, 28, 26, 24, 22, 20, 18, 16, 12))
 
 
 def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step:
-    """The views of `plan` and of the same step unmanaged; its blocks lie as `placer` puts them (None: as PyTorch does)."""
+    """The views of `plan` and of the unmanaged step.
+
+    Its blocks lie as `placer` puts them (None: as PyTorch does).
+    """
     is_placed = (
         plan.device_bytes is not None or placer is not None
     )  # the budget is for addresses too, not for live bytes
@@ -40,7 +43,10 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
 
 
 def _above(plan: Plan, planned: Run) -> str:
-    """Why addresses reach above a budget that is kept: it is one of live bytes, whatever lies between them."""
+    """Why addresses exceed a budget that is kept.
+
+    It is one of live bytes, whatever lies between them.
+    """
     reach = planned.reserved_bytes or 0
     if reach <= plan.asked_bytes:
         return ""
@@ -54,6 +60,7 @@ def _above(plan: Plan, planned: Run) -> str:
 def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:
     """The views of `runs` of one graph."""
     layers = {layer: index for index, layer in enumerate(dict.fromkeys(op.layer for op in graph.ops))}
+    # Tensors belong to the layer of the first op that uses them.
     home = [uses[0] if uses else -1 for uses in graph.uses]
     maker = [graph.producer.get(t.id, -1) for t in graph.tensors]
     tensors = Tensors(
@@ -64,6 +71,7 @@ def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark,
         maker=integers(maker),
         layer=integers(layers[graph.ops[op].layer] if op >= 0 else -1 for op in home),
     )
+    # Ops, with what they read and write and the lines that ran them.
     first_read, read = columns_of([op.reads for op in graph.ops])
     first_written, written = columns_of([op.writes for op in graph.ops])
     first_frame, frame = columns_of([op.frames for op in graph.ops] if graph.frames else ())
@@ -90,7 +98,11 @@ def run(
     placer: str | None = None,
     groups: Iterable[Sequence[int]] = (),
 ) -> Run:
-    """What `schedule` has on the device, and does, as `timeline` says when; addresses where a `placer` is named."""
+    """A schedule's memory and events over time.
+
+    Times are those of `timeline`; there are addresses where a `placer` is named.
+    """
+    # Blocks of the schedule, and addresses for them.
     trace, owners = owned_trace(graph, schedule, groups)
     layout = None if placer is None else _layout(trace, placer)
     events = timeline.events
@@ -103,6 +115,7 @@ def run(
         tensor=integers(owners),
         nbytes=integers(b.nbytes for b in trace.blocks),
         offset=integers(() if layout is None else layout.offsets),
+        # What each stream does when.
         streams=tuple(stream.value for stream in STREAMS),
         verbs=tuple(verb.value for verb in VERBS),
         stream=integers(STREAMS.index(e.stream) for e in events),
@@ -111,6 +124,7 @@ def run(
         begun=np.array([e.start_seconds for e in events], dtype=np.float64),
         ended=np.array([e.end_seconds for e in events], dtype=np.float64),
         event_at=integers(e.instruction for e in events),
+        # Waits of compute.
         stall_begun=np.array([s.start_seconds for s in timeline.stalls], dtype=np.float64),
         stall_ended=np.array([s.end_seconds for s in timeline.stalls], dtype=np.float64),
         stall_cause=[s.cause for s in timeline.stalls],
@@ -128,15 +142,18 @@ def addresses(
     made_by: Sequence[int] = (),
     position: str = "position",
 ) -> Step:
-    """The views of a layout alone: its blocks by their size, positions in place of time, each space above the one before.
+    """The views of a layout alone: blocks by size, over positions.
 
-    `made_by` has for each block the line that asked for it, by its position among `frames`; `position` is what one is called.
+    Each space is above the one before. `made_by` has for each block the line that asked for it, by its position among
+    `frames`; `position` is what one is called.
     """
     blocks = trace.blocks
+    # Stack the spaces.
     base, bases = 0, {}
     for space in trace.spaces:
         bases[space] = base
         base += max(o + b.nbytes for o, b in zip(layout.offsets, blocks, strict=True) if b.space == space)
+    # A rectangle for each time that a block is live.
     pieces = [(i, start, end) for i, block in enumerate(blocks) for start, end in block.pieces]
     first = min((start for _, start, _ in pieces), default=0)
     last = max((end for *_, end in pieces), default=1)
@@ -152,6 +169,7 @@ def addresses(
         placer=layout.solver,
         reserved_bytes=layout.peak_bytes,
     )
+    # Blocks stand for tensors; there are no ops.
     nothing = integers(())
     tensors = Tensors(
         name=[b.name or f"block {b.id}" for b in blocks],
@@ -182,7 +200,7 @@ def frames_of(frames: Sequence[Frame]) -> Frames:
 
 
 def _layout(trace: Trace, placer: str) -> Layout | None:
-    """Where the allocator or the solver puts the blocks; None where it finds no place for them."""
+    """The layout by an allocator or a solver; None if it fails."""
     check_placer(placer)
     if placer in SOLVERS:
         return solver_named(placer).solve(trace, SEARCH).layout
@@ -190,7 +208,10 @@ def _layout(trace: Trace, placer: str) -> Layout | None:
 
 
 def shape_of(shape: Sequence[int], dtype: str) -> str:
-    """A tensor's shape for a reader, as `32x64 float32`; empty where it is not known."""
+    """A tensor's shape and dtype for a reader, as `32x64 float32`.
+
+    Empty where it is not known.
+    """
     return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}" if dtype else ""
 
 
@@ -200,11 +221,14 @@ def _size_class(nbytes: int) -> str:
 
 
 def integers(numbers: Iterable[int]) -> Integers:
-    """Numbers as a column."""
+    """Numbers as a column of 64-bit integers."""
     return np.fromiter(numbers, dtype=np.int64)
 
 
 def columns_of(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """Rows of numbers in two columns: where each row begins, and all of them."""
+    """Rows of numbers as two columns.
+
+    Where each row begins, and the numbers of all.
+    """
     first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return first, integers(number for row in rows for number in row)

@@ -1,4 +1,7 @@
-"""The page as a file: markup, style, script and content in one, which asks nobody for anything."""
+"""Write a page as one HTML file, with style, script and content.
+
+It loads nothing from anywhere.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SCRIPTS = (
 
 
 def check_page(path: Path) -> None:
-    """Raise RequestError where `path` is no name for a page, before work is done for it."""
+    """Raise RequestError, before any work, if `path` is no HTML name."""
     if path.suffix.lower() not in {".html", ".htm"}:
         raise RequestError(f"cannot write a report to {path}: the file must end in .html")
 

@@ -1,1 +1,4 @@
-"""The page of each result, one file a kind; `results.py` finds the one that a result has."""
+"""The page of each kind of result, one file each.
+
+`results.py` finds the one that a result has.
+"""

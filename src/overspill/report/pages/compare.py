@@ -1,4 +1,7 @@
-"""Policies beside one another as a page: memory against time with the bound, and the table of all figures."""
+"""A comparison of policies as a page.
+
+It plots memory against time with the bound, and has the table of all figures.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def compare_page(compared: Comparison, title: str | None = None) -> Page:
 
 
 def _figures(row: Row, compared: Comparison) -> dict[str, Any]:
-    """What the table of all figures has of `row`."""
+    """A row of the table of all figures."""
     figures = row_figures(row, compared.device)
     least = row.least_bytes
     over = None if row.fits or least is None or least <= compared.budget_bytes else least - compared.budget_bytes
@@ -68,16 +71,18 @@ def _figures(row: Row, compared: Comparison) -> dict[str, Any]:
 
 
 def compare_verdict(compared: Comparison) -> Verdict:
-    """The fastest policy that fits, or what the least needs."""
+    """The fastest policy that fits, or the least memory that would do."""
     budget = format_bytes(compared.budget_bytes)
     fitting = [row for row in compared if row.fits and row.plan is not None]
     if not fitting or fitting[0].plan is None:
+        # No policy fits: name the least that would do.
         least = min((row.least_bytes for row in compared if row.least_bytes is not None), default=None)
         if least is None:
             return Verdict(f"No policy fits {budget}", good=False)
         budget, needs = format_apart(compared.budget_bytes, least)
         return Verdict(f"No policy fits {budget}; {needs} would do", good=False)
     best, plan = fitting[0], fitting[0].plan
+    # The fastest, and how far it is from the bound.
     figures = [
         Figure("policies that fit", f"{len(fitting)} of {len(compared)}"),
         Figure("card" if plan.device_bytes else "memory", format_bytes(plan.needed_bytes), f"of {budget}"),
@@ -97,7 +102,7 @@ def compare_verdict(compared: Comparison) -> Verdict:
 
 
 def compare_table(compared: Comparison) -> Table:
-    """The policies in short."""
+    """A short table of the policies."""
     return Table("Policies", SHORT, tuple(map(_short, compared)))
 
 
@@ -122,12 +127,15 @@ def _points(compared: Comparison) -> Points:
 
 
 def bound_curve(bounds: Mapping[int, float]) -> Curve:
-    """Seconds that no plan beats, by budget: what is proven for one holds for all that are smaller, down to the next."""
+    """The curve of seconds that no plan beats, by budget.
+
+    What is proven for one budget holds for all that are smaller, down to the next.
+    """
     budgets = sorted(bounds, reverse=True)
     return Curve("proven lower bound", budgets, [bounds[budget] for budget in budgets], steps=True, dashed=True)
 
 
 def _note(row: Row) -> str:
-    """What the picture says of a policy that is pointed at."""
+    """The tooltip of a policy."""
     waits = "" if row.stall_cause is None else f"; waits longest for {row.stall_cause}"
     return f"slowdown {row.slowdown:.3f}{waits}"

@@ -1,4 +1,4 @@
-"""An estimate as a page: the verdict, memory over the step, what it is made of, and what would help."""
+"""An estimate as a page: verdict, memory, its parts, and advice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ FAR = 3
 
 
 def estimate_page(made: Estimate, title: str | None = None, *, asked: bool = True) -> Page:
-    """The report of `made`; `asked`: whether a device was named, so that there is a verdict to give."""
+    """The report of an estimate.
+
+    `asked`: whether a device was named, so that there is a verdict to give.
+    """
     sections: list[Section] = [_step(made), estimate_table(made), _largest(made), _layers(made)]
     if made.changes and asked:
         sections.insert(0, _changes(made))
@@ -56,7 +59,7 @@ def estimate_page(made: Estimate, title: str | None = None, *, asked: bool = Tru
 
 
 def estimate_verdict(made: Estimate, *, asked: bool = True) -> Verdict:
-    """Whether the job fits, and the bytes behind that."""
+    """Whether the job fits, with the bytes behind that."""
     total, device = made.total, made.device
     figures = [
         Figure("takes", format_bytes(made.total_bytes), f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}"),
@@ -73,7 +76,10 @@ def estimate_verdict(made: Estimate, *, asked: bool = True) -> Verdict:
 
 
 def estimate_table(made: Figures) -> Table:
-    """What the total is made of at the peak, the largest first, with the names that the views have for it."""
+    """The parts of the total at the peak, the largest first.
+
+    With the names that the views have for them.
+    """
     total = made.total_bytes or 1
     parts = sorted(made.breakdown.items(), key=lambda part: -part[1])
     rows = [(name.replace("_", " "), _kind(name), nbytes, nbytes / total) for name, nbytes in parts if nbytes]
@@ -110,7 +116,10 @@ def _changes(made: Estimate) -> Table:
 
 
 def _layers(made: Figures) -> Table:
-    """What each layer has at the peak, as the views' tree of layers; and what of it is no weight or buffer, as terminals print."""
+    """The bytes of each layer at the peak.
+
+    As the views' tree of layers; and what of it is no weight or buffer, as terminals print.
+    """
     found = Counter[str]()
     for position in made.peak.live:
         found[_home(made.recording.allocations[position])] += int(made.demand.nbytes[position])
@@ -128,7 +137,10 @@ def _layers(made: Figures) -> Table:
 
 
 def _home(it: Allocation) -> str:
-    """The layer of an allocation: the one that made it, or that has the parameter; all optimizer state is together."""
+    """The layer of an allocation: its maker's, or its parameter's.
+
+    All optimizer state is together.
+    """
     if it.kind is TensorKind.OPTIMIZER_STATE:
         return OPTIMIZER
     if it.kind in (TensorKind.PARAMETER, TensorKind.BUFFER):
@@ -137,7 +149,7 @@ def _home(it: Allocation) -> str:
 
 
 def _largest(made: Figures) -> Table:
-    """The largest things that are there at the peak, and which line made them."""
+    """The largest allocations at the peak, with their source lines."""
     recording = made.recording
     rows = []
     for position in made.peak.largest:
@@ -157,11 +169,13 @@ def _largest(made: Figures) -> Table:
 def _step(made: Figures) -> Step:
     """Memory over the recorded step that has the peak, by event."""
     recording, demand, step = made.recording, made.demand, made.peak.iteration
+    # Choose the step, and the allocations that are live in it.
     edges = (*recording.starts, recording.events) if recording.starts else (0, recording.events)
     first, last = edges[min(step, len(edges) - 2)], edges[min(step, len(edges) - 2) + 1]
     shown = np.flatnonzero((demand.start < last) & (demand.end > first) & (demand.nbytes > 0))
     allocations = [recording.allocations[position] for position in shown.tolist()]
     numbers = {position: number for number, position in enumerate(shown.tolist())}
+    # Ops, tensors and layers are numbered anew within the step.
     wanted = [number for number, op in enumerate(recording.ops) if op.iteration == step]
     op_numbers = {number: place for place, number in enumerate(wanted)}
     ops = [recording.ops[number] for number in wanted]
@@ -178,6 +192,7 @@ def _step(made: Figures) -> Step:
         layer=np.array([layers[_home(a)] for a in allocations], dtype=np.int64),
         frame=np.array([a.frame for a in allocations], dtype=np.int64),
     )
+    # Memory by event, without a clock.
     run = Run(
         name="as estimated",
         seconds=np.zeros(0),
@@ -192,6 +207,7 @@ def _step(made: Figures) -> Step:
     home, flops = np.array([layers[op.layer] for op in ops], dtype=np.int64), np.zeros(len(ops), dtype=np.int64)
     first_frame, frame = columns_of([[op.frame] if op.frame >= 0 else [] for op in ops])
     recorded = Ops(names, phases, home, flops, first_read, read, first_written, written, first_frame, frame)
+    # A line for the device's memory, if the picture has room for it.
     room = made.device.memory_bytes - made.outside_bytes
     marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
     title, lines = f"Memory over step {step + 1}", frames_of(recording.frames)

@@ -1,4 +1,7 @@
-"""A verdict and a table as a few lines of HTML, for a notebook: no style of ours but what suits dark and light alike."""
+"""A verdict and a table as short HTML for a notebook.
+
+It has no style but what suits dark and light alike.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,13 @@ SIGNS = {True: "✓ ", False: "✕ ", None: ""}
 
 
 def short_html(verdict: Verdict, table: Table | None = None) -> str:
-    """The verdict, its figures, and `table` in full or its first rows."""
+    """The verdict, its figures, and the first rows of `table`."""
     parts = [f"<p><strong>{SIGNS[verdict.good]}{_safe(verdict.text)}</strong></p>"]
     if verdict.figures:
         rows = [(figure.label, figure.value, figure.note) for figure in verdict.figures]
         parts.append(_table([[_cell("td", text) for text in row] for row in rows]))
     if table is not None:
+        # The table, or its first rows.
         head = [_cell("th", column.name, right=column.unit is not Unit.TEXT) for column in table.columns]
         units = [column.unit for column in table.columns]
         body = [
@@ -47,7 +51,7 @@ def short_html(verdict: Verdict, table: Table | None = None) -> str:
 
 
 def written(cell: Cell, unit: Unit) -> str:
-    """A cell as a reader has it."""
+    """A cell as text, in its unit."""
     if cell is None or isinstance(cell, str):
         return cell or ""
     if isinstance(cell, bool):

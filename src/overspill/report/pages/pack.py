@@ -1,4 +1,4 @@
-"""A packing as a page: whether it fits, the address map, and how far it may be from the best."""
+"""A packing as a page: verdict, address map, distance from the optimum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FITS = Judged(fits=True, infeasible=False)
 
 
 def pack_page(solution: Solution, trace: Trace, title: str, capacity_bytes: int | None = None) -> Page:
-    """The report of `solution`, which is of the blocks of `trace`."""
+    """The report of a packing of the blocks of `trace`."""
     found = judge(trace, solution, capacity_bytes)
     sections: list[Section] = [_core(trace, found.infeasible_core, capacity_bytes)] if found.infeasible_core else []
     if solution.layout is not None:
@@ -39,7 +39,7 @@ def pack_page(solution: Solution, trace: Trace, title: str, capacity_bytes: int 
 
 
 def _core(trace: Trace, core: tuple[int, ...], capacity_bytes: int | None) -> Table:
-    """The fewest blocks known that no layout puts within the capacity."""
+    """The smallest known set of blocks that exceeds the capacity."""
     blocks, order = trace.blocks, _largest_first(trace, core)
     needed = format_bytes(sum(blocks[i].nbytes for i in core))
     capacity = "" if capacity_bytes is None else f", of a capacity of {format_bytes(capacity_bytes)}"
@@ -56,7 +56,10 @@ def _row(block: Block) -> tuple[Cell, ...]:
 
 
 def pack_verdict(solution: Solution, capacity_bytes: int | None = None, found: Judged = FITS) -> Verdict:
-    """What the layout takes, whether that is within the capacity as was `found`, and what no layout is below."""
+    """The layout's size, whether it fits, and the lower bound.
+
+    `found` is what was judged.
+    """
     layout, bound = solution.layout, Figure("no layout is below", format_bytes(solution.bound_bytes))
     took = Figure("searched", format_seconds(solution.seconds), solution.stopped)
     if layout is None:

@@ -1,4 +1,4 @@
-"""A plan as a page: whether it fits, the linked views of its step, and what its peak is made of."""
+"""A plan as a page: verdict, linked views, and the peak's parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from overspill.report.plan import card_notes, memory_figures, peak_of, too_small
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
-    """The report of `plan`, its blocks where `placer` puts them (None: PyTorch's caching allocator)."""
+    """The report of `plan`.
+
+    Its blocks are where `placer` puts them (None: PyTorch's caching allocator).
+    """
     peak = peak_of(plan)
     kinds = Table(
         f"What the peak is made of, at {peak.at}",
@@ -31,7 +34,7 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
 
 
 def _beside(plan: Plan) -> Table:
-    """The plan and the unmanaged step, side by side."""
+    """A table of the plan and the unmanaged step, side by side."""
     rows = [("live tensors at the peak", format_bytes(plan.peak_bytes), format_bytes(plan.unmanaged_peak_bytes))]
     if plan.device_bytes is not None:
         rows.insert(0, ("card", format_bytes(plan.needed_bytes), format_bytes(plan.unmanaged_needed_bytes)))
@@ -47,10 +50,14 @@ def _beside(plan: Plan) -> Table:
 
 
 def _swaps(plan: Plan) -> tuple[Table, ...]:
-    """What leaves the device, when it goes and comes back, and how long compute waits for that; nothing where nothing does."""
+    """Offloaded tensors: when they leave and return, and the waits.
+
+    No table where nothing is offloaded.
+    """
     graph, waited = plan.graph, defaultdict[str, float](float)
     for cause, seconds in plan.timeline.wait_seconds.items():
         waited[cause.partition(" of ")[2]] += seconds
+    # When each tensor first leaves and comes back.
     starts: dict[Verb, dict[int, float]] = {Verb.OFFLOAD: {}, Verb.PREFETCH: {}}
     for event in plan.timeline.events:
         if event.verb in starts:
@@ -66,14 +73,16 @@ def _swaps(plan: Plan) -> tuple[Table, ...]:
         Column("tensor"), Column("bytes", Unit.BYTES, bar=True), Column("line"), Column("leaves at", Unit.SECONDS),
         Column("comes back from", Unit.SECONDS), Column("compute waits", Unit.SECONDS),
     )  # fmt: skip
+    # Longest waits first.
     ranked = sorted(rows, key=lambda row: (-row[5], -row[1]))
     return (Table("What leaves the device, the longest waits first", columns, tuple(ranked)),)
 
 
 def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str], str] = str) -> Page:
-    """The report where there is no plan: the least that one needs, what that is made of, and what would help.
+    """The report where there is no plan.
 
-    `spelled` writes the names of settings as whoever asked gives them.
+    It has the least that one needs, what that is made of, and what would help. `spelled` writes the names of settings
+    as whoever asked gives them.
     """
     budget, floor = format_apart(error.budget_bytes, error.floor_bytes)
     figures = [Figure("the least that works", floor, error.cause)]
@@ -92,7 +101,7 @@ def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str]
 
 
 def plan_verdict(plan: Plan) -> Verdict:
-    """What the plan takes, and what that costs."""
+    """The plan's memory and its cost."""
     of = "" if plan.device_bytes is None else "of the card, "
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}" if plan.fits_device else too_small(plan),

@@ -1,4 +1,7 @@
-"""A recording as a page: its steps, and the views of the last one, all of it measured."""
+"""A recording as a page: its steps, and views of the last.
+
+All of it is measured.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def recording_page(found: Recording, title: str | None = None) -> Page:
 
 
 def recording_verdict(found: Recording) -> Verdict:
-    """How long the steps took, and what they took."""
+    """The usual step time, with memory and waits."""
     record = found.record
     planned = max((plan.peak_bytes for plan in found.plans), default=0)
     steps = len(record.steps)
@@ -57,8 +60,9 @@ def recording_verdict(found: Recording) -> Verdict:
 
 
 def steps_table(found: Recording) -> Table:
-    """What was measured of each step."""
+    """A table of the measured figures of each step."""
     record = found.record
+    # What is unusual about a step.
     notes = [
         "; ".join(
             note
@@ -94,12 +98,15 @@ def steps_table(found: Recording) -> Table:
 
 
 def views_title(record: RunRecord) -> str:
-    """Of which step the measured views are."""
+    """The title of the measured views: which step they show."""
     return f"Step {last_step(record) + 1} as it was measured"
 
 
 def _views(found: Recording) -> Step:
-    """The last step: measured, and where one plan is all of it, what that plan said."""
+    """The views of the last step, measured and planned.
+
+    What was planned is there where one plan is all of it.
+    """
     record, title = found.record, views_title(found.record)
     plan = next((plan for plan in found.plans if is_of(record, plan.graph)), None)
     if plan is None:

@@ -1,4 +1,7 @@
-"""How each result looks as a page, and in a notebook: what `core/reportable.py` asks for."""
+"""The page and the short form of each kind of result.
+
+For `core/reportable.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,21 @@ from .sweep import sweep_page, sweep_table, sweep_verdict_of
 
 
 def write_report(found: Reportable, path: Path, title: str | None = None) -> None:
-    """Write the page of `found` to `path`. Raises RequestError."""
+    """Write the page of `found` to `path`.
+
+    Raises RequestError.
+    """
     check_page(path)  # before the work of making it
     write_page(path, page_of(found, title))
 
 
 def in_notebook(found: Reportable) -> str:
-    """`found` in short, as HTML that is part of another page."""
+    """A result in short, as HTML for a notebook."""
     return short_html(*short_of(found))
 
 
 def in_terminal(found: Reportable) -> str:
-    """`found` in short, as lines of text."""
+    """A result in short, as text."""
     verdict, _ = short_of(found)
     figures = (f"{f.label}: {f.value}" + (f" ({f.note})" if f.note else "") for f in verdict.figures)
     return "\n  ".join((verdict.text, *figures))
@@ -44,13 +50,13 @@ def in_terminal(found: Reportable) -> str:
 
 @singledispatch
 def page_of(found: Reportable, title: str | None = None) -> Page:
-    """The page of a result, under this title or one of its own."""
+    """The page of a result, with this title or a default one."""
     raise TypeError(f"no page shows {title or 'a result'} of type {type(found).__name__}")
 
 
 @singledispatch
 def short_of(found: Reportable) -> tuple[Verdict, Table | None]:
-    """The verdict of a result, and the table that says most of it."""
+    """The verdict of a result, and its main table."""
     raise TypeError(f"nothing shows a {type(found).__name__} in short")
 
 

@@ -1,4 +1,4 @@
-"""A replayed snapshot as a page: whether the simulated allocator did the same, and where the recorded blocks lay."""
+"""A replayed snapshot as a page: verdict and recorded layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _verdict(found: SnapshotReplay) -> Verdict:
 
 
 def _closed_up(trace: Trace, addressed: tuple[int, ...]) -> tuple[int, ...]:
-    """The addresses from 0 on, without the large holes between segments."""
+    """The addresses from 0 on, without large holes between segments."""
     order = sorted(range(len(addressed)), key=lambda i: addressed[i])
     found = [0] * len(addressed)
     shift, reached = (addressed[order[0]], addressed[order[0]]) if order else (0, 0)

@@ -1,4 +1,7 @@
-"""A budget sweep as a page: memory against time, the bound under it, and every plan."""
+"""A budget sweep as a page: memory against time, with the bound.
+
+And a table of every plan.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
 
 
 def sweep_verdict_of(sweep: Sweep) -> Verdict:
-    """How far memory goes down, and whether the device has room for any of that."""
+    """How far memory goes down, and whether that fits the device."""
     least = sweep.frontier[-1]
     assert least.plan is not None
     fitting = [point for point in sweep.points if sweep.fits(point)]
@@ -41,6 +44,7 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
         ),
         Figure("slowdown there", f"{least.plan.slowdown:.3f}", f"simulated, by {least.policy}"),
     ]
+    # For a GPU, also the size of its memory.
     if of_card:
         figures.append(Figure(f"{sweep.device.name} has", format_bytes(sweep.device.memory_bytes)))
     text = sweep_verdict(sweep)
@@ -48,10 +52,11 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """Every plan, from the largest budget to the smallest."""
+    """A table of every plan, the largest budget first."""
     rows = [point_figures(sweep, point) for point in sweep.points if point.plan is not None]
     for row in rows:
         row["recomputed"] = recomputed(row["recomputed_flops"], row["recomputed_ops"])
+    # Live bytes differ from budgets only of a card.
     columns = {
         "policy": Column("policy"),
         "budget_share": Column("share", Unit.SHARE),
@@ -69,17 +74,22 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def _curves(sweep: Sweep) -> Lines | Points:
-    """A curve for each policy that adapts, a point for each that makes one schedule, and the bound below them."""
+    """A curve or point for each policy, and the bound.
+
+    A policy that makes one schedule has a point.
+    """
     found: dict[str, list[SweepPoint]] = {}
     for point in sorted(sweep.points, key=lambda point: point.budget_bytes):
         if point.plan is not None:
             found.setdefault(point.policy, []).append(point)
+    # Policies with several plans are curves, above the bound.
     curves = [
         Curve(policy, [p.budget_bytes for p in own], [p.plan.step_seconds for p in own if p.plan], steps=True)
         for policy, own in found.items()
         if len(own) > 1
     ]
     curves.append(bound_curve({point.budget_bytes: point.lower_bound_seconds for point in sweep.points}))
+    # Policies with one plan are points.
     single = tuple(
         Point(policy, own[0].budget_bytes, own[0].plan.step_seconds, good=sweep.fits(own[0]))
         for policy, own in found.items()

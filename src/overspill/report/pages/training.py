@@ -1,4 +1,7 @@
-"""A training run as a page: measured beside planned, the losses, the steps, and the views of the plan."""
+"""A training run as a page: measured against planned.
+
+It has the losses, the steps, and the views of the plan.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from .recording import views_title
 
 
 def training_page(trained: Trained, title: str | None = None) -> Page:
-    """The report of a run: what was measured first, and then its plan, which is simulated."""
+    """The report of a run: what was measured, then the simulated plan."""
     title = title or title_of(trained)
     planned = plan_page(trained.plan, title, trained.options.placer)
     views, measured = _views(trained, planned.sections)
@@ -42,7 +45,10 @@ def training_page(trained: Trained, title: str | None = None) -> Page:
 
 
 def _views(trained: Trained, planned: tuple[Section, ...]) -> tuple[tuple[Section, ...], str]:
-    """The plan's views, the step as it was measured among them where the run was recorded, and what that is called."""
+    """The views of the plan and of the measured step, and their title.
+
+    The step is there where the run was recorded.
+    """
     record, (step, *rest) = trained.managed.record, planned
     if record is None or not record.steps or not isinstance(step, Step):
         return planned, ""
@@ -56,6 +62,7 @@ def _verdict(trained: Trained) -> Verdict:
     run, plan = trained.managed, trained.plan
     good = run.measured_peak_bytes <= plan.asked_bytes and trained.identical is not False
     text = f"Trained within {format_bytes(plan.asked_bytes)}" if good else f"Trained with {format_bytes(run.measured_peak_bytes)} of a budget of {format_bytes(plan.asked_bytes)}"  # fmt: skip
+    # Whether the numbers are the reference's.
     if trained.identical is not None:
         text += (
             ", with the same numbers to the last bit"
@@ -74,7 +81,7 @@ def _verdict(trained: Trained) -> Verdict:
 
 
 def _slowdown(trained: Trained) -> list[Figure]:
-    """How much longer a step is than without Overspill, where that was measured."""
+    """The step time relative to a run without Overspill, if measured."""
     if trained.reference is None or not (plain := usual_step_seconds(trained.reference)):
         return []
     ratio = usual_step_seconds(trained.managed) / plain
@@ -82,7 +89,7 @@ def _slowdown(trained: Trained) -> list[Figure]:
 
 
 def _unmanaged(trained: Trained) -> Figure:
-    """What the run takes without Overspill: as measured, where that was done."""
+    """The peak without Overspill, measured or else planned."""
     planned = format_bytes(trained.plan.unmanaged_peak_bytes)
     if trained.reference is None:
         return Figure("unmanaged peak", planned, "planned")

@@ -1,4 +1,4 @@
-"""Plans and runs as files of the tools that people have: Perfetto's traces, PyTorch's memory snapshots."""
+"""Write plans and runs as Perfetto traces and PyTorch memory snapshots."""
 
 from .memory_viz import write_plan_snapshot as write_plan_snapshot
 from .memory_viz import write_run_snapshot as write_run_snapshot

@@ -1,4 +1,7 @@
-"""What each instruction of a schedule puts on the device and takes off it: what traces and snapshots are made of."""
+"""The tensors that each instruction adds to and removes from memory.
+
+Traces and snapshots are made of these.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from overspill.report.plan import made_by
 
 
 class Change(NamedTuple):
-    """At instruction number `position`: tensors that appear, bytes that are there while it lasts alone, and tensors that go."""
+    """The memory change of one instruction, at `position`.
+
+    Tensors that appear, bytes that are there while it lasts alone, and tensors that go.
+    """
 
     position: int
     appearing: tuple[int, ...]
@@ -19,13 +25,16 @@ class Change(NamedTuple):
 
 
 def present_first(graph: Graph, schedule: Schedule) -> list[int]:
-    """The tensors that are on the device when the step begins."""
+    """The tensors on the device when the step begins."""
     stored = frozenset(schedule.stored)
     return [t.id for t in graph.tensors if t.persistent and t.id not in stored]
 
 
 def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[Change]:
-    """The change of each instruction, in order. Scratch is what `timeline` has of live bytes beyond those of tensors."""
+    """The memory change of each instruction, in order.
+
+    Scratch is what `timeline` has of live bytes beyond those of tensors.
+    """
     present = set(present_first(graph, schedule))
     live = sum(graph.tensors[t].nbytes for t in present)
     for index, (instruction, peak) in enumerate(zip(schedule.instructions, timeline.live_bytes, strict=True)):
@@ -39,5 +48,5 @@ def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator
 
 
 def _brought_by(graph: Graph, instruction: Instruction) -> tuple[int, ...]:
-    """What an instruction needs room for."""
+    """The tensors that an instruction puts on the device."""
     return (instruction.target,) if instruction.verb is Verb.PREFETCH else made_by(graph, instruction)

@@ -1,7 +1,7 @@
-"""A plan's step, or a run, as a memory snapshot of PyTorch's, for pytorch.org/memory_viz and torch.cuda._memory_viz.
+"""A plan's step or a run as a PyTorch memory snapshot.
 
-Allocations and frees are those of the schedule, in its order, or those that were measured; their addresses are those that PyTorch's caching allocator
-would give them, simulated.
+For pytorch.org/memory_viz and torch.cuda._memory_viz. Allocations and frees are those of the schedule, in its order, or
+those that were measured; their addresses are those that PyTorch's caching allocator would give them, simulated.
 """
 
 from __future__ import annotations
@@ -31,18 +31,25 @@ Frames = tuple[Frame, ...]
 
 
 def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
-    """Write the simulated step of `plan` to `path`. Raises RequestError where that fails."""
+    """Write a snapshot of the simulated step of `plan` to `path`.
+
+    Raises RequestError where that fails.
+    """
     step = _Step(plan)
     write_snapshot(path, _events(step.rows), origins=step.origins, spans=step.phases())
 
 
 def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
-    """Write what `record` saw come and go to `path`, on CUDA PyTorch's own snapshot. Raises RequestError where that fails."""
+    """Write a snapshot of a recorded run to `path`.
+
+    On CUDA it is PyTorch's own. Raises RequestError where that fails.
+    """
     if record.on_device:
         if record.device_snapshot is None:
             raise RequestError("PyTorch's memory was not recorded: record with snapshot=True")
         write_whole(path, pickle.dumps(record.device_snapshot, protocol=PICKLE_PROTOCOL))
         return
+    # Each storage is a block; a step begins with its first change.
     origins: list[Origin] = []
     rows: list[tuple[int, int, int]] = []
     live: dict[int, int] = {}
@@ -64,7 +71,10 @@ def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
 
 
 def _origin_of(change: Change) -> Origin:
-    """Where a measured storage comes from: the op, or the transfer, that ran when it was first seen."""
+    """The origin of a measured storage.
+
+    It is the op, or the transfer, that ran when it was first seen.
+    """
     step = ("run", change.step + 1, f"step {change.step + 1}")
     if change.label is None:
         what = "storage" if change.kind is None else change.kind.value
@@ -74,6 +84,7 @@ def _origin_of(change: Change) -> Origin:
     kind: TensorKind | None
     if change.label.is_op:
         op = graph.ops[target]
+        # Which of the op's outputs it is, is known by its size only.
         made = [graph.tensors[t] for t in op.writes if graph.tensors[t].nbytes == change.nbytes]
         kind = made[0].kind if len({tensor.kind for tensor in made}) == 1 else None
         names = " or ".join(tensor.name for tensor in made[:3]) or f"of {op.name}"
@@ -86,7 +97,10 @@ def _origin_of(change: Change) -> Origin:
 
 
 def _origin(graph: Graph, first: Frame, op: int | None, last: Frames, kind: TensorKind | None) -> Origin:
-    """Frames that name the tensor, then the op that made it and its lines of Python, then why it is there."""
+    """Frames that name a tensor, its op, and why it is there.
+
+    The op's lines of Python are among them.
+    """
     made = () if op is None else ((graph.ops[op].layer or "(outside layers)", op, graph.ops[op].name),)
     said = [name for _, _, name in (first, *made, *last)]
     if source := graph.source(op):
@@ -97,13 +111,16 @@ def _origin(graph: Graph, first: Frame, op: int | None, last: Frames, kind: Tens
 
 
 def _events(rows: Sequence[tuple[int, int, int]]) -> Events:
-    """Allocations and frees, `(action, block, bytes)` each, in order."""
+    """Columns of allocations and frees, from `(action, block, bytes)` rows."""
     action, block, nbytes = zip(*rows, strict=True) if rows else ((), (), ())
     return Events(np.array(action), np.array(block), np.array(nbytes), np.zeros(len(action), np.int32))
 
 
 class _Step:
-    """The allocations of one step: each stay of a tensor on the device is a block, and so is each op's scratch space."""
+    """The allocations of one simulated step.
+
+    Each stay of a tensor on the device is a block, and so is each op's scratch space.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.graph: Graph = plan.graph
@@ -115,7 +132,7 @@ class _Step:
         self._walk(plan)
 
     def phases(self) -> list[Span]:
-        """The parts of the step, in events."""
+        """The phases of the step, as ranges of events."""
         instructions, ops = self.schedule.instructions, self.graph.ops
         runs = [(ops[i.target].phase, at) for at, i in enumerate(instructions) if i.verb is Verb.RUN]
         starts = [(phase, self._begun[next(iter(group))[1]]) for phase, group in groupby(runs, key=lambda run: run[0])]

@@ -1,4 +1,7 @@
-"""A plan as a trace for Perfetto: what each stream does when, by simulation, and beside it the same step unmanaged."""
+"""A plan as a Perfetto trace, next to the unmanaged step.
+
+It shows what each stream does when, by simulation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ LIVE = "live bytes"
 
 
 def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
-    """Write the simulated step of `plan`, and the same step unmanaged, to `path`. Raises RequestError where that fails."""
+    """Write a trace of `plan` and the unmanaged step to `path`.
+
+    Both are simulated. Raises RequestError where that fails.
+    """
     policy, name = plan.schedule.policy, title or plan.graph.name
     planned = planned_step(plan, name)
     plain = Liveness().plan(plan.graph, plan.device)
@@ -43,19 +49,19 @@ def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
 
 
 def planned_step(plan: Plan, name: str, pid: int = PLANNED) -> Process:
-    """The simulated step of `plan`, as process number `pid` of a trace."""
+    """The simulated step of `plan`, as process `pid` of a trace."""
     return _Step(plan, plan.schedule, plan.timeline, pid, f"simulated: {name}").process()
 
 
 class _Step:
-    """One step on the clock, as a process of the trace."""
+    """One simulated step, as a process of the trace."""
 
     def __init__(self, plan: Plan, schedule: Schedule, timeline: Timeline, pid: int, name: str) -> None:
         self.graph, self.device, self.schedule, self.timeline = plan.graph, plan.device, schedule, timeline
         self._process = Process(pid, name, THREADS)
 
     def process(self) -> Process:
-        """All that the trace has of the step."""
+        """The process with all events of the step."""
         for event in self.timeline.events:
             self._event(event)
         self._layers()
@@ -80,7 +86,10 @@ class _Step:
         )  # fmt: skip
 
     def _layers(self) -> None:
-        """What compute is at: phases, and in them the layers, from their first op to their last."""
+        """Slices for the phases, and within them for the layers.
+
+        From their first op to their last.
+        """
         computed = [e for e in self.timeline.events if e.stream is Stream.COMPUTE]
         ops = self.graph.ops
         for phase, in_phase in groupby(computed, key=lambda event: ops[event.target].phase):
@@ -128,10 +137,10 @@ class _Step:
 
 
 def memory_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[tuple[float, Counter[TensorKind], int]]:
-    """`(seconds, bytes by kind, all bytes)` whenever they change, in order; what belongs to no tensor is workspace.
+    """Live bytes over time: `(seconds, bytes by kind, all bytes)`.
 
-    All bytes are first the timeline's, of each instruction while it is carried out, and then what stays of them. The
-    counter is the same object each time.
+    A row for each change, in order; what belongs to no tensor is workspace. All bytes are first the timeline's, of each
+    instruction while it is carried out, and then what stays of them. The counter is the same object each time.
     """
     tensors = graph.tensors
     kinds = Counter[TensorKind]()
@@ -156,7 +165,7 @@ def memory_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[
 
 
 def op_facts(graph: Graph, op: Op, algorithm: int = 0) -> dict[str, Any]:
-    """What is known of an op, as arguments of its slice."""
+    """Facts about an op, as arguments of its slice."""
     facts = {
         "layer": op.layer,
         "layer_type": op.layer_type,
@@ -172,7 +181,7 @@ def op_facts(graph: Graph, op: Op, algorithm: int = 0) -> dict[str, Any]:
 
 
 def tensor_facts(graph: Graph, tensor: int) -> dict[str, Any]:
-    """What is known of a tensor that moves, as arguments of its slice."""
+    """Facts about a moved tensor, as arguments of its slice."""
     made = graph.tensors[tensor]
     facts = {"tensor": made.name, "kind": made.kind, "shape": "x".join(map(str, made.shape)), "dtype": made.dtype}
     producer = graph.producer.get(tensor)
@@ -182,7 +191,10 @@ def tensor_facts(graph: Graph, tensor: int) -> dict[str, Any]:
 
 
 def _lines(graph: Graph, op: int | None) -> dict[str, Any]:
-    """The line of Python that ran an op, and the stack that led to it, the outermost line first; nothing where none is known."""
+    """The source line and stack of an op, or nothing.
+
+    The outermost line is first.
+    """
     stacks = graph.stacks(op)
     if not stacks:
         return {}

@@ -1,4 +1,7 @@
-"""A run as a trace for Perfetto: what it did when, as it was measured, beside the simulation of its plans."""
+"""A measured run as a Perfetto trace.
+
+Next to it the simulation of its plans.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ LANES = {Verb.OFFLOAD: Stream.OFFLOAD, Verb.PREFETCH: Stream.PREFETCH}
 
 
 def write_run_trace(record: RunRecord, plans: Sequence[Plan], path: str | Path, title: str) -> None:
-    """Write a run and the simulated step of each of its `plans` to `path`, each a process. Raises RequestError where that fails."""
+    """Write a run and its plans' simulated steps to `path`.
+
+    Each is a process. Raises RequestError where that fails.
+    """
     facts = {
         "what": "the process `measured` is measured by overspill, those that are `simulated` are not",
         "title": title,
@@ -41,11 +47,12 @@ class _Run:
         self._process = Process(MEASURED, f"measured: {title}", threads)
 
     def process(self) -> Process:
-        """All that the trace has of the run."""
+        """The process with all events of the run."""
         for number, (step, facts) in enumerate(zip(self._record.steps, self._record.facts, strict=True), 1):
             name = f"step {number}" + ", with planning and compiling" * facts.plans + ", in part" * (not facts.is_whole)
             made_ready = {"made_ready_to_tell_seconds": facts.prepared_seconds} if facts.prepared_seconds else None
             self._slice(STEPS, name, step, "step", made_ready)
+        # Compute, copies, and the host that issues them.
         for done in self._record.compute:
             self._computed(done)
         for verb, copies in self._record.copies.items():
@@ -55,6 +62,7 @@ class _Run:
         for issued in self._record.host:
             assert issued.label is not None
             self._slice(HOST, f"issue {issued.label.verb} of {issued.label.name}", issued, "issue")
+        # Arrows and the counter of live bytes.
         self._flows()
         for change, live in self._record.live_bytes():
             self._process.count(LIVE, change.seconds, live)
@@ -70,7 +78,7 @@ class _Run:
             self._slice(Stream.COMPUTE, f"waits: {label.cause}", done, "stall", facts, BAD)
 
     def _flows(self) -> None:
-        """An arrow from where a tensor leaves to where it comes back next."""
+        """Arrows from each tensor's offload to its next prefetch."""
         both = [(copy, verb) for verb, copies in self._record.copies.items() for copy in copies]
         left: dict[tuple[int, int], Measured] = {}
         for number, (copy, verb) in enumerate(sorted(both, key=lambda pair: pair[0].begin_seconds)):

@@ -1,8 +1,8 @@
-"""Traces in Chrome's Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+"""Write Chrome's Trace Event Format, for Perfetto.
 
-The keys are those of the format's document ("Trace Event Format", Google): `ph` is `X` for a slice, `C` for a counter,
-`s` and `f` for the ends of a flow, `M` for names. Times are microseconds; ours are whole nanoseconds, so that slices that
-follow one another never overlap by rounding.
+ui.perfetto.dev and chrome://tracing open it. The keys are those of the format's document ("Trace Event Format",
+Google): `ph` is `X` for a slice, `C` for a counter, `s` and `f` for the ends of a flow, `M` for names. Times are
+microseconds; ours are whole nanoseconds, so that slices that follow one another never overlap by rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ BAD = "terrible"
 
 
 class Process:
-    """One process of a trace: its threads, slices, counters and flows, each on the process's own clock, in seconds."""
+    """One process of a trace, on its own clock in seconds.
+
+    It has threads, slices, counters and flows.
+    """
 
     def __init__(self, pid: int, name: str, threads: Iterable[str]) -> None:
         self.pid = pid
@@ -43,7 +46,10 @@ class Process:
         args: Mapping[str, Any] | None = None,
         colour: str | None = None,
     ) -> None:
-        """A bar on `thread`; bars of one thread follow one another or lie within one another."""
+        """Add a bar to `thread`.
+
+        Bars of one thread follow one another or lie within one another.
+        """
         begin, end = _nanoseconds(begin_seconds), _nanoseconds(end_seconds)
         event = self._event("X", name, begin, tid=self._threads[thread], cat=category, dur=(end - begin) / 1000)
         if args:
@@ -52,14 +58,17 @@ class Process:
             event["cname"] = colour
 
     def flow(self, number: int, name: str, source: tuple[str, float], target: tuple[str, float]) -> None:
-        """An arrow from the slice that is on one thread at a time to that on another; `number` is this arrow's alone."""
+        """Add an arrow between the slices at two threads and times.
+
+        `number` is this arrow's alone.
+        """
         for phase, (thread, seconds), more in (("s", source, {}), ("f", target, {"bp": "e"})):
             self._event(
                 phase, name, _nanoseconds(seconds), tid=self._threads[thread], cat="flow", id=f"{self.pid}.{number}", **more
             )  # fmt: skip
 
     def count(self, name: str, seconds: float, value: int) -> None:
-        """From `seconds` on the counter `name` is at `value`."""
+        """Set the counter `name` to `value` from `seconds` on."""
         if self._counted.get(name) != value:
             self._counted[name] = value
             self._event("C", name, _nanoseconds(seconds), tid=0, args={"bytes": value})
@@ -74,7 +83,10 @@ class Process:
 
 
 def write_trace_events(path: str | Path, processes: Iterable[Process], facts: Mapping[str, Any]) -> None:
-    """Write `processes` to `path`, with `facts` about all of them. Raises RequestError where that fails."""
+    """Write `processes` to `path`, with `facts` about all of them.
+
+    Raises RequestError where that fails.
+    """
     content = {
         "displayTimeUnit": "ms",
         "otherData": {key: str(value) for key, value in facts.items()},
