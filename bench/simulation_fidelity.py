@@ -35,7 +35,7 @@ from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.policies import POLICIES
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
-from overspill.runtime.compiled.beside import Problem
+from overspill.runtime.compiled.beside import GraphProblem
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.compiled.session_budget import SessionBudget
@@ -116,7 +116,7 @@ HEADER = (
 class HalfwayBudget(SessionBudget):
     """A budget halfway between the policy's floor and the unmanaged peak, for policies that plan for one."""
 
-    def bytes_for(self, problem: Problem[Any], *_: object, **__: object) -> int:
+    def bytes_for(self, problem: GraphProblem[Any], *_: object, **__: object) -> int:
         graph, device = problem.alone, problem.device
         unmanaged = unmanaged_peak(graph, device)
         policy = POLICIES[problem.options.policy]

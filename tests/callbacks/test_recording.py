@@ -23,7 +23,7 @@ from overspill.placement.snapshot import read_snapshot, replay_snapshot
 from overspill.report.recording import Recording
 from overspill.report.tracing.plan_trace import LIVE
 from overspill.report.tracing.run_trace import MEASURED
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.training import same_bits
 
@@ -284,7 +284,7 @@ def test_a_record_of_some_steps_does_not_grow_in_a_hundred(door: str) -> None:
     loop.steps(2)
     with overspill.record(loop.trained, steps=2) as recording:
         loop.steps(4)
-        assert not any(isinstance(x, Recorder) for x in left_behind(loop)), "it is over, and plain graphs run"
+        assert not any(isinstance(x, RunRecorder) for x in left_behind(loop)), "it is over, and plain graphs run"
         gc.collect()
         before = len(gc.get_objects())
         loop.steps(100)
@@ -315,7 +315,7 @@ def test_recording_again_and_again_keeps_nothing() -> None:
 def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("overspill.callbacks.recording.Recorder", partial(Recorder, most_entries=150))
+    monkeypatch.setattr("overspill.callbacks.recording.Recorder", partial(RunRecorder, most_entries=150))
     loop, plain = Loop("train_step"), Loop("train_step")
     loop.steps(1)
     with pytest.warns(UserWarning, match="the record is full after 2 steps, the last in part"):  # noqa: SIM117

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from overspill.capture.compiled.lines import NodeLines
-from overspill.capture.frames import OURS, Frames, shown_path
+from overspill.capture.frames import OURS, FrameNumbers, shown_path
 from overspill.capture.programs.program import Program
 from overspill.capture.recording.graph import graph_of
 from overspill.capture.recording.recorder import Recorder
@@ -168,7 +168,7 @@ def test_frames_are_left_out_but_for_those_of_the_user_and_of_his_packages(tmp_p
         (f"{OURS}models/resnet.py", 69, "forward"),
         ("<eval_with_key>.3", 5, "forward"),
     )
-    frames = Frames()
+    frames = FrameNumbers()
     innermost = frames.of_stack(stack)
     assert [(frame.file, frame.line) for frame in stack_of(frames.found(), innermost)] == [
         (shown_path(str(tmp_path / "train.py")), 7),

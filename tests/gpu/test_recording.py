@@ -21,7 +21,7 @@ from overspill.report.recording import Recording
 from overspill.report.tracing.plan_trace import LIVE
 from overspill.report.tracing.run_trace import MEASURED
 from overspill.runtime.options import Options
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.training import train, train_plain
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def _deterministic() -> Iterator[None]:
 def test_a_recorded_run_has_the_bits_of_plain_training(whole_step: bool, backend: str) -> None:
     job = Job(lambda: load("gpt2", small=True), 16, "momentum")
     options = Options(budget=0.85, backend=backend, whole_step=whole_step)
-    recorder = Recorder(by_hand=True, snapshot=True)
+    recorder = RunRecorder(by_hand=True, snapshot=True)
     managed = train(job, options, recorder=recorder, steps=STEPS, device="cuda")
     assert managed.identical_to(train_plain(job, options, partition=managed.partition, steps=STEPS, device="cuda"))
     assert managed.record is not None

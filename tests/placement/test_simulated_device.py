@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from overspill.placement.simulated_device import FIRST_ADDRESS, PAGE_BYTES, Ranges, SimulatedDevice, round_up
+from overspill.placement.simulated_device import FIRST_ADDRESS, PAGE_BYTES, FreeRanges, SimulatedDevice, round_up
 
 MIB = 1 << 20
 
@@ -80,7 +80,7 @@ def test_blocks_never_overlap_and_all_memory_comes_back(requests: list[tuple[int
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), max_size=40))
 def test_ranges_join_whatever_order_they_come_back_in(pieces: list[tuple[int, int]]) -> None:
-    ranges = Ranges(0, 100)
+    ranges = FreeRanges(0, 100)
     taken = [(start, size) for _, size in pieces if (start := ranges.take(size)) is not None]
     for start, size in sorted(taken, key=hash):
         ranges.give(start, size)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from overspill.core.errors import RequestError
 from overspill.placement import ALLOCATE, FREE, TRY, CachingConfig, Events, replay
 from overspill.placement.snapshot import (
-    Entry,
     Snapshot,
     SnapshotReplay,
+    TraceEntry,
     events_of,
     read_snapshot,
     replay_snapshot,
@@ -333,9 +333,9 @@ def test_the_stack_of_an_entry_is_its_python_the_outermost_first_whatever_else_t
         return {"filename": file, "line": line, "name": name}
 
     recorded = [frame("??", 0, "CUDACachingAllocator"), frame("model.py", 42, "forward"), frame("train.py", 7, "main")]
-    assert Entry("alloc", frames=recorded).stack == (("train.py", 7, "main"), ("model.py", 42, "forward"))
-    assert Entry("alloc", frames=recorded[:1]).stack == (("??", 0, "CUDACachingAllocator"),)
+    assert TraceEntry("alloc", frames=recorded).stack == (("train.py", 7, "main"), ("model.py", 42, "forward"))
+    assert TraceEntry("alloc", frames=recorded[:1]).stack == (("??", 0, "CUDACachingAllocator"),)
     claimed = [frame("a.py", -5), frame("b.py", "many"), frame("c.py", 1 << 40), frame(3, 4), None, "text"]
-    assert Entry("alloc", frames=claimed).stack == (("c.py", 0, "f"), ("b.py", 0, "f"), ("a.py", 0, "f"))
-    assert len(Entry("alloc", frames=[frame("a.py", 1)] * 5000).stack) == 256
-    assert Entry("alloc", frames=None).stack == ()
+    assert TraceEntry("alloc", frames=claimed).stack == (("c.py", 0, "f"), ("b.py", 0, "f"), ("a.py", 0, "f"))
+    assert len(TraceEntry("alloc", frames=[frame("a.py", 1)] * 5000).stack) == 256
+    assert TraceEntry("alloc", frames=None).stack == ()

@@ -13,7 +13,7 @@ import pytest
 from overspill.core.errors import RequestError
 from overspill.placement import ALLOCATE, FREE, CachingConfig, Events
 from overspill.placement.snapshot import config_of, read_snapshot, replay_snapshot, snapshot_of
-from overspill.placement.snapshot.read import Entry
+from overspill.placement.snapshot.read import TraceEntry
 from overspill.placement.snapshot.settings import text_of
 
 MIB = 1 << 20
@@ -161,10 +161,10 @@ def test_the_place_of_an_event_is_its_python_line_without_what_a_terminal_would_
         {"filename": "CUDACachingAllocator.cpp", "line": 0, "name": "malloc"},
         {"filename": "/home/me/net.py", "line": 7, "name": "for\x1b[2Jward"},
     ]
-    assert Entry("alloc", frames=frames).place == "net.py:7 for?[2Jward"
-    assert Entry("alloc", frames=frames[:1]).place == "CUDACachingAllocator.cpp:0 malloc"
+    assert TraceEntry("alloc", frames=frames).place == "net.py:7 for?[2Jward"
+    assert TraceEntry("alloc", frames=frames[:1]).place == "CUDACachingAllocator.cpp:0 malloc"
     for odd in (None, 3, [], [3], [{"filename": 3, "name": "x"}], [{"name": "x"}]):
-        assert Entry("alloc", frames=odd).place == ""
+        assert TraceEntry("alloc", frames=odd).place == ""
 
 
 def _spoil(content: Any, r: random.Random) -> None:

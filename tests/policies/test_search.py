@@ -25,7 +25,7 @@ from overspill.planning.step_program import StepProgram
 from overspill.policies.auto._search import Annealing
 from overspill.policies.auto.native import flags, native_graph, planner_of
 from overspill.policies.auto.remat_groups import RematGroups
-from overspill.policies.auto.search import Found, Search
+from overspill.policies.auto.search import BestPlan, Search
 from overspill.simulate import check, simulate
 
 STARTS_ONLY = Effort(evaluations=1)
@@ -40,7 +40,7 @@ def budget_at(graph: Graph, share: float) -> int:
     return floor + int(share * (int(program.live_bytes().max()) - floor))
 
 
-def searched(graph: Graph, device: Device, budget: int, effort: Effort) -> Found:
+def searched(graph: Graph, device: Device, budget: int, effort: Effort) -> BestPlan:
     return Search(StepProgram(graph), op_seconds(graph, device), device, budget, effort).best()
 
 

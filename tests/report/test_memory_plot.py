@@ -11,7 +11,7 @@ from tests.simulate.graphs import DEVICE, Layer, network
 from overspill.core import Timeline
 from overspill.core.errors import RequestError
 from overspill.plans.plan import Plan, make_plan
-from overspill.report.memory_plot import Curve, curve_of, plot_memory
+from overspill.report.memory_plot import MemoryCurve, curve_of, plot_memory
 from overspill.report.plan import limits_of
 from overspill.report.plot import GIB
 
@@ -25,7 +25,7 @@ def plan() -> Plan:
 
 def test_a_curve_holds_the_most_bytes_of_each_stretch_of_time() -> None:
     timeline = Timeline((), (), (1 * GIB, 5 * GIB, 2 * GIB, 1 * GIB), 3.0, (1.0, 1.0, 3.0, 3.0))
-    assert curve_of(timeline, "it", "red") == Curve("it: 5.0 GiB", "red", (0.0, 1.0, 3.0), (1.0, 5.0, 1.0))
+    assert curve_of(timeline, "it", "red") == MemoryCurve("it: 5.0 GiB", "red", (0.0, 1.0, 3.0), (1.0, 5.0, 1.0))
 
 
 def test_the_peak_of_a_curve_is_the_peak_of_its_plan(plan: Plan) -> None:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill_papers.capture.mxnet.symbol import Entry, Node, Symbol
+from overspill_papers.capture.mxnet.symbol import Node, NodeOutput, Symbol
 from overspill_papers.capture.tensorflow.graph import StepGraph, save, stored
 from overspill_papers.capture.tensorflow.trace import installed, of_session_graph
 from overspill_papers.papers import symbols
@@ -51,7 +51,7 @@ class Layers:
 
     def __init__(self, symbol: Symbol, *, fixed: bool) -> None:
         self.symbol, self.fixed = symbol, fixed
-        self.made: dict[Entry, Any] = {}
+        self.made: dict[NodeOutput, Any] = {}
 
     def logits(self, images: Any) -> Any:
         """What goes into the softmax at the end."""
@@ -59,11 +59,11 @@ class Layers:
             if node.op == "SoftmaxOutput":
                 return self.made[node.inputs[0]]
             if node.name == "data":
-                self.made[Entry(position, 0)] = images
+                self.made[NodeOutput(position, 0)] = images
             elif not node.is_variable:
                 read = [self.made[entry] for entry in node.inputs if entry in self.made]
                 with tf().variable_scope(node.name):
-                    self.made[Entry(position, 0)] = getattr(self, node.op)(node, *read)
+                    self.made[NodeOutput(position, 0)] = getattr(self, node.op)(node, *read)
         raise ValueError("the symbol has no softmax")
 
     def Convolution(self, node: Node, x: Any) -> Any:  # noqa: N802

@@ -10,7 +10,7 @@ from typing import Any
 from overspill.core.errors import RequestError
 from overspill.report.recording import Recording
 from overspill.runtime.recording.attach import recording
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.recording.sources import sources_of
 from overspill.runtime.step.train_step import TrainStep
 
@@ -53,7 +53,7 @@ def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Ite
     name = "" if isinstance(found, TrainStep) and found is model else type(getattr(model, "_orig_mod", model)).__name__
     options = found.options
     recorded = Recording(f"{name or 'train step'}, policy {options.policy}, {options.backend} backend")
-    recorder = Recorder(steps, snapshot=snapshot)
+    recorder = RunRecorder(steps, snapshot=snapshot)
     try:
         with recording(recorder, sources_of(found)):
             yield recorded

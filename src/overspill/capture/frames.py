@@ -70,7 +70,7 @@ class _Files(dict[str, int]):
 _FILES = _Files()
 
 
-class Frames:
+class FrameNumbers:
     """Numbers the user's lines, one number for each stack that leads to a line."""
 
     def __init__(self) -> None:

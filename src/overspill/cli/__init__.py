@@ -38,7 +38,7 @@ from . import (
 from .common import Outcome
 from .failures import OUTSIDE_FAILURE, Failure, explain, in_options
 from .narrator import QUIET
-from .output import Stream, print_error, print_human, print_json, shown, streams
+from .output import OutputStream, print_error, print_human, print_json, shown, streams
 
 app = typer.Typer(
     name="overspill",
@@ -120,7 +120,7 @@ def _options_of(arguments: Sequence[str]) -> set[str]:
     return set() if named is None else {option for parameter in named.params for option in parameter.opts}
 
 
-def _finish(outcome: Outcome | int | None, as_json: bool, out: Stream) -> int:
+def _finish(outcome: Outcome | int | None, as_json: bool, out: OutputStream) -> int:
     """Print what a command found; its exit code. `--help` and its like give a code alone."""
     if outcome == INTERRUPTED:
         return _fail(Failure("interrupted", INTERRUPTED), as_json)

@@ -119,7 +119,7 @@ def progress_on(console: Console) -> Progress:
     from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
     from rich.text import Text
 
-    class Amount(ProgressColumn):
+    class AmountColumn(ProgressColumn):
         """How much is done, and how long the rest will take."""
 
         def render(self, task: Task) -> Text:
@@ -136,7 +136,7 @@ def progress_on(console: Console) -> Progress:
 
     # A name may hold brackets, which are markup to rich.
     return Progress(
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), Amount(),
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), AmountColumn(),
         console=console, refresh_per_second=4, transient=True,
     )  # fmt: skip
 

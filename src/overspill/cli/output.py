@@ -23,7 +23,7 @@ _MOST_LETTERS = 300
 """The longest word that is printed whole in a line: longer than any file's own name."""
 
 
-class Stream:
+class OutputStream:
     """Standard output or error as a command has it: what cannot be written is dropped, and `failure` says why.
 
     So it is this stream that has failed, and not the model or the script that happened to print. Letters that its
@@ -82,7 +82,7 @@ class Stream:
 
 
 @contextlib.contextmanager
-def streams() -> Iterator[Stream]:
+def streams() -> Iterator[OutputStream]:
     """Standard output and error as Streams; the former is what it gives."""
     for descriptor in range(3):  # a closed one would be given to the next file, and what is printed would land there
         try:
@@ -90,7 +90,7 @@ def streams() -> Iterator[Stream]:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
-    out, err = Stream(sys.stdout), Stream(sys.stderr)
+    out, err = OutputStream(sys.stdout), OutputStream(sys.stderr)
     sys.stdout, sys.stderr = out, err
     try:
         yield out

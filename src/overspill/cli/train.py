@@ -40,7 +40,7 @@ from .job import with_job
 if TYPE_CHECKING:
     from overspill.report.training import Trained
     from overspill.runtime.options import Options
-    from overspill.runtime.recording.recorder import Recorder
+    from overspill.runtime.recording.recorder import RunRecorder
     from overspill.runtime.training import Run
 
 DIFFERS = 1
@@ -118,7 +118,7 @@ def train(
         quiet_torch()
         from overspill.costs import MeasuredTimes
         from overspill.runtime.options import Options
-        from overspill.runtime.recording.recorder import Recorder
+        from overspill.runtime.recording.recorder import RunRecorder
 
         job.check_trained(whole_step=whole_step)
         where = _device(device)
@@ -136,7 +136,9 @@ def train(
             checksum=checksum,
             whole_step=whole_step,
         )
-        recorder = None if trace is None and snapshot is None else Recorder(by_hand=True, snapshot=snapshot is not None)
+        recorder = (
+            None if trace is None and snapshot is None else RunRecorder(by_hand=True, snapshot=snapshot is not None)
+        )
         _try_store(options, where)
         narrator.now(f"capturing and planning {job.name}")
         trained = run_training(job, options, narrator, recorder, steps=steps, device=where, check=check)
@@ -192,7 +194,7 @@ def run_training(
     job: Job,
     options: Options,
     narrator: Narrator,
-    recorder: Recorder | None = None,
+    recorder: RunRecorder | None = None,
     *,
     steps: int,
     device: str,

@@ -29,7 +29,7 @@ class SimulatedDevice:
             raise RequestError(f"a device cannot have {capacity_bytes} bytes")
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self._space = Ranges(FIRST_ADDRESS, ADDRESS_SPACE_BYTES)
+        self._space = FreeRanges(FIRST_ADDRESS, ADDRESS_SPACE_BYTES)
         self._sizes: dict[int, int] = {}
         self._shared = SharedPages()
 
@@ -152,7 +152,7 @@ class SharedPages:
         return size
 
 
-class Ranges:
+class FreeRanges:
     """Free address ranges within `[start, end)`; neighbours are always joined."""
 
     def __init__(self, start: int, end: int) -> None:

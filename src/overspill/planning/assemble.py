@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from overspill.core import Instruction, Schedule, Verb
 
-from .step_program import Gap, Step, StepProgram
+from .step_program import Gap, ProgramStep, StepProgram
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Assembly:
             self.leaving.remove(tensor)
             self.made.append(Instruction(Verb.AWAIT_OFFLOAD, tensor))
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: ProgramStep) -> None:
         op, algorithm = self.program.op(step), self.program.algorithm(step)
         if not step.recompute:
             self.present.update(op.writes)

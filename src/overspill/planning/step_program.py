@@ -28,7 +28,7 @@ Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramStep:
     """One op at one position: its run, or a recomputation making `makes`."""
 
     op: int
@@ -104,16 +104,16 @@ class StepProgram:
         other.algorithms = dict(algorithms)
         return other
 
-    def op(self, step: Step) -> Op:
+    def op(self, step: ProgramStep) -> Op:
         """The op of `step`."""
         return self.graph.ops[step.op]
 
-    def reads_writes(self, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def reads_writes(self, step: ProgramStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tensors that `step` reads, and those that it makes or updates."""
         op = self.op(step)
         return (op.recompute_reads, step.makes) if step.recompute else (op.reads, op.writes)
 
-    def algorithm(self, step: Step) -> int:
+    def algorithm(self, step: ProgramStep) -> int:
         """The number of the algorithm of `step`."""
         return self.algorithms.get(step.op, 0)
 
@@ -125,11 +125,11 @@ class StepProgram:
         """Start times of steps and the program's end, in seconds without waits."""
         return np.concatenate([[0.0], np.cumsum(self.durations(seconds))])
 
-    def transient_bytes(self, step: Step) -> int:
+    def transient_bytes(self, step: ProgramStep) -> int:
         """Bytes that only `step` itself needs: workspace, and recomputed outputs that are dropped."""
         return self._unwanted_bytes(step) + self.op(step).workspace_of(self.algorithm(step))
 
-    def _unwanted_bytes(self, step: Step) -> int:
+    def _unwanted_bytes(self, step: ProgramStep) -> int:
         if not step.recompute:
             return 0
         unwanted = set(self.op(step).recompute_writes) - set(step.makes)
@@ -230,14 +230,14 @@ class _Recomputations:
         for tensor in graph.outputs:
             self.last_use[tensor] = len(graph.ops)
 
-    def steps(self) -> list[Step]:
-        steps: list[Step] = []
+    def steps(self) -> list[ProgramStep]:
+        steps: list[ProgramStep] = []
         for op in self.graph.ops:
             if op.phase is not Phase.FORWARD:
                 self.rematerialized -= self.drop_after_use
                 for tensor in op.reads:
                     self._ensure(tensor, op.id, steps)
-            steps.append(Step(op.id))
+            steps.append(ProgramStep(op.id))
         return steps
 
     def _gone(self, tensor: int, now: int) -> bool:
@@ -247,7 +247,7 @@ class _Recomputations:
         made_in_forward = self.graph.ops[self.graph.producer[tensor]].phase is Phase.FORWARD
         return made_in_forward and (tensor in self.dropped or self.last_use[tensor] < now)
 
-    def _ensure(self, tensor: int, now: int, steps: list[Step]) -> None:
+    def _ensure(self, tensor: int, now: int, steps: list[ProgramStep]) -> None:
         """Append recomputations that bring `tensor` back; iterative, for chains can be as long as the network."""
         pending = [tensor]
         while pending:
@@ -263,7 +263,7 @@ class _Recomputations:
                 continue
             makes = tuple(t for t in op.recompute_writes if t == wanted or (t in self.dropped and self._gone(t, now)))
             self.rematerialized.update(makes)
-            steps.append(Step(op.id, recompute=True, makes=makes))
+            steps.append(ProgramStep(op.id, recompute=True, makes=makes))
             pending.pop()
 
     def _can_rematerialize(self, tensor: int) -> bool:

@@ -21,7 +21,7 @@ TIME_AXIS, MEMORY_AXIS = "simulated time of one step (s)", "memory on the device
 
 
 @dataclass(frozen=True)
-class Curve:
+class MemoryCurve:
     """Memory over time, in GiB.
 
     From `seconds[i]` to `seconds[i + 1]` the device holds `gib[i]`, and in the end `gib[-1]`.
@@ -33,7 +33,7 @@ class Curve:
     gib: tuple[float, ...]
 
 
-def curve_of(timeline: Timeline, label: str, colour: str) -> Curve:
+def curve_of(timeline: Timeline, label: str, colour: str) -> MemoryCurve:
     """The most bytes on the device during each instruction.
 
     Only instructions that take time count.
@@ -47,7 +47,7 @@ def curve_of(timeline: Timeline, label: str, colour: str) -> Curve:
             gib.append(highest / GIB)
             highest = 0
     gib.append(highest / GIB if highest or not gib else gib[-1])
-    return Curve(f"{label}: {format_bytes(timeline.peak_bytes)}", colour, tuple(seconds), tuple(gib))
+    return MemoryCurve(f"{label}: {format_bytes(timeline.peak_bytes)}", colour, tuple(seconds), tuple(gib))
 
 
 def plot_memory(plan: Plan, path: Path, title: str) -> None:
@@ -66,7 +66,7 @@ def plot_memory(plan: Plan, path: Path, title: str) -> None:
         raise RequestError(f"cannot write {path}: {error.strerror or error}; name another file") from None
 
 
-def _draw_png(curves: tuple[Curve, ...], limits: list[tuple[str, int]], path: Path, title: str) -> None:
+def _draw_png(curves: tuple[MemoryCurve, ...], limits: list[tuple[str, int]], path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an optional library
     from matplotlib.figure import Figure  # noqa: PLC0415
 

@@ -25,7 +25,7 @@ SHOWN_TENSORS = 5
 
 
 @dataclass(frozen=True)
-class Peak:
+class PlannedPeak:
     """The memory peak: its instruction, bytes by kind, and largest tensors.
 
     Bytes that belong to no tensor, an op's scratch space, count as workspace.
@@ -36,7 +36,7 @@ class Peak:
     largest: tuple[Tensor, ...]
 
 
-def peak_of(plan: Plan) -> Peak:
+def peak_of(plan: Plan) -> PlannedPeak:
     """The peak of `plan`, from checking its schedule again."""
     result = check(plan.graph, plan.schedule)
     at = result.peak_instruction
@@ -48,7 +48,7 @@ def peak_of(plan: Plan) -> Peak:
     # Bytes of no tensor are the workspace of an op.
     by_kind[TensorKind.WORKSPACE] += result.peak_bytes - by_kind.total()
     start = result.peak_instruction < 0
-    return Peak(
+    return PlannedPeak(
         at="the start of the step"
         if start
         else _spell(plan.graph, plan.schedule.instructions[result.peak_instruction]),
@@ -57,7 +57,7 @@ def peak_of(plan: Plan) -> Peak:
     )
 
 
-def peak_rows(graph: Graph, peak: Peak) -> list[dict[str, Any]]:
+def peak_rows(graph: Graph, peak: PlannedPeak) -> list[dict[str, Any]]:
     """The largest tensors at the peak, for JSON."""
     return [
         {"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes, "source": graph.source(graph.producer.get(t.id)) or None}
@@ -116,7 +116,7 @@ def _plural(kind: TensorKind) -> str:
     return "optimizer state" if kind is TensorKind.OPTIMIZER_STATE else f"{kind.value}s"
 
 
-def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | None = None) -> RenderableType:
+def plan_report(plan: Plan, peak: PlannedPeak, placed: Placed, title: str, note: str | None = None) -> RenderableType:
     """Tables and notes about `plan`; times are marked as simulated."""
     parts: list[RenderableType] = [
         Text(title),
@@ -230,7 +230,7 @@ def unmanaged_notes(plan: Plan) -> list[tuple[str, int]]:
     return [(what, nbytes) for what, nbytes in found if nbytes]
 
 
-def _breakdown(plan: Plan, peak: Peak) -> Table:
+def _breakdown(plan: Plan, peak: PlannedPeak) -> Table:
     rows = [
         (kind.value.replace("_", " "), format_bytes(nbytes), percent(nbytes, plan.peak_bytes))
         for kind, nbytes in peak.by_kind.items()
@@ -238,7 +238,7 @@ def _breakdown(plan: Plan, peak: Peak) -> Table:
     return listing((f"the peak, at {peak.at}", "size", "share"), rows, numbers=(1, 2))
 
 
-def _largest(graph: Graph, peak: Peak) -> Table:
+def _largest(graph: Graph, peak: PlannedPeak) -> Table:
     """A table of the largest tensors, with their source lines if known."""
     columns = ("largest at the peak", "kind", "shape", "size")
     rows = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]

@@ -53,7 +53,7 @@ PLACES = (
 
 
 @dataclass(frozen=True)
-class Point:
+class PolicyPoint:
     """One policy in the plot."""
 
     name: str
@@ -74,7 +74,7 @@ class Picture:
     title: str
     memory_axis: str
     time_axis: str
-    points: tuple[Point, ...]
+    points: tuple[PolicyPoint, ...]
     budget_gib: float
     memory_range: tuple[float, float]
     time_range: tuple[float, float]
@@ -110,7 +110,7 @@ def picture(rows: Sequence[Mapping[str, Any]], title: str, budget_bytes: int, ba
     needed = "device_bytes" if of_card else "max_bytes"
     known = sorted((r for r in rows if r[needed] is not None), key=lambda r: (r[needed], r["slowdown"]))
     points = [
-        Point(row["policy"], row[needed] / GIB, row["slowdown"], row["fits"], COLOURS[i % len(COLOURS)])
+        PolicyPoint(row["policy"], row[needed] / GIB, row["slowdown"], row["fits"], COLOURS[i % len(COLOURS)])
         for i, row in enumerate(known)
     ]
     budget_gib = budget_bytes / GIB
@@ -128,8 +128,8 @@ Box = tuple[float, float, float, float]
 
 
 def _placed(
-    points: Sequence[Point], budget_gib: float, memory_range: tuple[float, float], time_range: tuple[float, float]
-) -> tuple[Point, ...]:
+    points: Sequence[PolicyPoint], budget_gib: float, memory_range: tuple[float, float], time_range: tuple[float, float]
+) -> tuple[PolicyPoint, ...]:
     """`points` with each label placed to overlap as little as possible.
 
     A label takes the first free place, or the one that meets the fewest others, points and line.

@@ -32,7 +32,7 @@ def is_available() -> bool:
 # -- streams and events
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """The used part of `torch.Stream`.
 
     As a context manager it is the current one.
@@ -57,15 +57,15 @@ class Stream(Protocol):
         """Restore the previous current stream."""
 
 
-def new_stream(device: torch.device) -> Stream:
+def new_stream(device: torch.device) -> DeviceStream:
     """A new stream of `device`, concurrent with compute."""
-    made: Stream = torch.get_device_module(device).Stream(device)
+    made: DeviceStream = torch.get_device_module(device).Stream(device)
     return made
 
 
-def current_stream(device: torch.device) -> Stream:
+def current_stream(device: torch.device) -> DeviceStream:
     """The current stream of this thread on `device`."""
-    found: Stream = torch.get_device_module(device).current_stream(device)
+    found: DeviceStream = torch.get_device_module(device).current_stream(device)
     return found
 
 
@@ -87,11 +87,11 @@ class RawStreams:
     current: Callable[[int], int]
     path: str = ""
 
-    def compute(self) -> Stream:
+    def compute(self) -> DeviceStream:
         """The current stream of this thread."""
         return current_stream(torch.device("cuda", self.index))
 
-    def new(self) -> tuple[Stream, int]:
+    def new(self) -> tuple[DeviceStream, int]:
         """A new stream, alive as long as the object, and its raw handle."""
         stream: Any = new_stream(torch.device("cuda", self.index))
         return stream, int(stream.cuda_stream)
@@ -123,7 +123,7 @@ class DeviceClock:
         self._device = device
         self._free: list[Any] = []
         self._raw = raw_streams(device)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, DeviceStream] = {}
         synchronize(device)
         self._origin = self.mark()
         self._origin_seconds = now()
@@ -135,7 +135,7 @@ class DeviceClock:
         event.record(self._compute() if stream is None else stream)
         return event
 
-    def _compute(self) -> Stream:
+    def _compute(self) -> DeviceStream:
         """The compute stream, cached, for making its object costs more than an event."""
         raw = None if self._raw is None else self._raw.current(self._raw.index)
         if raw is None:

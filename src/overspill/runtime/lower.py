@@ -35,7 +35,7 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, Stora
 from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import MUTATION, CapturedStep
-from overspill.capture.programs.functions import Function, allocated_as
+from overspill.capture.programs.functions import ProgramFunction, allocated_as
 from overspill.core import Graph, Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
@@ -400,7 +400,7 @@ class _Emitter:
 
     def _given(self, node: fx.Node) -> dict[str, fx.Node]:
         """Arena memory that a call is to write its results to, by argument name."""
-        if not (self.arena.places.offsets and isinstance(node.target, Function)):
+        if not (self.arena.places.offsets and isinstance(node.target, ProgramFunction)):
             return {}
         found: dict[str, fx.Node] = {}
         for root in self._results(node):

@@ -40,7 +40,7 @@ from .live.steps import PoolReport
 from .options import Options, budget_for, device_for, plan_graph
 from .recording.attach import recording
 from .recording.record import RunRecord
-from .recording.recorder import Recorder
+from .recording.recorder import RunRecorder
 from .recording.sources import sources_of
 from .step.train_step import TrainStep
 from .step.updates import as_on
@@ -183,7 +183,7 @@ def train(
     job: Job,
     options: Options,
     on_step: Callable[[int, float], None] | None = None,
-    recorder: Recorder | None = None,
+    recorder: RunRecorder | None = None,
     *,
     steps: int = STEPS,
     device: str = "cpu",
@@ -250,7 +250,7 @@ class _Running:
     steps: int
     device: str
     on_step: Callable[[int, float], None] | None
-    recorder: Recorder | None
+    recorder: RunRecorder | None
     keep_state: bool
 
 
@@ -260,7 +260,7 @@ def _running(
     steps: int,
     device: str,
     on_step: Callable[[int, float], None] | None,
-    recorder: Recorder | None,
+    recorder: RunRecorder | None,
     *,
     keep_state: bool,
 ) -> _Running:
@@ -417,7 +417,7 @@ def _measured(
 
 
 @contextmanager
-def _recorded(managed: Session | TrainStep | None, recorder: Recorder | None, run: Run) -> Iterator[None]:
+def _recorded(managed: Session | TrainStep | None, recorder: RunRecorder | None, run: Run) -> Iterator[None]:
     """While this lasts `recorder`, if there is one, is told what `managed` does; `run` then has the record."""
     if managed is None or recorder is None:
         yield

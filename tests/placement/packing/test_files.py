@@ -17,7 +17,7 @@ from overspill.core.errors import RequestError
 from overspill.placement import ALLOCATE, FREE, TRY, Events
 from overspill.placement.packing import files
 from overspill.placement.packing.files import TraceFile, read_trace, write_layout
-from overspill.placement.packing.table import Table, parse_table
+from overspill.placement.packing.table import BlockTable, parse_table
 from overspill.placement.snapshot import snapshot_of
 
 PLAIN = "id,lower,upper,size\na,0,4,100\nb,2,6,50\n"
@@ -163,7 +163,7 @@ def test_a_device_is_only_for_snapshots(tmp_path: Path) -> None:
 @given(traces())
 @settings(max_examples=30)
 def test_a_trace_as_table_means_the_same_blocks(trace: Trace) -> None:
-    table = Table.of(trace)
+    table = BlockTable.of(trace)
     again, blocks = parse_table(table.text, "x")
     assert again == table
     assert [b.pieces for b in blocks.blocks] == [b.pieces for b in trace.blocks]

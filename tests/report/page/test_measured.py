@@ -16,7 +16,7 @@ from overspill.report.page import Page, Run, Step, Verdict, measured_step, step,
 from overspill.report.page.step import STREAMS, VERBS
 from overspill.report.pages.recording import recording_page
 from overspill.report.recording import Recording
-from overspill.runtime.recording.record import Change, Label, Measured, RunRecord, StepFacts
+from overspill.runtime.recording.record import Label, Measured, MemoryChange, RunRecord, StepFacts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,10 +131,10 @@ def test_what_no_graph_knows_is_named_by_its_kind_and_an_ops_own_memory_is_its_w
         steps=[Measured(None, 1.0, 2.0)],
         facts=[StepFacts(False, 0.0, True)],
         changes=[
-            Change(0.5, 1, 100, nothing, TensorKind.OPTIMIZER_STATE, 0),
-            Change(1.2, 2, 12345, run_op, None, 0),
-            Change(1.3, 2, -12345, run_op, None, 0),
-            Change(1.4, 3, 7, nothing, None, 0),
+            MemoryChange(0.5, 1, 100, nothing, TensorKind.OPTIMIZER_STATE, 0),
+            MemoryChange(1.2, 2, 12345, run_op, None, 0),
+            MemoryChange(1.3, 2, -12345, run_op, None, 0),
+            MemoryChange(1.4, 3, 7, nothing, None, 0),
         ],
     )
     section = with_measured(Step("", *_tables(graph), ()), record, [graph])

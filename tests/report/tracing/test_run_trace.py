@@ -21,7 +21,7 @@ from overspill.report.tracing.plan_trace import LIVE, PLANNED
 from overspill.report.tracing.run_trace import MEASURED, write_run_trace
 from overspill.runtime.options import Options
 from overspill.runtime.recording.record import RunRecord
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.training import Run, train
 
 STEPS = 3
@@ -54,7 +54,7 @@ HERE = Path(__file__).name, build.__code__.co_firstlineno + 6
 )
 def run(request: pytest.FixtureRequest) -> Recorded:
     *_, options = CASES[request.param]
-    job, recorder = Job(build, 2048), Recorder(by_hand=True)
+    job, recorder = Job(build, 2048), RunRecorder(by_hand=True)
     before, threads = torch.get_num_threads(), 1 if options.backend == "inductor" else torch.get_num_threads()
     torch.set_num_threads(threads)  # with several, Inductor's kernels add up some gradients in an order that changes
     done = train(job, options, recorder=recorder, steps=STEPS)

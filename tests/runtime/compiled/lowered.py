@@ -29,7 +29,7 @@ from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.partitions import Partitioned
-from overspill.runtime.compiled.planned import Frame
+from overspill.runtime.compiled.planned import GraphFrame
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import lower
@@ -85,7 +85,13 @@ class _CaptureOnly(Session):
     """Stops torch.compile once the step is captured."""
 
     def plan(
-        self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame, how: Any, *_make: Any
+        self,
+        joint: JointGraph,
+        inputs: list[InputInfo],
+        examples: Sequence[Any],
+        frame: GraphFrame,
+        how: Any,
+        *_make: Any,
     ) -> Any:
         found = how(joint, inputs, Surroundings())
         raise _Caught(found.of(found.graph) if isinstance(found, Partitioned) else found, list(examples))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.errors import InfeasibleBudget
 from overspill.runtime.compiled.bystanders import Bystanders
-from overspill.runtime.compiled.pending import Kind, PendingCalls
+from overspill.runtime.compiled.pending import GraphKey, PendingCalls
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
@@ -495,7 +495,7 @@ def test_a_call_may_be_dropped_while_calls_are_counted() -> None:
 
     for output in outputs:
         assert output.grad_fn is not None
-        calls.begin(output.grad_fn, cast("Kind", Dropping()), lambda _: None)
+        calls.begin(output.grad_fn, cast("GraphKey", Dropping()), lambda _: None)
     del output
     assert calls.others(None).total() == 3
     assert len(calls) == 0

@@ -11,7 +11,7 @@ from overspill.core.errors import RequestError
 from overspill.placement.packing import solver_named
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.need import placed_live
-from overspill.runtime.live.planned_steps import Phase, PlannedSteps
+from overspill.runtime.live.planned_steps import PlannedSteps, PoolPhase
 
 
 def net() -> nn.Module:
@@ -42,7 +42,7 @@ def test_every_training_step_is_told_to_the_live_allocator_and_evaluation_is_not
         phases.append(session.steps.phase)
         with torch.no_grad():
             managed(torch.randn(32, 64))
-    assert phases == [Phase.WARM_UP, Phase.RECORDING, Phase.RECORDING, Phase.PLANNED, Phase.PLANNED]
+    assert phases == [PoolPhase.WARM_UP, PoolPhase.RECORDING, PoolPhase.RECORDING, PoolPhase.PLANNED, PoolPhase.PLANNED]
     assert session.steps.allocator.statistics().planned == 2
     torch._dynamo.reset()
 

@@ -7,7 +7,7 @@ from tests.runtime.live.live import FirstFit, Witness
 
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.runtime.live.allocator import LiveAllocator
-from overspill.runtime.live.planned_steps import Phase, PlannedSteps
+from overspill.runtime.live.planned_steps import PlannedSteps, PoolPhase
 
 
 class Loop:
@@ -45,7 +45,7 @@ def test_the_first_steps_are_recorded_and_all_others_planned() -> None:
     for _ in range(6):
         loop.run(batch=4)
         phases.append(loop.steps.phase)
-    assert phases == [Phase.WARM_UP, *[Phase.RECORDING] * 2, *[Phase.PLANNED] * 3]
+    assert phases == [PoolPhase.WARM_UP, *[PoolPhase.RECORDING] * 2, *[PoolPhase.PLANNED] * 3]
     assert loop.planned_share(batch=4) == 1
     assert loop.planned_share(batch=3) == 1  # smaller requests have room in their places
     assert loop.steps.plans == 1
@@ -60,9 +60,9 @@ def test_a_larger_step_is_served_and_then_planned_anew() -> None:
     )  # the gradients, and what has a place of its size behind its own or fits there
     for _ in range(2):
         loop.run(batch=5)
-        assert loop.steps.phase is Phase.RECORDING
+        assert loop.steps.phase is PoolPhase.RECORDING
     loop.run(batch=5)
-    assert loop.steps.phase is Phase.DRAINING  # the gradients that lie in the old arena go in this step
+    assert loop.steps.phase is PoolPhase.DRAINING  # the gradients that lie in the old arena go in this step
     assert loop.planned_share(batch=5) == 1
     assert loop.steps.plans == 2
 
@@ -102,9 +102,15 @@ def test_an_arena_goes_before_the_next_one_comes() -> None:
     for _ in range(6):
         loop.run(batch=65)
         phases.append(loop.steps.phase)
-        if loop.steps.phase is Phase.PLANNED:
+        if loop.steps.phase is PoolPhase.PLANNED:
             most = max(most, loop.witness.allocator.statistics().reserved_bytes)
-    assert phases[1:] == [Phase.RECORDING, Phase.RECORDING, Phase.DRAINING, Phase.PLANNED, Phase.PLANNED]
+    assert phases[1:] == [
+        PoolPhase.RECORDING,
+        PoolPhase.RECORDING,
+        PoolPhase.DRAINING,
+        PoolPhase.PLANNED,
+        PoolPhase.PLANNED,
+    ]
     assert loop.planned_share(batch=65) == 1
     assert loop.steps.layout.peak_bytes > first
     assert most - (2 << 20) < first + loop.steps.layout.peak_bytes  # a segment of the pool, and not two arenas

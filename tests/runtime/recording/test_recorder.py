@@ -17,7 +17,7 @@ from overspill.core import Graph, TensorKind, Verb
 from overspill.core.errors import RequestError
 from overspill.runtime.recording import recorder as recorder_file
 from overspill.runtime.recording.record import Label, RunRecord
-from overspill.runtime.recording.recorder import Copying, Recorder
+from overspill.runtime.recording.recorder import Copying, RunRecorder
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def graph() -> Graph:
     return network([Layer(65536, flops=10**6) for _ in range(3)])
 
 
-def one_step(recorder: Recorder, graph: Graph, ops: int = 2) -> None:
+def one_step(recorder: RunRecorder, graph: Graph, ops: int = 2) -> None:
     recorder.begin_step(CPU)
     for op in range(ops):
         recorder.begin(Label(graph, Verb.RUN, op))
@@ -38,7 +38,7 @@ def one_step(recorder: Recorder, graph: Graph, ops: int = 2) -> None:
 
 
 def test_a_step_ends_with_the_last_optimizer_before_the_next_one_begins(graph: Graph) -> None:
-    recorder = Recorder()
+    recorder = RunRecorder()
     for _ in range(2):
         one_step(recorder, graph)
         recorder.optimizer_stepped()
@@ -53,7 +53,7 @@ def test_a_step_ends_with_the_last_optimizer_before_the_next_one_begins(graph: G
 
 
 def test_a_step_that_nothing_has_ended_is_recorded_in_part(graph: Graph) -> None:
-    recorder = Recorder()
+    recorder = RunRecorder()
     one_step(recorder, graph)
     recorder.end_step()
     one_step(recorder, graph)
@@ -62,7 +62,7 @@ def test_a_step_that_nothing_has_ended_is_recorded_in_part(graph: Graph) -> None
 
 
 def test_after_the_last_step_that_was_asked_for_it_is_over_and_hears_nothing(graph: Graph) -> None:
-    recorder, over = Recorder(2), []
+    recorder, over = RunRecorder(2), []
     recorder.on_over = lambda: over.append(True)
     for _ in range(5):
         one_step(recorder, graph)
@@ -79,7 +79,7 @@ def test_after_the_last_step_that_was_asked_for_it_is_over_and_hears_nothing(gra
 
 
 def test_steps_by_hand_are_those_alone(graph: Graph) -> None:
-    recorder = Recorder(by_hand=True)
+    recorder = RunRecorder(by_hand=True)
     recorder.start(CPU)
     with recorder.step():
         one_step(recorder, graph)
@@ -93,7 +93,7 @@ def test_steps_by_hand_are_those_alone(graph: Graph) -> None:
 
 
 def test_what_has_failed_is_not_recorded_and_names_nothing(graph: Graph) -> None:
-    recorder = Recorder()
+    recorder = RunRecorder()
     recorder.begin_step(CPU)
     recorder.begin(Label(graph, Verb.RUN, 0))
     recorder.forget()
@@ -106,7 +106,7 @@ def test_what_has_failed_is_not_recorded_and_names_nothing(graph: Graph) -> None
 
 
 def test_a_record_that_is_full_stops_in_the_middle_of_a_step(graph: Graph) -> None:
-    recorder = Recorder(most_entries=8)  # of six a step
+    recorder = RunRecorder(most_entries=8)  # of six a step
     for _ in range(3):
         one_step(recorder, graph)
         recorder.end_step()
@@ -120,7 +120,7 @@ def test_a_record_that_is_full_stops_in_the_middle_of_a_step(graph: Graph) -> No
 def test_a_full_record_takes_what_is_said_of_it(graph: Graph) -> None:
     """`MOST_ENTRIES` says how large a full record is."""
     count = 5000
-    recorder = Recorder(most_entries=count)
+    recorder = RunRecorder(most_entries=count)
     recorder.begin_step(CPU)
     label = Label(graph, Verb.RUN, 0)
     tracemalloc.start()
@@ -137,7 +137,7 @@ def test_a_full_record_takes_what_is_said_of_it(graph: Graph) -> None:
 
 
 def test_a_storage_has_the_label_of_what_made_it_or_the_name_by_which_a_graph_is_given_it(graph: Graph) -> None:
-    recorder = Recorder()
+    recorder = RunRecorder()
     recorder.start(CPU)
     known, stranger = torch.zeros(16384), torch.zeros(10)
     recorder.there([known, stranger], None)
@@ -176,7 +176,7 @@ def test_what_counts_storages_anyhow_goes_on_counting_them() -> None:
 
     tracker, before = LiveBytes(CPU), torch.zeros(25)
     tracker.add([before])
-    recorder = Recorder(by_hand=True)
+    recorder = RunRecorder(by_hand=True)
     recorder.start(CPU, tracker)
     with recorder.step(), tracker:
         _ = before + 1
@@ -189,7 +189,7 @@ def test_forms_are_made_once_and_held_no_longer_than_the_recording() -> None:
     class Form:
         pass
 
-    recorder, plain, made = Recorder(), object(), []
+    recorder, plain, made = RunRecorder(), object(), []
     recorder.start(CPU)
 
     def make() -> Form:
@@ -217,7 +217,7 @@ def on_device(
     graph: Graph, device: FakeDevice, steps: int = 1, seconds: float = 1e-3, issue: float = 1e-4
 ) -> RunRecord:
     """Steps of three ops of so many seconds, each of which takes the host less; the second waits for a copy that is started with the first."""
-    recorder, before = Recorder(), device.waits
+    recorder, before = RunRecorder(), device.waits
     recorder.start(DEVICE)
 
     def issued(label: Label, work: Callable[[], None]) -> None:
@@ -289,7 +289,7 @@ def test_times_stay_exact_in_a_recording_of_hours(graph: Graph, device: FakeDevi
 def test_a_snapshot_of_a_pool_that_pytorch_does_not_know_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_file, "serving", object)
     with pytest.raises(RequestError, match=r"live pool on CUDA: leave the placement out, or the snapshot"):
-        Recorder(snapshot=True).start(DEVICE)
+        RunRecorder(snapshot=True).start(DEVICE)
 
 
 def test_pytorchs_own_recorder_of_memory_is_on_as_long_as_the_recording(
@@ -307,7 +307,7 @@ def test_pytorchs_own_recorder_of_memory_is_on_as_long_as_the_recording(
     monkeypatch.setattr(memory, "_snapshot", lambda: {"external_annotations": [{"name": "a", "time_us": 1}]})
 
     def recorded() -> RunRecord:
-        recorder = Recorder(snapshot=True)
+        recorder = RunRecorder(snapshot=True)
         recorder.start(DEVICE)
         recorder.begin_step(DEVICE)
         recorder.begin(Label(graph, Verb.RUN, 0))

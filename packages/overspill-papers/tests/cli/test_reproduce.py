@@ -9,7 +9,7 @@ from tests.cli.commands import Overspill
 
 from overspill_papers import papers
 from overspill_papers.papers import Claim
-from overspill_papers.papers.figures import Figure
+from overspill_papers.papers.figures import PaperFigure
 
 KEYS = {
     "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "fitted", "aside", "note",
@@ -25,7 +25,7 @@ def two_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         Claim("vdnn", "Fig. 3", "three", "said so", "III", 5.0, "ms", lambda _: 5.0, fitted="the clock is set by it."),
         Claim("vdnn", "Fig. 3", "four", "said so", "III", 5.0, "ms", lambda _: 5.0, aside="the other way."),
     )
-    drawn = (Figure("Fig. 3", "bars", "layer", "ms", lambda _: {"forward": {"a": 1.0, "b": 2.0}}),)
+    drawn = (PaperFigure("Fig. 3", "bars", "layer", "ms", lambda _: {"forward": {"a": 1.0, "b": 2.0}}),)
     monkeypatch.setattr("overspill_papers.papers.vdnn.CLAIMS", made)
     monkeypatch.setattr("overspill_papers.papers.figures.vdnn.FIGURES", drawn)
 

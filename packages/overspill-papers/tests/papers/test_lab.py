@@ -22,7 +22,7 @@ from overspill_papers.papers.lab import (
     network_wide_bytes,
     with_gradients_applied,
 )
-from overspill_papers.papers.run import Pool
+from overspill_papers.papers.run import PaperPool
 from overspill_papers.policies.window import Window
 
 TITAN_X = load_device("titan-x")
@@ -101,7 +101,7 @@ def test_dymems_pool_holds_at_least_the_live_bytes_and_a_step_that_repeats_no_mo
     lab = Lab()
     run = lab.run(Setting("resnet32-cifar", 2, batch_norm=False), "dymem:m")
     assert run.peak_bytes <= run.two_ended_bytes
-    chunks = Pool("chunked", ChunkedConfig(2 * MIB))
+    chunks = PaperPool("chunked", ChunkedConfig(2 * MIB))
     assert run.peak_bytes <= run.reserved_bytes(chunks)
     assert run.fits(chunks)
     large = [n for n in run.events.nbytes.tolist() if n > 1000]
@@ -111,7 +111,7 @@ def test_dymems_pool_holds_at_least_the_live_bytes_and_a_step_that_repeats_no_mo
 def test_the_largest_budget_is_one_whose_replay_fits() -> None:
     lab = Lab()
     setting = Setting("alexnet", 2, whole_step=True)
-    policy, pool = Window(every_step=True), Pool("pytorch")
+    policy, pool = Window(every_step=True), PaperPool("pytorch")
     run, budget = lab.run_within(setting, policy, pool)
     assert run.fits(pool)
     assert budget == lab.device(setting).usable_bytes

@@ -47,7 +47,7 @@ _SETTERS = ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "
 _FAKE = (FakeTensor, FunctionalTensor)
 
 
-class Gradients(NamedTuple):
+class GradientPositions(NamedTuple):
     """Positions of inputs that get a gradient, and of those with several additions."""
 
     given: frozenset[int]
@@ -68,7 +68,7 @@ class Backward:
         self._names = names
         self._inlined = inlined
         self._several = several
-        self._plain: Gradients | None = None
+        self._plain: GradientPositions | None = None
         self._expected: frozenset[int] = frozenset()
         self._positions: list[int] = []
         self._leaves: list[Tensor] = []
@@ -247,7 +247,7 @@ def _tuple(found: Any) -> tuple[Any, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
-def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> Gradients:
+def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> GradientPositions:
     """The inputs to which `step(*values)[0].backward()` gives gradients; on fake tensors, nothing is computed."""
     mode = next(v.fake_mode for v in values)
     with mode:
@@ -259,7 +259,7 @@ def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> Gradients:
         watched = {i: _Accumulations(leaf) for i, leaf in enumerate(leaves) if leaf is not values[i]}
         found = step(*leaves)
         (found[0] if isinstance(found, tuple) else found).backward()
-    return Gradients(
+    return GradientPositions(
         frozenset(i for i in watched if leaves[i].grad is not None),
         frozenset(i for i, one in watched.items() if one.are_several()),
     )

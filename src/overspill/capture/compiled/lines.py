@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from torch import fx
 
-from overspill.capture.frames import Frames, Stack, stack_within
+from overspill.capture.frames import FrameNumbers, Stack, stack_within
 
 LINES = "overspill_lines"
 """Key in a node's meta: the `Stack` that ran when it was made."""
@@ -45,7 +45,7 @@ def lines_noted() -> Iterator[None]:
         yield
 
 
-class NodeLines(Frames):
+class NodeLines(FrameNumbers):
     """Source lines of traced nodes; backward nodes without one get their forward node's."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from .storages import Call, Storages
 from .text import Text, made_by, sources
 
 
-class Function:
+class ProgramFunction:
     """One call of a program, or an output's expression if `call` is None.
 
     It takes the variables `takes`, and returns those of `makes`: one, or a tuple of several. `updates` are the
@@ -29,7 +29,7 @@ class Function:
     """
 
     allocates: Sequence[str] = ()
-    given: Callable[[Sequence[str]], Function]
+    given: Callable[[Sequence[str]], ProgramFunction]
     """A function for the same call that takes some of its allocations as leading arguments."""
 
     def __init__(
@@ -64,11 +64,11 @@ class Functions:
 
     def __init__(self, programs: Storages) -> None:
         self._programs = programs
-        self._made: list[Function] = []
+        self._made: list[ProgramFunction] = []
         self._source = ""
         self._count = 0
 
-    def of_call(self, call: Call, given: Sequence[str] = ()) -> Function:
+    def of_call(self, call: Call, given: Sequence[str] = ()) -> ProgramFunction:
         """The function of `call`; the allocations `given` are its leading arguments."""
         programs = self._programs
         makes = made_by(programs, call)
@@ -80,22 +80,22 @@ class Functions:
         if makes:
             text.line("return " + ", ".join(makes) + ("," if len(makes) > 1 or updates else ""))
         tags = (torch.Tag.nondeterministic_seeded,) if call.random else ()
-        function = Function(self._name(call.name), takes, makes, call, updates, tags)
+        function = ProgramFunction(self._name(call.name), takes, makes, call, updates, tags)
         function.allocates = [name for name in makes if name in programs.allocations]
         function.given = partial(self._given, call)
         return self._add(function, text)
 
-    def _given(self, call: Call, given: Sequence[str]) -> Function:
+    def _given(self, call: Call, given: Sequence[str]) -> ProgramFunction:
         function = self.of_call(call, given)
         self.compiled()
         return function
 
-    def of_expression(self, expression: ast.expr) -> Function:
+    def of_expression(self, expression: ast.expr) -> ProgramFunction:
         """The function that returns an output's value: a view."""
         takes = sources(self._programs, (n.id for n in ast.walk(expression) if isinstance(n, ast.Name)))
         text = Text(self._programs, takes)
         text.line(f"return {text.expression(expression)}")
-        return self._add(Function(self._name("view"), takes, []), text)
+        return self._add(ProgramFunction(self._name("view"), takes, []), text)
 
     def compiled(self) -> None:
         """Compile the functions made so far, to be run."""
@@ -109,7 +109,7 @@ class Functions:
         self._count += 1
         return f"call_{self._count}_{''.join(c if c.isalnum() else '_' for c in name)}"
 
-    def _add(self, function: Function, text: Text) -> Function:
+    def _add(self, function: ProgramFunction, text: Text) -> ProgramFunction:
         self._source += text.function(function.__name__, ", ".join(function.takes))
         self._made.append(function)
         return function
@@ -119,7 +119,7 @@ def allocated_as(root: fx.Node) -> str | None:
     """The variable of a root that its call allocates itself, or None."""
     item = root.target is operator.getitem
     node, place = root.args if item else (root, 0)
-    if not (isinstance(node, fx.Node) and isinstance(node.target, Function) and isinstance(place, int)):
+    if not (isinstance(node, fx.Node) and isinstance(node.target, ProgramFunction) and isinstance(place, int)):
         return None
     made = node.target.makes[place : place + 1]
     return next((name for name in made if name in node.target.allocates), None)

@@ -14,7 +14,7 @@ from overspill.capture.compiled.joint import JointGraph, StorageKey
 from overspill.capture.layers import layer_type_of
 from overspill.core import Phase, TensorKind
 
-from .functions import Function
+from .functions import ProgramFunction
 from .joint import JointOfPrograms
 from .storages import Call, Storages, storage_key
 
@@ -60,10 +60,10 @@ class CallsOfPrograms(CaptureOfStep):
             )
 
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
-        if isinstance(node.target, Function) and node.target.call is not None:
+        if isinstance(node.target, ProgramFunction) and node.target.call is not None:
             self.nodes[len(self.ops)] = node
             self._add_call(node.target.call, phase)
-        elif not isinstance(node.target, Function) and node.target is not operator.getitem:
+        elif not isinstance(node.target, ProgramFunction) and node.target is not operator.getitem:
             super()._add_node(node, phase)
 
     def _add_call(self, call: Call, phase: Phase) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph
 from overspill.core.errors import UnsupportedError
 
-from .functions import Function, Functions
+from .functions import Functions, ProgramFunction
 from .storages import Call, Storages
 
 aten = torch.ops.aten
@@ -163,7 +163,7 @@ class _Nodes:
         function = self.functions.of_expression(expression)
         return self._node(function, self._args(function), value, meta)
 
-    def _args(self, function: Function) -> tuple[fx.Node, ...]:
+    def _args(self, function: ProgramFunction) -> tuple[fx.Node, ...]:
         return tuple(self.nodes[name] for name in function.takes)
 
     def _node(self, target: Any, args: tuple[Any, ...], value: Any, meta: dict[str, Any]) -> fx.Node:

@@ -30,7 +30,7 @@ _PARAMETER = re.compile(r"\b(in_out_ptr|in_ptr|out_ptr)\d*\b")
 _ORIGINS = re.compile(r"^\s*#.*\bSource Nodes: \[(.*?)\]")
 
 
-class Kind(StrEnum):
+class StatementKind(StrEnum):
     """Kinds of statements."""
 
     ALLOCATE = "allocate"
@@ -56,7 +56,7 @@ class Statement:
     """
 
     node: ast.stmt
-    kind: Kind
+    kind: StatementKind
     target: str | None
     uses: tuple[str, ...]
     origins: tuple[str, ...] = ()
@@ -134,22 +134,22 @@ class Program:
         # A call whose result is not used: a check, or a kernel.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = ast.unparse(node.value.func)
-            kind = Kind.CHECK if function in _CHECKS else Kind.CALL
+            kind = StatementKind.CHECK if function in _CHECKS else StatementKind.CALL
             self.statements.append(Statement(node, kind, None, self._uses(node.value), origins))
             return
         raise not_understood(node)
 
-    def _kind(self, value: ast.expr, node: ast.stmt) -> Kind:
+    def _kind(self, value: ast.expr, node: ast.stmt) -> StatementKind:
         if isinstance(value, ast.Name):
-            return Kind.ALIAS
+            return StatementKind.ALIAS
         if isinstance(value, ast.Subscript):
-            return Kind.PICK
+            return StatementKind.PICK
         if isinstance(value, ast.Call):
             function = ast.unparse(value.func)
             if ALLOCATES.match(function):
-                return Kind.ALLOCATE
+                return StatementKind.ALLOCATE
             is_size = isinstance(value.func, ast.Attribute) and value.func.attr == "size"
-            return Kind.ALIAS if is_size or function == "reinterpret_tensor" else Kind.CALL
+            return StatementKind.ALIAS if is_size or function == "reinterpret_tensor" else StatementKind.CALL
         raise not_understood(node)
 
     def _uses(self, value: ast.AST) -> tuple[str, ...]:

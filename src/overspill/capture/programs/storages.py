@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from overspill.capture.compiled.joint import StorageKey
 from overspill.core.errors import UnsupportedError
 
-from .program import Access, Kind, Program, Statement, not_understood
+from .program import Access, Program, Statement, StatementKind, not_understood
 from .workspaces import Library, workspace_bytes
 
 FORWARD, BACKWARD = "f_", "b_"
@@ -180,17 +180,17 @@ class _Follower:
         if target is not None and target in self.found.values:
             raise UnsupportedError(f'Inductor\'s program binds {target} twice; use backend="eager"')
         # By kind: a new buffer, another name, one of several results, a check, or a call.
-        if statement.kind is Kind.ALLOCATE:
+        if statement.kind is StatementKind.ALLOCATE:
             assert target is not None
             value = self.found.values[target] = self._value(program, statement.value)
             self.found.allocations[target] = statement.node
             self._root(target, value)
-        elif statement.kind is Kind.ALIAS:
+        elif statement.kind is StatementKind.ALIAS:
             assert target is not None
             self.alias(target, statement.value, program)
-        elif statement.kind is Kind.PICK:
+        elif statement.kind is StatementKind.PICK:
             self._pick(program, statement)
-        elif statement.kind is Kind.CHECK:
+        elif statement.kind is StatementKind.CHECK:
             for name in statement.uses:
                 if (made := self.calls_by_variable.get(name)) is not None:
                     made.lines.append(statement.node)

@@ -11,16 +11,16 @@ from bisect import bisect_right
 
 import torch
 
-from overspill.capture.frames import NOBODYS, Frames
+from overspill.capture.frames import NOBODYS, FrameNumbers
 from overspill.core import Frame
 
 
-class Lines:
+class OpLines:
     """The lines of ops as they run; none, at no cost, unless `wanted`."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
-        self._frames = Frames()
+        self._frames = FrameNumbers()
         # Autograd nodes, by number, up to the next number in the list were made by the line at the same index.
         self._nodes = [-1]
         self._made_by = [-1]

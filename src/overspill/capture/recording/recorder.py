@@ -19,7 +19,7 @@ from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
 from overspill.core import Phase, TensorKind
 from overspill.costs.scratch import Scratch
 
-from .lines import Lines
+from .lines import OpLines
 from .recording import Allocation, RecordedOp, Recording
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
@@ -77,7 +77,7 @@ class Recorder:
         self._parameter_elements = 0
         self.host_bytes = 0  # offloaded by the program itself, as far as it reports that
         self._handles: set[tuple[str, int]] = set()
-        self._lines = Lines(wanted=lines)
+        self._lines = OpLines(wanted=lines)
         self.live_bytes = 0
         self.peak_bytes = 0
 

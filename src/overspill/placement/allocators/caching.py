@@ -9,7 +9,7 @@ from overspill.placement.simulated_device import round_up
 
 from .blocks import Key, PoolBlock
 from .caching_config import CachingConfig
-from .caching_pool import Pool
+from .caching_pool import CachingPool
 from .expandable import ExpandableSegments
 from .python_allocator import PythonAllocator
 
@@ -33,8 +33,8 @@ class CachingAllocator(PythonAllocator):
 
     def __init__(self, config: CachingConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
-        self._small = Pool(small=True, page_bytes=SMALL_SEGMENT_BYTES)
-        self._large = Pool(small=False, page_bytes=self.config.large_segment_bytes)
+        self._small = CachingPool(small=True, page_bytes=SMALL_SEGMENT_BYTES)
+        self._large = CachingPool(small=False, page_bytes=self.config.large_segment_bytes)
         self._births = 0
         # setMemoryFraction: a limit exists only for a fraction below 1, and garbage is collected only with a limit.
         fraction = self.config.per_process_memory_fraction
@@ -61,7 +61,7 @@ class CachingAllocator(PythonAllocator):
             yield from pool.free
             yield from pool.unmapped
 
-    def _find(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
+    def _find(self, pool: CachingPool, size: int, stream: int) -> PoolBlock | None:
         """Take the best free block of the stream out of the pool (get_free_block)."""
         pool.searches += self._collects
         free = pool.free
@@ -82,7 +82,7 @@ class CachingAllocator(PythonAllocator):
                 return None
         return free.remove(self.key(block))
 
-    def _new_block(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
+    def _new_block(self, pool: CachingPool, size: int, stream: int) -> PoolBlock | None:
         """A block of new memory.
 
         If the device has none, after releasing cached segments, in PyTorch's order.
@@ -98,7 +98,7 @@ class CachingAllocator(PythonAllocator):
             block = self._grow(pool, size, stream)
         return block
 
-    def _grow(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
+    def _grow(self, pool: CachingPool, size: int, stream: int) -> PoolBlock | None:
         """A block of at least `size` bytes of new memory, or None (alloc_block)."""
         nbytes = segment_size(size, self.config.large_segment_bytes)
         if self._limit is not None and self._reserved.now + nbytes > self._limit:
@@ -110,7 +110,7 @@ class CachingAllocator(PythonAllocator):
             block.pool, block.born, block.base = pool, self.birth(), block.address
         return block
 
-    def _splits(self, pool: Pool, rest: int, size: int) -> bool:
+    def _splits(self, pool: CachingPool, rest: int, size: int) -> bool:
         """Whether the `rest` of a block is split off (should_split)."""
         if pool.small or self._expandable is not None:
             return rest >= MIN_BLOCK_BYTES
@@ -123,7 +123,7 @@ class CachingAllocator(PythonAllocator):
         self.put(block)
         return front
 
-    def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
+    def _release_oversize(self, pool: CachingPool, size: int, stream: int) -> bool:
         """Release blocks that are never split; whether they are enough.
 
         release_available_cached_blocks.

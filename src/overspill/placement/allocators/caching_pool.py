@@ -10,7 +10,7 @@ from .base import SegmentAction
 from .blocks import FreeBlocks, Key, PoolBlock
 
 
-class Pool:
+class CachingPool:
     """Free blocks of one kind, small or large.
 
     With expandable segments also the address space yet without memory. `searches` is the clock by which garbage

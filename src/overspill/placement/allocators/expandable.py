@@ -11,7 +11,7 @@ from __future__ import annotations
 from overspill.placement.simulated_device import round_up
 
 from .blocks import FreeBlocks, PoolBlock
-from .caching_pool import Pool, PoolOwner
+from .caching_pool import CachingPool, PoolOwner
 
 UNLIMITED_RESERVATION_BYTES = 1 << 46
 """Address space of one segment on an unlimited device."""
@@ -38,7 +38,7 @@ class ExpandableSegments:
             position += 1
         return block
 
-    def grow(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
+    def grow(self, pool: CachingPool, size: int, stream: int) -> PoolBlock | None:
         """A block of at least `size` bytes with its missing pages mapped.
 
         It is outside the pool; None without memory.
@@ -56,7 +56,7 @@ class ExpandableSegments:
         pool.free.remove(self._allocator.key(block))
         return block
 
-    def release(self, pool: Pool) -> None:
+    def release(self, pool: CachingPool) -> None:
         """Unmap whole pages inside free blocks.
 
         Segments left without memory are given up.
@@ -67,7 +67,7 @@ class ExpandableSegments:
                 pool.unmapped.remove((block.stream, block.address))
                 self._device.unreserve(block.address, block.size)
 
-    def _candidate(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
+    def _candidate(self, pool: CachingPool, size: int, stream: int) -> PoolBlock | None:
         """The lowest block followed by `size` bytes of free or unmapped space."""
         unmapped = pool.unmapped
         for position in range(unmapped.position((stream,)), len(unmapped)):
@@ -89,7 +89,7 @@ class ExpandableSegments:
 
     def _map(self, block: PoolBlock, size: int) -> bool:
         """Map the pages of an unmapped block's first `size` bytes; whether it worked."""
-        pool: Pool = block.pool
+        pool: CachingPool = block.pool
         nbytes = round_up(size, pool.page_bytes)
         address = block.address
         if not self._device.map(address, nbytes):
@@ -117,7 +117,7 @@ class ExpandableSegments:
 
         What is left of it at either side stays free.
         """
-        pool: Pool = block.pool
+        pool: CachingPool = block.pool
         end = block.address + block.size
         first = block.base + round_up(block.address - block.base, pool.page_bytes)
         last = end - (end - block.base) % pool.page_bytes

@@ -18,7 +18,7 @@ from overspill.placement.snapshot import recorded_blocks, snapshot_in
 
 from .columns import Columns
 from .rows import Rows, plain_rows
-from .table import Table, parse_table, refuse_flaw, refuse_pinned_overlap, refuse_too_large
+from .table import BlockTable, parse_table, refuse_flaw, refuse_pinned_overlap, refuse_too_large
 
 KINDS = "a CSV of blocks (id,lower,upper,size), a saved Trace (JSON) or a PyTorch memory snapshot (pickle)"
 # Protocols from 2 on name themselves; 0 and 1 begin with the dict or list that a snapshot is.
@@ -39,7 +39,7 @@ class TraceFile:
     path: Path
     kind: Literal["csv", "trace", "snapshot"]
     columns: Columns
-    table: Table | Rows | None = None
+    table: BlockTable | Rows | None = None
     known: Trace | None = None
     addresses: tuple[int, ...] = ()
 
@@ -106,7 +106,7 @@ def write_layout(path: str | Path, read: TraceFile, layout: Layout) -> None:
     if isinstance(read.table, Rows):
         write_whole(path, read.table.with_offsets(layout.offsets))
         return
-    table = read.table or Table.of(read.trace, read.addresses)
+    table = read.table or BlockTable.of(read.trace, read.addresses)
     write_whole(path, table.with_offsets(layout.offsets).text)
 
 

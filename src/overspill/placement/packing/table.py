@@ -37,14 +37,14 @@ _MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Table:
+class BlockTable:
     """The cells of a CSV of blocks: header, and a row per block."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, trace: Trace, addresses: Sequence[int] = ()) -> Table:
+    def of(cls, trace: Trace, addresses: Sequence[int] = ()) -> BlockTable:
         """The table of `trace`, without optional columns that are all default.
 
         `addresses` are where the blocks lay when they were recorded; where they are known there are streams too.
@@ -72,12 +72,12 @@ class Table:
         # A row for each block.
         return cls(tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
-    def with_offsets(self, offsets: Sequence[int]) -> Table:
+    def with_offsets(self, offsets: Sequence[int]) -> BlockTable:
         """The same cells with the column `offset`, new ones last."""
         at = next((i for i, name in enumerate(self.header) if _role(name) == "offset"), len(self.header))
         header = (*self.header[:at], "offset", *self.header[at + 1 :])
         pairs = zip(self.rows, offsets, strict=True)
-        return Table(header, tuple((*row[:at], str(offset), *row[at + 1 :]) for row, offset in pairs))
+        return BlockTable(header, tuple((*row[:at], str(offset), *row[at + 1 :]) for row, offset in pairs))
 
     @property
     def without_effect(self) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class Table:
         return out.getvalue()
 
 
-def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
+def parse_table(text: str, path: str | Path) -> tuple[BlockTable, Trace]:
     """The cells of the CSV `text`, and the blocks they mean.
 
     A block's `name` is its id in the file. Raises RequestError with `path`, the line and what would work.
@@ -127,7 +127,7 @@ def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
     refuse_too_large(trace, path)
     pinned = (block for block in blocks if block.pinned is not None)
     refuse_pinned_overlap((replace(block, id=lines[block.name]) for block in pinned), f"{path}, by line")
-    return Table(tuple(header), tuple(tuple(row) for _, row in rows[1:])), trace
+    return BlockTable(tuple(header), tuple(tuple(row) for _, row in rows[1:])), trace
 
 
 def without_effect(header: Sequence[str]) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ viewer at pytorch.org/memory_viz.
 """
 
 from .compare import replay_snapshot as replay_snapshot
-from .read import Entry as Entry
 from .read import Segment as Segment
 from .read import Snapshot as Snapshot
+from .read import TraceEntry as TraceEntry
 from .read import read_snapshot as read_snapshot
 from .read import snapshot_in as snapshot_in
 from .result import SnapshotReplay as SnapshotReplay

@@ -23,7 +23,7 @@ from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES
 from overspill.placement.allocators.caching_config import CachingConfig
 
 from .device_trace import EXCHANGES, LOSSES, DeviceTrace, device_trace, stream_numbers
-from .read import Entry, Snapshot
+from .read import Snapshot, TraceEntry
 from .recorded_device import RecordedAllocator, RecordedDevice
 from .result import SnapshotReplay
 from .settings import config_of
@@ -122,7 +122,7 @@ class _Comparison:
 
     def run(self) -> None:
         """Replay until the exchanges with the device differ."""
-        group: list[Entry] = []
+        group: list[TraceEntry] = []
         for at, entry in enumerate(self.recording.trace):
             if at < self.recording.first:
                 continue
@@ -141,7 +141,7 @@ class _Comparison:
         if self.found.segments is None:
             self._compare_final_blocks()
 
-    def _step(self, at: int, entry: Entry | None, group: list[Entry]) -> None:
+    def _step(self, at: int, entry: TraceEntry | None, group: list[TraceEntry]) -> None:
         """Do what `entry` did, and compare the exchanges before it.
 
         `group` has the recorded ones.
@@ -165,7 +165,7 @@ class _Comparison:
             self.counts.frees += 1
             self.allocator.free(self._addresses.pop(entry.address))
 
-    def _is_retry(self, entry: Entry | None, group: list[Entry]) -> bool:
+    def _is_retry(self, entry: TraceEntry | None, group: list[TraceEntry]) -> bool:
         """Whether memory was released to make room for `entry`.
 
         Else the program asked for it. A retry ends with new memory or without any; and it comes when the cache has
@@ -178,7 +178,7 @@ class _Comparison:
             return False
         return self.allocator.collects_garbage or self.device.used_bytes + gains > self._most_reserved
 
-    def _allocate(self, at: int, entry: Entry) -> tuple[str | None, str | None]:
+    def _allocate(self, at: int, entry: TraceEntry) -> tuple[str | None, str | None]:
         """Allocate as `entry` did; how outcome and place differ."""
         fails = entry.action == "oom"
         self.device.later_maps = lambda: self._maps(at, entry)
@@ -200,7 +200,7 @@ class _Comparison:
         self.found.misplaced += 1
         return None, f"simulated at {address:#x}"
 
-    def _maps(self, at: int, entry: Entry) -> Iterator[int]:
+    def _maps(self, at: int, entry: TraceEntry) -> Iterator[int]:
         """Where memory of this pool and stream is mapped next.
 
         Those of the allocation `entry`, event `at`.
@@ -212,7 +212,7 @@ class _Comparison:
             if is_map and (later.nbytes <= SMALL_SEGMENT_BYTES) is small:
                 yield later.address
 
-    def _exchange_difference(self, group: list[Entry]) -> tuple[str | None, str | None]:
+    def _exchange_difference(self, group: list[TraceEntry]) -> tuple[str | None, str | None]:
         """The first exchange that differs, and the first at another address."""
         done = self.allocator.exchanges[self._before :]
         misplaced: str | None = None
@@ -261,7 +261,7 @@ class _Comparison:
                 most = max(most, now)
         return most
 
-    def _where(self, at: int, entry: Entry | None) -> str:
+    def _where(self, at: int, entry: TraceEntry | None) -> str:
         """A description of the event, with the Python line that caused it."""
         total = len(self.recording.trace)
         if entry is None:
@@ -299,7 +299,7 @@ class _Comparison:
         )
 
 
-def _exchange(event: Entry | SegmentEvent) -> str:
+def _exchange(event: TraceEntry | SegmentEvent) -> str:
     return f"{event.action} of {format_bytes(event.nbytes)} at {event.address:#x}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from overspill.core.errors import RequestError
 
-from .read import DEFAULT_POOL, Entry, Segment, Snapshot
+from .read import DEFAULT_POOL, Segment, Snapshot, TraceEntry
 
 EXCHANGES = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
 LOSSES = ("segment_free", "segment_unmap")
@@ -22,7 +22,7 @@ class DeviceTrace:
     `left_out` counts the events of private pools, `notes` says what cannot be known.
     """
 
-    trace: tuple[Entry, ...]
+    trace: tuple[TraceEntry, ...]
     segments: tuple[Segment, ...]
     left_out: int
     notes: tuple[str, ...]
@@ -49,7 +49,7 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
     private = sorted((s.address, s.address + s.nbytes) for s in segments if s.pool != DEFAULT_POOL)
     starts = [start for start, _ in private]
 
-    def is_private(entry: Entry) -> bool:
+    def is_private(entry: TraceEntry) -> bool:
         if entry.pool is not None:
             return entry.pool != DEFAULT_POOL
         at = bisect_right(starts, entry.address) - 1

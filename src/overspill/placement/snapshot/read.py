@@ -64,7 +64,7 @@ class Segment(msgspec.Struct, frozen=True):
             address += block.nbytes
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TraceEntry(msgspec.Struct, frozen=True):
     """One event of a device trace.
 
     The size of an `alloc` or a `free_…` is the requested one. `pool` is None in snapshots of older releases.
@@ -116,7 +116,7 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
 
 class _Content(msgspec.Struct, frozen=True):
     segments: tuple[Segment, ...]
-    device_traces: tuple[tuple[Entry, ...], ...] = ()
+    device_traces: tuple[tuple[TraceEntry, ...], ...] = ()
     allocator_settings: AllocatorSettings | None = None
 
 
@@ -128,10 +128,10 @@ class Snapshot:
     """
 
     segments: tuple[Segment, ...]
-    traces: tuple[tuple[Entry, ...], ...]
+    traces: tuple[tuple[TraceEntry, ...], ...]
     settings: AllocatorSettings | None = None
 
-    def trace(self, device: int) -> tuple[Entry, ...]:
+    def trace(self, device: int) -> tuple[TraceEntry, ...]:
         """The events of one device."""
         return self.traces[device] if device < len(self.traces) else ()
 

@@ -16,7 +16,7 @@ from overspill.placement.allocators.expandable import ExpandableSegments
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SimulatedDevice
 
 from .device_trace import LOSSES
-from .read import Entry
+from .read import TraceEntry
 from .start import StartSegment
 
 _ELSEWHERE = ADDRESS_SPACE_BYTES << 4
@@ -35,7 +35,7 @@ class RecordedDevice(SimulatedDevice):
 
     def __init__(self, capacity_bytes: int | None) -> None:
         super().__init__(capacity_bytes)
-        self.expected: Sequence[Entry] = ()
+        self.expected: Sequence[TraceEntry] = ()
         self.refuses = False
         self.least_capacity_bytes = 0
         self.capacity_above_bytes: int | None = None
@@ -98,12 +98,12 @@ class RecordedDevice(SimulatedDevice):
             self.least_capacity_bytes = max(self.least_capacity_bytes, measured)
             self.capacity_above_bytes = measured + PAGE_BYTES
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> TraceEntry | None:
         """The next recorded exchange, or None."""
         at = self.exchanged()
         return self.expected[at] if at < len(self.expected) else None
 
-    def _has_room(self, entry: Entry | None, nbytes: int) -> bool:
+    def _has_room(self, entry: TraceEntry | None, nbytes: int) -> bool:
         room = not self.refuses if entry is None else entry.action not in LOSSES
         if not room:
             above = self.used_bytes + nbytes

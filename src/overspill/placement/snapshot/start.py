@@ -20,7 +20,7 @@ from overspill.placement.events import ALLOCATE, FREE, TRY, Events
 
 from .device_trace import EXCHANGES, DeviceTrace, device_trace, stream_numbers
 from .ranges import Ranges
-from .read import Entry, Snapshot
+from .read import Snapshot, TraceEntry
 
 _MOST_SPANNED = 1 << 40
 """An expandable segment spans nine eighths of the device's memory; no device has that much."""
@@ -111,7 +111,7 @@ class _State:
                 if block.live:
                     self._live[address] = _Live(block.requested_bytes, block.nbytes)
 
-    def undo(self, at: int, entry: Entry) -> None:
+    def undo(self, at: int, entry: TraceEntry) -> None:
         """Go back to before event `at`."""
         if entry.action in EXCHANGES:
             wrong = self._undo_exchange(entry)
@@ -126,7 +126,7 @@ class _State:
                 " events skipped, before the snapshot was taken?"
             )
 
-    def _undo_block(self, entry: Entry) -> str:
+    def _undo_block(self, entry: TraceEntry) -> str:
         """Undo an allocation or a free; returns an error text or ""."""
         size = round_size(entry.nbytes, self._config.roundup_power2_divisions)
         self._evidence.append((entry.address, size <= SMALL_BYTES))
@@ -140,7 +140,7 @@ class _State:
             return "has no live block of that size there"
         return ""
 
-    def _undo_exchange(self, entry: Entry) -> str:
+    def _undo_exchange(self, entry: TraceEntry) -> str:
         """Undo an exchange with the device; returns an error text or ""."""
         address, nbytes, plain = entry.address, entry.nbytes, (entry.nbytes, entry.stream)
         match entry.action:

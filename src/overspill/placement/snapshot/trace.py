@@ -9,7 +9,7 @@ from overspill.core.frames import FrameTable
 from overspill.placement.allocators.caching import MIN_BLOCK_BYTES
 
 from .device_trace import device_trace, stream_numbers
-from .read import Entry, Snapshot
+from .read import Snapshot, TraceEntry
 from .settings import config_of
 from .start import live_at, start_of
 
@@ -75,7 +75,7 @@ class _Lines:
         self.table = FrameTable()
         self._of: dict[int, int] = {}  # by the list of frames, which many entries share
 
-    def of(self, entry: Entry) -> int:
+    def of(self, entry: TraceEntry) -> int:
         """The innermost line; -1 where none was recorded."""
         found = self._of.get(id(entry.frames))
         if found is None:

@@ -27,7 +27,7 @@ SMALL = 0.001
 
 
 @dataclass(frozen=True)
-class Found:
+class BestPlan:
     """The best plan of a native search, with its program and budget."""
 
     made: _search.Attempt
@@ -61,7 +61,7 @@ class Search:
         planner = planner_of(native, self.program, device, budget_bytes)
         self.annealing = _search.Annealing(planner, self._groups().native)
 
-    def best(self) -> Found:
+    def best(self) -> BestPlan:
         """The best plan found; there is always one.
 
         For the least memory without recomputation fits.
@@ -81,7 +81,7 @@ class Search:
         )
         best = self.annealing.best
         assert best is not None
-        return Found(best, self.program, self.budget_bytes)
+        return BestPlan(best, self.program, self.budget_bytes)
 
     def _starts(self) -> Iterator[Sequence[int]]:
         """Tensors to recompute at first: none, then what checkpointing would drop, in several sizes."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from overspill.core import Graph, Stream, Verb
-from overspill.runtime.recording.record import Change, Label, Measured, RunRecord
+from overspill.runtime.recording.record import Label, Measured, MemoryChange, RunRecord
 
 from .sections import Integers, Ops, Run, Step, Tensors
 from .step import STREAMS, VERBS, integers, of_graph
@@ -117,7 +117,7 @@ class _Views:
         """Seconds since the step began, for a time of the record."""
         return min(max(0.0, seconds - self._begun), self._seconds)
 
-    def _is_during(self, change: Change) -> bool:
+    def _is_during(self, change: MemoryChange) -> bool:
         """Whether a change is in the step, not before it."""
         return change.step == self._step and change.seconds >= self._begun
 
@@ -146,7 +146,7 @@ class _Views:
         kept = [span for span in found if span[0] < span[1]]
         return [list(column) for column in zip(*kept, strict=True)] or [[], [], [], []]
 
-    def _tensor(self, change: Change) -> int:
+    def _tensor(self, change: MemoryChange) -> int:
         """The tensor of a storage, or the op's workspace that it is."""
         label = change.label
         if label is None or id(label.graph) not in self._firsts:

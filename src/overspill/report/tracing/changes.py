@@ -12,7 +12,7 @@ from overspill.core import Graph, Instruction, Schedule, Timeline, Verb
 from overspill.report.plan import made_by
 
 
-class Change(NamedTuple):
+class InstructionChange(NamedTuple):
     """The memory change of one instruction, at `position`.
 
     Tensors that appear, bytes that are there while it lasts alone, and tensors that go.
@@ -30,7 +30,7 @@ def present_first(graph: Graph, schedule: Schedule) -> list[int]:
     return [t.id for t in graph.tensors if t.persistent and t.id not in stored]
 
 
-def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[Change]:
+def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[InstructionChange]:
     """The memory change of each instruction, in order.
 
     Scratch is what `timeline` has of live bytes beyond those of tensors.
@@ -42,7 +42,7 @@ def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator
         gone = (instruction.target,) if instruction.verb is Verb.FREE and instruction.target in present else ()
         present.update(new)
         live += sum(graph.tensors[t].nbytes for t in new)
-        yield Change(index, new, peak - live, gone)
+        yield InstructionChange(index, new, peak - live, gone)
         present.difference_update(gone)
         live -= sum(graph.tensors[t].nbytes for t in gone)
 

@@ -21,7 +21,7 @@ from overspill.placement.events import ALLOCATE, FREE, Events
 from overspill.placement.snapshot import Origin, Span, frames_of, write_snapshot
 from overspill.placement.snapshot.write import PICKLE_PROTOCOL, UNKNOWN_CATEGORY
 from overspill.plans.plan import Plan
-from overspill.runtime.recording.record import Change, RunRecord
+from overspill.runtime.recording.record import MemoryChange, RunRecord
 
 from .changes import changes_of, present_first
 
@@ -70,7 +70,7 @@ def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
     write_snapshot(path, _events(rows), origins=origins, spans=spans)
 
 
-def _origin_of(change: Change) -> Origin:
+def _origin_of(change: MemoryChange) -> Origin:
     """The origin of a measured storage.
 
     It is the op, or the transfer, that ran when it was first seen.

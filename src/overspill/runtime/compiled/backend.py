@@ -47,16 +47,16 @@ from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.recording.told import run as run_program
 
 from .calls import Lowered
 from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
-from .planned import Frame, Planned
+from .planned import GraphFrame, Planned
 from .session import Session, plan_captured, torch_device
-from .tangents import Gradients, Layout, begin_backward, fake_examples, laid_out, same_steps, without_absent
+from .tangents import JointGradients, Layout, begin_backward, fake_examples, laid_out, same_steps, without_absent
 
 Compiled = Callable[..., Any]
 _LOG = logging.getLogger("overspill")
@@ -97,7 +97,9 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Call
         raise _Refused(error) from None
 
 
-def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: Frame) -> Compiled:
+def _compile(
+    module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: GraphFrame
+) -> Compiled:
     compiler = _GraphCompiler(module, examples, session, frame)
     begun = time.perf_counter()
     try:
@@ -148,7 +150,7 @@ class _GraphCompiler:
     """Compiles one Dynamo graph: plans it when AOTAutograd partitions, and lowers it."""
 
     def __init__(
-        self, module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: Frame
+        self, module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: GraphFrame
     ) -> None:
         self.module = module
         self.examples = list(examples)
@@ -157,7 +159,7 @@ class _GraphCompiler:
         self.frame = frame
         self.planned: Planned | None = None
         self.has_arena = False
-        self.gradients: Gradients | None = None
+        self.gradients: JointGradients | None = None
         self.timer: OpTimer | None = None
         self.fakes: list[Any] = []
         self.autocast: AbstractContextManager[Any] = nullcontext()
@@ -250,7 +252,7 @@ class _GraphCompiler:
         partition = self.session.options.partition
         return compile_with_inductor(self.module, self.examples, self._plan_programs, self._running, partition)
 
-    def _running(self) -> AbstractContextManager[Recorder | None]:
+    def _running(self) -> AbstractContextManager[RunRecorder | None]:
         return self.session.running()
 
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
@@ -292,7 +294,7 @@ class _GraphCompiler:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's partitioner: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
-        self.gradients = Gradients(graph)
+        self.gradients = JointGradients(graph)
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         # Open the store and lower the plan.
         device = torch_device(self.examples)
@@ -497,8 +499,8 @@ def _autocast(device: torch.device) -> AbstractContextManager[Any]:
     )
 
 
-def _frame(module: fx.GraphModule) -> Frame:
+def _frame(module: fx.GraphModule) -> GraphFrame:
     compile_id = CompileContext.current_compile_id()
     reason = getattr(module, "compile_subgraph_reason", None)
     number = getattr(compile_id, "frame_id", None)
-    return Frame(number if number is not None else id(module), bool(reason is not None and reason.graph_break))
+    return GraphFrame(number if number is not None else id(module), bool(reason is not None and reason.graph_break))

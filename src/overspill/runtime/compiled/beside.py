@@ -23,7 +23,7 @@ from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanage
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options, unmanaged_bytes
 
-from .pending import Kind
+from .pending import GraphKey
 
 SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
 """Shares of the most that calls could keep, tried in this order until all have a plan."""
@@ -59,7 +59,7 @@ ALONE = Room()
 
 
 @dataclass(frozen=True)
-class Problem(Generic[C]):
+class GraphProblem(Generic[C]):
     """One graph of a model and how to capture and plan it.
 
     `capture` makes a Graph of the joint graph, and `plan` a Plan of that.
@@ -152,10 +152,10 @@ class Problem(Generic[C]):
 
 
 def room_beside(
-    kind: Kind,
-    others: Counter[Kind],
-    problems: Mapping[Kind, Problem[Any]],
-    keeps: Mapping[Kind, int],
+    kind: GraphKey,
+    others: Counter[GraphKey],
+    problems: Mapping[GraphKey, GraphProblem[Any]],
+    keeps: Mapping[GraphKey, int],
     keep: int | None = None,
     *,
     sums: bool,
@@ -175,7 +175,7 @@ def room_beside(
     )
 
 
-def is_summed(kind: Kind, beside: Mapping[Kind, Counter[Kind]]) -> bool:
+def is_summed(kind: GraphKey, beside: Mapping[GraphKey, Counter[GraphKey]]) -> bool:
     """Whether backward of `kind` may find gradients of a concurrent call.
 
     That is so for calls of the same part. Autograd decides which backward comes first: the one that ran last, where
@@ -187,7 +187,9 @@ def is_summed(kind: Kind, beside: Mapping[Kind, Counter[Kind]]) -> bool:
 class Settlement:
     """Decides how many bytes concurrent calls may keep within one budget."""
 
-    def __init__(self, problems: Mapping[Kind, Problem[Any]], beside: Mapping[Kind, Counter[Kind]]) -> None:
+    def __init__(
+        self, problems: Mapping[GraphKey, GraphProblem[Any]], beside: Mapping[GraphKey, Counter[GraphKey]]
+    ) -> None:
         self.problems = problems
         self.beside = {
             k: others for k, others in beside.items() if others and k in problems and others.keys() <= problems.keys()
@@ -195,7 +197,7 @@ class Settlement:
         self.kinds = list(dict.fromkeys(k for kind, others in self.beside.items() for k in (kind, *others)))
         self.least = {k: problems[k].least_bytes for k in self.kinds}
 
-    def rooms(self, budget: int) -> dict[Kind, Room]:
+    def rooms(self, budget: int) -> dict[GraphKey, Room]:
         """The Room of each kind of call.
 
         Raises InfeasibleBudget, with a budget that would do.
@@ -230,7 +232,7 @@ class Settlement:
             cause=f"what {calls} calls keep for their backward at once",
         )
 
-    def smallest(self) -> tuple[int, dict[Kind, int]]:
+    def smallest(self) -> tuple[int, dict[GraphKey, int]]:
         """The smallest budget found in which all fit, and what each keeps then."""
         most = {k: self._keeps(k, ALONE, self.problems[k].floor_bytes(ALONE)) for k in self.kinds}
         for share in reversed(SHARES):
@@ -246,7 +248,7 @@ class Settlement:
                 return max(floors.values()), keeps
             keeps = {k: max(more[k], keeps[k]) for k in self.kinds}
 
-    def _shared(self, share: float, most: Mapping[Kind, int]) -> dict[Kind, int]:
+    def _shared(self, share: float, most: Mapping[GraphKey, int]) -> dict[GraphKey, int]:
         """The least that each keeps, plus a share of what it could keep beyond."""
         return {k: self.least[k] + int(share * max(0, most[k] - self.least[k])) for k in self.kinds}
 
@@ -264,15 +266,17 @@ class Settlement:
             counted = max(counted, unmanaged_bytes(problem.options, graph, problem.device))
         return live, counted
 
-    def _room(self, kind: Kind, keeps: Mapping[Kind, int], keep: int | None) -> Room:
+    def _room(self, kind: GraphKey, keeps: Mapping[GraphKey, int], keep: int | None) -> Room:
         others = self.beside.get(kind, Counter())
         return room_beside(kind, others, self.problems, keeps, keep, sums=is_summed(kind, self.beside))
 
-    def _keeps(self, kind: Kind, room: Room, budget: int) -> int:
+    def _keeps(self, kind: GraphKey, room: Room, budget: int) -> int:
         _, plan = self.problems[kind].planned(room, budget)
         return plan.retained_bytes - room.pending_bytes
 
-    def _tried(self, keeps: Mapping[Kind, int], caps: Mapping[Kind, int], budget: int) -> dict[Kind, Room] | None:
+    def _tried(
+        self, keeps: Mapping[GraphKey, int], caps: Mapping[GraphKey, int], budget: int
+    ) -> dict[GraphKey, Room] | None:
         """Rooms with which each call has a plan that keeps at most `keeps`.
 
         None where there are none.
@@ -288,7 +292,7 @@ class Settlement:
             found[kind] = room
         return found
 
-    def _fair(self, alone: Mapping[Kind, int], budget: int) -> dict[Kind, int]:
+    def _fair(self, alone: Mapping[GraphKey, int], budget: int) -> dict[GraphKey, int]:
         """The most that each may keep if all get equal shares of the budget."""
         fair = dict(alone)
         for kind, others in self.beside.items():

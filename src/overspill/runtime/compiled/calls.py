@@ -17,7 +17,7 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, mutat
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 from overspill.runtime.arena import storage_at, tensor_at
 from overspill.runtime.driver import LoweredProgram
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.recording.told import run
 
 Lowered = tuple[Captured, tuple[fx.GraphModule, ...]]
@@ -44,14 +44,14 @@ class CallsOfPlan:
         self._saved = self._place - own
         self._cure = _no_second_time(captured.joint, modules)
 
-    def forward(self, args: list[Any], recorder: Recorder | None) -> list[Any]:
+    def forward(self, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         """The results, followed by the saved tensors."""
         found = list(run(self._programs[0], self._graph, recorder, args))
         if len(self._programs) > 1:
             found[self._place : self._place] = self._padding
         return found
 
-    def backward(self, args: list[Any], recorder: Recorder | None) -> tuple[Any, ...]:
+    def backward(self, args: list[Any], recorder: RunRecorder | None) -> tuple[Any, ...]:
         """The gradients.
 
         Raises UnsupportedError where it would run twice, and cannot.

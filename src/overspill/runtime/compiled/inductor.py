@@ -37,12 +37,12 @@ from overspill.capture.programs.joint import JointOfPrograms, joint_of_call
 from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 
 from .calls import CallsOfPlan, Lowered
 from .partitions import PARTITIONS, Partitioned
 
-Running = Callable[[], AbstractContextManager[Recorder | None]]
+Running = Callable[[], AbstractContextManager[RunRecorder | None]]
 """Makes the context in which a graph runs; it yields the recorder or None."""
 Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[Captured]]
 Plan = Callable[[JointGraph, Capture], Lowered]
@@ -137,7 +137,7 @@ def _left_out(partition: float) -> Iterator[None]:
         warnings.warn(f"the partition for activation_memory_budget={partition} is left out: {error}", stacklevel=4)
 
 
-class StepPrograms(NamedTuple):
+class PartitionPrograms(NamedTuple):
     """Inductor's `programs` of a step's `joint` graph by one partition."""
 
     joint: JointGraph
@@ -147,7 +147,7 @@ class StepPrograms(NamedTuple):
 
 def programs_of(
     make_module: Callable[[], fx.GraphModule], examples: Sequence[Any], lasting: Sequence[int], partition: float | None
-) -> Iterator[StepPrograms]:
+) -> Iterator[PartitionPrograms]:
     """Inductor's programs of a training module, one per partition, on fake `examples`.
 
     The usual partition comes first. `make_module` makes the module, which is changed. Inputs at the positions `lasting`
@@ -157,7 +157,7 @@ def programs_of(
     """
     seen: set[Any] = set()
 
-    def programs(partition: float | None) -> StepPrograms:
+    def programs(partition: float | None) -> PartitionPrograms:
         compiler = _Compiler(nullcontext, seen, partition, list(lasting))
         compiler.compiled(make_module(), examples)
         # Without a program of exactly these inputs there is nothing to plan.
@@ -168,7 +168,7 @@ def programs_of(
                 f"Inductor compiled the step for {len(compiler.joint.primals)} inputs, not {len(examples)}; "
                 'use backend="eager"'
             )
-        return StepPrograms(compiler.joint, compiler.programs, compiler.partition)
+        return PartitionPrograms(compiler.joint, compiler.programs, compiler.partition)
 
     # The usual partition, then the others.
     usual = programs(partition)

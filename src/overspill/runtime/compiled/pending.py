@@ -21,7 +21,7 @@ Part = tuple[int, ...]
 """Key of a part of the job that survives recompilation: its model, and the parameters that it reads."""
 
 
-class Kind(NamedTuple):
+class GraphKey(NamedTuple):
     """Key of a graph that survives recompilation: its part, and its inputs' kinds."""
 
     part: Part
@@ -35,14 +35,14 @@ class PendingCalls:
     """
 
     def __init__(self) -> None:
-        self.beside: dict[Kind, Counter[Kind]] = {}
-        self._alive: dict[weakref.ref[Node], Kind] = {}
+        self.beside: dict[GraphKey, Counter[GraphKey]] = {}
+        self._alive: dict[weakref.ref[Node], GraphKey] = {}
 
     def __len__(self) -> int:
         """The number of pending calls."""
         return len(self._alive)
 
-    def begin(self, node: Node, kind: Kind, before_backward: Callable[[weakref.ref[Node]], None]) -> None:
+    def begin(self, node: Node, kind: GraphKey, before_backward: Callable[[weakref.ref[Node]], None]) -> None:
         """Add a call whose forward has run.
 
         `before_backward` is called with the call's reference when its backward begins.
@@ -57,12 +57,12 @@ class PendingCalls:
 
         node.register_prehook(before)
 
-    def others(self, call: weakref.ref[Node] | None) -> Counter[Kind]:
+    def others(self, call: weakref.ref[Node] | None) -> Counter[GraphKey]:
         """Pending calls other than `call`, counted by kind."""
         alive = self._alive.copy()  # a node may be dropped at any moment
         return Counter(kind for ref, kind in alive.items() if ref is not call)
 
-    def learn(self, kind: Kind, others: Counter[Kind]) -> None:
+    def learn(self, kind: GraphKey, others: Counter[GraphKey]) -> None:
         """Record that `others` were pending when a call of `kind` ran."""
         self.beside[kind] = self.beside.get(kind, Counter()) | others
 

@@ -12,10 +12,10 @@ from overspill.core import Verb
 from overspill.plans.plan import Plan
 
 from .beside import Room
-from .pending import Kind, Part
+from .pending import GraphKey, Part
 
 
-class Step(Protocol):
+class SessionStep(Protocol):
     """The train step's side of a shared session."""
 
     def join(self, beside: Callable[[], int]) -> None:
@@ -26,7 +26,7 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True)
-class Frame:
+class GraphFrame:
     """Which graph of the model: Dynamo's frame id, and whether a graph break follows."""
 
     id: int
@@ -40,15 +40,15 @@ class Planned:
     Between forward and backward it keeps `retained_bytes` on the device; `room` is what it leaves to others.
     """
 
-    frame: Frame
-    kind: Kind
+    frame: GraphFrame
+    kind: GraphKey
     plan: Plan
     retained_bytes: int
     room: Room
     parameters: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
     """Positions of the caller's inputs among the arguments."""
-    beside: Counter[Kind] = field(default_factory=Counter)
+    beside: Counter[GraphKey] = field(default_factory=Counter)
     """Calls known to be pending when it runs."""
     reserved_bytes: int = 0
     """Bytes reserved for what runs between forward and backward."""

@@ -44,19 +44,19 @@ from overspill.runtime.options import (
 )
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.profile import OpTimer
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import suit_heap
 
-from .beside import ALONE, C, HasGraph, Problem, Room, Settlement, is_summed, room_beside
+from .beside import ALONE, C, GraphProblem, HasGraph, Room, Settlement, is_summed, room_beside
 from .bystanders import Bystanders
 from .followed import Followed
 from .in_force import Watch
-from .pending import Kind, Part, PendingCalls
-from .planned import Frame, Planned, Step
+from .pending import GraphKey, Part, PendingCalls
+from .planned import GraphFrame, Planned, SessionStep
 from .session_budget import SessionBudget
 
 MOST_ROUNDS = 4
@@ -100,7 +100,7 @@ class Session(PlannedPeaks):
         """Whether gradients are clipped by their norm before the update, where that is known."""
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: RunRecorder | None = None
         """The recorder of the running `overspill.record`, or None."""
         self.steps: LiveSteps | None = None
         """Drives the live pool through the steps, if the placement has one."""
@@ -118,17 +118,17 @@ class Session(PlannedPeaks):
         self.outdated = False
         """Whether to plan again, since something on the device is unknown to the plans."""
         self._budget = SessionBudget(self.options)
-        self._keeps: Counter[Kind] = Counter()  # bytes kept for backward by the last plan of each kind of call
+        self._keeps: Counter[GraphKey] = Counter()  # bytes kept for backward by the last plan of each kind of call
         self._rounds = 0
-        self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._steps: weakref.WeakSet[SessionStep] = weakref.WeakSet()
         self._waited = 0
         self._bystanders = Bystanders()
-        self._late: set[Kind] = set()  # kinds of calls whose inputs arrive while others are pending
+        self._late: set[GraphKey] = set()  # kinds of calls whose inputs arrive while others are pending
         # Concurrent calls, and the room that each leaves to the others.
         self.pending = PendingCalls()
-        self._problems: dict[Kind, Problem[Any]] = {}
-        self._rooms: dict[Kind, Room] = {}  # bytes reserved for concurrent calls
-        self._settled: tuple[bool, dict[Kind, Counter[Kind]]] = False, {}
+        self._problems: dict[GraphKey, GraphProblem[Any]] = {}
+        self._rooms: dict[GraphKey, Room] = {}  # bytes reserved for concurrent calls
+        self._settled: tuple[bool, dict[GraphKey, Counter[GraphKey]]] = False, {}
         self.replans = False
         """Whether `begin_call` is called before each model call, so that replanning is possible."""
         self._calling = 0  # which model is called, where there are several
@@ -153,7 +153,7 @@ class Session(PlannedPeaks):
         self.followed.add(parameters, optimizers)
         self.outdated |= bool(self._planned)
 
-    def add_step(self, step: Step) -> None:
+    def add_step(self, step: SessionStep) -> None:
         """Add a `train_step` to the job.
 
         While it or a compiled model runs, the others keep their tensors of between steps on the device.
@@ -163,7 +163,7 @@ class Session(PlannedPeaks):
         step.join(lambda: 0 if (session := ours()) is None else session._kept_bytes(besides=itself()))
         self.outdated |= bool(self._planned)
 
-    def _kept_bytes(self, besides: Step | None = None) -> int:
+    def _kept_bytes(self, besides: SessionStep | None = None) -> int:
         """Bytes that train steps and compiled models keep between steps."""
         steps = sum(step.kept_bytes() for step in self._steps if step is not besides)
         return steps if besides is None else steps + self.followed.kept_bytes()
@@ -184,7 +184,7 @@ class Session(PlannedPeaks):
                 self.steps.begin_step()
 
     @contextmanager
-    def running(self) -> Iterator[Recorder | None]:
+    def running(self) -> Iterator[RunRecorder | None]:
         """Run a planned graph; yields the recorder or None."""
         self.watch_calls.graphs_run += 1
         if self.recorder is not None:
@@ -202,7 +202,7 @@ class Session(PlannedPeaks):
         return [planned.plan for planned in self._planned]
 
     @property
-    def train_steps(self) -> list[Step]:
+    def train_steps(self) -> list[SessionStep]:
         """The train steps that share the budget."""
         return list(self._steps)
 
@@ -295,7 +295,7 @@ class Session(PlannedPeaks):
         joint: JointGraph,
         inputs: list[InputInfo],
         examples: Sequence[Any],
-        frame: Frame,
+        frame: GraphFrame,
         capture: Callable[..., C],
         make: Callable[[Options, C, Device, int], Plan] = plan_captured,
     ) -> tuple[C, Planned]:
@@ -310,7 +310,7 @@ class Session(PlannedPeaks):
         trains = bool(joint.tangents)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         part = self._part(examples)
-        kind = Kind(part, (trains, *(batches.kind(e) for e in examples if not isinstance(e, nn.Parameter))))
+        kind = GraphKey(part, (trains, *(batches.kind(e) for e in examples if not isinstance(e, nn.Parameter))))
         beside = self._known_beside(kind)
         retained = self._retained_elsewhere(frame)
         others = retained + sum(
@@ -320,7 +320,7 @@ class Session(PlannedPeaks):
         surroundings = self._surroundings(
             joint, here, self._kept_bytes() + (0 if trains else others), self._beside(joint, inputs, examples)
         )
-        problem = Problem(joint, inputs, surroundings, self.options, device, frame.broken, capture, make)
+        problem = GraphProblem(joint, inputs, surroundings, self.options, device, frame.broken, capture, make)
         room = self._rooms.get(kind, Room(pending_bytes=others))
         budget = self._budget.bytes_for(problem, room, kind, where, is_settled=kind in self._rooms, plans=self.plans)
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
@@ -352,7 +352,7 @@ class Session(PlannedPeaks):
         return captured
 
     def _made(
-        self, problem: Problem[C], kind: Kind, room: Room, budget: int, retained: int
+        self, problem: GraphProblem[C], kind: GraphKey, room: Room, budget: int, retained: int
     ) -> tuple[C, Plan, Room, int]:
         """A captured graph, its plan, its room for concurrent calls, and the budget.
 
@@ -378,7 +378,7 @@ class Session(PlannedPeaks):
                 raise
         return *self._within(problem, room if trains else ALONE, budget), room, budget
 
-    def _enough(self, problem: Problem[Any], budget: int) -> int:
+    def _enough(self, problem: GraphProblem[Any], budget: int) -> int:
         """A budget in bytes that also fits what earlier frames of the model keep."""
         before = {p.frame.id: self._problems[p.kind] for p in self._planned if self._is_before(p)}
         while True:
@@ -391,14 +391,14 @@ class Session(PlannedPeaks):
             else:
                 return budget
 
-    def _within(self, problem: Problem[C], room: Room, budget: int) -> tuple[C, Plan]:
+    def _within(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan]:
         """Capture and plan within `budget` bytes; on CUDA that of a card.
 
         Raises InfeasibleBudget.
         """
         return within_budget(self.options, problem.device, budget, lambda live: problem.planned(room, live))
 
-    def _known_beside(self, kind: Kind) -> Counter[Kind]:
+    def _known_beside(self, kind: GraphKey) -> Counter[GraphKey]:
         """Concurrent calls that a call of `kind` must leave room for.
 
         Those that were settled, else what has been seen of other models.
@@ -469,7 +469,7 @@ class Session(PlannedPeaks):
         self._make_room(known)
         return True
 
-    def _settled_again(self, problem: Problem[Any], kind: Kind) -> Room:
+    def _settled_again(self, problem: GraphProblem[Any], kind: GraphKey) -> Room:
         """The room of a call with more concurrent calls than rooms were settled for.
 
         Raises InfeasibleBudget as `settle` does.
@@ -479,17 +479,17 @@ class Session(PlannedPeaks):
         self.outdated = True  # the other plans are for the rooms before
         return self._rooms.get(kind, ALONE)
 
-    def _make_room(self, known: dict[Kind, Counter[Kind]]) -> None:
+    def _make_room(self, known: dict[GraphKey, Counter[GraphKey]]) -> None:
         settlement = Settlement(self._problems, known)
         if settlement.kinds:
             self._rooms = settlement.rooms(self._budget.settle(settlement, self.plans))
 
-    def _as_known(self, kind: Kind, problem: Problem[Any]) -> Problem[Any]:
+    def _as_known(self, kind: GraphKey, problem: GraphProblem[Any]) -> GraphProblem[Any]:
         """`problem` updated with what has been seen of its calls since."""
         around = replace(problem.surroundings, accumulates=self.accumulates)
         return replace(problem, late=kind in self._late, surroundings=around)
 
-    def _retained_elsewhere(self, frame: Frame) -> int:
+    def _retained_elsewhere(self, frame: GraphFrame) -> int:
         """Bytes that the model's other frames keep between forward and backward.
 
         Of each frame, the most of any plan.
@@ -546,7 +546,7 @@ class Session(PlannedPeaks):
     def _part(self, examples: Sequence[Any]) -> Part:
         return self._calling, *(id(e) for e in examples if isinstance(e, nn.Parameter))
 
-    def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
+    def _check_whole(self, budget: int, here: list[nn.Parameter], frame: GraphFrame) -> None:
         """Refuse a later graph whose gradients do not fit alongside an earlier backward.
 
         Raises InfeasibleBudget.

@@ -14,8 +14,8 @@ from overspill.core.units import format_apart
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime.options import Options, budget_for, fixed_budget, is_of_card, unmanaged_bytes, within_budget
 
-from .beside import HasGraph, Problem, Room, Settlement
-from .pending import Kind, Part
+from .beside import GraphProblem, HasGraph, Room, Settlement
+from .pending import GraphKey, Part
 
 _LOG = logging.getLogger("overspill")
 
@@ -40,9 +40,9 @@ class SessionBudget:
 
     def bytes_for(
         self,
-        problem: Problem[Any],
+        problem: GraphProblem[Any],
         room: Room,
-        kind: Kind,
+        kind: GraphKey,
         where: torch.device,
         *,
         is_settled: bool,
@@ -72,7 +72,7 @@ class SessionBudget:
             return max(unmanaged_bytes(self._options, graph, problem.device), known)
         return self._fixed
 
-    def grow(self, problem: Problem[Any], room: Room, error: InfeasibleBudget) -> int:
+    def grow(self, problem: GraphProblem[Any], room: Room, error: InfeasibleBudget) -> int:
         """The new smallest budget, where a graph needs more than those before.
 
         Such a graph is that of a further model, or of a larger batch.
@@ -99,7 +99,7 @@ class SessionBudget:
         self._settled = limit.bytes_of(lambda: counted, 0, lambda: settlement.smallest()[0] + more)
         return self._settled - more
 
-    def _planned(self, problem: Problem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
+    def _planned(self, problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
         """The plan of one graph within a budget. Raises InfeasibleBudget."""
 
         def make(live: int) -> tuple[None, Plan]:

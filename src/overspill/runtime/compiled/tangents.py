@@ -47,7 +47,7 @@ def begin_backward(given: Sequence[Any]) -> None:
     _GIVEN.gradients = given
 
 
-class Gradients:
+class JointGradients:
     """Gradients that a joint graph's backward takes and returns.
 
     For each returned one it knows the outputs whose gradients it depends on.

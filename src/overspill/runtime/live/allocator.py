@@ -16,7 +16,7 @@ from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES
 
-from .recorded import ALIGNMENT_BYTES, Places, places_of, recorded_trace
+from .recorded import ALIGNMENT_BYTES, PlannedRequests, places_of, recorded_trace
 
 try:
     from . import _live
@@ -308,7 +308,7 @@ class LiveAllocator:
             raise RequestError(f"{too_late} ({error})") from None
         _SERVING.append(self)
 
-    def _plan(self, places: Places) -> bool:
+    def _plan(self, places: PlannedRequests) -> bool:
         return self._core.plan(
             max(places.nbytes, ALIGNMENT_BYTES), places.offset, places.size, places.stream, places.start, places.end
         )

@@ -21,7 +21,7 @@ MOST_DRAINING = 4
 """Most steps served by the pool while the old arena has live blocks; then the new one is made alongside it."""
 
 
-class Phase(Enum):
+class PoolPhase(Enum):
     """The allocator's present use of steps."""
 
     WARM_UP = "warm-up"
@@ -52,11 +52,11 @@ class PlannedSteps(LiveSteps):
         self.layout: Layout | None = None
         self.plans = 0
         self._spilled_bytes = 0
-        self._phase = Phase.WARM_UP
+        self._phase = PoolPhase.WARM_UP
         self._steps_left = warm_up_steps
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> PoolPhase:
         """The phase of the current step."""
         return self._phase
 
@@ -65,15 +65,15 @@ class PlannedSteps(LiveSteps):
 
         Raises RequestError where PyTorch has since been set to do what does not work with the allocator.
         """
-        if self._phase is Phase.DRAINING and not self.allocator.drains:
+        if self._phase is PoolPhase.DRAINING and not self.allocator.drains:
             self._steps_left = 0
         # The phase is over: go on to the next.
         if self._steps_left == 0:
-            if self._phase is Phase.WARM_UP:
+            if self._phase is PoolPhase.WARM_UP:
                 self._record()
-            elif self._phase is Phase.RECORDING:
+            elif self._phase is PoolPhase.RECORDING:
                 self._solve()
-            elif self._phase is Phase.DRAINING:
+            elif self._phase is PoolPhase.DRAINING:
                 self._replay()
             elif self.allocator.statistics().peak_spilled_bytes > self._spilled_bytes:
                 self._give_up()
@@ -90,7 +90,7 @@ class PlannedSteps(LiveSteps):
 
     def _record(self) -> None:
         self.allocator.record()
-        self._phase, self._steps_left = Phase.RECORDING, RECORDED_STEPS
+        self._phase, self._steps_left = PoolPhase.RECORDING, RECORDED_STEPS
 
     def _solve(self) -> None:
         trace = self.allocator.recorded()
@@ -100,14 +100,14 @@ class PlannedSteps(LiveSteps):
         self.trace, self.layout = trace, solution.layout
         self.allocator.forget_plan()
         if self.allocator.drains:
-            self._phase, self._steps_left = Phase.DRAINING, MOST_DRAINING
+            self._phase, self._steps_left = PoolPhase.DRAINING, MOST_DRAINING
         else:
             self._replay()
 
     def _replay(self) -> None:
         assert self.trace is not None
         assert self.layout is not None
-        self._phase, self._steps_left = Phase.PLANNED, 2**self.plans
+        self._phase, self._steps_left = PoolPhase.PLANNED, 2**self.plans
         self.plans += 1
         self._spilled_bytes = self.allocator.statistics().peak_spilled_bytes
         try:

@@ -21,7 +21,7 @@ _OUTSIDE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class PlannedRequests:
     """The planned requests in order, as arrays.
 
     Their offset in an arena of `nbytes`, size (-1: not in the arena), stream, start and end.
@@ -71,7 +71,7 @@ def recorded_trace(rows: NDArray[np.int64]) -> tuple[Trace, dict[int, int]]:
     return Trace(tuple(blocks)), {number: stream for stream, number in numbers.items()}
 
 
-def places_of(trace: Trace, layout: Layout, streams: Mapping[int, int]) -> Places:
+def places_of(trace: Trace, layout: Layout, streams: Mapping[int, int]) -> PlannedRequests:
     """The requests of `trace` in order, with their places in `layout`.
 
     `streams` gives the stream of a number. Raises InvalidLayout when the layout is not one of the trace, and
@@ -101,7 +101,7 @@ def places_of(trace: Trace, layout: Layout, streams: Mapping[int, int]) -> Place
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
     start_, offset_, size, stream, end_ = (np.ascontiguousarray(column) for column in table.T)
     nbytes = int(np.max((offset_ + size)[size != _OUTSIDE], initial=0))
-    return Places(nbytes, offset_, size, stream, start_, end_)
+    return PlannedRequests(nbytes, offset_, size, stream, start_, end_)
 
 
 def _steps(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -14,12 +14,12 @@ from overspill.core.errors import RequestError
 from overspill.runtime.compiled.followed import state_of
 from overspill.runtime.tracker import LiveBytes
 
-from .recorder import Recorder
-from .sources import Source
+from .recorder import RunRecorder
+from .sources import RecordedSource
 
 
 @contextmanager
-def recording(recorder: Recorder, sources: Sequence[Source]) -> Iterator[Recorder]:
+def recording(recorder: RunRecorder, sources: Sequence[RecordedSource]) -> Iterator[RunRecorder]:
     """Record what runs by the plans of `sources` while this lasts.
 
     The recorder is then finished. Raises RequestError where one of them is being recorded already.
@@ -51,7 +51,7 @@ def recording(recorder: Recorder, sources: Sequence[Source]) -> Iterator[Recorde
 
 
 @contextmanager
-def _steps_by_optimizers(recorder: Recorder, sources: Sequence[Source]) -> Iterator[None]:
+def _steps_by_optimizers(recorder: RunRecorder, sources: Sequence[RecordedSource]) -> Iterator[None]:
     """Let each step of the sources' optimizers end a recorded step.
 
     Their state is counted too.

@@ -78,7 +78,7 @@ class Measured(NamedTuple):
         return not self.is_op and self.seconds >= SHORTEST_WAIT_SECONDS
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """A storage that came to the device or left it.
 
     `nbytes` is below zero when it leaves. `label` is the instruction that ran, None outside planned graphs; `kind` is
@@ -119,7 +119,7 @@ class RunRecord:
     steps: list[Measured] = field(default_factory=list)
     facts: list[StepFacts] = field(default_factory=list)
     """One for each step."""
-    changes: list[Change] = field(default_factory=list)
+    changes: list[MemoryChange] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     on_device: bool = False
     """Whether it ran on CUDA, asynchronously to the host."""
@@ -140,11 +140,11 @@ class RunRecord:
                 latest = max(latest, times[place])
             self.changes[number] = self.changes[number]._replace(seconds=latest)
 
-    def changes_in_steps(self) -> list[Change]:
+    def changes_in_steps(self) -> list[MemoryChange]:
         """Memory changes up to the end of the last step."""
         return [change for change in self.changes if change.step < len(self.steps)]
 
-    def live_bytes(self) -> Iterator[tuple[Change, int]]:
+    def live_bytes(self) -> Iterator[tuple[MemoryChange, int]]:
         """Each change up to the last step's end, with live bytes after it."""
         live = 0
         for change in self.changes_in_steps():

@@ -37,7 +37,7 @@ class Copying:
 
     __slots__ = ("_begun", "_label", "_recorder", "_verb")
 
-    def __init__(self, recorder: Recorder, verb: Verb, label: Label | None) -> None:
+    def __init__(self, recorder: RunRecorder, verb: Verb, label: Label | None) -> None:
         self._recorder = recorder
         self._verb = verb
         self._label = label
@@ -52,7 +52,7 @@ class Copying:
         self._recorder.copied(self._verb, self._label, self._begun, self._recorder.mark(stream))
 
 
-class Recorder:
+class RunRecorder:
     """Writes a RunRecord.
 
     It ends after `most_steps` steps (None: all), or when it `is_over`. Steps are marked `by_hand`, or else by train

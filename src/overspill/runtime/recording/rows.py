@@ -11,7 +11,7 @@ from typing import Any
 from overspill.core import TensorKind
 
 from .clock import Clock
-from .record import Change, Label, Measured
+from .record import Label, Measured, MemoryChange
 
 
 class Marked:
@@ -68,9 +68,9 @@ class Comings:
         """Set the kind of the storage in this row."""
         self._rows[row + 4] = kind
 
-    def all(self) -> list[Change]:
+    def all(self) -> list[MemoryChange]:
         """All changes in order; they are removed here."""
         row = iter(self._rows)
-        found = [Change(*change) for change in zip(row, row, row, row, row, row, strict=True)]
+        found = [MemoryChange(*change) for change in zip(row, row, row, row, row, row, strict=True)]
         self._rows.clear()
         return found

@@ -15,21 +15,21 @@ from overspill.runtime.compiled.session import Session
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.tracker import LiveBytes
 
-from .recorder import Recorder
+from .recorder import RunRecorder
 
 
-class Source(ABC):
+class RecordedSource(ABC):
     """One session or train step that can be recorded."""
 
     def __init__(self, of: Session | TrainStep) -> None:
         self._of = of
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> RunRecorder | None:
         """The recorder attached now, or None."""
         return self._of.recorder
 
-    def tell(self, recorder: Recorder | None) -> None:
+    def tell(self, recorder: RunRecorder | None) -> None:
         """Attach `recorder`, or detach with None."""
         self._of.recorder = recorder
         if self._of.engine is not None:
@@ -59,7 +59,7 @@ class Source(ABC):
         return False
 
 
-class _OfSession(Source):
+class _OfSession(RecordedSource):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._session = session
@@ -77,7 +77,7 @@ class _OfSession(Source):
         return self._session.followed.updated_by(optimizer)
 
 
-class _OfStep(Source):
+class _OfStep(RecordedSource):
     def __init__(self, step: TrainStep) -> None:
         super().__init__(step)
         self._step = step
@@ -90,7 +90,7 @@ class _OfStep(Source):
         return [(None, self._step.present())]
 
 
-def sources_of(found: Session | TrainStep) -> list[Source]:
+def sources_of(found: Session | TrainStep) -> list[RecordedSource]:
     """The sources to record for `found`.
 
     With a session, also the train steps that share its budget.

@@ -15,13 +15,13 @@ from overspill.runtime.driver import LoweredProgram, ProgramRun
 from overspill.runtime.lower import DOES, TOGETHER
 
 from .record import Label
-from .recorder import Recorder
+from .recorder import RunRecorder
 
 
-class Told:
+class RecordedCall:
     """Calls `target` between the recorder's begin and end."""
 
-    def __init__(self, target: Callable[..., Any], label: Label, recorder: Recorder) -> None:
+    def __init__(self, target: Callable[..., Any], label: Label, recorder: RunRecorder) -> None:
         self._target = target
         self._label = label
         self._recorder = recorder
@@ -47,17 +47,17 @@ def label_of(node: fx.Node, graph: Graph) -> Label | None:
     return Label(graph, verb, target, node.meta.get(TOGETHER, 0))
 
 
-def told_instructions(program: LoweredProgram, graph: Graph, recorder: Recorder) -> list[Any]:
+def told_instructions(program: LoweredProgram, graph: Graph, recorder: RunRecorder) -> list[Any]:
     """The instructions of `program`, wrapped to report to `recorder`."""
 
     def wrap(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
         label = label_of(node, graph)
-        return target if label is None else Told(target, label, recorder)
+        return target if label is None else RecordedCall(target, label, recorder)
 
     return recorder.form_of(program, lambda: program.wrapped(wrap))
 
 
-def run(program: LoweredProgram, graph: Graph, recorder: Recorder | None, args: list[Any]) -> tuple[Any, ...]:
+def run(program: LoweredProgram, graph: Graph, recorder: RunRecorder | None, args: list[Any]) -> tuple[Any, ...]:
     """Run `program` on `args`, emptying the list, and report to `recorder` if any."""
     told = None
     if recorder is not None:

@@ -29,7 +29,7 @@ _LOG = logging.getLogger("overspill")
 
 
 @dataclass
-class Call:
+class StepCall:
     """One call of the step and how far it got.
 
     Micro-batch `number` of `parts` is next, or running as `run`; `loss` is the sum of those before. `returned` is what
@@ -77,7 +77,7 @@ class Underway:
     """
 
     def __init__(self) -> None:
-        self.call: Call | None = None
+        self.call: StepCall | None = None
 
     def advice(self) -> str:
         """A message for reads of parameters during a run, or an empty string."""
@@ -90,7 +90,7 @@ class Underway:
         else:
             total.add_(gradient)
 
-    def has_more_room(self, call: Call, state: StepState, steps: LiveSteps) -> bool:
+    def has_more_room(self, call: StepCall, state: StepState, steps: LiveSteps) -> bool:
         """Whether a live pool can grow for a call that ran out of memory.
 
         The call then starts again, or goes on if it has changed something that it was given.

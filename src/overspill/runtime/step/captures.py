@@ -38,7 +38,7 @@ from overspill.runtime.parallel import OneProcess
 from overspill.runtime.transfer.forks import ForkedLock
 
 from .gate import without_collections
-from .programs import Step, StepPrograms, after, step_programs
+from .programs import PartitionPrograms, Step, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
@@ -55,7 +55,7 @@ MOST_TRIES = 4
 """Most captures while a step is found to change tensors of other models."""
 
 
-class Found(NamedTuple):
+class FoundStep(NamedTuple):
     """A captured step.
 
     With Inductor's kernels, by each partition, the usual one first. `takes` says what the first inputs are; the rest
@@ -103,7 +103,7 @@ class StepCaptures:
         last: bool,
         partition: float | None = None,
         tries: int = 1,
-    ) -> Found:
+    ) -> FoundStep:
         """The captured step on a micro-batch of `inputs`.
 
         The `last` micro-batch's has the update. `elsewhere` are bytes outside the graph. `partition` is as that of the
@@ -160,7 +160,7 @@ class StepCaptures:
                 raise ChangesStranger from found
             with self.state.taking_in(found.tensors):
                 return self.capture(inputs, elsewhere, last=last, partition=partition, tries=tries + 1)
-        return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
+        return FoundStep(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
 
     def state_of(self, captured: CapturedStep) -> list[str]:
         """Names of the optimizer state and gradient sums among a step's inputs."""
@@ -206,7 +206,7 @@ class StepCaptures:
         backward = Backward([i.name for i in infos], inlined=True, several=self.gradients.accumulate > 1)
         made, python = step_programs(function, self.state.module, values, lasting, partition, backward)
 
-        def captured(found: StepPrograms, elsewhere: Elsewhere) -> CapturedStep:
+        def captured(found: PartitionPrograms, elsewhere: Elsewhere) -> CapturedStep:
             share = self.gradients.accumulate
             step = capture_step_of_programs(found.programs, found.joint, infos, ops, share, elsewhere=elsewhere)
             return replace(step, partition=found.partition)

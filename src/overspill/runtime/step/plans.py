@@ -48,7 +48,7 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
 
-from .captures import Elsewhere, Found, StepCaptures
+from .captures import Elsewhere, FoundStep, StepCaptures
 from .gathered import gathered
 from .python_state import PythonState
 from .results import Results
@@ -375,7 +375,7 @@ class StepPlans:
 
     def _capture(
         self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool, partition: float | None = None
-    ) -> Found:
+    ) -> FoundStep:
         strangers = self.state.strangers
         found = self._captures.capture(inputs, elsewhere, last=last, partition=partition)
         if self.state.strangers is not strangers:

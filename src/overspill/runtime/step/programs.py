@@ -19,12 +19,12 @@ from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.capture.programs.checkpoints import checkpoints_marked
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.compiled.inductor import StepPrograms, programs_of
+from overspill.runtime.compiled.inductor import PartitionPrograms, programs_of
 
 from .python_state import PythonState
 from .watching import watched
 
-__all__ = ["Step", "StepPrograms", "after", "step_programs"]
+__all__ = ["PartitionPrograms", "Step", "after", "step_programs"]
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -36,7 +36,7 @@ def step_programs(
     lasting: int,
     partition: float | None,
     backward: Backward,
-) -> tuple[Iterator[StepPrograms], PythonState]:
+) -> tuple[Iterator[PartitionPrograms], PythonState]:
     """Programs of `step(*values)` by each partition, and the Python state read.
 
     They are made on demand. The step is a function of `module`, and the first `lasting` values are parameters and
@@ -58,7 +58,7 @@ def step_programs(
     count = len(returned(watched_joint.module.graph))
     made = programs_of(lambda: _graph_of(backward.traced(step), len(values), count), values, range(lasting), partition)
 
-    def by_partition() -> Iterator[StepPrograms]:
+    def by_partition() -> Iterator[PartitionPrograms]:
         while True:
             with told(compiles=True), backward.followed(), checkpoints_marked():
                 if (found := next(made, None)) is None:

@@ -32,14 +32,14 @@ from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess, processes_of
 from overspill.runtime.peaks import PlannedPeaks
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.recording.told import told_instructions
 from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
-from .call import UNFINISHED, Call, Underway, dropped, let_go
+from .call import UNFINISHED, StepCall, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .plans import LOSS_BYTES, Compiled, StepPlans
 from .residency import readable
@@ -78,7 +78,7 @@ class TrainStep(PlannedPeaks):
         self.gradients = gradients
         self.processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: RunRecorder | None = None
         """The recorder of the running `overspill.record`, or None."""
         self._underway = Underway()
         self._reserved = ReservedWatch()
@@ -123,13 +123,13 @@ class TrainStep(PlannedPeaks):
             prepared.remember_random(self._state.where)
         return self._go_on(prepared)
 
-    def _prepared(self, inputs: tuple[Any, ...]) -> Call:
+    def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
         with self.processes.announcing():
             self._state.check_model()
             check_inputs(tree_flatten(inputs)[0], self._state.where)
             self._state.adopt_parameters()
             self._state.adopt_optimizer()
-            return Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
+            return StepCall(inputs, list(batches.split(inputs, self.gradients.accumulate)))
 
     def resume(self) -> Any:
         """Finish a step that an error stopped; returns its loss.
@@ -158,7 +158,7 @@ class TrainStep(PlannedPeaks):
     def _abandon(self) -> None:
         self._underway.abandon(self._state)
 
-    def _go_on(self, call: Call) -> Any:
+    def _go_on(self, call: StepCall) -> Any:
         self._call = call
         if self.recorder is not None:
             self.recorder.begin_step(self._state.where)
@@ -188,7 +188,7 @@ class TrainStep(PlannedPeaks):
         """Leave room for the bytes that the session's other models keep on the device."""
         self._plans.beside = beside
 
-    def _check_room_for_hooks(self, call: Call, compiled: Compiled) -> None:
+    def _check_room_for_hooks(self, call: StepCall, compiled: Compiled) -> None:
         """Raise UnsupportedError if step post-hooks need more than the budget.
 
         They see all weights and state, which must then be on the device.
@@ -203,7 +203,7 @@ class TrainStep(PlannedPeaks):
                 "remove them, and do it behind step(...)"
             )
 
-    def _stopped(self, call: Call, error: BaseException) -> None:
+    def _stopped(self, call: StepCall, error: BaseException) -> None:
         """After an error, keep the step as unfinished, or undo it.
 
         It is kept if it can go on, or has changed too much to go back.
@@ -221,7 +221,7 @@ class TrainStep(PlannedPeaks):
         else:
             self._abandon()
 
-    def _moved(self, call: Call) -> str:
+    def _moved(self, call: StepCall) -> str:
         """The name of the tensor that the failed instruction moves, as a message's beginning."""
         if call.run is None or call.compiled is None:
             return ""
@@ -230,16 +230,16 @@ class TrainStep(PlannedPeaks):
             name = readable(str(call.compiled.takes[position]))
         return f"{name}: " if name else ""
 
-    def _at(self, call: Call) -> str:
+    def _at(self, call: StepCall) -> str:
         """The op that failed, as part of a message."""
         return "" if call.run is None else f" in {call.run.op()}"
 
     @property
-    def _call(self) -> Call | None:
+    def _call(self) -> StepCall | None:
         return self._underway.call
 
     @_call.setter
-    def _call(self, call: Call | None) -> None:
+    def _call(self, call: StepCall | None) -> None:
         self._underway.call = call
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
@@ -393,7 +393,7 @@ class TrainStep(PlannedPeaks):
 
     # -- one graph of the step
 
-    def _carry_on(self, call: Call) -> None:
+    def _carry_on(self, call: StepCall) -> None:
         """Run the rest of the next micro-batch, as far as memory allows.
 
         A live pool without room is enlarged, or the step starts again.
@@ -409,7 +409,7 @@ class TrainStep(PlannedPeaks):
             raise failure
         return None
 
-    def _run_part(self, call: Call) -> None:
+    def _run_part(self, call: StepCall) -> None:
         if call.run is None:
             self._begin(call)
         compiled, run, recorder = call.compiled, call.run, self.recorder
@@ -435,7 +435,7 @@ class TrainStep(PlannedPeaks):
         others.clear()
         call.number, call.run, call.compiled = call.number + 1, None, None
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: StepCall) -> None:
         """Bring everything to where the next micro-batch's plan begins."""
         part = call.parts[call.number]
         if call.number == 0:

@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
-from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.recorder import RunRecorder
 
 from .checksums import Checksums
 from .lanes import Lane, Noted, Slot, ThreadLane, Ticket
@@ -96,7 +96,7 @@ class TransferEngine:
         self._table: dict[int, _Stored] = {}
         self._arriving: dict[int, tuple[Ticket | None, _Stored]] = {}
         self._handle_died = _when_a_handle_dies(self)
-        self.recorder: Recorder | None = None
+        self.recorder: RunRecorder | None = None
         """The recorder of copies, or None."""
         self.offloaded_bytes = 0
         self.prefetched_bytes = 0

@@ -230,7 +230,7 @@ class StreamLane(Lane):
         self._streams = streams
         self._device = device
         self._copy = copy
-        self.stream: accelerator.Stream = streams.new_stream(device)
+        self.stream: accelerator.DeviceStream = streams.new_stream(device)
 
     def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Enqueue the copy after the compute stream's work so far.

@@ -25,7 +25,7 @@ from torch import Tensor
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
-from overspill.runtime.accelerator import PageLock, Stream, raw_streams
+from overspill.runtime.accelerator import DeviceStream, PageLock, raw_streams
 
 from . import host_memory
 from ._copies import can_copy
@@ -306,7 +306,7 @@ class PinnedStore(HostStore):
     def __init__(self, pages: PageLock | None = None) -> None:
         super().__init__()
         self._pages = pages or PageLock()
-        self._streams: list[Stream] = []
+        self._streams: list[DeviceStream] = []
         self._end = weakref.finalize(self, _unlock, self._chunks, self._pages, self._streams, os.getpid())
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
@@ -344,7 +344,7 @@ class PinnedStore(HostStore):
         self._end()
 
 
-def _unlock(chunks: list[Tensor], pages: PageLock, streams: list[Stream], process: int) -> None:
+def _unlock(chunks: list[Tensor], pages: PageLock, streams: list[DeviceStream], process: int) -> None:
     """Unlock and free the arena of a pinned store."""
     try:
         if process == os.getpid():  # a forked child has no device

@@ -25,7 +25,7 @@ from statistics import fmean
 from overspill.capture.recording.recording import Recording
 from overspill.devices import load_device
 from overspill.estimation import Estimate
-from overspill_papers.capture.mxnet.backward import Step, training_step
+from overspill_papers.capture.mxnet.backward import MxnetStep, training_step
 from overspill_papers.capture.mxnet.executor import record as record_symbol
 from overspill_papers.capture.mxnet.operators import is_operator
 from overspill_papers.capture.tensorflow.executor import record as record_graph
@@ -145,7 +145,7 @@ def _grid_error_percent() -> float:
     return 100 * fmean(map(abs, errors))
 
 
-def _inferred_bytes(step: Step, *, batch_norm_in_place: bool) -> int:
+def _inferred_bytes(step: MxnetStep, *, batch_norm_in_place: bool) -> int:
     in_place = (*_IN_PLACE, "BatchNorm") if batch_norm_in_place else _IN_PLACE
     total = 0
     for node, operator, shapes in zip(step.nodes, step.of, step.shapes, strict=True):

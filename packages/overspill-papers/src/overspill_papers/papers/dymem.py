@@ -23,7 +23,7 @@ from overspill.placement import size_pool
 from .claim import Claim
 from .lab import MIB, Lab, Setting
 from .layers import bytes_by_kind, maps_by_layer
-from .run import Run
+from .run import PolicyRun
 
 INCEPTION = Setting("inception-v4", 128, image_size=256)
 RESNET_32 = Setting("resnet32-cifar", 100, image_size=224, batch_norm=False)
@@ -57,7 +57,7 @@ def _steps(setting: Setting, phases: Collection[Phase], lab: Lab) -> float:
     return len({(op.phase, op.layer) for op in lab.graph(setting).ops if op.phase in phases})
 
 
-def _least(setting: Setting, policy: str, lab: Lab) -> list[Run]:
+def _least(setting: Setting, policy: str, lab: Lab) -> list[PolicyRun]:
     """The runs in the least memory that `policy` finds schedules for (§5.1: what makes a network trainable), and in more."""
     floor = lab.floor_bytes(setting, policy)
     found = []

@@ -14,7 +14,7 @@ from overspill.policies import Policy, policy_named
 from overspill.simulate import check, simulate
 
 from .frameworks import as_layers
-from .run import Pool, Run
+from .run import PaperPool, PolicyRun
 
 if TYPE_CHECKING:
     from overspill.models import BuiltModel
@@ -56,8 +56,8 @@ class Lab:
     def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
         self._say = say
         self._captured: dict[Setting, dict[int, Graph]] = {}
-        self._runs: dict[tuple[Setting, str | Policy, int | None], Run] = {}
-        self._within: dict[tuple[Setting, str | Policy, Pool], tuple[Run, int]] = {}
+        self._runs: dict[tuple[Setting, str | Policy, int | None], PolicyRun] = {}
+        self._within: dict[tuple[Setting, str | Policy, PaperPool], tuple[PolicyRun, int]] = {}
 
     def device(self, setting: Setting) -> Device:
         """The machine of `setting`."""
@@ -89,7 +89,7 @@ class Lab:
         graph = with_algorithms(graph, self.device(setting), cudnn=setting.cudnn)
         return feature_extraction(graph) if setting.features else graph
 
-    def run(self, setting: Setting, policy: str | Policy, budget_bytes: int | None = None) -> Run:
+    def run(self, setting: Setting, policy: str | Policy, budget_bytes: int | None = None) -> PolicyRun:
         """The run of `policy`; one that plans for a budget gets `budget_bytes`, by default the device's free memory.
 
         Raises InfeasibleBudget where such a policy finds no schedule.
@@ -103,10 +103,10 @@ class Lab:
             schedule = chosen.plan(graph, device, budget if chosen.plans_for_budget else None)
             peak_bytes = check(graph, schedule).peak_bytes
             timeline = simulate(graph, schedule, device, op_seconds(graph, device))
-            self._runs[key] = Run(graph, device, schedule, peak_bytes, timeline)
+            self._runs[key] = PolicyRun(graph, device, schedule, peak_bytes, timeline)
         return self._runs[key]
 
-    def run_within(self, setting: Setting, policy: str | Policy, pool: Pool) -> tuple[Run, int]:
+    def run_within(self, setting: Setting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
         """The run at the largest budget at which `pool` has room for it on the device, and that budget.
 
         Room is taken to come with smaller budgets: the range is halved some times. Raises InfeasibleBudget where there is
@@ -117,7 +117,7 @@ class Lab:
             self._within[key] = self._largest_within(setting, policy, pool)
         return self._within[key]
 
-    def _largest_within(self, setting: Setting, policy: str | Policy, pool: Pool) -> tuple[Run, int]:
+    def _largest_within(self, setting: Setting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
         usable = self.device(setting).usable_bytes
         if (run := self.run(setting, policy)).fits(pool):
             return run, usable

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from overspill.core import Graph, LayerType, Op, Phase, TensorKind, Verb
 
-from .run import Run
+from .run import PolicyRun
 
 WEIGHTS = (TensorKind.PARAMETER, TensorKind.BUFFER)
 LABELS = {LayerType.CONV: "CONV", LayerType.LINEAR: "FC", LayerType.POOL: "POOL"}
@@ -42,7 +42,7 @@ def most_at_once(graph: Graph) -> int:
     return max(sum(bytes_of(graph, op)) for op in graph.ops if op.phase is not Phase.UPDATE)
 
 
-def spans(run: Run) -> Mapping[int, tuple[float, float]]:
+def spans(run: PolicyRun) -> Mapping[int, tuple[float, float]]:
     """When each op ran, from and to, in seconds."""
     return {e.target: (e.start_seconds, e.end_seconds) for e in run.timeline.events if e.verb is Verb.RUN}
 

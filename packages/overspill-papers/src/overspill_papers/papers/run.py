@@ -22,7 +22,7 @@ from overspill_papers.placement import CnmemConfig
 
 
 @dataclass(frozen=True)
-class Pool:
+class PaperPool:
     """An allocator by name, with its settings."""
 
     allocator: str
@@ -30,7 +30,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Run:
+class PolicyRun:
     """One policy's schedule of a setting, checked and on the clock."""
 
     graph: Graph
@@ -85,12 +85,12 @@ class Run:
         """The most that is used from both ends of the main space and in the incremental space, as Fig. 15 of Dymem counts."""
         return _peak_spread(self.two_ended)
 
-    def reserved_bytes(self, pool: Pool) -> int:
+    def reserved_bytes(self, pool: PaperPool) -> int:
         """The most device memory that `pool` holds for the step when it repeats: on the device if it fits there."""
         done = self._replayed(pool, self.device.usable_bytes)
         return (done if done.fits else self._replayed(pool)).peak_device_bytes
 
-    def fits(self, pool: Pool) -> bool:
+    def fits(self, pool: PaperPool) -> bool:
         """Whether the step and its repetition survive in `pool` on the device."""
         return self._replayed(pool, self.device.usable_bytes).fits
 
@@ -104,7 +104,7 @@ class Run:
         runs = (e for e in self.timeline.events if e.verb in (Verb.RUN, Verb.RECOMPUTE))
         return sum(e.end_seconds - e.start_seconds for e in runs if self.graph.ops[e.target].layer_type is layer)
 
-    def _replayed(self, pool: Pool, capacity_bytes: int | None = None) -> Replay:
+    def _replayed(self, pool: PaperPool, capacity_bytes: int | None = None) -> Replay:
         twice = self.events.repeated(2)
         return replay(twice, pool.allocator, config=pool.config, capacity_bytes=capacity_bytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from overspill_papers.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
+from overspill_papers.capture.mxnet.symbol import VARIABLE, Node, NodeOutput, Symbol
 
 CLASSES = 1000
 
@@ -14,57 +14,57 @@ class Builder:
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
-        self._variables: dict[str, Entry] = {}
+        self._variables: dict[str, NodeOutput] = {}
 
-    def variable(self, name: str) -> Entry:
+    def variable(self, name: str) -> NodeOutput:
         """The variable called `name`, made when it is first asked for."""
         if name not in self._variables:
             self._variables[name] = self._add(Node(VARIABLE, name))
         return self._variables[name]
 
-    def add(self, op: str, name: str, *read: Entry, **attrs: object) -> Entry:
+    def add(self, op: str, name: str, *read: NodeOutput, **attrs: object) -> NodeOutput:
         """The first output of a new operator."""
         return self._add(Node(op, name, read, {key: str(value) for key, value in attrs.items()}))
 
-    def layer(self, op: str, name: str, data: Entry, weights: tuple[str, ...], **attrs: object) -> Entry:
+    def layer(self, op: str, name: str, data: NodeOutput, weights: tuple[str, ...], **attrs: object) -> NodeOutput:
         """An operator with weights called after it."""
         return self.add(op, name, data, *(self.variable(f"{name}_{weight}") for weight in weights), **attrs)
 
-    def loss(self, data: Entry) -> Symbol:
+    def loss(self, data: NodeOutput) -> Symbol:
         """The network that ends in a softmax and its loss."""
         return self.made(self.add("SoftmaxOutput", "softmax", data, self.variable("softmax_label")))
 
-    def made(self, *heads: Entry) -> Symbol:
+    def made(self, *heads: NodeOutput) -> Symbol:
         """The network with these outputs."""
         return Symbol(tuple(self._nodes), heads)
 
-    def _add(self, node: Node) -> Entry:
+    def _add(self, node: Node) -> NodeOutput:
         self._nodes.append(node)
-        return Entry(len(self._nodes) - 1, 0)
+        return NodeOutput(len(self._nodes) - 1, 0)
 
-    def convolution(self, name: str, data: Entry, filters: int, kernel: tuple[int, int], *, bias: bool = False,
-                    stride: int = 1, pad: tuple[int, int] = (0, 0)) -> Entry:  # fmt: skip
+    def convolution(self, name: str, data: NodeOutput, filters: int, kernel: tuple[int, int], *, bias: bool = False,
+                    stride: int = 1, pad: tuple[int, int] = (0, 0)) -> NodeOutput:  # fmt: skip
         """A convolution."""
         return self.layer(
             "Convolution", name, data, ("weight", "bias") if bias else ("weight",), num_filter=filters, kernel=kernel,
             stride=(stride, stride), pad=pad, no_bias=not bias,
         )  # fmt: skip
 
-    def batch_norm(self, name: str, data: Entry) -> Entry:
+    def batch_norm(self, name: str, data: NodeOutput) -> NodeOutput:
         """Batch norm with a scale and a bias that are trained."""
         return self.layer("BatchNorm", name, data, ("gamma", "beta", "moving_mean", "moving_var"), fix_gamma=False)
 
-    def relu(self, name: str, data: Entry) -> Entry:
+    def relu(self, name: str, data: NodeOutput) -> NodeOutput:
         """Rectified linear units."""
         return self.add("Activation", name, data, act_type="relu")
 
-    def pool(self, name: str, data: Entry, kind: str, kernel: int, stride: int, pad: int = 0) -> Entry:
+    def pool(self, name: str, data: NodeOutput, kind: str, kernel: int, stride: int, pad: int = 0) -> NodeOutput:
         """Maximum or average pooling."""
         return self.add(
             "Pooling", name, data, pool_type=kind, kernel=(kernel, kernel), stride=(stride, stride), pad=(pad, pad)
         )
 
-    def dense(self, name: str, data: Entry, hidden: int, *, flatten: bool = True) -> Entry:
+    def dense(self, name: str, data: NodeOutput, hidden: int, *, flatten: bool = True) -> NodeOutput:
         """A fully connected layer."""
         return self.layer("FullyConnected", name, data, ("weight", "bias"), num_hidden=hidden, flatten=flatten)
 
@@ -104,7 +104,9 @@ def resnet50(*, early: bool = False) -> Symbol:
     return net.loss(net.dense("fc1", net.add("Flatten", "flatten", x), CLASSES))
 
 
-def _bottleneck(net: Builder, name: str, x: Entry, width: int, strides: tuple[int, int], *, projects: bool) -> Entry:
+def _bottleneck(
+    net: Builder, name: str, x: NodeOutput, width: int, strides: tuple[int, int], *, projects: bool
+) -> NodeOutput:
     y = net.convolution(f"{name}_conv1", x, width, (1, 1), stride=strides[0])
     y = net.relu(f"{name}_relu1", net.batch_norm(f"{name}_bn1", y))
     y = net.convolution(f"{name}_conv2", y, width, (3, 3), stride=strides[1], pad=(1, 1))
@@ -153,7 +155,7 @@ def inception_v3() -> Symbol:
     return net.loss(net.dense("fc1", net.add("Flatten", "flatten", x), CLASSES))
 
 
-def _branch(net: Builder, name: str, x: Entry, text: str) -> list[Entry]:
+def _branch(net: Builder, name: str, x: NodeOutput, text: str) -> list[NodeOutput]:
     """The ends of one branch: one, or those of the fork in which it ends."""
     for number, item in enumerate(text.split(", ")):
         if item.startswith("("):
@@ -165,7 +167,7 @@ def _branch(net: Builder, name: str, x: Entry, text: str) -> list[Entry]:
     return [x]
 
 
-def _unit(net: Builder, name: str, x: Entry, text: str) -> Entry:
+def _unit(net: Builder, name: str, x: NodeOutput, text: str) -> NodeOutput:
     """A convolution, batch norm and ReLU; or a pooling."""
     text, stride = (text[:-2], 2) if text.endswith("/2") else (text, 1)
     if text in {"avg", "max"}:
@@ -195,8 +197,8 @@ def lstm(width: int = 5120, steps: int = 100, layers: int = 2) -> Symbol:
 
 
 def _cell(
-    net: Builder, weights: str, name: str, x: Entry, hidden: Entry, cell: Entry, width: int
-) -> tuple[Entry, Entry]:
+    net: Builder, weights: str, name: str, x: NodeOutput, hidden: NodeOutput, cell: NodeOutput, width: int
+) -> tuple[NodeOutput, NodeOutput]:
     """The next hidden state and cell of `mx.rnn.LSTMCell`."""
     gates = net.add(
         "elemwise_add", f"{name}_gates",
@@ -218,9 +220,9 @@ def _cell(
     return net.add("elemwise_mul", f"{name}_out", o, net.add("Activation", f"{name}_tanh", cell, act_type="tanh")), cell
 
 
-def _split(net: Builder, name: str, data: Entry, count: int, **attrs: object) -> list[Entry]:
+def _split(net: Builder, name: str, data: NodeOutput, count: int, **attrs: object) -> list[NodeOutput]:
     first = net.add("SliceChannel", name, data, num_outputs=count, **attrs)
-    return [Entry(first.node, index) for index in range(count)]
+    return [NodeOutput(first.node, index) for index in range(count)]
 
 
 def bert(*, layers: int = 12, width: int = 768, heads: int = 12, words: int = 30522) -> Symbol:
@@ -248,12 +250,12 @@ def bert(*, layers: int = 12, width: int = 768, heads: int = 12, words: int = 30
     return net.loss(net.dense("classifier", net.add("Dropout", "pooled_drop", pooled, p=0.1), 2))
 
 
-def _residual(net: Builder, name: str, x: Entry, branch: Entry) -> Entry:
+def _residual(net: Builder, name: str, x: NodeOutput, branch: NodeOutput) -> NodeOutput:
     total = net.add("elemwise_add", f"{name}_plus", net.add("Dropout", f"{name}_drop", branch, p=0.1), x)
     return net.layer("LayerNorm", f"{name}_norm", total, ("gamma", "beta"))
 
 
-def _attention(net: Builder, name: str, x: Entry, width: int, heads: int) -> Entry:
+def _attention(net: Builder, name: str, x: NodeOutput, width: int, heads: int) -> NodeOutput:
     """Scores are masked before the softmax, whose result is masked again (`_masked_softmax`)."""
     query, key, value = (
         net.add(
@@ -282,7 +284,7 @@ def _attention(net: Builder, name: str, x: Entry, width: int, heads: int) -> Ent
     return net.dense(f"{name}_out", joined, width, flatten=False)
 
 
-def _gelu(net: Builder, name: str, x: Entry) -> Entry:
+def _gelu(net: Builder, name: str, x: NodeOutput) -> NodeOutput:
     """0.5 x (1 + erf(x / sqrt 2)), spelled out."""
     half = net.add("_mul_scalar", f"{name}_half", x, scalar=0.5)
     error = net.add("erf", f"{name}_erf", net.add("_div_scalar", f"{name}_divided", x, scalar=1.4142))

@@ -22,13 +22,13 @@ from overspill_papers.policies.window import Window
 
 from .claim import Claim
 from .lab import MIB, Lab, Setting
-from .run import Pool, Run
+from .run import PaperPool, PolicyRun
 
 GB = 1024 * MIB
 BASE, LMS = "liveness", "lms"
 SCHEDULE, SCHEDULE_LEAST = Window(every_step=True), Window(every_step=True, memory_optimal=True)
 CHUNK_BYTES = 40 * MIB
-BEST_FIT, CHUNKS = Pool("pytorch"), Pool("chunked", ChunkedConfig(CHUNK_BYTES))
+BEST_FIT, CHUNKS = PaperPool("pytorch"), PaperPool("chunked", ChunkedConfig(CHUNK_BYTES))
 REMAP_SECONDS = 75e-6
 """What mapping a chunk takes, all told: assumed, of the order that calls to map, to set access and to unmap 2 MiB take
 (vAttention, arXiv 2405.04437); nothing else runs then, for it synchronises with the GPU (pytorch PR 96995)."""
@@ -55,7 +55,7 @@ DENSENET, PIX2PIX, DEEPLAB = (
 )  # fmt: skip
 
 
-def remap_seconds(run: Run, pool: Pool) -> float:
+def remap_seconds(run: PolicyRun, pool: PaperPool) -> float:
     """What mapping takes of a step: each block is mapped anew, for "once a variable is cleared ..., we release a virtual address"."""
     return REMAP_SECONDS * run.chunks_mapped(CHUNK_BYTES, CHUNK_BYTES // SMALL_SHARE) if pool is CHUNKS else 0.0
 
@@ -64,16 +64,16 @@ def _baseline_images_a_second(batch: int, lab: Lab) -> float:
     return batch / (lab.run(resnet(batch), BASE).seconds + OUTSIDE_SECONDS)
 
 
-def _images_a_second(batch: int, pool: Pool, lab: Lab) -> float:
+def _images_a_second(batch: int, pool: PaperPool, lab: Lab) -> float:
     run, _ = lab.run_within(resnet(batch), SCHEDULE, pool)
     return batch / (run.seconds + OUTSIDE_SECONDS + remap_seconds(run, pool))
 
 
-def _budget_gb(batch: int, pool: Pool, lab: Lab) -> float:
+def _budget_gb(batch: int, pool: PaperPool, lab: Lab) -> float:
     return lab.run_within(resnet(batch), SCHEDULE, pool)[1] / GB
 
 
-def _used_over_budget(batch: int, pool: Pool, lab: Lab) -> float:
+def _used_over_budget(batch: int, pool: PaperPool, lab: Lab) -> float:
     run, budget = lab.run_within(resnet(batch), SCHEDULE, pool)
     return run.reserved_bytes(pool) / budget
 
@@ -82,7 +82,7 @@ def _lms_images_a_second(batch: int, policy: str, lab: Lab) -> float:
     return batch / lab.run(_ibm(batch), policy).seconds
 
 
-def _speed_percent(batch: int, pool: Pool, lab: Lab) -> float:
+def _speed_percent(batch: int, pool: PaperPool, lab: Lab) -> float:
     """Of the images a second that the baseline trains at its largest batch."""
     return 100 * _images_a_second(batch, pool, lab) / _baseline_images_a_second(190, lab)
 
@@ -91,14 +91,14 @@ def _lms_speed_percent(lab: Lab) -> float:
     return 100 * _lms_images_a_second(928, LMS, lab) / _lms_images_a_second(190, BASE, lab)
 
 
-def _fits(setting: Setting, policy: str | Policy, pool: Pool, lab: Lab) -> bool:
+def _fits(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> bool:
     """Whether the step that takes the least fits: with the convolutions' least workspaces, at the least budget."""
     if isinstance(policy, str):
         return lab.run(setting, f"{policy}:m").fits(pool)
     return lab.run(setting, policy, lab.floor_bytes(setting, policy)).fits(pool)
 
 
-def _largest(setting: Setting, policy: str | Policy, pool: Pool, lab: Lab) -> int:
+def _largest(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> int:
     """The largest batch at which the step fits the device in `pool`, to within a 32nd; that of `setting` must fit."""
     low = setting.batch
     while _fits(replace(setting, batch=2 * low), policy, pool, lab):
@@ -117,7 +117,7 @@ def _largest_baseline(setting: Setting, lab: Lab) -> float:
     return _largest(setting, BASE, BEST_FIT, lab)
 
 
-def _largest_scheduled(setting: Setting, pool: Pool, lab: Lab) -> float:
+def _largest_scheduled(setting: Setting, pool: PaperPool, lab: Lab) -> float:
     return _largest(setting, SCHEDULE_LEAST, pool, lab)
 
 

@@ -13,10 +13,10 @@ import pytest
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
-from overspill_papers.capture.mxnet.backward import Step, training_step
+from overspill_papers.capture.mxnet.backward import MxnetStep, training_step
 from overspill_papers.capture.mxnet.executor import record
 from overspill_papers.capture.mxnet.memory_plan import EXTERNAL, ITEM_BYTES, MemoryPlan
-from overspill_papers.capture.mxnet.symbol import Entry, Symbol, read_symbol, symbol_of
+from overspill_papers.capture.mxnet.symbol import NodeOutput, Symbol, read_symbol, symbol_of
 from overspill_papers.papers.symbols import Builder, bert, inception_v3, lstm, resnet50, vgg16
 
 P40 = load_device("p40")
@@ -31,8 +31,8 @@ def small() -> Symbol:
     return net.loss(net.dense("fc", x, 10))
 
 
-def place(step: Step, name: str, index: int = 0) -> Entry:
-    return Entry(next(i for i, node in enumerate(step.nodes) if node.name == name), index)
+def place(step: MxnetStep, name: str, index: int = 0) -> NodeOutput:
+    return NodeOutput(next(i for i, node in enumerate(step.nodes) if node.name == name), index)
 
 
 def test_a_symbol_is_the_same_after_a_round_through_its_file(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_the_plan_of_a_small_network_is_what_one_finds_by_hand() -> None:
     gradient = place(step, "fc_backward")
     assert where[gradient] != where[place(step, "pool")]
     # Its weight's gradient lies in an array of its own.
-    assert where[Entry(gradient.node, 1)] == EXTERNAL
+    assert where[NodeOutput(gradient.node, 1)] == EXTERNAL
     assert step.gradients.keys() == {"conv_weight", "conv_bias", "fc_weight", "fc_bias"}
     assert plan.nbytes[where[place(step, "conv")]] == map_
     assert plan.nbytes[where[place(step, "pool")]] == pooled
@@ -79,7 +79,7 @@ def test_backward_runs_from_the_loss_to_the_first_layer_and_weights_never_lie_in
     plan = MemoryPlan(step)
     for i, node in enumerate(step.nodes):
         if node.is_variable:
-            assert plan.storage[Entry(i, 0)] == EXTERNAL
+            assert plan.storage[NodeOutput(i, 0)] == EXTERNAL
 
 
 def test_the_recording_has_every_array_once_and_forward_alone_has_no_gradients() -> None:
@@ -116,7 +116,7 @@ def test_gradients_of_a_shared_weight_are_summed_and_many_of_them_in_one_place(s
     assert bool(adds) == bool(chains)
     for i in adds:
         total, part = step.nodes[i].inputs
-        assert plan.storage[total] == plan.storage[part] == plan.storage[Entry(i, 0)]
+        assert plan.storage[total] == plan.storage[part] == plan.storage[NodeOutput(i, 0)]
 
 
 NETWORKS = {
@@ -138,13 +138,13 @@ def test_no_two_entries_lie_in_one_storage_at_the_same_time(name: str) -> None:
     symbol, inputs = NETWORKS[name]
     step = training_step(symbol, inputs)
     plan = MemoryPlan(step)
-    last: dict[Entry, int] = {}
+    last: dict[NodeOutput, int] = {}
     for i, node in enumerate(step.nodes):
         for entry in node.inputs:
             last[entry] = i
     for entry in (*step.heads, *step.gradients.values()):
         last[entry] = len(step.nodes)
-    tenants: dict[int, list[Entry]] = defaultdict(list)
+    tenants: dict[int, list[NodeOutput]] = defaultdict(list)
     for entry, storage in sorted(plan.storage.items()):
         if storage >= 0:
             assert plan.nbytes[storage] >= ITEM_BYTES * prod(step.shapes[entry.node][entry.number])

@@ -7,7 +7,7 @@ from tests.report.test_plan import shown
 
 from overspill.report.page import Table
 from overspill_papers.papers import PAPERS, Claim, Result
-from overspill_papers.papers.figures import Figure
+from overspill_papers.papers.figures import PaperFigure
 from overspill_papers.report.pages.paper import paper_page
 from overspill_papers.report.reproduce import reproduce_report, short_figure
 
@@ -39,7 +39,7 @@ def test_what_rounding_leaves_of_a_difference_is_nothing(value: float, text: str
 
 
 def test_bars_are_without_it_too() -> None:
-    drawn = Figure("Fig. 2", "saved", "network", "%", lambda _: {})
+    drawn = PaperFigure("Fig. 2", "saved", "network", "%", lambda _: {})
     table = paper_page(PAPERS[0], (), [(drawn, {"ours": {"alexnet": -3e-13, "vgg": 2.5}})]).sections[0]
     assert isinstance(table, Table)
     assert table.rows == (("alexnet", 0.0), ("vgg", 2.5))

@@ -47,7 +47,7 @@ class CpSat(Solver):
         assert best.offsets is not None
         with best.kept():
             request = self._request(problem, limits, best.offsets, left)
-            answer: cp_sat_process.Answer | None = ask(
+            answer: cp_sat_process.CpSatAnswer | None = ask(
                 cp_sat_process.__file__, "OR-Tools", request, left + GRACE_SECONDS
             )
             if answer is not None:
@@ -56,7 +56,9 @@ class CpSat(Solver):
                     best.offer(np.array(answer["offsets"], dtype=np.int64))
         return best.packing
 
-    def _request(self, problem: Problem, limits: Limits, incumbent: Integers, seconds: float) -> cp_sat_process.Request:
+    def _request(
+        self, problem: Problem, limits: Limits, incumbent: Integers, seconds: float
+    ) -> cp_sat_process.CpSatRequest:
         pieces = Pieces.of(problem)
         capacity = problem.peak_bytes(incumbent) if limits.capacity_bytes is None else limits.capacity_bytes
         # Pieces have owner, start and end; the other lists are by block.

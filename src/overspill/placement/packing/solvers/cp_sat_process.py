@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any, TypedDict
 
 
-class Request(TypedDict):
+class CpSatRequest(TypedDict):
     """A placement problem, by pieces and by block.
 
     Piece r of block `owner[r]` is live in `[start[r], end[r])`; the other lists are by block.
@@ -34,14 +34,14 @@ class Request(TypedDict):
     workers: int
 
 
-class Answer(TypedDict):
+class CpSatAnswer(TypedDict):
     """Offsets within the capacity, or None, and the proven lower bound on the peak."""
 
     offsets: list[int] | None
     bound: int
 
 
-def solve(request: Request) -> Answer:
+def solve(request: CpSatRequest) -> CpSatAnswer:
     """Find offsets within the capacity, with the lowest peak if `minimise`."""
     began = time.perf_counter()
     from ortools.sat.python import cp_model  # noqa: PLC0415 - takes a second
@@ -64,7 +64,7 @@ def solve(request: Request) -> Answer:
     return {"offsets": None, "bound": bound}
 
 
-def _add_blocks(model: Any, request: Request) -> list[Any]:
+def _add_blocks(model: Any, request: CpSatRequest) -> list[Any]:
     """Add each block below the peak to the model; returns the offsets."""
     capacity = request["capacity"]
     peak = model.new_int_var(request["lower_bound"], capacity, "peak")

@@ -63,7 +63,7 @@ class Mip(Solver):
         if start.stopped or best.done or left <= 0:
             return replace(best.packing, stopped=start.stopped)
         # Ask HiGHS; its numbers are inexact, so its places are packed down and checked.
-        request: mip_process.Request = {
+        request: mip_process.MipRequest = {
             "size": problem.nbytes.tolist(),
             "alignment": problem.alignment.tolist(),
             "pinned": [None if pin == ANYWHERE else pin for pin in problem.pinned.tolist()],
@@ -75,7 +75,7 @@ class Mip(Solver):
             "seed": limits.seed,
         }
         with best.kept():
-            answer: mip_process.Answer | None = ask(mip_process.__file__, "HiGHS", request, left + GRACE_SECONDS)
+            answer: mip_process.MipAnswer | None = ask(mip_process.__file__, "HiGHS", request, left + GRACE_SECONDS)
             if answer is None:
                 return best.packing
             # Check what it found, and keep a margin on what it proved.

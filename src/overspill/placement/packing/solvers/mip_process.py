@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 INFINITY = math.inf  # as HiGHS has it
 
 
-class Request(TypedDict):
+class MipRequest(TypedDict):
     """A placement problem; lists are by block.
 
     `pairs` are of blocks that live together, and `incumbent` is a layout's offsets.
@@ -32,14 +32,14 @@ class Request(TypedDict):
     seed: int
 
 
-class Answer(TypedDict):
+class MipAnswer(TypedDict):
     """Nearly whole places of the blocks, or None, and the peak's lower bound."""
 
     places: list[float] | None
     bound: float
 
 
-def solve(request: Request) -> Answer:
+def solve(request: MipRequest) -> MipAnswer:
     """Find places with the lowest peak."""
     began = time.perf_counter()
     import highspy  # noqa: PLC0415 - in this process alone
@@ -65,7 +65,7 @@ class _Program:
     Its columns are u, x by block, z by pair, and a whole number k for each block with an alignment: x = alignment * k.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: MipRequest) -> None:
         self.request = request
         self.size, self.alignment, self.pinned = request["size"], request["alignment"], request["pinned"]
         self.pairs, self.incumbent = request["pairs"], request["incumbent"]

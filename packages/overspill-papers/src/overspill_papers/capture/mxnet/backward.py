@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from .operators import Operator, Shape, Shapes, known, operator_of
-from .symbol import VARIABLE, Entry, Node, Symbol
+from .symbol import VARIABLE, Node, NodeOutput, Symbol
 
 INPLACE_SUM_CAP = 8
 """MXNET_EXEC_INPLACE_GRAD_SUM_CAP: as many gradients and more are added one after the other."""
@@ -18,7 +18,7 @@ HEAD_GRADIENT = "head_grad"
 
 
 @dataclass(frozen=True)
-class Step:
+class MxnetStep:
     """A training step in execution order; `nodes[i]` makes entries of `shapes[i]`.
 
     `of[i]` is the operator of a node, `forward[i]` the forward node whose gradient it is (None: it is one itself, or a
@@ -30,8 +30,8 @@ class Step:
     of: tuple[Operator | None, ...]
     forward: tuple[int | None, ...]
     forward_count: int
-    heads: tuple[Entry, ...]
-    gradients: dict[str, Entry]
+    heads: tuple[NodeOutput, ...]
+    gradients: dict[str, NodeOutput]
     auxiliary: frozenset[str]
 
 
@@ -52,7 +52,7 @@ class _Graph:
         return len(self.nodes) - 1
 
 
-def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = True) -> Step:
+def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = True) -> MxnetStep:
     """The step of `symbol` on `inputs`, which alone have no gradients; without `trains`, its forward.
 
     Raises UnsupportedError for an operator that is not known, and for a shape that cannot be told.
@@ -66,8 +66,8 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
     order = list(_depth_first(graph.nodes, [*symbol.heads, *gradients.values()]))
     number = {old: new for new, old in enumerate(order)}
 
-    def moved(entry: Entry) -> Entry:
-        return Entry(number[entry.node], entry.number)
+    def moved(entry: NodeOutput) -> NodeOutput:
+        return NodeOutput(number[entry.node], entry.number)
 
     nodes = tuple(
         replace(
@@ -77,7 +77,7 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
         )
         for old in order
     )
-    return Step(
+    return MxnetStep(
         nodes,
         tuple(graph.shapes[old] for old in order),
         tuple(graph.of[old] for old in order),
@@ -113,19 +113,19 @@ def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozense
     return _Graph(list(symbol.nodes), whole, of, [None] * len(of)), frozenset(auxiliary)
 
 
-def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> dict[int, Entry]:
+def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> dict[int, NodeOutput]:
     """Adds the nodes of backward to `graph`; the entry of each parameter's gradient."""
     order = list(_depth_first(graph.nodes, symbol.heads))
-    found: dict[Entry, list[Entry]] = {}
+    found: dict[NodeOutput, list[NodeOutput]] = {}
     for head in symbol.heads:
         shape = graph.shapes[head.node][head.number]
-        found[head] = [Entry(graph.add(Node(VARIABLE, HEAD_GRADIENT), (shape,), None), 0)]
+        found[head] = [NodeOutput(graph.add(Node(VARIABLE, HEAD_GRADIENT), (shape,), None), 0)]
     for i in reversed(order):
         node, operator = graph.nodes[i], graph.of[i]
         if operator is None:
             continue
         above = [
-            _sum(graph, found.get(Entry(i, k), []), shape)
+            _sum(graph, found.get(NodeOutput(i, k), []), shape)
             for k, shape in enumerate(graph.shapes[i][: operator.visible])
         ]
         if not operator.backward:
@@ -137,58 +137,60 @@ def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> di
         for entry, gradient in zip(node.inputs, made, strict=False):
             if gradient is not None:
                 found.setdefault(entry, []).append(gradient)
-    sums = {i: _sum(graph, found.get(Entry(i, 0), []), graph.shapes[i][0]) for i in parameters}
+    sums = {i: _sum(graph, found.get(NodeOutput(i, 0), []), graph.shapes[i][0]) for i in parameters}
     return _distinct(graph, {i: entry for i, entry in sums.items() if entry is not None})
 
 
-def _gradient_node(graph: _Graph, i: int, operator: Operator, above: list[Entry | None]) -> list[Entry | None]:
+def _gradient_node(
+    graph: _Graph, i: int, operator: Operator, above: list[NodeOutput | None]
+) -> list[NodeOutput | None]:
     """Adds the node that makes the gradients of node `i`'s inputs."""
     node = graph.nodes[i]
-    read: list[Entry] = []
+    read: list[NodeOutput] = []
     for what in operator.backward:
         if what == "g":
             read += [entry for entry in above if entry is not None]
         elif what[0] == "o":
-            read.append(Entry(i, int(what[1:])))
+            read.append(NodeOutput(i, int(what[1:])))
         elif int(what[1:]) < len(node.inputs):
             read.append(node.inputs[int(what[1:])])
     count = len(node.inputs) if operator.gradients is None else operator.gradients
     shapes = tuple(graph.shapes[entry.node][entry.number] for entry in node.inputs[:count])
     gradient = Node(f"_backward_{node.op}", f"{node.name}_backward", tuple(read), node.attrs, (i,))
     made = graph.add(gradient, shapes, operator, i)
-    return [Entry(made, k) for k in range(count)]
+    return [NodeOutput(made, k) for k in range(count)]
 
 
-def _sum(graph: _Graph, parts: list[Entry], shape: Shape) -> Entry | None:
+def _sum(graph: _Graph, parts: list[NodeOutput], shape: Shape) -> NodeOutput | None:
     """One entry for all `parts`: itself, a sum of few, or a chain of sums that backward adds into one place."""
     if len(parts) < 2:
         return parts[0] if parts else None
     if len(parts) < INPLACE_SUM_CAP:
         node = Node("ElementWiseSum", "sum_grad", tuple(parts))
-        return Entry(graph.add(node, (shape,), operator_of(node)), 0)
+        return NodeOutput(graph.add(node, (shape,), operator_of(node)), 0)
     total = parts[0]
     for before, part in pairwise(parts):
         if before.node != part.node:
             later = graph.nodes[part.node]
             graph.nodes[part.node] = replace(later, controls=(*later.controls, total.node))
         node = Node("_grad_add", "sum_grad", (total, part))
-        total = Entry(graph.add(node, (shape,), operator_of(node)), 0)
+        total = NodeOutput(graph.add(node, (shape,), operator_of(node)), 0)
     node = Node("_copy", "sum_grad_final", (total,))
-    return Entry(graph.add(node, (shape,), operator_of(node)), 0)
+    return NodeOutput(graph.add(node, (shape,), operator_of(node)), 0)
 
 
-def _distinct(graph: _Graph, gradients: dict[int, Entry]) -> dict[int, Entry]:
+def _distinct(graph: _Graph, gradients: dict[int, NodeOutput]) -> dict[int, NodeOutput]:
     """A gradient that is that of two parameters is copied for the second."""
-    taken: set[Entry] = set()
+    taken: set[NodeOutput] = set()
     for i, entry in gradients.items():
         if entry in taken:
             node = Node("_copy", f"{graph.nodes[entry.node].name}_copy", (entry,))
-            gradients[i] = Entry(graph.add(node, (graph.shapes[i][0],), operator_of(node)), 0)
+            gradients[i] = NodeOutput(graph.add(node, (graph.shapes[i][0],), operator_of(node)), 0)
         taken.add(gradients[i])
     return gradients
 
 
-def _depth_first(nodes: list[Node], heads: Collection[Entry] | list[Entry]) -> Iterator[int]:
+def _depth_first(nodes: list[Node], heads: Collection[NodeOutput] | list[NodeOutput]) -> Iterator[int]:
     """The nodes behind `heads`, each after what it reads and what it waits for, as `DFSVisit` meets them."""
     seen: set[int] = set()
     for head in heads:

@@ -17,10 +17,10 @@ from overspill.core.errors import RequestError
 from overspill.costs import Sizes, fastest_workspace_bytes
 from overspill.costs.scratch import Scratch
 
-from .backward import HEAD_GRADIENT, Step, training_step
+from .backward import HEAD_GRADIENT, MxnetStep, training_step
 from .memory_plan import ITEM_BYTES, MemoryPlan
 from .operators import Shape, is_operator
-from .symbol import Entry, Node, Symbol
+from .symbol import Node, NodeOutput, Symbol
 
 WORKSPACE_MIB = 1024
 """The attribute `workspace` of Convolution, where a symbol does not set it; operators are tuned within it."""
@@ -45,12 +45,12 @@ def record(symbol: Symbol, inputs: dict[str, Shape], device: Device, *, optimize
 class _Executor:
     """Tells a ledger what is asked for, in order."""
 
-    def __init__(self, step: Step, inputs: Mapping[str, Shape], device: Device) -> None:
+    def __init__(self, step: MxnetStep, inputs: Mapping[str, Shape], device: Device) -> None:
         self.step, self.device = step, device
         self.plan = MemoryPlan(step)
         self._inputs = inputs
         self._ledger = Ledger()
-        self._arrays: dict[Entry, int] = {}
+        self._arrays: dict[NodeOutput, int] = {}
         self._storages: dict[int, int] = {}
         self._temporary: int | None = None
         self._parameters = 0
@@ -68,7 +68,7 @@ class _Executor:
     def _bind(self) -> None:
         read = {entry for node in self.step.nodes for entry in node.inputs}
         for i, node in enumerate(self.step.nodes):
-            entry = Entry(i, 0)
+            entry = NodeOutput(i, 0)
             if node.is_variable and (node.name != HEAD_GRADIENT or entry in read):
                 self._arrays[entry] = self._allocate(self._bytes(entry), self._kind(node), node.name, Phase.FORWARD)
         for name, entry in self.step.gradients.items():
@@ -89,11 +89,13 @@ class _Executor:
         forward = self.step.forward[i]
         layer = self.step.nodes[i if forward is None else forward].name
         reads = tuple(dict.fromkeys(self._place(entry, phase, layer) for entry in node.inputs))
-        writes = tuple(dict.fromkeys(self._place(Entry(i, k), phase, layer) for k in range(len(self.step.shapes[i]))))
+        writes = tuple(
+            dict.fromkeys(self._place(NodeOutput(i, k), phase, layer) for k in range(len(self.step.shapes[i])))
+        )
         self._take_space(self._space_bytes(i), layer, phase)
         self._ledger.add(RecordedOp(node.op, layer, phase, 0, reads, writes))
 
-    def _place(self, entry: Entry, phase: Phase, layer: str) -> int:
+    def _place(self, entry: NodeOutput, phase: Phase, layer: str) -> int:
         """The allocation in which `entry` lies; its storage is made now if nothing was in it before."""
         if entry in self._arrays:
             return self._arrays[entry]
@@ -150,7 +152,7 @@ class _Executor:
         scratch = Scratch("bytes", (nbytes,), "float32") if kind is TensorKind.WORKSPACE else None
         return self._ledger.allocate(nbytes, kind, name, phase, layer, scratch)
 
-    def _bytes(self, entry: Entry) -> int:
+    def _bytes(self, entry: NodeOutput) -> int:
         return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.number])
 
 

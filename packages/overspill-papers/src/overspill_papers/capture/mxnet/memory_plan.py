@@ -9,9 +9,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from math import prod
 
-from .backward import Step
+from .backward import MxnetStep
 from .operators import Pairs
-from .symbol import Entry
+from .symbol import NodeOutput
 
 MATCH_RANGE = 16
 """NNVM_EXEC_MATCH_RANGE: a free storage serves a request of up to so many times its size, or of so small a share."""
@@ -53,9 +53,9 @@ class _Storages:
 class MemoryPlan:
     """The plan of a step: `storage[entry]`, and `nbytes` of each storage that anything still lies in."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: MxnetStep) -> None:
         self.step = step
-        self.storage: dict[Entry, int] = {}
+        self.storage: dict[NodeOutput, int] = {}
         self._storages = _Storages()
         self._left: Counter[int] = Counter()  # by storage, the uses that are still to come
         self._uses = Counter(entry for node in step.nodes for entry in node.inputs)
@@ -65,7 +65,7 @@ class MemoryPlan:
             self.storage[entry] = EXTERNAL
         for i, node in enumerate(step.nodes):
             if node.is_variable:
-                self.storage[Entry(i, 0)] = EXTERNAL
+                self.storage[NodeOutput(i, 0)] = EXTERNAL
             else:
                 self._place(i)
         self._add_in_place()
@@ -81,7 +81,7 @@ class MemoryPlan:
 
     def _place(self, i: int) -> None:
         node = self.step.nodes[i]
-        outputs = [Entry(i, k) for k in range(len(self.step.shapes[i]))]
+        outputs = [NodeOutput(i, k) for k in range(len(self.step.shapes[i]))]
         taken = self._shared(i)
         rest = [entry for entry in outputs if entry not in self.storage]
         for entry in sorted(rest, key=lambda e: (self._bytes(e), e.number), reverse=True):
@@ -95,14 +95,14 @@ class MemoryPlan:
             if storage >= 0 and entry not in taken and self._left[storage] == 0:
                 self._storages.release(storage)
 
-    def _shared(self, i: int) -> set[Entry]:
+    def _shared(self, i: int) -> set[NodeOutput]:
         """Puts outputs where inputs are that nothing else will read, where the operator allows it; which those are."""
-        node, taken, shared = self.step.nodes[i], set[int](), set[Entry]()
+        node, taken, shared = self.step.nodes[i], set[int](), set[NodeOutput]()
         pairs, is_view = self._pairs(i)
         for source, target in pairs:
             if source >= len(node.inputs) or target >= len(self.step.shapes[i]):
                 continue
-            read, made = node.inputs[source], Entry(i, target)
+            read, made = node.inputs[source], NodeOutput(i, target)
             storage = self.storage[read]
             if (
                 source not in taken
@@ -140,12 +140,12 @@ class MemoryPlan:
             total, part = node.inputs
             sources = (self.step.nodes[total.node], self.step.nodes[part.node])
             if (
-                self.storage[total] == self.storage[Entry(i, 0)]
+                self.storage[total] == self.storage[NodeOutput(i, 0)]
                 and not any(source.is_variable for source in sources)
                 and self._uses[part] == 1
                 and total.node < part.node
             ):
                 self.storage[part] = self.storage[total]
 
-    def _bytes(self, entry: Entry) -> int:
+    def _bytes(self, entry: NodeOutput) -> int:
         return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.number])

@@ -15,7 +15,7 @@ VARIABLE = "null"
 """The op of a node that is an argument or an auxiliary state."""
 
 
-class Entry(NamedTuple):
+class NodeOutput(NamedTuple):
     """One output of a node."""
 
     node: int
@@ -28,7 +28,7 @@ class Node:
 
     op: str
     name: str
-    inputs: tuple[Entry, ...] = ()
+    inputs: tuple[NodeOutput, ...] = ()
     attrs: Mapping[str, str] = field(default_factory=dict)
     controls: tuple[int, ...] = ()
 
@@ -60,7 +60,7 @@ class Symbol:
     """A network: nodes, each after those that it reads, and what comes out of it."""
 
     nodes: tuple[Node, ...]
-    heads: tuple[Entry, ...]
+    heads: tuple[NodeOutput, ...]
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -103,12 +103,12 @@ def symbol_of(loaded: Any) -> Symbol:
     nodes = []
     for position, entry in enumerate(loaded["nodes"]):
         attrs = {**entry.get("param", {}), **entry.get("attr", {}), **entry.get("attrs", {})}
-        inputs = tuple(Entry(int(one[0]), int(one[1])) for one in entry["inputs"])
+        inputs = tuple(NodeOutput(int(one[0]), int(one[1])) for one in entry["inputs"])
         controls = tuple(int(one) for one in entry.get("control_deps", ()))
         if any(not 0 <= before < position for before in (*(e.node for e in inputs), *controls)):
             raise ValueError(f"node {entry['name']} reads a node that does not come before it")
         nodes.append(Node(entry["op"], entry["name"], inputs, {k: str(v) for k, v in attrs.items()}, controls))
-    heads = tuple(Entry(int(one[0]), int(one[1])) for one in loaded["heads"])
+    heads = tuple(NodeOutput(int(one[0]), int(one[1])) for one in loaded["heads"])
     if not heads or any(not 0 <= head.node < len(nodes) for head in heads):
         raise ValueError("it has no heads among its nodes")
     return Symbol(tuple(nodes), heads)

@@ -15,7 +15,7 @@ from typing import Any
 
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill_papers.capture.mxnet.operators import Shape
-from overspill_papers.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
+from overspill_papers.capture.mxnet.symbol import VARIABLE, Node, NodeOutput, Symbol
 
 LABEL = "softmax_label"
 # ONNX's operator: MXNet's, and its attributes.
@@ -89,7 +89,7 @@ class _Reader:
     def __init__(self, graph: Any, onnx: Any) -> None:
         self.graph, self.onnx = graph, onnx
         self.nodes: list[Node] = []
-        self.place: dict[str, Entry] = {}
+        self.place: dict[str, NodeOutput] = {}
         self.weights = {initializer.name: initializer for initializer in graph.initializer}
         values = [*graph.value_info, *graph.input, *graph.output]
         self.shapes = {value.name: tuple(d.dim_value for d in value.type.tensor_type.shape.dim) for value in values}
@@ -124,9 +124,9 @@ class _Reader:
         if made is None:
             made = self._plain(node, name, read)
         for index, output in enumerate(node.output):
-            self.place[output] = Entry(made.node, index)
+            self.place[output] = NodeOutput(made.node, index)
 
-    def _plain(self, node: Any, name: str, read: list[str]) -> Entry:
+    def _plain(self, node: Any, name: str, read: list[str]) -> NodeOutput:
         if node.op_type in _RESHAPES:
             return self._op("Reshape", name, read[:1], {"shape": str(self._shape(node.output[0]))})
         if node.op_type not in _PLAIN:
@@ -137,11 +137,11 @@ class _Reader:
         op, attrs = _PLAIN[node.op_type]
         return self._op(op, name, read[:1] if node.op_type in _FIRST_ONLY else read, attrs)
 
-    def _op(self, op: str, name: str, read: list[str], attrs: Mapping[str, object]) -> Entry:
+    def _op(self, op: str, name: str, read: list[str], attrs: Mapping[str, object]) -> NodeOutput:
         entries = tuple(self._entry(each) for each in read)
         return self._add(Node(op, name, entries, {key: str(value) for key, value in attrs.items()}))
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> NodeOutput:
         """Where a value is; a weight becomes a variable when it is first read."""
         if name not in self.place:
             if name not in self.weights:
@@ -158,11 +158,11 @@ class _Reader:
             raise UnsupportedError(f"the shape of {name} cannot be told; simplify the model first")
         return shape
 
-    def _add(self, node: Node) -> Entry:
+    def _add(self, node: Node) -> NodeOutput:
         self.nodes.append(node)
-        return Entry(len(self.nodes) - 1, 0)
+        return NodeOutput(len(self.nodes) - 1, 0)
 
-    def _convolution(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> Entry:
+    def _convolution(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> NodeOutput:
         weight = self._shape(read[1])
         kernel = weight[2:]
         pads = attrs.get("pads", [0] * 2 * len(kernel))
@@ -172,7 +172,7 @@ class _Reader:
             "num_group": attrs.get("group", 1), "no_bias": len(read) < 3,
         })  # fmt: skip
 
-    def _pooling(self, node: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> Entry:
+    def _pooling(self, node: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> NodeOutput:
         kind = "max" if "Max" in node.op_type else "avg"
         if node.op_type.startswith("Global"):
             return self._op("Pooling", name, read, {"pool_type": kind, "global_pool": True})
@@ -183,30 +183,30 @@ class _Reader:
             "pad": tuple(pads[: len(kernel)]), "pooling_convention": "full" if attrs.get("ceil_mode") else "valid",
         })  # fmt: skip
 
-    def _gemm(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> Entry:
+    def _gemm(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> NodeOutput:
         weight = self._shape(read[1])
         hidden = weight[0] if attrs.get("transB") else weight[1]
         return self._op("FullyConnected", name, read, {"num_hidden": hidden, "no_bias": len(read) < 3})
 
-    def _matmul(self, _: Any, name: str, read: list[str], __: Mapping[str, Any]) -> Entry:
+    def _matmul(self, _: Any, name: str, read: list[str], __: Mapping[str, Any]) -> NodeOutput:
         if read[1] in self.weights and len(self._shape(read[1])) == 2:
             hidden = self._shape(read[1])[1]
             return self._op("FullyConnected", name, read, {"num_hidden": hidden, "no_bias": True, "flatten": False})
         return self._op("batch_dot", name, read, {})
 
-    def _batch_norm(self, _: Any, name: str, read: list[str], __: Mapping[str, Any]) -> Entry:
+    def _batch_norm(self, _: Any, name: str, read: list[str], __: Mapping[str, Any]) -> NodeOutput:
         return self._op("BatchNorm", name, read, {"fix_gamma": False})
 
-    def _layer_norm(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> Entry:
+    def _layer_norm(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> NodeOutput:
         return self._op("LayerNorm", name, read, {"axis": attrs.get("axis", -1)})
 
-    def _concat(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> Entry:
+    def _concat(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> NodeOutput:
         return self._op("Concat", name, read, {"dim": attrs["axis"], "num_args": len(read)})
 
-    def _transpose(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> Entry:
+    def _transpose(self, _: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> NodeOutput:
         return self._op("transpose", name, read, {"axes": tuple(attrs["perm"])} if "perm" in attrs else {})
 
-    def _mean(self, node: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> Entry:
+    def _mean(self, node: Any, name: str, read: list[str], attrs: Mapping[str, Any]) -> NodeOutput:
         source, made = self._shape(read[0]), self._shape(node.output[0])
         keeps = bool(attrs.get("keepdims", 1))
         axes = attrs.get("axes")
@@ -215,14 +215,14 @@ class _Reader:
             axes = axes or list(range(len(source) - 1, len(source)))
         return self._op("mean", name, read[:1], {"axis": tuple(axes), "keepdims": keeps})
 
-    def _gather(self, node: Any, name: str, read: list[str], _: Mapping[str, Any]) -> Entry | None:
+    def _gather(self, node: Any, name: str, read: list[str], _: Mapping[str, Any]) -> NodeOutput | None:
         if read[0] not in self.weights:
             raise UnsupportedError(f"{name} is a {node.op_type} of something computed, which is not followed here")
         rows, width = self._shape(read[0])[0], prod(self._shape(read[0])[1:])
         return self._op("Embedding", name, [read[1], read[0]], {"input_dim": rows, "output_dim": width})
 
 
-_Builder = Callable[[_Reader, Any, str, list[str], Mapping[str, Any]], Entry | None]
+_Builder = Callable[[_Reader, Any, str, list[str], Mapping[str, Any]], NodeOutput | None]
 _BUILDERS: dict[str, _Builder] = {
     "Conv": _Reader._convolution, "MaxPool": _Reader._pooling, "AveragePool": _Reader._pooling,
     "GlobalAveragePool": _Reader._pooling, "GlobalMaxPool": _Reader._pooling, "Gemm": _Reader._gemm,

@@ -19,7 +19,7 @@ Curve = Mapping[str, float] | Mapping[float, float]
 
 
 @dataclass(frozen=True)
-class Figure:
+class PaperFigure:
     """A figure of a paper: `compute` gives its curves by name; `lines` draws them so, else as bars beside one another."""
 
     where: str
@@ -37,10 +37,10 @@ def in_parts(found: Mapping[str, Mapping[str, int]]) -> Mapping[str, Curve]:
     return {part: {name: of[part] / MIB for name, of in found.items()} for part in parts}
 
 
-def figures_of(paper: str, where: str | None = None) -> tuple[Figure, ...]:
+def figures_of(paper: str, where: str | None = None) -> tuple[PaperFigure, ...]:
     """The figures of the paper of this name, or those of one place; none where all that it draws has rows."""
     name = f"{__name__}.{paper}"
     if find_spec(name) is None:
         return ()
-    found: tuple[Figure, ...] = importlib.import_module(name).FIGURES
+    found: tuple[PaperFigure, ...] = importlib.import_module(name).FIGURES
     return tuple(figure for figure in found if where is None or plain_place(figure.where) == plain_place(where))

@@ -23,7 +23,7 @@ from overspill_papers.papers.dymem import (
 from overspill_papers.papers.lab import MIB, Lab, Setting
 from overspill_papers.papers.layers import bytes_by_kind, maps_by_layer, spans
 
-from . import Curve, Figure, in_parts
+from . import Curve, PaperFigure, in_parts
 
 NAMES = {"alexnet": "AlexNet", "vgg16-vdnn": "VGG-16", "resnet50": "ResNet-50", "inception-v4": "Inception-v4"}
 POLICIES = {"vDNN": DYNAMIC, "SuperNeurons": "superneurons-offload", "Dymem": "dymem"}
@@ -111,14 +111,18 @@ def _by_step(lab: Lab) -> Mapping[str, Curve]:
 
 
 FIGURES = (
-    Figure("Fig. 1", "Memory by what it is for", "network (batch)", "MB", _breakdown, stacked=True),
-    Figure("Fig. 5", "GoogLeNet (128): first layers in forward", "layer", "ms", _layers),
-    Figure("Fig. 8", "Feature maps by the layers that make them", "network (batch)", "%", _shares, stacked=True),
-    Figure("Fig. 12", "Memory with memory-optimal algorithms", "network (batch)", "MB", _memory),
-    Figure("Fig. 12", "Convolutions' throughput of the fastest algorithms'", "network (batch)", "share", _convolutions),
-    Figure("Fig. 13", "ResNet-50: throughput", "batch", "images/s", _throughput, lines=True),
-    Figure(
+    PaperFigure("Fig. 1", "Memory by what it is for", "network (batch)", "MB", _breakdown, stacked=True),
+    PaperFigure("Fig. 5", "GoogLeNet (128): first layers in forward", "layer", "ms", _layers),
+    PaperFigure("Fig. 8", "Feature maps by the layers that make them", "network (batch)", "%", _shares, stacked=True),
+    PaperFigure("Fig. 12", "Memory with memory-optimal algorithms", "network (batch)", "MB", _memory),
+    PaperFigure(
+        "Fig. 12", "Convolutions' throughput of the fastest algorithms'", "network (batch)", "share", _convolutions
+    ),
+    PaperFigure("Fig. 13", "ResNet-50: throughput", "batch", "images/s", _throughput, lines=True),
+    PaperFigure(
         "Fig. 14", "Time of a step, of that with one stream", "network, policy", "share", _decomposition, stacked=True
     ),
-    Figure("Fig. 15", "ResNet-32 (100): memory used over a step", "% of the step's events", "MB", _by_step, lines=True),
+    PaperFigure(
+        "Fig. 15", "ResNet-32 (100): memory used over a step", "% of the step's events", "MB", _by_step, lines=True
+    ),
 )

@@ -9,10 +9,10 @@ from overspill.core import Phase
 from overspill.core.errors import InfeasibleBudget
 from overspill_papers.papers.lab import MIB, Lab, Setting, network_wide_bytes
 from overspill_papers.papers.layers import bytes_by_kind, bytes_of, most_at_once, spans, weighted
-from overspill_papers.papers.run import Run
+from overspill_papers.papers.run import PolicyRun
 from overspill_papers.papers.vdnn.measures import BASE, DEEP, DYNAMIC, SIX, VGG_64, VGG_256
 
-from . import Curve, Figure, in_parts
+from . import Curve, PaperFigure, in_parts
 
 POLICIES = {
     "all (m)": "vdnn-all:m", "all (p)": "vdnn-all", "conv (m)": "vdnn-conv:m", "conv (p)": "vdnn-conv", "dyn": DYNAMIC,
@@ -74,7 +74,7 @@ def _bandwidth(lab: Lab) -> Mapping[str, Curve]:
     return found
 
 
-def _runs(settings: Sequence[Setting], policies: Mapping[str, str], lab: Lab) -> dict[tuple[str, str], Run]:
+def _runs(settings: Sequence[Setting], policies: Mapping[str, str], lab: Lab) -> dict[tuple[str, str], PolicyRun]:
     found = {}
     for setting in settings:
         for label, policy in policies.items():
@@ -126,15 +126,17 @@ def _deep(lab: Lab) -> Mapping[str, Curve]:
 
 
 FIGURES = (
-    Figure("Fig. 1", "Memory of the baseline, and what one layer uses of it", "network (batch)", "MB", _baseline),
-    Figure("Fig. 4", "Memory by what it is for", "network (batch)", "MB", _breakdown, stacked=True),
-    Figure("Fig. 5", "VGG-16 (256): memory of each layer in forward", "layer", "MB", _layer_memory),
-    Figure("Fig. 6", "VGG-16 (64): time of each layer, and until its input is used again", "layer", "ms", _layer_times),
-    Figure("Fig. 11", "Average and maximum memory", "network (batch) and policy", "MB", _memory),
-    Figure("Fig. 12", "Memory offloaded to the host", "network (batch)", "MB", _offloaded),
-    Figure("Fig. 13", "VGG-16 (64): DRAM bandwidth of each layer", "layer", "GB/s", _bandwidth),
-    Figure("Fig. 14", "Performance, of the baseline's", "network (batch)", "of the baseline's", _performance),
-    Figure(
+    PaperFigure("Fig. 1", "Memory of the baseline, and what one layer uses of it", "network (batch)", "MB", _baseline),
+    PaperFigure("Fig. 4", "Memory by what it is for", "network (batch)", "MB", _breakdown, stacked=True),
+    PaperFigure("Fig. 5", "VGG-16 (256): memory of each layer in forward", "layer", "MB", _layer_memory),
+    PaperFigure(
+        "Fig. 6", "VGG-16 (64): time of each layer, and until its input is used again", "layer", "ms", _layer_times
+    ),
+    PaperFigure("Fig. 11", "Average and maximum memory", "network (batch) and policy", "MB", _memory),
+    PaperFigure("Fig. 12", "Memory offloaded to the host", "network (batch)", "MB", _offloaded),
+    PaperFigure("Fig. 13", "VGG-16 (64): DRAM bandwidth of each layer", "layer", "GB/s", _bandwidth),
+    PaperFigure("Fig. 14", "Performance, of the baseline's", "network (batch)", "of the baseline's", _performance),
+    PaperFigure(
         "Fig. 15", "Very deep networks: memory on the GPU and the host", "network (batch)", "MB", _deep, stacked=True
     ),
 )

@@ -8,7 +8,7 @@ from functools import partial
 
 from overspill.core.errors import InfeasibleBudget
 from overspill_papers.papers.lab import Lab, Setting
-from overspill_papers.papers.run import Pool
+from overspill_papers.papers.run import PaperPool
 from overspill_papers.papers.window import (
     BASE,
     BEST_FIT,
@@ -23,14 +23,14 @@ from overspill_papers.papers.window import (
     resnet,
 )
 
-from . import Curve, Figure
+from . import Curve, PaperFigure
 
 RESNET_BATCHES = (190, 256, 512, 928, 1120, 1248, 1440)
 BATCHES = {DENSENET: (64, 120, 256, 512, 768, 1024, 1536), PIX2PIX: (2, 4, 8, 16, 24), DEEPLAB: (6, 12, 24, 32, 48)}
 POOLS = {"Schedule": BEST_FIT, "Schedule + VA": CHUNKS}
 
 
-def _budgets(pool: Pool, lab: Lab) -> Mapping[str, Curve]:
+def _budgets(pool: PaperPool, lab: Lab) -> Mapping[str, Curve]:
     budgets: dict[float, float] = {}
     used: dict[float, float] = {}
     for batch in RESNET_BATCHES:
@@ -60,10 +60,10 @@ def _over_batches(setting: Setting, lab: Lab, *, memory: bool) -> Mapping[str, C
 
 
 FIGURES = (
-    Figure("Fig. 3", "ResNet-50, Schedule: largest budget and memory used", "batch", "GB", partial(_budgets, BEST_FIT), lines=True),
-    Figure("Fig. 3", "ResNet-50, Schedule + VA: largest budget and memory used", "batch", "GB", partial(_budgets, CHUNKS), lines=True),
+    PaperFigure("Fig. 3", "ResNet-50, Schedule: largest budget and memory used", "batch", "GB", partial(_budgets, BEST_FIT), lines=True),
+    PaperFigure("Fig. 3", "ResNet-50, Schedule + VA: largest budget and memory used", "batch", "GB", partial(_budgets, CHUNKS), lines=True),
     *(
-        Figure(where, f"{name}: {what}", "batch", unit, partial(_over_batches, setting, memory=memory), lines=True)
+        PaperFigure(where, f"{name}: {what}", "batch", unit, partial(_over_batches, setting, memory=memory), lines=True)
         for where, what, unit, memory in (("Fig. 4", "throughput", "images/s", False), ("Fig. 5", "memory used", "GB", True))
         for name, setting in (("DenseNet", DENSENET), ("Pix2PixHD", PIX2PIX), ("DeepLabv3+", DEEPLAB))
     ),

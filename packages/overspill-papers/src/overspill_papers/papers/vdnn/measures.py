@@ -10,7 +10,7 @@ from overspill.core import LayerType, Phase, Verb
 from overspill.policies import Policy
 from overspill_papers.papers.lab import MIB, Lab, Setting, network_wide_bytes
 from overspill_papers.papers.layers import bytes_of, most_at_once, spans, weighted
-from overspill_papers.papers.run import Run
+from overspill_papers.papers.run import PolicyRun
 from overspill_papers.policies.vdnn import VdnnAll
 
 from .power import most_watts
@@ -35,7 +35,7 @@ def baseline_gb(model: str, batch: int, lab: Lab, *, gradients: bool = True) -> 
     return network_wide_bytes(lab.graph(setting)) / GB
 
 
-def saved_percent(settings: Sequence[Setting], policy: str, taken: Callable[[Run], float], lab: Lab) -> float:
+def saved_percent(settings: Sequence[Setting], policy: str, taken: Callable[[PolicyRun], float], lab: Lab) -> float:
     """Percent of the baseline's memory that `policy` saves, on average over `settings`.
 
     Against the whole network stands what vDNN's pool holds, without the classifier, which Torch allocates (§IV-A): that
@@ -48,12 +48,12 @@ def network_wide(setting: Setting, lab: Lab) -> int:
     return network_wide_bytes(lab.graph(replace(setting, features=False)))
 
 
-def average_bytes(run: Run) -> float:
+def average_bytes(run: PolicyRun) -> float:
     """Over the steps of the memory manager, each allocation, release and op counting once."""
     return fmean(run.timeline.live_bytes)
 
 
-def largest_bytes(run: Run) -> float:
+def largest_bytes(run: PolicyRun) -> float:
     return run.pool_bytes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from overspill.core import Verb
-from overspill_papers.papers.run import Run
+from overspill_papers.papers.run import PolicyRun
 
 BOARD_WATTS = 250.0
 """GeForce GTX Titan X, thermal design power by its specification."""
@@ -25,13 +25,13 @@ _TRANSFERS = (Verb.OFFLOAD, Verb.PREFETCH)
 _RUNS = (Verb.RUN, Verb.RECOMPUTE)
 
 
-def most_watts(run: Run) -> float:
+def most_watts(run: PolicyRun) -> float:
     """The most that the board takes at any moment of a step."""
     levels = _levels(run)
     return IDLE_WATTS + max((watts for _, watts in levels), default=0.0)
 
 
-def _levels(run: Run) -> Iterator[tuple[float, float]]:
+def _levels(run: PolicyRun) -> Iterator[tuple[float, float]]:
     """From when on the board takes how much more than idle, in order."""
     changes: list[tuple[float, float]] = []
     for start, end, watts in _draws(run):
@@ -43,7 +43,7 @@ def _levels(run: Run) -> Iterator[tuple[float, float]]:
         yield now, level
 
 
-def _draws(run: Run) -> Iterator[tuple[float, float, float]]:
+def _draws(run: PolicyRun) -> Iterator[tuple[float, float, float]]:
     """When each op and transfer takes power, and how much."""
     dram = run.device.memory_bytes_per_second * DRAM_JOULES_PER_BYTE
     cores = BOARD_WATTS - IDLE_WATTS - dram

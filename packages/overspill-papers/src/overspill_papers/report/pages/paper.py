@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from overspill.report.page import Axis, Column, Lines, Page, Section, Table, Unit, Verdict
 from overspill.report.page import Curve as Line
 from overspill_papers.papers import Counts, Paper, Result
-from overspill_papers.papers.figures import Curve, Figure
+from overspill_papers.papers.figures import Curve, PaperFigure
 from overspill_papers.report.reproduce import agreement, counted, remark, settled, short_figure
 
 COLUMNS = (Column("what"), Column("paper"), Column("ours"), Column("ratio", Unit.RATIO), Column("agrees"), Column("note"))  # fmt: skip
 
 
-def paper_page(paper: Paper, found: Sequence[Result], drawn: Sequence[tuple[Figure, Mapping[str, Curve]]]) -> Page:
+def paper_page(paper: Paper, found: Sequence[Result], drawn: Sequence[tuple[PaperFigure, Mapping[str, Curve]]]) -> Page:
     """The page of `found` and `drawn`."""
     sections: list[Section] = [_rows(where, rows) for where, rows in _by_place(found).items()]
     sections += [_drawn(figure, curves) for figure, curves in drawn]
@@ -47,7 +47,7 @@ def _said(result: Result) -> tuple[str, str]:
     return f"{bound}{short_figure(claim.value)} {claim.unit}", ours
 
 
-def _drawn(figure: Figure, curves: Mapping[str, Curve]) -> Lines | Table:
+def _drawn(figure: PaperFigure, curves: Mapping[str, Curve]) -> Lines | Table:
     """Lines where numbers are along the axis; else a row for each name, with its bars."""
     title = f"{figure.where}, ours: {figure.title}"
     numbers = {name: {x: y for x, y in curve.items() if isinstance(x, (int, float))} for name, curve in curves.items()}
