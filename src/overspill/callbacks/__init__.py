@@ -1,4 +1,6 @@
-"""What budgeted training did, in the logs that people have: Trainer's, Lightning's, TensorBoard's, Python's `logging`.
+"""Log figures of budgeted training in common tools.
+
+They are Trainer's logs, Lightning's, TensorBoard's, and Python's `logging`.
 
     trainer.add_callback(overspill.callbacks.TrainerCallback(trainer))           # Hugging Face
     lightning.Trainer(callbacks=[overspill.callbacks.LightningCallback()])       # Lightning

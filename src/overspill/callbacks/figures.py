@@ -1,4 +1,7 @@
-"""What a compiled model or a train step did since somebody asked last, a step on average."""
+"""Figures per step of a compiled model or a train step.
+
+They are averages over the steps since they were last taken.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ PREFIX = "overspill/"
 
 
 class StepFigures:
-    """The figures of what `model` is trained by: a compiled model or method, a module that has one inside, a Session, or a train step.
+    """Memory, transfer and time figures of a model in training.
 
-    Made before training, it finds what is compiled at the first step at the latest.
+    `model` is a compiled model or method, a module that has one inside, a Session, or a train step. Made before
+    training, it finds what is compiled at the first step at the latest.
     """
 
     def __init__(self, model: Any) -> None:
@@ -29,18 +33,20 @@ class StepFigures:
         self._steps = 0
 
     def step(self) -> None:
-        """A step has been done."""
+        """Count a step."""
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """The figures by name, of the steps since the last call; sums are divided by their number. Raises RequestError.
+        """The figures by name, averaged over the steps since last time.
 
-        `planned_peak_bytes` of the plans in force; `offloaded_bytes`, `prefetched_bytes` and `step_seconds` of a step. On the
-        CPU `wait_seconds`, in which compute stood still for a transfer; on CUDA, where it does so on the device,
-        `measured_peak_bytes` in their place: the most that PyTorch had allocated since it was asked to forget.
+        Raises RequestError. `planned_peak_bytes` of the plans in force; `offloaded_bytes`, `prefetched_bytes` and
+        `step_seconds` of a step. On the CPU `wait_seconds`, in which compute stood still for a transfer; on CUDA, where
+        it does so on the device, `measured_peak_bytes` in their place: the most that PyTorch had allocated since it was
+        asked to forget.
         """
         if self._found is None:
             self._found = figures_source(self._model)
+        # Bytes and waits since the figures were last taken, a step.
         source, steps, now = self._found, max(1, self._steps), time.perf_counter()
         engine = source.engine
         moved = (
@@ -53,6 +59,7 @@ class StepFigures:
             "prefetched_bytes": prefetched,
             "step_seconds": (now - self._since) / steps,
         }
+        # The CPU has a clock for waits, CUDA a peak of allocated bytes.
         if source.device.type == "cpu":
             found["wait_seconds"] = waited
         else:
@@ -62,12 +69,18 @@ class StepFigures:
 
 
 def figures_of(model: Any) -> dict[str, float]:
-    """The figures of all that `model` did so far, as if it were one step; for more than once make a StepFigures. Raises RequestError."""
+    """The figures of all that `model` did so far.
+
+    They are as of one step; for more than once make a StepFigures. Raises RequestError.
+    """
     return StepFigures(model).take()
 
 
 def figures_source(model: Any) -> Session | TrainStep:
-    """The session or train step that `model` is trained by. Raises RequestError where Overspill has no part in it."""
+    """The session or train step that trains `model`.
+
+    Raises RequestError where Overspill has no part in it.
+    """
     if isinstance(model, (Session, TrainStep)):
         return model
     held = [model, getattr(model, "forward", None)]

@@ -1,4 +1,7 @@
-"""For Lightning: the figures go through the module's own log, to whatever logger the trainer has."""
+"""A Lightning callback that logs figures of each batch.
+
+They go through the module's own log, to whatever logger the trainer has.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from .figures import StepFigures
 
 
 class LightningCallback(lightning.Callback):
-    """`lightning.Trainer(callbacks=[LightningCallback()])`: the figures of each batch, by `pl_module.log_dict`.
+    """Logs the figures of each batch by `pl_module.log_dict`.
 
-    `model`: what is compiled, where that cannot be found in the module, as where several sessions are.
+    `lightning.Trainer(callbacks=[LightningCallback()])`. `model`: what is compiled, where that cannot be found in the
+    module, as where several sessions are.
     """
 
     def __init__(self, model: Any = None) -> None:
@@ -21,11 +25,14 @@ class LightningCallback(lightning.Callback):
         self._figures: StepFigures | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - as it is called
-        """Begin to count."""
+        """Start counting steps."""
         self._figures = StepFigures(pl_module if self._model is None else self._model)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:  # noqa: ARG002
-        """Log the figures of a batch. Raises RequestError where nothing of Overspill takes part."""
+        """Log the figures of a batch.
+
+        Raises RequestError where nothing of Overspill takes part.
+        """
         assert self._figures is not None
         self._figures.step()
         pl_module.log_dict(self._figures.take())

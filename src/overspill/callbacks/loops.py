@@ -1,4 +1,7 @@
-"""For loops of one's own: figures of each so many steps, to Python's `logging` or to TensorBoard."""
+"""Log figures from a training loop of one's own.
+
+They go to Python's `logging` or to TensorBoard, each so many steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _LOG = logging.getLogger("overspill")
 
 
 class _EachSteps(ABC):
-    """Called after each step; every `every` steps it gives the figures of these to `_tell`."""
+    """Called after each step; gives figures to `_tell` every `every` steps."""
 
     def __init__(self, model: Any, every: int) -> None:
         """Raises RequestError for an `every` that is no number of steps."""
@@ -24,7 +27,10 @@ class _EachSteps(ABC):
         self._figures, self._every, self._done = StepFigures(model), every, 0
 
     def __call__(self) -> None:
-        """A step has been done. Raises RequestError where nothing of Overspill took part in it."""
+        """Count a step, and log if it is time.
+
+        Raises RequestError where nothing of Overspill took part in it.
+        """
         self._figures.step()
         self._done += 1
         if self._done % self._every == 0:
@@ -32,11 +38,14 @@ class _EachSteps(ABC):
 
     @abstractmethod
     def _tell(self, step: int, figures: dict[str, float]) -> None:
-        """What to do with the figures of the steps up to this one."""
+        """Log the figures of the steps up to this one."""
 
 
 class StepLogger(_EachSteps):
-    """`log = StepLogger(model, every=100)`: called after each step, a line at INFO of the logger "overspill" each `every` steps."""
+    """Logs a line every `every` steps, with Python's `logging`.
+
+    `log = StepLogger(model, every=100)` is called after each step; the line is at INFO of the logger "overspill".
+    """
 
     def __init__(self, model: Any, every: int = 1) -> None:
         """`model` is that of StepFigures. Raises RequestError."""
@@ -52,7 +61,10 @@ class StepLogger(_EachSteps):
 
 
 class TensorBoardWriter(_EachSteps):
-    """`write = TensorBoardWriter(model, SummaryWriter())`: called after each step, scalars each `every` steps."""
+    """Writes scalars to TensorBoard every `every` steps.
+
+    `write = TensorBoardWriter(model, SummaryWriter())` is called after each step.
+    """
 
     def __init__(self, model: Any, writer: Any, every: int = 1) -> None:
         """`model` is that of StepFigures, `writer` has TensorBoard's `add_scalar`. Raises RequestError."""

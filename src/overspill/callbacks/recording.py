@@ -1,4 +1,7 @@
-"""`overspill.record`: look at a few steps of a real run, in whatever loop it is."""
+"""`overspill.record`: measure a few steps of a real run.
+
+In whatever loop it is.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ MOST_STEPS = 10
 
 @contextmanager
 def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Iterator[Recording]:
-    """The Recording of what `model` does while this lasts: ops, copies, waits and memory, as they were measured.
+    """Record what `model` does: ops, copies, waits and memory.
 
-    For example::
+    It is measured while the context lasts. For example::
 
         with overspill.record(model) as recording:
             for batch in itertools.islice(loader, 3):
@@ -49,6 +52,7 @@ def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Ite
     """
     if steps < 1:
         raise RequestError(f"steps={steps} is not a positive number of steps to record")
+    # What to record, and what it is called.
     found = figures_source(model)
     name = "" if isinstance(found, TrainStep) and found is model else type(getattr(model, "_orig_mod", model)).__name__
     options = found.options

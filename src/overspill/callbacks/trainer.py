@@ -1,4 +1,7 @@
-"""For Hugging Face's Trainer: the figures go where its own log goes, TensorBoard and Weights & Biases among them."""
+"""A callback for Hugging Face's Trainer that logs figures.
+
+They go where its own log goes, TensorBoard and Weights & Biases among them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from .figures import StepFigures
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """`trainer.add_callback(TrainerCallback(trainer))`: with each log of a training loss, the figures of the steps since the last.
+    """Logs the figures of the steps since the last log.
 
-    `model`: what is compiled, where that cannot be found in the trainer's model, as in mixed precision.
+    `trainer.add_callback(TrainerCallback(trainer))`: they come with each log of a training loss. `model`: what is
+    compiled, where that cannot be found in the trainer's model, as in mixed precision.
     """
 
     def __init__(self, trainer: transformers.Trainer, model: Any = None) -> None:
@@ -20,10 +24,13 @@ class TrainerCallback(transformers.TrainerCallback):
         self._figures = StepFigures(trainer.model if model is None else model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002 - as it is called
-        """Count the step."""
+        """Count a step."""
         self._figures.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:  # noqa: ARG002
-        """Log the figures behind the loss. Raises RequestError where nothing of Overspill takes part."""
+        """Log the figures with the loss.
+
+        Raises RequestError where nothing of Overspill takes part.
+        """
         if logs and "loss" in logs:
             self._trainer.log(self._figures.take())

@@ -1,4 +1,4 @@
-"""The networks that Overspill estimates, plans and trains by name, and the way in for a user's own.
+"""The built-in models by name, and the user's own.
 
 Nothing here imports torch before a model is loaded; `overspill.models.step` stands apart for that reason.
 """

@@ -1,6 +1,7 @@
-"""AlexNet in one tower: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", arXiv:1404.5997.
+"""AlexNet in one tower (Krizhevsky, arXiv:1404.5997).
 
-Layer sizes are those of torchvision 0.28 `models/alexnet.py`: 61.1 M parameters, no local response normalisation.
+"One weird trick for parallelizing convolutional neural networks". Layer sizes are those of torchvision 0.28
+`models/alexnet.py`: 61.1 M parameters, no local response normalisation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from .vision import classification_loss, image_batches, resized_grid
 
 
 def _last_grid(image_size: int) -> int:
-    """Side of the last feature maps for an image of this side; 6 at 224."""
+    """Side of the last feature maps for an image of this side.
+
+    It is 6 at 224.
+    """
     side = (image_size + 2 * 2 - 11) // 4 + 1
     for _ in range(3):
         side = (side - 3) // 2 + 1
@@ -20,10 +24,14 @@ def _last_grid(image_size: int) -> int:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64."""
+    """AlexNet at 224x224, or a small one.
+
+    It has 1000 classes; the small one has 10 at 64x64.
+    """
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=63)
     c1, c2, c3, c4, c5 = (8, 16, 16, 16, 16) if small else (64, 192, 384, 256, 256)
     grid, hidden, classes = (1, 32, 10) if small else (6, 4096, 1000)
+    # Five convolutions, then three linear layers.
     module = nn.Sequential(
         nn.Conv2d(3, c1, 11, stride=4, padding=2),
         nn.ReLU(),

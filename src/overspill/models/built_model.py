@@ -1,4 +1,4 @@
-"""What a model is to Overspill: a module, the batches it reads and the loss it trains on."""
+"""A model ready to train: module, batches and loss."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model to be trained: `loss(module, *make_batch(batch_size))` is the scalar that a step minimises.
+    """A model to train, with its batches and its loss.
 
-    `make_batch` draws CPU tensors from torch's global generator, so a seed fixes the data. `varied`: of other sizes each time.
-    `assumed` says in words what nobody gave and was invented.
+    `loss(module, *make_batch(batch_size))` is the scalar that a step minimises. `make_batch` draws CPU tensors from
+    torch's global generator, so a seed fixes the data. `varied`: of other sizes each time. `assumed` says in words what
+    nobody gave and was invented.
     """
 
     name: str
@@ -41,7 +42,10 @@ def checked_size(
     maximum: int | None = None,
     multiple: int = 1,
 ) -> int:
-    """Returns `size`, or `default` when it is None, after checking that network `name` can take it."""
+    """`size`, or `default` if None, checked for network `name`.
+
+    Raises RequestError for a size that it cannot take.
+    """
     if size is None:
         return default
     if size < minimum:

@@ -1,4 +1,7 @@
-"""Models of the sizes that their name gives: `decoder:width=2048,depth=24,heads=16`, and those of `hugging_face.py`."""
+"""Models whose name gives their sizes.
+
+As `decoder:width=2048,depth=24,heads=16`, and those of `hugging_face.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,16 @@ _SIZES = ("width", "depth", "heads", "vocabulary", "seq_len")
 
 
 def is_configured(name: str) -> bool:
-    """Whether `name` is of this kind, and not `package.module:callable`."""
+    """Whether `name` gives a configuration, not `package.module:callable`."""
     kind, _, rest = name.partition(":")
     return kind == HUGGING_FACE or (kind == DECODER and (not rest or "=" in rest))
 
 
 def check_configured(name: str) -> None:
-    """Raise RequestError where `name` can not be read; sizes and files are looked at when it is loaded."""
+    """Raise RequestError where `name` cannot be parsed.
+
+    Sizes and files are looked at when it is loaded.
+    """
     kind, _, rest = name.partition(":")
     if kind == DECODER:
         _decoder_sizes(name)
@@ -37,7 +43,10 @@ def check_configured(name: str) -> None:
 
 
 def load_configured(name: str, seq_len: int | None = None) -> BuiltModel:
-    """The job of a decoder or of a model of transformers, on `seq_len` tokens. Raises RequestError."""
+    """A decoder or a model of transformers, on `seq_len` tokens.
+
+    Raises RequestError.
+    """
     check_configured(name)
     if name.partition(":")[0] == HUGGING_FACE:
         from .hugging_face import load_hugging_face  # noqa: PLC0415  # imports torch

@@ -1,4 +1,4 @@
-"""DenseNet: Huang et al., arXiv:1608.06993, Table 1, the DenseNet-BC networks for ImageNet."""
+"""DenseNet-BC for ImageNet (Huang et al., arXiv:1608.06993, Table 1)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _BOTTLENECK = 4  # §3: "we let each 1x1 convolution produce 4k feature-maps"
 
 
 def _conv(channels: int, width: int, kernel: int) -> nn.Sequential:
-    """§3's order: batch norm, ReLU, convolution."""
+    """Batch norm, ReLU and convolution, in the order of §3."""
     conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2, bias=False)
     return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv)
 
 
 class DenseLayer(nn.Module):
-    """A 1x1 and a 3x3 convolution, whose `growth` new maps join all that came before."""
+    """A 1x1 and a 3x3 convolution that append `growth` new maps."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -35,12 +35,15 @@ class DenseLayer(nn.Module):
         self.branch = nn.Sequential(_conv(channels, width, 1), _conv(width, growth, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the input with the new maps appended."""
+        """The input with the new maps appended."""
         return torch.cat([x, self.branch(x)], 1)
 
 
 def _transition(channels: int) -> nn.Sequential:
-    """Between dense blocks: half the channels (§3, compression of 0.5) and half the side."""
+    """The layer between dense blocks: half the channels and side.
+
+    §3, compression of 0.5.
+    """
     return nn.Sequential(_conv(channels, channels // 2, 1), nn.AvgPool2d(2))
 
 
@@ -60,7 +63,10 @@ def _network(growth: int, blocks: tuple[int, ...], classes: int) -> nn.Sequentia
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and two layers a block."""
+    """A DenseNet at 224x224, or a small one.
+
+    It has 1000 classes; the small one has 10 at 64x64 and two layers a block.
+    """
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
     growth, blocks = _NETWORKS[name]
     classes = 10 if small else 1000

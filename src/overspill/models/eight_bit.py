@@ -1,4 +1,7 @@
-"""Optimizers of bitsandbytes, as far as memory goes: their states have the right sizes, and no update is made."""
+"""Stand-ins for 8-bit optimizers of bitsandbytes, for memory alone.
+
+Their states have the right sizes, and no update is made.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,12 @@ _BLOCK = 256
 
 
 class Blockwise8bit(Optimizer):
-    """An optimizer of bitsandbytes: `states` of a byte an element each, with a float32 scale for 256 elements.
+    """An 8-bit optimizer of bitsandbytes that makes no updates.
 
-    bitsandbytes/optim/optimizer.py, 0.44 and later, `Optimizer2State.init_state`. `paged` states of large parameters are
-    memory that the driver moves between host and GPU (cudaMallocManaged): no allocator of PyTorch gives it, and it makes
-    way for what does not fit, so none of it is counted. The kernels update in place.
+    It has `states` of a byte an element each, with a float32 scale for 256 elements. bitsandbytes/optim/optimizer.py,
+    0.44 and later, `Optimizer2State.init_state`. `paged` states of large parameters are memory that the driver moves
+    between host and GPU (cudaMallocManaged): no allocator of PyTorch gives it, and it makes way for what does not fit,
+    so none of it is counted. The kernels update in place.
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, states: int, paged: bool) -> None:
@@ -28,7 +32,7 @@ class Blockwise8bit(Optimizer):
         self._maps: list[Tensor] = []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make the states of parameters that have none yet."""
+        """Allocate the states of parameters that have none yet."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -37,7 +41,7 @@ class Blockwise8bit(Optimizer):
         return loss
 
     def state_bytes(self, parameter: Tensor) -> int:
-        """What the state of `parameter` takes, the maps of all aside."""
+        """Bytes of the state of `parameter`, without the shared quantisation maps."""
         count = parameter.numel()
         if count < _SMALLEST_8BIT:
             return 4 * count * self._states
@@ -57,6 +61,6 @@ class Blockwise8bit(Optimizer):
                 state[f"absmax{number}"] = parameter.new_zeros(-(-count // _BLOCK), dtype=torch.float32)
 
     def _quantization_maps(self, like: Tensor) -> None:
-        """What a byte of each state means, once for all parameters."""
+        """Allocate the maps from bytes to values, shared by all parameters."""
         if not self._maps:
             self._maps = [like.new_empty(256, dtype=torch.float32) for _ in range(self._states)]

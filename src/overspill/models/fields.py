@@ -1,4 +1,4 @@
-"""Fields of a configuration in the name of a model, as `n_layer=6,n_embd=384`."""
+"""Parse configuration fields in a model's name: `n_layer=6,n_embd=384`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from overspill.core.errors import RequestError
 
 
 def parsed_fields(name: str, parts: list[str]) -> dict[str, Any]:
-    """`key=value` each; a value is a number, true or false, or else text."""
+    """The fields of `key=value` parts.
+
+    A value is a number, true or false, or else text.
+    """
     fields: dict[str, Any] = {}
     for part in parts:
         key, equals, text = part.partition("=")

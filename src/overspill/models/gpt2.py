@@ -1,6 +1,7 @@
-"""GPT-2, the 124 M decoder: Radford et al., "Language models are unsupervised multitask learners", 2019, §2.3, Table 2.
+"""GPT-2, a decoder of 124 M parameters (Radford et al., 2019).
 
-Figures that the report leaves out (GELU by tanh, initial weights) are those of github.com/openai/gpt-2 `src/model.py`.
+"Language models are unsupervised multitask learners", §2.3, Table 2. Figures that the report leaves out (GELU by tanh,
+initial weights) are those of github.com/openai/gpt-2 `src/model.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder: `depth` layers of `width` channels; the defaults are GPT-2's of 124 M parameters."""
+    """The sizes of a decoder: `depth` layers of `width` channels.
+
+    The defaults are GPT-2's of 124 M parameters.
+    """
 
     width: int = 768
     depth: int = 12
@@ -34,7 +38,7 @@ class Shape:
     positions: int = _POSITIONS
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no decoder can have."""
+        """Raise RequestError for sizes that no decoder can have."""
         for name, value in asdict(self).items():
             if value < 1:
                 raise RequestError(f"{name} {value} is not a size; give 1 or more")
@@ -58,7 +62,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns each position's mix of the positions up to it, (batch, positions, width)."""
+        """Each position's mix of earlier positions, (batch, positions, width)."""
         batch, positions, _ = x.shape
         heads_of = (batch, positions, -1, self.head_width)
         query, key, value = (part.view(heads_of).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
@@ -68,7 +72,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each on a normalised copy of the residual stream."""
+    """A transformer block: attention and an MLP four times as wide.
+
+    Each reads a normalised copy of the residual stream.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -80,13 +87,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(_DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the residual stream after this block."""
+        """The residual stream after this block."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Gpt2(nn.Module):
-    """The decoder; the output head shares the token embedding's weight."""
+    """The decoder, whose output head shares the token embedding's weight."""
 
     # How layers are cut among GPUs, in the words of transformers.
     _tp_plan: ClassVar[dict[str, str]] = {
@@ -106,14 +113,17 @@ class Gpt2(nn.Module):
         _init(self, shape.depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns logits (batch, positions, vocabulary)."""
+        """Logits (batch, positions, vocabulary)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(places))
         return self.head(self.norm(self.blocks(x)))
 
 
 def _init(model: nn.Module, depth: int) -> None:
-    """Normal weights of 0.02, 0.01 for positions; what adds to the residual stream is scaled by 1/sqrt(additions)."""
+    """Initial weights, normal as in the release.
+
+    Deviation 0.02, 0.01 for positions; what adds to the residual stream is scaled by 1/sqrt(additions).
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -124,12 +134,15 @@ def _init(model: nn.Module, depth: int) -> None:
 
 
 def next_token_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean cross entropy of each position's next token."""
+    """The mean cross entropy of each position's next token."""
     return F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
 
 
 def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Returns a `make_batch` of random tokens (batch, seq_len) and the token that follows each."""
+    """A `make_batch` of random tokens and the token after each.
+
+    Both are (batch, seq_len).
+    """
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(vocabulary, (batch_size, seq_len + 1), device="cpu")
@@ -140,16 +153,20 @@ def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[T
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 12 layers of 768 on 512 tokens, or the small one: 2 layers of 64 on 32 tokens."""
+    """GPT-2 on 512 tokens, or a small one.
+
+    It has 12 layers of 768; the small one 2 layers of 64 on 32 tokens.
+    """
     seq_len = checked_size(name, "seq_len", size, default=32 if small else _SEQ_LEN, maximum=_POSITIONS)
     shape = _SMALL if small else _FULL
     return BuiltModel(name, Gpt2(shape), next_token_batches(shape.vocabulary, seq_len), next_token_loss)
 
 
 def build_decoder(name: str, sizes: Mapping[str, int], seq_len: int | None) -> BuiltModel:
-    """Returns the job of a decoder of these sizes, fields of `Shape`, on `seq_len` tokens, by default 512.
+    """A decoder of these sizes on `seq_len` tokens.
 
-    Raises RequestError for sizes that no decoder can have.
+    Sizes are fields of `Shape`; by default there are 512 tokens. Raises RequestError for sizes that no decoder can
+    have.
     """
     length = checked_size(name, "seq_len", seq_len, default=_SEQ_LEN)
     shape = Shape(**{"positions": max(_POSITIONS, length), **sizes})

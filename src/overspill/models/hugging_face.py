@@ -1,6 +1,7 @@
-"""Models of transformers by their configuration, with random weights: `hf:gpt2,n_layer=6`, `hf:config.json`, `hf:owner/name`.
+"""Models of transformers by configuration, with random weights.
 
-Weights are never downloaded. Of a name on the Hub the configuration is read, from the local cache or from there.
+`hf:gpt2,n_layer=6`, `hf:config.json`, `hf:owner/name`. Weights are never downloaded. Of a name on the Hub the
+configuration is read, from the local cache or from there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _IMAGE_SIZE = 224
 
 
 class _Kind(NamedTuple):
-    """What transformers makes of a configuration: by which class, and how an architecture of that kind is called."""
+    """A task of transformers' models, and its classes.
+
+    `auto` makes the model; names of architectures of that kind have one of `endings`.
+    """
 
     what: str
     auto: str
@@ -51,7 +55,10 @@ IMAGES = _Kind(
 
 
 def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
-    """The job of the model that `name` configures, on `seq_len` tokens if it reads text. Raises RequestError."""
+    """The model that `name` configures, with batches and loss.
+
+    It reads `seq_len` tokens if it reads text. Raises RequestError.
+    """
     try:
         import transformers  # noqa: PLC0415  # an optional package
     except ImportError as error:
@@ -80,7 +87,7 @@ def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
 
 
 def _kind(name: str, config: Any, transformers: Any) -> _Kind:
-    """What the configuration says that it is of, or else what models of its type are for."""
+    """The task that the configuration names, or its model type's."""
     kinds = (TEXT_TO_TEXT, IMAGES) if getattr(config, "is_encoder_decoder", False) else (MASKED, CAUSAL, IMAGES)
     known = [kind for kind in kinds if type(config) in getattr(transformers, kind.mapping)]
     for architecture in getattr(config, "architectures", None) or ():
@@ -96,7 +103,7 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
 
 
 def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any) -> nn.Module:
-    """The model, with transformers' own attention where it knows no other for this one."""
+    """The model with attention `attention`, or transformers' own if unsupported."""
     auto = getattr(transformers, kind.auto)
     try:
         try:
@@ -114,10 +121,11 @@ def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any
 
 
 def _causal_attention(transformers: Any) -> str:
-    """The name of torch's attention without any mask but the causal one, for batches that are neither padded nor packed.
+    """The name of torch's attention with the causal mask alone.
 
-    Under "sdpa" transformers looks into the batch for padding and packing, but not while it is traced; it then makes a
-    mask, with other kernels and other bits. It makes none for an attention that no mask function is registered for.
+    For batches that are neither padded nor packed. Under "sdpa" transformers looks into the batch for padding and
+    packing, but not while it is traced; it then makes a mask, with other kernels and other bits. It makes none for an
+    attention that no mask function is registered for.
     """
     transformers.AttentionInterface.register("causal_sdpa", transformers.AttentionInterface()["sdpa"])
     return "causal_sdpa"
@@ -127,17 +135,22 @@ def _causal_attention(transformers: Any) -> str:
 
 
 def _config(name: str, auto: Any, known: list[str]) -> Any:
-    """The configuration that `name` gives: a file, a name on the Hub, or a model type, with fields that differ."""
+    """The configuration that `name` gives, with its fields changed.
+
+    It is a file, a name on the Hub, or a model type.
+    """
     rest = name.partition(":")[2]
     if rest.endswith(".json"):
         return _in_file(name, Path(rest).expanduser(), auto)
     source, *parts = rest.split(",")
     fields = parsed_fields(name, parts)
+    # A name on the Hub, or a directory.
     if "/" in source or os.path.isdir(source):  # noqa: PTH112 - which raises nothing for a name that cannot be one
         config = _on_hub(name, source, auto)
         _check_fields(name, source, config, fields)
         config.update(fields)
         return config
+    # A model type.
     if source not in known:
         guess = did_you_mean(source, known, most=3)
         raise RequestError(f"{name}: transformers has no model type {source!r}{guess}")
@@ -158,7 +171,10 @@ def _in_file(name: str, path: Path, auto: Any) -> Any:
 
 
 def _on_hub(name: str, source: str, auto: Any) -> Any:
-    """The configuration of a model on the Hub, or in a directory. Code that comes with a model is not run."""
+    """The configuration of a model on the Hub, or in a directory.
+
+    Code that comes with a model is not run.
+    """
     try:
         return auto.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # no network, no such model, one that wants a login, code of its own
@@ -180,13 +196,13 @@ def _line(error: Exception) -> str:
 
 
 def _loss_on_text(module: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """Returns the loss that the model itself gives: the mean cross entropy of the tokens that it predicts."""
+    """The model's own loss: mean cross entropy of predicted tokens."""
     loss: Tensor = module(input_ids=input_ids, labels=labels).loss
     return loss
 
 
 def _loss_on_images(module: nn.Module, pixel_values: Tensor, labels: Tensor) -> Tensor:
-    """Returns the loss that the model itself gives."""
+    """The model's own loss."""
     loss: Tensor = module(pixel_values=pixel_values, labels=labels).loss
     return loss
 

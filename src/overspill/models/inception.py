@@ -1,4 +1,4 @@
-"""Inception v3, v4 and Inception-ResNet v2, written as the papers' figures draw them.
+"""Inception v3, v4 and Inception-ResNet v2, as in the papers' figures.
 
 Inception v3: Szegedy et al., arXiv:1512.00567, Figures 5 to 7 and 10 and Table 1; the widths that the table leaves out
 are those of torchvision 0.28 `models/inception.py`. Inception v4: Szegedy et al., arXiv:1602.07261, Figures 3 to 9.
@@ -26,7 +26,10 @@ _AUXILIARY_WEIGHT = 0.4  # as the authors' `inception_v3.py` and torchvision's t
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution without bias, its batch norm and a ReLU; a kernel that ends in V is not padded, as in the figures."""
+    """A convolution without bias, with batch norm and ReLU.
+
+    A kernel that ends in V is not padded, as in the figures.
+    """
 
     width: int
     kernel: str = "1x1"
@@ -35,21 +38,30 @@ class Conv:
 
 @dataclass(frozen=True)
 class Pool:
-    """3x3 pooling: `max` halves the side without padding, `average` keeps it."""
+    """3x3 pooling.
+
+    `max` halves the side without padding, `average` keeps it.
+    """
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Branches side by side on the same input, joined along channels; an empty branch is the input."""
+    """Parallel branches on the same input, joined along channels.
+
+    An empty branch is the input.
+    """
 
     branches: tuple[tuple[Item, ...], ...]
 
 
 @dataclass(frozen=True)
 class Residual:
-    """A fork brought back to the input's channels by a linear 1x1 convolution, scaled and added to it (§3.3)."""
+    """Branches whose scaled sum with the input is the output.
+
+    A linear 1x1 convolution brings them back to the input's channels (§3.3).
+    """
 
     branches: tuple[tuple[Item, ...], ...]
     scale: float
@@ -58,7 +70,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks of one kind after another; the small networks have the first alone."""
+    """Blocks of one kind in sequence; small networks have one."""
 
     blocks: tuple[Item, ...]
 
@@ -69,7 +81,10 @@ _MAX, _AVERAGE = Pool("max"), Pool("average")
 
 @dataclass(frozen=True)
 class Network:
-    """What is before and after the maps that an auxiliary classifier reads, and the share that dropout leaves out."""
+    """The layers before and after the auxiliary classifier's input.
+
+    And the share that dropout leaves out.
+    """
 
     before: tuple[Item, ...]
     after: tuple[Item, ...]
@@ -94,12 +109,15 @@ def _v3_grid17(width: int) -> Fork:
 
 
 def _reduction_a(one: int, three: int, last: int, alone: int) -> Fork:
-    """arXiv:1602.07261, Figure 7, whose k, l, m and n these are; arXiv:1512.00567 has it as Figure 10."""
+    """A block that halves the side.
+
+    arXiv:1602.07261, Figure 7, whose k, l, m and n these are; arXiv:1512.00567 has it as Figure 10.
+    """
     return Fork(((Conv(alone, "3x3V", 2),), (Conv(one), Conv(three, "3x3"), Conv(last, "3x3V", 2)), (_MAX,)))
 
 
 def _crossed(width: int) -> Fork:
-    """The end of a branch that forks into a 1x3 and a 3x1 convolution."""
+    """A branch's end that forks into a 1x3 and a 3x1 convolution."""
     return Fork(((Conv(width, "1x3"),), (Conv(width, "3x1"),)))
 
 
@@ -216,19 +234,19 @@ _NETWORKS = {"inception-v3": _V3, "inception-v3-aux": _V3, "inception-v4": _V4, 
 
 
 class Branches(nn.Module):
-    """Branches side by side, joined along channels."""
+    """Parallel branches, joined along channels."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the branches' maps, concatenated."""
+        """The branches' maps, concatenated."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
 class ScaledResidual(nn.Module):
-    """x + scale * expand(branches(x)), and its ReLU where `activate` says so."""
+    """x + scale * expand(branches(x)), with a ReLU if `activate`."""
 
     def __init__(self, branches: nn.Module, expand: nn.Module, scale: float, *, activate: bool) -> None:
         super().__init__()
@@ -238,14 +256,17 @@ class ScaledResidual(nn.Module):
         self.activate = activate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the block's output."""
+        """The block's output."""
         x = x + self.scale * self.expand(self.branches(x))
         return F.relu(x) if self.activate else x
 
 
 @dataclass(frozen=True)
 class _Builder:
-    """Makes modules of items; the small networks have every width divided by 16 and one block a stage."""
+    """Makes modules of the tables' items.
+
+    The small networks have every width divided by 16 and one block a stage.
+    """
 
     small: bool
 
@@ -259,7 +280,7 @@ class _Builder:
         return nn.Sequential(conv, nn.BatchNorm2d(width, eps=1e-3), nn.ReLU())
 
     def sequence(self, items: tuple[Item, ...], channels: int) -> tuple[nn.Sequential, int]:
-        """The items one after another, and the channels that come out."""
+        """The items in sequence, and the number of output channels."""
         layers = []
         for item in items:
             layer, channels = self.item(item, channels)
@@ -272,6 +293,7 @@ class _Builder:
 
     def item(self, item: Item, channels: int) -> tuple[nn.Module, int]:
         match item:
+            # Layers.
             case Conv():
                 width = self.width(item.width)
                 return self.conv(channels, width, item.kernel, item.stride), width
@@ -279,6 +301,7 @@ class _Builder:
                 return nn.MaxPool2d(3, 2), channels
             case Pool():
                 return nn.AvgPool2d(3, 1, padding=1, count_include_pad=False), channels
+            # Branches and blocks of further items.
             case Fork():
                 return self.fork(item.branches, channels)
             case Residual():
@@ -289,9 +312,10 @@ class _Builder:
                 return self.sequence(item.blocks[:1] if self.small else item.blocks, channels)
 
     def auxiliary(self, channels: int, image_size: int, classes: int) -> nn.Sequential:
-        """The side classifier of arXiv:1512.00567, Figure 8: pool to 5x5, a 1x1 and a 5x5 convolution.
+        """The auxiliary classifier of arXiv:1512.00567, Figure 8.
 
-        Its 5x5 pool of stride 3 makes 5x5 of the 17x17 maps at 299; adaptive pooling does so at any size.
+        Pool to 5x5, a 1x1 and a 5x5 convolution. Its 5x5 pool of stride 3 makes 5x5 of the 17x17 maps at 299; adaptive
+        pooling does so at any size.
         """
         pool = nn.AvgPool2d(5, 3) if _grid(image_size) == _AUXILIARY_GRID else nn.AdaptiveAvgPool2d(5)
         reduce, hidden = self.width(128), self.width(768)
@@ -300,7 +324,10 @@ class _Builder:
 
 
 def _grid(image_size: int) -> int:
-    """Side of the maps that the auxiliary classifier reads; all three stems shrink an image alike."""
+    """Side of the maps that the auxiliary classifier reads.
+
+    All three stems shrink an image alike.
+    """
     side = (image_size - 1) // 2 - 2
     side = (side - 1) // 2 - 2
     for _ in range(2):
@@ -309,7 +336,7 @@ def _grid(image_size: int) -> int:
 
 
 class Inception(nn.Module):
-    """A network of the tables above, with its auxiliary classifier if there is to be one."""
+    """A network of the tables above, optionally with its auxiliary classifier."""
 
     def __init__(self, before: nn.Module, after: nn.Module, head: nn.Module, auxiliary: nn.Module | None) -> None:
         super().__init__()
@@ -319,7 +346,10 @@ class Inception(nn.Module):
         self.auxiliary = auxiliary
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the logits; with an auxiliary classifier and in training, a pair of its and the main one's."""
+        """The logits; in training with those of the auxiliary classifier.
+
+        If there is one it is a pair, auxiliary and main.
+        """
         middle = self.before(x)
         logits = self.head(self.after(middle))
         if self.auxiliary is None or not self.training:
@@ -328,7 +358,10 @@ class Inception(nn.Module):
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 1000 classes at 299x299, or the small one: 10 classes at 107x107 and one block of each kind."""
+    """An Inception network at 299x299, or a small one.
+
+    It has 1000 classes; the small one has 10 at 107x107 and one block of each kind.
+    """
     image_size = checked_size(name, "image_size", size, default=_ONE_PIXEL + 1 if small else 299, minimum=75)
     classes = 10 if small else 1000
     network, make = _NETWORKS[name], _Builder(small)

@@ -1,4 +1,7 @@
-"""What a user gives a model to read: tensors, a tuple or dict of them, or a function that makes them, at any batch size."""
+"""The inputs that a user gives a model, at any batch size.
+
+They are tensors, a tuple or dict of them, or a function that makes them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from overspill.core.errors import RequestError
 
 
 class Inputs:
-    """The inputs of a model; `batch` is their batch size, the first dimension of the first tensor, if they have one."""
+    """The inputs of a model, which can be made at other batch sizes.
+
+    `batch` is their batch size, the first dimension of the first tensor, if they have one.
+    """
 
     def __init__(self, inputs: Any) -> None:
         """Raises RequestError where there is no tensor among `inputs`."""
@@ -26,9 +32,10 @@ class Inputs:
         self.batch: int | None = first.shape[0] if first is not None and first.dim() else None
 
     def at(self, batch: int | None) -> Any:
-        """The inputs with `batch` samples: what the function returns, or zeros of their shapes and dtypes.
+        """The inputs with `batch` samples.
 
-        Raises RequestError where a function wants a batch size and `batch` is None.
+        They are what the function returns, or zeros of their shapes and dtypes. Raises RequestError where a function
+        wants a batch size and `batch` is None.
         """
         if callable(self._inputs):
             if self._by_size and batch is None:
@@ -52,7 +59,10 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
 
 
 def _like(value: Any, batch: int | None, size: int | None) -> Any:
-    """Tensors of the shapes and dtypes in `value`, the first dimension `size` where it was `batch`."""
+    """Zeros of the shapes and dtypes in `value`.
+
+    The first dimension is `size` where it was `batch`.
+    """
     if isinstance(value, Tensor):
         shape = list(value.shape)
         if shape and size is not None and shape[0] == batch:

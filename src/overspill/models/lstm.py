@@ -1,7 +1,7 @@
-"""Word language model of LSTM cells: Zaremba et al., arXiv:1409.2329, the medium regularised network of §4.1.
+"""Word language model of LSTM cells (Zaremba et al., arXiv:1409.2329).
 
-The steps are unrolled over nn.LSTMCell, as in the paper's own program. Each batch starts from a state of zeros, where
-the paper carries the last one over.
+It is the medium regularised network of §4.1. The steps are unrolled over nn.LSTMCell, as in the paper's own program.
+Each batch starts from a state of zeros, where the paper carries the last one over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _SMALL = _Shape(vocabulary=97, width=16, layers=2)
 
 
 class LstmStack(nn.Module):
-    """One step of LSTM layers; dropout falls on what enters a layer from below, never on its own state (§3.2)."""
+    """One step of a stack of LSTM layers.
+
+    Dropout falls on what enters a layer from below, never on its own state (§3.2).
+    """
 
     def __init__(self, inputs: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -42,12 +45,18 @@ class LstmStack(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def start(self, like: Tensor) -> list[State]:
-        """Returns each layer's first state: zeros for as many sequences as `like` has, of its kind."""
+        """Each layer's first state, zeros.
+
+        For as many sequences as `like` has, of its kind.
+        """
         zeros = like.new_zeros(like.shape[0], self.width)
         return [(zeros, zeros) for _ in self.cells]
 
     def forward(self, x: Tensor, states: Sequence[State]) -> list[State]:
-        """Returns each layer's next state; the output of the stack is the last one's first tensor."""
+        """Each layer's next state.
+
+        The output of the stack is the last one's first tensor.
+        """
         following = []
         for cell, state in zip(self.cells, states, strict=True):
             following.append(cell(self.dropout(x), state))
@@ -56,7 +65,7 @@ class LstmStack(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, layers of LSTM, and a softmax's logits for the next word at every step."""
+    """Embedding, LSTM layers, and logits of the next word."""
 
     def __init__(self, shape: _Shape) -> None:
         super().__init__()
@@ -66,7 +75,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Returns logits (batch, steps, vocabulary)."""
+        """Logits (batch, steps, vocabulary)."""
         x = self.words(words)
         states = self.layers.start(x[:, 0])
         outputs = []
@@ -77,13 +86,19 @@ class LanguageModel(nn.Module):
 
 
 def uniform_init(module: nn.Module, bound: float) -> None:
-    """Gives every parameter uniform values in [-bound, bound], as the LSTM papers do."""
+    """Initialise every parameter uniformly in [-bound, bound].
+
+    As the LSTM papers do.
+    """
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -bound, bound)
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: two layers of 650 over 35 words, or the small one: two layers of 16 over 4 words."""
+    """The LSTM language model on 35 words, or a small one.
+
+    It has two layers of 650; the small one two layers of 16 over 4 words.
+    """
     seq_len = checked_size(name, "seq_len", size, default=4 if small else 35)
     shape = _SMALL if small else _FULL
     module = LanguageModel(shape)

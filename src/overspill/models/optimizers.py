@@ -1,4 +1,4 @@
-"""The optimizers that can be asked for by name."""
+"""The optimizers by name."""
 
 from __future__ import annotations
 
@@ -29,23 +29,29 @@ _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """The names that `optimizer_named` knows."""
+    """The names of all optimizers."""
     return tuple(_NAMED)
 
 
 def is_eight_bit(name: str) -> bool:
-    """Whether `name` is an optimizer of bitsandbytes, of which the bytes are known and no update is made."""
+    """Whether `name` is an 8-bit optimizer of bitsandbytes.
+
+    Of these the bytes are known and no update is made.
+    """
     return name in _NAMED and "states" in _NAMED[name][1]
 
 
 def check_optimizer(name: str) -> None:
-    """Raise RequestError with the names that exist when `name` is none of them; torch is not imported."""
+    """Raise RequestError for an unknown optimizer; torch is not imported."""
     if name not in _NAMED:
         raise RequestError(f"unknown optimizer {name!r}; optimizers: {', '.join(_NAMED)}")
 
 
 def optimizer_named(name: str) -> Callable[[Iterable[Any]], Optimizer]:
-    """The optimizer called `name`, as a function of the parameters. Raises RequestError for an unknown name."""
+    """The optimizer called `name`, as a function of the parameters.
+
+    Raises RequestError for an unknown name.
+    """
     check_optimizer(name)
     from torch import optim  # noqa: PLC0415 - the names are listed without paying for torch
 

@@ -1,4 +1,4 @@
-"""The built-in models as data, and loading one by name."""
+"""The table of built-in models, and loading one by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEEPER = "configuration E with {more} more convolutions in each of its five gro
 
 @dataclass(frozen=True)
 class Entry:
-    """One built-in model: what `overspill models` prints of it, and where it is built.
+    """One built-in model: its description and where it is built.
 
     `builder` is `module:function`, a module of this package or (with a dot) of any other, called as
     `function(name, small=, size=)`; `size_option` names what `size` means to it.
@@ -32,7 +32,10 @@ class Entry:
 
 
 def images(family: str, builder: str, name: str, summary: str, *, size: int = 224) -> Entry:
-    """The entry of a model that reads square images of a side of `size` unless told otherwise."""
+    """The entry of a model that reads square images.
+
+    Their side is `size` by default.
+    """
     return Entry(name, family, summary, f"images 3x{size}x{size}", builder, "image_size")
 
 
@@ -108,23 +111,31 @@ MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for ent
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all built-in models, aliases included, family by family."""
+    """The names of all built-in models, aliases included.
+
+    Family by family.
+    """
     return tuple(MODELS)
 
 
 def describe() -> list[Entry]:
-    """Returns an entry per built-in model, aliases included, family by family."""
+    """The entries of all built-in models, aliases included.
+
+    Family by family.
+    """
     return list(MODELS.values())
 
 
 def load(name: str, *, small: bool = False, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
-    """Returns the job of a built-in model, one of given sizes (`configured.FORMS`), or the user's `package.module:callable`.
+    """A model by name: built in, configured, or the user's.
 
-    `small` is the same structure with few channels and small inputs, for tests.
+    The last two are as `configured.FORMS` and `package.module:callable`. Raises RequestError. `small` is the same
+    structure with few channels and small inputs, for tests.
     """
     for option, size in (("image_size", image_size), ("seq_len", seq_len)):
         if size is not None and size < 1:
             raise RequestError(f"{option}={size} is not a size; give 1 or more")
+    # Models that are not built in.
     if is_configured(name):
         if small or image_size is not None:
             what = "small=" if small else "image_size="
@@ -141,6 +152,7 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
 
         return load_user(name, image_size=image_size, seq_len=seq_len)
     entry = _entry(name)
+    # A built-in one reads images or tokens, not both.
     sizes = {"image_size": image_size, "seq_len": seq_len}
     size = sizes.pop(entry.size_option)
     for option, other in sizes.items():
@@ -157,7 +169,7 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
 
 
 def check_name(name: str) -> None:
-    """Raise RequestError for a name that plainly leads to no model; torch is not imported."""
+    """Raise RequestError for a name of no model; torch is not imported."""
     if is_configured(name):
         check_configured(name)
     elif ":" not in name:
@@ -165,7 +177,10 @@ def check_name(name: str) -> None:
 
 
 def _entry(name: str) -> Entry:
-    """The entry of this name; the error for an unknown one guesses what was meant."""
+    """The entry of this name.
+
+    The error for an unknown one guesses what was meant.
+    """
     if name in MODELS:
         return MODELS[name]
     MODELS.check_installed(name)

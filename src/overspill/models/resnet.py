@@ -1,6 +1,7 @@
-"""ResNet: He et al., arXiv:1512.03385, Table 1 for ImageNet and §4.2 for CIFAR-10.
+"""ResNet (He et al., arXiv:1512.03385).
 
-Bottlenecks downsample in their 3x3 convolution, as torchvision 0.28 `models/resnet.py` does ("v1.5").
+Table 1 for ImageNet and §4.2 for CIFAR-10. Bottlenecks downsample in their 3x3 convolution, as torchvision 0.28
+`models/resnet.py` does ("v1.5").
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ Shortcut = Callable[[int, int, int], nn.Module]
 
 
 def conv_norm(channels: int, width: int, kernel: int, stride: int = 1, rate: int = 1) -> nn.Sequential:
-    """Returns a convolution without bias and its batch norm; `rate` is how far apart the kernel's taps lie."""
+    """A convolution without bias, with batch norm.
+
+    `rate` is how far apart the kernel's taps lie.
+    """
     conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2 * rate, dilation=rate, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(width))
 
 
 class PaddedShortcut(nn.Module):
-    """Option A of §3.3: every `stride`-th pixel, and zeros for the channels that are new; no parameters."""
+    """A strided shortcut without parameters, option A of §3.3.
+
+    It is every `stride`-th pixel, and zeros for the channels that are new.
+    """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -42,22 +49,28 @@ class PaddedShortcut(nn.Module):
         self.new_channels = width - channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the strided input with zero channels appended."""
+        """The strided input with zero channels appended."""
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
 
 
 def projection(channels: int, width: int, stride: int) -> nn.Module:
-    """Returns option B of §3.3: the identity where shapes agree, else a strided 1x1 convolution."""
+    """A shortcut by a strided 1x1 convolution, option B of §3.3.
+
+    It is the identity where shapes agree.
+    """
     return nn.Identity() if stride == 1 and channels == width else conv_norm(channels, width, 1, stride)
 
 
 def padding(channels: int, width: int, stride: int) -> nn.Module:
-    """Returns option A of §3.3: the identity where shapes agree, else `PaddedShortcut`."""
+    """A `PaddedShortcut`, or the identity where shapes agree.
+
+    Option A of §3.3.
+    """
     return nn.Identity() if stride == 1 and channels == width else PaddedShortcut(channels, width, stride)
 
 
 class Residual(nn.Module):
-    """relu(branch(x) + shortcut(x))."""
+    """A residual block: relu(branch(x) + shortcut(x))."""
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
@@ -65,18 +78,21 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the block's output."""
+        """The block's output."""
         return F.relu(self.branch(x) + self.shortcut(x))
 
 
 def _basic(channels: int, width: int, stride: int, shortcut: Shortcut) -> Residual:
-    """Two 3x3 convolutions (Figure 5, left)."""
+    """A residual block of two 3x3 convolutions (Figure 5, left)."""
     branch = nn.Sequential(conv_norm(channels, width, 3, stride), nn.ReLU(), conv_norm(width, width, 3))
     return Residual(branch, shortcut(channels, width, stride))
 
 
 def bottleneck_block(channels: int, width: int, stride: int, shortcut: Shortcut, rate: int = 1) -> Residual:
-    """Returns 1x1, 3x3 and 1x1 convolutions; the last is four times as wide (Figure 5, right)."""
+    """A residual block of 1x1, 3x3 and 1x1 convolutions.
+
+    The last is four times as wide (Figure 5, right).
+    """
     reduce, expand = conv_norm(channels, width, 1), conv_norm(width, 4 * width, 1)
     spatial = conv_norm(width, width, 3, stride, rate)
     branch = nn.Sequential(reduce, nn.ReLU(), spatial, nn.ReLU(), expand)
@@ -86,7 +102,10 @@ def bottleneck_block(channels: int, width: int, stride: int, shortcut: Shortcut,
 def _stages(
     stages: tuple[int, ...], width: int, *, bottleneck: bool, shortcut: Shortcut
 ) -> tuple[list[nn.Module], int]:
-    """The residual stages after a stem of `width` channels, and the channels that come out; each doubles the width."""
+    """The residual stages after a stem, and their output channels.
+
+    The stem has `width` channels; each stage doubles the width.
+    """
     block, expansion = (bottleneck_block, 4) if bottleneck else (_basic, 1)
     layers: list[nn.Module] = []
     channels = width
@@ -104,7 +123,10 @@ def _head(channels: int, classes: int) -> list[nn.Module]:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and 8 channels in stage one."""
+    """A ResNet at 224x224, or a small one.
+
+    It has 1000 classes; the small one has 10 at 64x64, and 8 channels in stage one.
+    """
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
     width, classes = (8, 10) if small else (64, 1000)
     stem = [conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
@@ -116,7 +138,10 @@ def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
 
 
 def build_cifar(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the CIFAR-10 job of §4.2 with n = 5 (32 layers) at 32x32, or the small one with half the channels."""
+    """ResNet-32 for CIFAR-10 at 32x32, or a small one.
+
+    §4.2 with n = 5; the small one has half the channels.
+    """
     image_size = checked_size(name, "image_size", size, default=32, minimum=4)
     width = 8 if small else 16
     blocks, channels = _stages((5, 5, 5), width, bottleneck=False, shortcut=padding)

@@ -1,8 +1,9 @@
-"""Translation by LSTMs with attention: Luong et al., arXiv:1508.04025, global attention of form "general" (§3.1).
+"""Translation by LSTMs with attention (Luong et al., arXiv:1508.04025).
 
-Decoding feeds the attentional vector on to the next step (§3.3) and reads the right words (teacher forcing). All
-sentences have the same length, so nothing is masked; or in the varied job lengths as in running text, and each batch is
-padded to its longest sentences, whose padding is neither attended to nor part of the loss.
+It is global attention of form "general" (§3.1). Decoding feeds the attentional vector on to the next step (§3.3) and
+reads the right words (teacher forcing). All sentences have the same length, so nothing is masked; or in the varied job
+lengths as in running text, and each batch is padded to its longest sentences, whose padding is neither attended to nor
+part of the loss.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _SMALL = _Shape(vocabulary=61, width=16, layers=2)
 
 
 class Translator(nn.Module):
-    """An encoder, a decoder that attends to its top layer's states, and logits of the target's words."""
+    """An LSTM encoder and a decoder with attention.
+
+    The decoder attends to the encoder's top layer's states, and gives logits of the target's words.
+    """
 
     def __init__(self, shape: _Shape, *, masked: bool = False) -> None:
         super().__init__()
@@ -60,7 +64,8 @@ class Translator(nn.Module):
         self.head = nn.Linear(width, shape.vocabulary, bias=False)  # W_s, equation 6
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Returns logits (batch, target words, vocabulary) of the word that follows each of `target`."""
+        """Logits (batch, target words, vocabulary) of the word after each of `target`."""
+        # Encode, one word at a time.
         embedded = self.source(source)
         states = self.encoder.start(embedded[:, 0])
         tops = []
@@ -68,9 +73,11 @@ class Translator(nn.Module):
             states = self.encoder(word, states)
             tops.append(states[-1][0])
         memory = torch.stack(tops, 1)
+        # Attend to the encoder's states, those of padding left out.
         padding = (source == _PADDING).unsqueeze(2) if self.masked else None
         keys = self.score(memory)
         attentional = torch.zeros_like(memory[:, 0])
+        # Decode, feeding the attentional vector on.
         outputs = []
         for word in self.target(target).unbind(1):
             states = self.decoder(torch.cat([word, attentional], 1), states)
@@ -79,7 +86,10 @@ class Translator(nn.Module):
         return self.head(self.dropout(torch.stack(outputs, 1)))
 
     def _attentional(self, query: Tensor, keys: Tensor, memory: Tensor, padding: Tensor | None) -> Tensor:
-        """tanh(W_c [context; query]), the context being the memory weighed by how its keys match the query."""
+        """The attentional vector tanh(W_c [context; query]).
+
+        The context is the memory weighed by how its keys match the query.
+        """
         scores = keys @ query.unsqueeze(2)
         weights = (scores if padding is None else scores.masked_fill(padding, float("-inf"))).softmax(1)
         context = (weights.transpose(1, 2) @ memory).squeeze(1)
@@ -87,7 +97,10 @@ class Translator(nn.Module):
 
 
 def translation_loss(module: nn.Module, source: Tensor, target: Tensor, following: Tensor) -> Tensor:
-    """Returns the mean cross entropy of each target word's successor; padding has none."""
+    """The mean cross entropy of each target word's successor.
+
+    Padding has none.
+    """
     return F.cross_entropy(module(source, target).flatten(0, 1), following.flatten(), ignore_index=_IGNORED)
 
 
@@ -101,7 +114,10 @@ def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Ten
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: four layers of 1000 over 50 words, or the small one: two layers of 16 over 3 words."""
+    """The translator on 50 words, or a small one.
+
+    It has four layers of 1000; the small one two layers of 16 over 3 words.
+    """
     seq_len = checked_size(name, "seq_len", size, default=3 if small else 50)
     shape = _SMALL if small else _FULL
     module = Translator(shape)
@@ -110,7 +126,10 @@ def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
 
 
 def build_varied(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the same on sentences of varied lengths, `size` words at most: of the small one 8 words."""
+    """The translator on sentences of varied lengths.
+
+    They have `size` words at most, of the small one 8.
+    """
     longest = checked_size(name, "seq_len", size, default=8 if small else 50)
     shape = _SMALL if small else _FULL
     module = Translator(shape, masked=True)
@@ -119,7 +138,8 @@ def build_varied(name: str, *, small: bool, size: int | None) -> BuiltModel:
 
 
 def _varied_batches(vocabulary: int, longest: int) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
-    """A maker of batches that are as long as their longest sentences."""
+    """A `make_batch` whose batches are as long as their longest sentences."""
+    # Parameters of the log-normal distribution of lengths.
     mean, deviation = _MEAN_SHARE * longest, _DEVIATION_SHARE * longest
     sigma = math.sqrt(math.log1p((deviation / mean) ** 2))
     mu = math.log(mean) - sigma**2 / 2
@@ -142,6 +162,9 @@ def _varied_batches(vocabulary: int, longest: int) -> Callable[[int], tuple[Tens
 
 
 def _seed() -> int:
-    """A number drawn from torch's generator; where tensors are fake and have no numbers, the seed of that."""
+    """A random number from torch's generator.
+
+    Where tensors are fake and have no numbers, the seed of that.
+    """
     drawn = torch.randint(2**62, (), device="cpu")
     return torch.initial_seed() if isinstance(drawn, FakeTensor) else int(drawn)

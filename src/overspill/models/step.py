@@ -1,4 +1,7 @@
-"""A model and its loss as one module, so that what is captured and compiled includes the loss."""
+"""A model and its loss as one module.
+
+What is captured and compiled then includes the loss.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from .built_model import BuiltModel
 
 
 class TrainingStep(nn.Module):
-    """The job's model (`self.model`) with its `loss`: called on a batch, returns the scalar loss."""
+    """A built model with its loss: on a batch, the scalar loss.
+
+    The model is `self.model`.
+    """
 
     def __init__(self, job: BuiltModel) -> None:
         super().__init__()
@@ -23,12 +29,15 @@ class TrainingStep(nn.Module):
         self.loss = job.loss
 
     def forward(self, *batch: Tensor) -> Tensor:
-        """Returns the loss of the model on `batch`, the tensors that the job's `make_batch` returned."""
+        """The loss of the model on `batch`.
+
+        These are the tensors that the job's `make_batch` returned.
+        """
         return self.loss(self.model, *batch)
 
 
 class StepLoss(nn.Module):
-    """`model` with the loss that it is trained on; called on a batch, returns that loss.
+    """`model` with its loss: on inputs, the loss.
 
     `loss` is a criterion of torch.nn, given the model's output and the last input, or a function of the model and all
     inputs, or None for a model that returns its own loss (as its output, or as the output's `loss`).
@@ -42,12 +51,18 @@ class StepLoss(nn.Module):
         """What is called with the gradients of parameters, by their names."""
 
     def forward(self, *inputs: Any) -> Any:
-        """The loss on `inputs`; a single dictionary gives the model keyword arguments. Raises RequestError."""
+        """The loss on `inputs`.
+
+        A single dictionary gives the model keyword arguments. Raises RequestError.
+        """
         return loss_on(self.model, self.loss, inputs)
 
 
 def loss_on(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> Any:
-    """The loss of `model` on `inputs`, with `loss` as of StepLoss. Raises RequestError."""
+    """The loss of `model` on `inputs`.
+
+    `loss` is as of StepLoss. Raises RequestError.
+    """
     if loss is None:
         return _own_loss(_call(model, inputs))
     if not is_criterion(loss):
@@ -60,7 +75,10 @@ def loss_on(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any
 
 
 def scalar_loss(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> Tensor:
-    """As `loss_on`; where the model has no loss of its own, the mean of what it returns. Raises RequestError."""
+    """The loss as of `loss_on`, or the output's mean.
+
+    The mean where the model has no loss of its own. Raises RequestError.
+    """
     output = _call(model, inputs) if loss is None else loss_on(model, loss, inputs)
     found = loss_in(output)
     if found is None:
@@ -71,19 +89,25 @@ def scalar_loss(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple
 
 
 def is_criterion(loss: Callable[..., Any]) -> bool:
-    """Whether `loss` is given an output and a target, as torch's own losses are, and not the model and all inputs."""
+    """Whether `loss` takes an output and a target.
+
+    So do torch's own losses; others take the model and all inputs.
+    """
     return isinstance(loss, nn.Module) or (getattr(loss, "__module__", "") or "").startswith("torch.")
 
 
 def loss_in(output: Any) -> Any:
-    """What a model's output has as its `loss`, an attribute or a key; None if it has neither."""
+    """The `loss` attribute or key of a model's output, or None."""
     # The attribute first: one set on a transformers.ModelOutput that had no loss does not become a key of it.
     found = getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
 
 
 def clip(module: nn.Module, norm: float | None, value: float | None) -> None:
-    """Clip the gradients of `module` as the user of plain PyTorch does, by the norm of all and then by value."""
+    """Clip gradients by the norm of all, then by value.
+
+    As the user of plain PyTorch does.
+    """
     owned = list(module.parameters())
     if norm is not None:
         nn.utils.clip_grad_norm_(owned, norm)
@@ -92,7 +116,10 @@ def clip(module: nn.Module, norm: float | None, value: float | None) -> None:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose parameters and buffers are made here, in a fake mode without any memory."""
+    """A copy of `module` whose tensors need no memory.
+
+    Call it in a fake mode, where its parameters and buffers are made.
+    """
     copies: dict[int, Any] = {}
     for parameter in module.parameters():
         blank = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -103,7 +130,10 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 def convert(module: nn.Module, dtype: torch.dtype | None, memory_format: torch.memory_format | None = None) -> None:
-    """`module.to(dtype, memory_format=…)`, which torch does to real tensors only; what is shared stays shared."""
+    """`module.to(dtype, memory_format=…)`, for fake tensors too.
+
+    Torch does that to real tensors only; what is shared stays shared.
+    """
     made: dict[int, Tensor] = {}
     for part in module.modules():
         for of in (part._parameters, part._buffers):
@@ -117,12 +147,15 @@ def convert(module: nn.Module, dtype: torch.dtype | None, memory_format: torch.m
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`value` in `dtype`, where it is of floating point."""
+    """`value` in `dtype` if it is of floating point."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def whole_dtype(dtype: str) -> torch.dtype | None:
-    """What the whole model is converted to; None where its weights stay as they are."""
+    """The dtype that the whole model is converted to, or None.
+
+    None where its weights stay as they are.
+    """
     return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
 
 

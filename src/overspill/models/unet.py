@@ -1,4 +1,7 @@
-"""U-Net: Ronneberger et al., arXiv:1505.04597, Figure 1, with padded convolutions so that input and output sizes agree."""
+"""U-Net with padded convolutions (Ronneberger et al., arXiv:1505.04597, Figure 1).
+
+Input and output sizes agree.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ _STRIDE = 16  # four pools of two
 
 
 def _pair(channels: int, width: int) -> nn.Sequential:
-    """The figure's two 3x3 convolutions, each with a ReLU."""
+    """Two 3x3 convolutions, each with a ReLU, as in the figure."""
     first, second = nn.Conv2d(channels, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
 class UNet(nn.Module):
-    """A contracting path, an expanding path, and a copy from each level of the one to the same level of the other."""
+    """A contracting and an expanding path, with skip connections.
+
+    There is one from each level of the one to the same level of the other.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +43,7 @@ class UNet(nn.Module):
         self.classify = nn.Conv2d(width, _CLASSES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns logits (batch, classes, height, width)."""
+        """Logits (batch, classes, height, width)."""
         skips = []
         for pair in self.down[:-1]:
             x = pair(x)
@@ -50,7 +56,7 @@ class UNet(nn.Module):
 
 
 def segmentation_loss(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean cross entropy over pixels.
+    """The mean cross entropy over pixels.
 
     The mean is taken apart from the cross entropy, whose own mean over images adds with atomics on CUDA.
     """
@@ -66,7 +72,10 @@ def _batches(image_size: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 64 to 1024 channels at 256x256, or the small one: 8 to 128 channels at 32x32."""
+    """U-Net at 256x256, or a small one.
+
+    It has 64 to 1024 channels; the small one 8 to 128 at 32x32.
+    """
     default = 32 if small else 256
     image_size = checked_size(name, "image_size", size, default=default, minimum=_STRIDE, multiple=_STRIDE)
     module = UNet(8 if small else 64)

@@ -1,4 +1,4 @@
-"""A user's own model, named as `package.module:callable`."""
+"""Load a user's own model, named as `package.module:callable`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SEQ_LEN = 128
 
 
 def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
-    """Returns the job that the callable named by `spec` makes, called without arguments.
+    """The model that the user's callable `spec` makes.
 
-    It returns a module, `(module, make_batch)` or `(module, make_batch, loss)`. `make_batch(batch_size)` returns a
-    tensor, a tuple of tensors or a dict of them; without it, inputs follow from the module's first layer and the
-    sizes given here. `loss(output, *batch)` returns a scalar; a loss of torch.nn is called on the output and the last
-    tensor of the batch.
+    It is called without arguments. It returns a module, `(module, make_batch)` or `(module, make_batch, loss)`.
+    `make_batch(batch_size)` returns a tensor, a tuple of tensors or a dict of them; without it, inputs follow from the
+    module's first layer and the sizes given here. `loss(output, *batch)` returns a scalar; a loss of torch.nn is called
+    on the output and the last tensor of the batch.
 
     Without `loss`, the module reads the whole batch, and its output's `loss`, the output itself if it is a scalar, or
     the mean of its squares is minimised. With `loss`, the module reads what its forward requires: the first tensors of
@@ -51,7 +51,10 @@ def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None =
 
 
 def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
-    """What the user's `function` returns; what it raises becomes one line that begins with `context`."""
+    """The result of the user's `function`, with errors in one line.
+
+    What it raises becomes a RequestError that begins with `context`.
+    """
     try:
         return function(*args)
     except OverspillError:
@@ -63,10 +66,14 @@ def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
 
 
 def _resolve(spec: str) -> Callable[[], Any]:
-    """The callable that `package.module:callable` names, found from the current directory as `python -m` would."""
+    """The callable that `package.module:callable` names.
+
+    It is found from the current directory as `python -m` would.
+    """
     module_name, _, attributes = spec.partition(":")
     if not all(part.isidentifier() for text in (module_name, attributes) for part in text.split(".")):
         raise RequestError(f"{spec!r} does not name a model; write package.module:callable")
+    # Import the module.
     here = os.getcwd()  # noqa: PTH109  # sys.path holds strings
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -77,6 +84,7 @@ def _resolve(spec: str) -> Callable[[], Any]:
         if isinstance(absent, ModuleNotFoundError) and module_name.startswith(f"{absent.name}"):
             raise RequestError(f"{error}; name a module that is installed, or in this directory") from absent
         raise
+    # Find the callable in it.
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise RequestError(f"{spec}: {module_name} has no attribute {attributes}; name a function of {module_name}")
@@ -90,7 +98,11 @@ def _resolve(spec: str) -> Callable[[], Any]:
 
 
 def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | None, Callable[..., Any] | None]:
-    """What the callable returned, as module, make_batch and loss; the last two may be absent."""
+    """The module, make_batch and loss that the callable returned.
+
+    The last two may be absent.
+    """
+    # Each mistake has its own message.
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3:
         raise RequestError(f"{spec} returned a tuple of {len(parts)}; it must return {_WANTED}")
@@ -114,10 +126,14 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
 def _derived_batches(
     spec: str, module: nn.Module, image_size: int | None, seq_len: int | None
 ) -> tuple[Callable[[int], Tensor], str]:
-    """A make_batch for a module whose first layer tells what it reads, and what that is in words."""
+    """A make_batch that suits the module's first layer.
+
+    And in words what it makes.
+    """
     first = next((layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None), None)
     given = {option for option, size in (("image_size", image_size), ("seq_len", seq_len)) if size is not None}
     size = 0
+    # The shape of a sample, by the kind of layer.
     if isinstance(first, nn.Conv2d) and first.in_channels > 0:  # a lazy layer has 0 until it first runs
         given.discard("image_size")
         size = image_size or _IMAGE_SIZE
@@ -138,6 +154,7 @@ def _derived_batches(
             f"{given.pop()}= does not apply to {spec}, whose first layer is {type(first).__name__}; leave it out"
         )
     if isinstance(first, nn.Embedding):
+        # Token numbers for an embedding, else normal noise.
         tokens = f"{shape[0]} numbers below {first.num_embeddings}"
         return lambda batch_size: torch.randint(first.num_embeddings, (batch_size, *shape), device="cpu"), tokens
     dtype = first.weight.dtype
@@ -146,7 +163,10 @@ def _derived_batches(
 
 
 class _Adapter:
-    """Turns a user's make_batch and loss into those of a BuiltModel, whose batches are flat tuples of tensors."""
+    """The batches and loss of a user's model, in flat tuples.
+
+    It turns the user's make_batch and loss into those of a BuiltModel.
+    """
 
     def __init__(
         self, spec: str, module: nn.Module, make_batch: Callable[[int], Any], loss: Callable[..., Any] | None
@@ -165,11 +185,15 @@ class _Adapter:
             self._read = max(1, _required(self._signature))
 
     def make_batch(self, batch_size: int) -> tuple[Tensor, ...]:
-        """Returns the user's batch as a tuple of tensors, in the order of its dict if it is one."""
+        """The user's batch as a tuple of tensors.
+
+        They are in the order of its dict if it is one.
+        """
         batch = _guarded(f"make_batch of {self._spec} raised", self._make_batch, batch_size)
         self._keys = tuple(batch) if isinstance(batch, Mapping) else ()
         if isinstance(batch, Tensor):
             batch = (batch,)
+        # Flatten to a tuple of tensors.
         tensors = tuple(batch.values()) if isinstance(batch, Mapping) else batch
         if not isinstance(tensors, tuple | list) or not tensors:
             raise RequestError(
@@ -181,6 +205,7 @@ class _Adapter:
                 raise RequestError(
                     f"make_batch of {self._spec} returned {type(tensor).__name__} among its tensors; leave it out, or make it a tensor"
                 )
+        # The batch must suit forward and the loss.
         args, kwargs = self._arguments(tuple(tensors))
         try:
             self._signature.bind(*args, **kwargs)
@@ -193,13 +218,17 @@ class _Adapter:
         return tuple(tensors)
 
     def _check_loss(self, batch: tuple[Tensor, ...]) -> None:
-        """Raise RequestError where the user's loss cannot be called on the module's output and `batch`."""
+        """Raise RequestError where the user's loss cannot be called.
+
+        It is called on the module's output and `batch`.
+        """
         if self._loss is None:
             return
         if self._criterion is not None and len(batch) < 2:
             name = type(self._criterion).__name__
             raise RequestError(f"{name} of {self._spec} needs a target; let make_batch return (inputs, target)")
         try:
+            # Bind without calling: an error now is clearer than one in the step.
             signature = inspect.signature(self._loss)
         except (TypeError, ValueError):  # of what is not Python nobody knows
             return
@@ -213,12 +242,15 @@ class _Adapter:
             ) from error
 
     def _of_criterion(self, output: Any, *batch: Tensor) -> Any:
-        """What a loss of torch.nn makes of the output and the target."""
+        """A torch.nn loss of the output and the target."""
         assert self._criterion is not None
         return self._criterion(output, batch[-1])
 
     def loss(self, module: nn.Module, *batch: Tensor) -> Tensor:
-        """Returns the scalar that the user's loss, or the default one, makes of the module's output."""
+        """The scalar loss of the module's output.
+
+        It is the user's loss, or the default one.
+        """
         args, kwargs = self._arguments(batch)
         output = module(*args, **kwargs)
         loss = _default_loss(output) if self._loss is None else self._loss(output, *batch)
@@ -230,7 +262,7 @@ class _Adapter:
         return loss
 
     def _arguments(self, batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """What of `batch` the module is called with, positional and by name."""
+        """The positional and named arguments of the module, from `batch`."""
         if not self._keys:
             return batch[: self._read], {}
         named = dict(zip(self._keys, batch, strict=True))
@@ -238,13 +270,16 @@ class _Adapter:
 
 
 def _required(signature: inspect.Signature) -> int:
-    """How many positional arguments have no default."""
+    """The number of positional arguments without a default."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is p.empty for p in signature.parameters.values())
 
 
 def _default_loss(output: Any) -> Tensor | None:
-    """The output's `loss`, the output itself if a scalar, or the mean of its squares; None if there is nothing such."""
+    """The output's loss where the user gave none, or None.
+
+    It is the output's `loss`, the output itself if a scalar, or the mean of its squares; None if there is nothing such.
+    """
     if isinstance(output, Tensor):
         return output if output.dim() == 0 else output.float().square().mean()
     found = loss_in(output)

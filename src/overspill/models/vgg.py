@@ -1,4 +1,7 @@
-"""VGG: Simonyan and Zisserman, arXiv:1409.1556, Table 1, and the deep extensions of vDNN (Rhu et al. 2016, §IV-C)."""
+"""VGG (Simonyan and Zisserman, arXiv:1409.1556, Table 1).
+
+And the deep extensions of vDNN (Rhu et al. 2016, §IV-C).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ _STRIDE = 32  # five pools of two
 
 
 def _groups(name: str, *, small: bool) -> tuple[tuple[int, ...], ...]:
-    """Kernel sizes per group; a small extension adds 1 to 4 convolutions per group where the real one adds 20 to 80."""
+    """Kernel sizes of each group's convolutions.
+
+    A small extension adds 1 to 4 convolutions per group where the real one adds 20 to 80.
+    """
     configuration = _ALIASES.get(name, name)
     if configuration in _CONFIGURATIONS:
         return _CONFIGURATIONS[configuration]
@@ -32,10 +38,11 @@ def _groups(name: str, *, small: bool) -> tuple[tuple[int, ...], ...]:
 
 
 def _linear_std(name: str, *, small: bool) -> float:
-    """Initial spread of the linear layers: torchvision's 0.01, except where that trains badly.
+    """Standard deviation of the linear layers' initial weights.
 
-    The small linear layers would drown the signal at 0.01. Over 116 convolutions and more, gradients add up until SGD
-    at a rate of 0.01 diverges within four steps; half the spread makes them eight times smaller.
+    It is torchvision's 0.01, except where that trains badly. The small linear layers would drown the signal at 0.01.
+    Over 116 convolutions and more, gradients add up until SGD at a rate of 0.01 diverges within four steps; half the
+    spread makes them eight times smaller.
     """
     if small:
         return 0.1
@@ -43,17 +50,22 @@ def _linear_std(name: str, *, small: bool) -> float:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and 8 to 16 channels."""
+    """A VGG at 224x224, or a small one.
+
+    It has 1000 classes; the small one has 10 at 64x64, and 8 to 16 channels.
+    """
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=_STRIDE)
     widths = (8, 8, 16, 16, 16) if small else (64, 128, 256, 512, 512)
     grid, hidden, classes = (1, 32, 10) if small else (7, 4096, 1000)
     layers: list[nn.Module] = []
+    # Five groups of convolutions.
     channels = 3
     for width, kernels in zip(widths, _groups(name, small=small), strict=True):
         for kernel in kernels:
             layers += [nn.Conv2d(channels, width, kernel, padding=kernel // 2), nn.ReLU()]
             channels = width
         layers.append(nn.MaxPool2d(2))
+    # Three linear layers.
     head = [
         resized_grid(image_size // _STRIDE, grid),
         nn.Flatten(),

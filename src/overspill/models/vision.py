@@ -1,4 +1,7 @@
-"""What the image classifiers share: batches, loss, initial weights, and a head that accepts any image size."""
+"""Parts of all image classifiers: batches, losses, initial weights, head.
+
+The head accepts any image size.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from overspill.core.errors import RequestError
 
 
 def image_batches(image_size: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Returns the `make_batch` of a classifier: normal noise (batch, 3, size, size) and labels (batch,)."""
+    """A `make_batch` of random images and labels.
+
+    They are normal noise (batch, 3, size, size) and (batch,).
+    """
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         images = torch.randn(batch_size, 3, image_size, image_size, device="cpu")
@@ -23,10 +29,11 @@ def image_batches(image_size: int, classes: int) -> Callable[[int], tuple[Tensor
 
 
 def check_normalised_batch(name: str, batch_size: int, image_size: int, one_pixel: int | None) -> None:
-    """Refuses a batch that leaves batch norm one value per channel, and so no variance to divide by.
+    """Raise RequestError for a batch too small for batch norm.
 
-    `one_pixel` is the largest image whose smallest maps are 1x1, which is the whole downsampling of a network that
-    pads each of its layers; None where images of every size have such maps.
+    One value per channel has no variance to divide by. `one_pixel` is the largest image whose smallest maps are 1x1,
+    which is the whole downsampling of a network that pads each of its layers; None where images of every size have such
+    maps.
     """
     if batch_size == 1 and (one_pixel is None or image_size <= one_pixel):
         larger = "" if one_pixel is None else f" or image_size {one_pixel + 1} and above"
@@ -39,7 +46,10 @@ def check_normalised_batch(name: str, batch_size: int, image_size: int, one_pixe
 def normalised_image_batches(
     name: str, image_size: int, classes: int, one_pixel: int | None
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Returns `image_batches` for a network with batch norm, checked by `check_normalised_batch`."""
+    """`image_batches`, checked to be large enough for batch norm.
+
+    By `check_normalised_batch`.
+    """
     draw = image_batches(image_size, classes)
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
@@ -50,14 +60,15 @@ def normalised_image_batches(
 
 
 def classification_loss(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean cross entropy of the module's logits."""
+    """The mean cross entropy of the module's logits."""
     return F.cross_entropy(module(images), labels)
 
 
 def auxiliary_loss(weight: float) -> Callable[..., Tensor]:
-    """Returns the loss of a module that answers with its logits and, in training, with those of side classifiers.
+    """The loss of a module with auxiliary classifiers.
 
-    It is the mean cross entropy of the main classifier plus `weight` times that of each auxiliary one.
+    In training it answers with its logits and those of the auxiliary ones. It is the mean cross entropy of the main
+    classifier plus `weight` times that of each auxiliary one.
     """
 
     def loss_of(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -73,17 +84,19 @@ def auxiliary_loss(weight: float) -> Callable[..., Tensor]:
 
 
 def resized_grid(have: int, want: int) -> nn.Module:
-    """Returns a module that brings (have, have) maps to (want, want), so that the linear layers fit any image size.
+    """A module that resizes (have, have) maps to (want, want).
 
-    At the published image size the two agree and it does nothing: the papers have no pooling there.
+    The linear layers then fit any image size. At the published image size the two agree and it does nothing: the papers
+    have no pooling there.
     """
     return nn.Identity() if have == want else nn.AdaptiveAvgPool2d(want)
 
 
 def he_init(module: nn.Module, mode: Literal["fan_in", "fan_out"], linear_std: float = 0.01) -> None:
-    """Gives convolutions He et al. 2015's normal weights (arXiv:1502.01852 §2.2), linear layers small ones, no biases.
+    """Initialise convolutions with He et al.'s normal weights.
 
-    Deep networks without normalisation keep sane activations only with it.
+    arXiv:1502.01852 §2.2; linear layers get small ones, and there are no biases. Deep networks without normalisation
+    keep sane activations only with it.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
