@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.capture.virtual_gpu.virtual import F, batch, mlp, optim, train
+from tests.turns import by_turns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -161,8 +162,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "flags"), by_turns(NAMES, FLAGS))
 def test_every_optimizer_takes_its_steps(gpu: VirtualGpu, name: str, flags: str) -> None:
     model, options = mlp().cuda(), dict(FLAGS[flags])
     if "lr" in options:
