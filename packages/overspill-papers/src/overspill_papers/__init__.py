@@ -1,1 +1,4 @@
-"""What Overspill has of papers: their claims beside what comes out here. Folders are named as those of `overspill`."""
+"""Results of papers, compared with what Overspill computes.
+
+Folders are named as those of `overspill`.
+"""

@@ -1,4 +1,4 @@
-"""`overspill reproduce`: the figures of a paper beside what Overspill finds for them."""
+"""`overspill reproduce`: a paper's figures next to Overspill's."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def reproduce(
 
     check_report(report)
 
+    # Compute each claim, and report it as it is found.
     begun = time.perf_counter()
     chosen = papers.paper_named(paper)
     claims = papers.claims_of(chosen, table)
@@ -48,6 +49,7 @@ def reproduce(
 
             drawn = [(figure, figure.compute(lab)) for figure in figures_of(chosen.name, table)]
             write_page(report, paper_page(chosen, found, drawn))
+    # The JSON object.
     answer = {
         "paper": chosen.name,
         "title": chosen.title,

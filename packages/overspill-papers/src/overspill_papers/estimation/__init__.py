@@ -1,1 +1,1 @@
-"""What `overspill estimate` asks of this package."""
+"""The jobs that `overspill estimate` takes from this package."""

@@ -1,4 +1,7 @@
-"""Jobs of other frameworks as `overspill estimate` records them: MXNet's symbols, TensorFlow's graphs and ONNX files."""
+"""Record jobs of other frameworks, for `overspill estimate`.
+
+MXNet's symbols, TensorFlow's graphs and ONNX files.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,15 @@ def mxnet(source: Source, optimizer: str | None, device: Device) -> Callable[[in
 
 
 def tensorflow(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
-    """The recording of what a function of the user's builds in TensorFlow, by batch size."""
+    """The recording of a user's function in TensorFlow, by batch size."""
     return lambda batch: record_graph(trace(source.target, batch, optimizer), device)
 
 
 def onnx(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
-    """The recording of an ONNX file by batch size, as MXNet would run it."""
+    """The recording of an ONNX file, by batch size.
+
+    As MXNet would run it.
+    """
 
     def record(batch: int) -> Recording:
         given = shapes_of(source.inputs, batch)

@@ -1,6 +1,6 @@
-"""DeepLab v3+: Chen et al., arXiv:1802.02611, Figure 2, on ResNet-101 with output stride 16 (§4.2).
+"""DeepLab v3+ on ResNet-101 (Chen et al., arXiv:1802.02611).
 
-The encoder's pyramid pooling is that of DeepLab v3, arXiv:1706.05587, §3.3.
+Figure 2, with output stride 16 (§4.2). The encoder's pyramid pooling is that of DeepLab v3, arXiv:1706.05587, §3.3.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def _relu_conv(channels: int, width: int, kernel: int, rate: int = 1) -> nn.Sequ
 
 
 class Bilinear(nn.Module):
-    """Bilinear upsampling of square maps, corners on corners, as two products with a constant matrix.
+    """Bilinear upsampling of square maps, with aligned corners.
 
-    nn.Upsample's CUDA backward adds with atomics in any order, and training here must repeat to the last bit.
+    It is two products with a constant matrix. nn.Upsample's CUDA backward adds with atomics in any order, and training
+    here must repeat to the last bit.
     """
 
     def __init__(self, have: int, want: int) -> None:
@@ -50,13 +51,16 @@ class Bilinear(nn.Module):
         self.register_buffer("weights", (1 - distances).clamp(min=0).float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns (batch, channels, want, want) of (batch, channels, have, have)."""
+        """Maps (batch, channels, want, want) of (batch, channels, have, have)."""
         columns = F.linear(x, self.weights)
         return F.linear(columns.transpose(2, 3), self.weights).transpose(2, 3)
 
 
 class Pyramid(nn.Module):
-    """Atrous spatial pyramid pooling: what a pixel sees near, at three rates further out, and of the whole image."""
+    """Atrous spatial pyramid pooling.
+
+    What a pixel sees near, at three rates further out, and of the whole image.
+    """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class Pyramid(nn.Module):
         self.project = _relu_conv((len(_RATES) + 2) * width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns maps of x's side."""
+        """Maps of x's side."""
         whole = self.whole(x).expand(-1, -1, *x.shape[2:])
         return self.project(torch.cat([*(branch(x) for branch in self.local), whole], 1))
 
@@ -83,6 +87,7 @@ class DeepLab(nn.Module):
         super().__init__()
         one, two, three, four = shape.stages
         stem, head = shape.stem, shape.head
+        # The encoder.
         self.low = nn.Sequential(
             conv_norm(3, stem, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1), _stage(stem, stem, one, 1, 1)
         )
@@ -92,6 +97,7 @@ class DeepLab(nn.Module):
             _stage(16 * stem, 8 * stem, four, 1, 2),  # atrous where ResNet would stride
             Pyramid(32 * stem, head),
         )
+        # The decoder.
         self.reduce = _relu_conv(4 * stem, shape.low_level, 1)
         quarter, sixteenth = ((image_size - 1) // stride + 1 for stride in (4, 16))
         self.grow = Bilinear(sixteenth, quarter)
@@ -100,7 +106,7 @@ class DeepLab(nn.Module):
         self.to_image = Bilinear(quarter, image_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns logits (batch, classes, side, side)."""
+        """Logits (batch, classes, side, side)."""
         low = self.low(x)
         joined = torch.cat([self.reduce(low), self.grow(self.high(low))], 1)
         return self.to_image(self.classify(self.refine(joined)))
@@ -116,7 +122,10 @@ def _batches(name: str, image_size: int) -> Callable[[int], tuple[Tensor, Tensor
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 21 classes at 513x513, or the small one: one block a stage, 8 channels in the first, at 65x65."""
+    """DeepLab v3+ at 513x513, or a small one.
+
+    It has 21 classes; the small one has one block a stage, 8 channels in the first, at 65x65.
+    """
     image_size = checked_size(name, "image_size", size, default=65 if small else 513, minimum=32)
     module = DeepLab(_SMALL if small else _FULL, image_size)
     he_init(module, "fan_out")

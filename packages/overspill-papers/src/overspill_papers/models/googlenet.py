@@ -1,4 +1,7 @@
-"""GoogLeNet (Inception v1): Szegedy et al., arXiv:1409.4842, Table 1 and Figure 3, without batch norm."""
+"""GoogLeNet, Inception v1 (Szegedy et al., arXiv:1409.4842).
+
+Table 1 and Figure 3, without batch norm.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class ResponseNorm(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x / (1 + 1e-4 * mean of squares over the window) ** 0.75."""
+        """Maps x / (1 + 1e-4 * mean of squares over the window) ** 0.75."""
         channels = x.shape[1]
         squares = F.pad(x.square(), (0, 0, 0, 0, 2, 2))
         window = squares[:, :channels]
@@ -52,7 +55,7 @@ class ResponseNorm(nn.Module):
 
 
 class Inception(nn.Module):
-    """Four branches side by side on the same input, joined along channels (Figure 2b)."""
+    """Four parallel branches, joined along channels (Figure 2b)."""
 
     def __init__(self, channels: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -64,15 +67,15 @@ class Inception(nn.Module):
         self.channels = one + three + five + pool
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the four branches' maps, concatenated."""
+        """The four branches' maps, concatenated."""
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1)
 
 
 def _auxiliary(channels: int, shrink: int, classes: int) -> nn.Sequential:
-    """An auxiliary classifier (§5): pool to 4x4, 128 1x1 convolutions, 1024 units, 70 % dropout.
+    """An auxiliary classifier (§5).
 
-    The paper's 5x5 pool of stride 3 makes 4x4 of the 14x14 maps at 224; adaptive pooling does so at any size, with
-    the same windows' sizes to within one.
+    Pool to 4x4, 128 1x1 convolutions, 1024 units, 70 % dropout. The paper's 5x5 pool of stride 3 makes 4x4 of the 14x14
+    maps at 224; adaptive pooling does so at any size, with the same windows' sizes to within one.
     """
     width, hidden = 128 // shrink, 1024 // shrink
     return nn.Sequential(
@@ -87,7 +90,10 @@ def _auxiliary(channels: int, shrink: int, classes: int) -> nn.Sequential:
 
 
 class GoogLeNet(nn.Module):
-    """The network of Table 1; `shrink` divides every width, `auxiliary` adds the two side classifiers."""
+    """The network of Table 1.
+
+    `shrink` divides every width, `auxiliary` adds the two auxiliary classifiers.
+    """
 
     def __init__(self, *, classes: int, shrink: int, auxiliary: bool) -> None:
         super().__init__()
@@ -102,6 +108,7 @@ class GoogLeNet(nn.Module):
             _pool(),
         ]
         self.stem = nn.Sequential(*stem)
+        # Inception blocks, some followed by a pool or an auxiliary classifier.
         self.blocks = nn.ModuleDict()
         self.auxiliaries = nn.ModuleDict()
         channels = c2
@@ -114,7 +121,10 @@ class GoogLeNet(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.4), nn.Linear(channels, classes))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Returns the logits; with auxiliary classifiers and in training, a tuple that ends in theirs."""
+        """The logits; in training with the auxiliary classifiers' last.
+
+        With these it is a tuple.
+        """
         side = []
         x = self.stem(x)
         for name, block in self.blocks.items():
@@ -137,7 +147,10 @@ def _init(module: nn.Module) -> None:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and a sixteenth of the width."""
+    """GoogLeNet at 224x224, or a small one.
+
+    It has 1000 classes; the small one has 10 at 64x64 and a sixteenth of the width.
+    """
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
     classes = 10 if small else 1000
     auxiliary = name == "googlenet-aux"

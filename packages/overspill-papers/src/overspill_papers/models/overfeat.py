@@ -13,16 +13,23 @@ from overspill.models.vision import classification_loss, he_init, image_batches,
 
 
 def _last_grid(image_size: int) -> int:
-    """Side of the last feature maps for an image of this side; 6 at 231."""
+    """Side of the last feature maps for an image of this side.
+
+    It is 6 at 231.
+    """
     side = ((image_size - 11) // 4 + 1) // 2
     return (side - 4) // 2 // 2
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: 1000 classes at 231x231, or the small one: 10 classes at 71x71 and 8 to 16 channels."""
+    """OverFeat at 231x231, or a small one.
+
+    It has 1000 classes; the small one has 10 at 71x71, and 8 to 16 channels.
+    """
     image_size = checked_size(name, "image_size", size, default=71 if small else 231, minimum=71)
     c1, c2, c3, c4 = (8, 8, 16, 16) if small else (96, 256, 512, 1024)
     grid, h1, h2, classes = (1, 32, 32, 10) if small else (6, 3072, 4096, 1000)
+    # Five convolutions, then three linear layers.
     module = nn.Sequential(
         nn.Conv2d(3, c1, 11, stride=4),
         nn.ReLU(),

@@ -1,8 +1,9 @@
-"""pix2pixHD: Wang et al., arXiv:1711.11585, the global generator with its multi-scale discriminators (§3.2, appendix).
+"""pix2pixHD (Wang et al., arXiv:1711.11585).
 
-One step trains both sides on one scalar: what the generator minimises is computed through discriminators whose weights
-are constants there, what the discriminators minimise on a generated image that is a constant there, so that each side
-gets its own gradient and no other. The perceptual loss of a pretrained VGG, optional in the paper, is left out.
+The global generator with its multi-scale discriminators (§3.2, appendix). One step trains both sides on one scalar:
+what the generator minimises is computed through discriminators whose weights are constants there, what the
+discriminators minimise on a generated image that is a constant there, so that each side gets its own gradient and no
+other. The perceptual loss of a pretrained VGG, optional in the paper, is left out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ReflectionPad(nn.Module):
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x with `width` more pixels on each side."""
+        """Maps with `width` more pixels on each side of `x`."""
         for axis in (2, 3):
             before = x.narrow(axis, 1, self.width)
             after = x.narrow(axis, x.shape[axis] - 1 - self.width, self.width)
@@ -72,7 +73,7 @@ class ResidualBlock(nn.Module):
         self.branch = nn.Sequential(*_conv(width, width, 3), nn.ReLU(), *_conv(width, width, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the block's output."""
+        """The block's output."""
         return x + self.branch(x)
 
 
@@ -90,7 +91,10 @@ def _generator(shape: _Shape) -> nn.Sequential:
 
 
 class Discriminator(nn.Module):
-    """A PatchGAN: whether each patch of 70x70 pixels of a label map and an image is real."""
+    """A PatchGAN, which judges patches of 70x70 pixels.
+
+    Whether each patch of a label map and an image is real.
+    """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -101,7 +105,10 @@ class Discriminator(nn.Module):
         self.score = nn.Conv2d(channels, 1, _KERNEL, padding=2)
 
     def forward(self, x: Tensor, *, learns: bool) -> Features:
-        """Returns the maps of each layer, the scores last; unless it `learns`, its weights are constants."""
+        """The maps of each layer, the scores last.
+
+        Unless it `learns`, its weights are constants.
+        """
         features = []
         for level, conv in enumerate(self.convs):
             x = _convolve(conv, x, learns=learns)
@@ -116,7 +123,10 @@ def _convolve(conv: nn.Module, x: Tensor, *, learns: bool) -> Tensor:
 
 
 class Pix2PixHd(nn.Module):
-    """The generator and its discriminators, each of which sees half the side of the one before (§3.2)."""
+    """The generator and its discriminators.
+
+    Each of these sees half the side of the one before (§3.2).
+    """
 
     def __init__(self, shape: _Shape) -> None:
         super().__init__()
@@ -127,7 +137,10 @@ class Pix2PixHd(nn.Module):
         _init(self)
 
     def forward(self, labels: Tensor, images: Tensor) -> tuple[list[Features], list[Features], list[Features]]:
-        """Returns each discriminator's features of the real images, of the generated ones, and of these undetached."""
+        """Each discriminator's features of real, generated and undetached images.
+
+        The last are the generated ones undetached.
+        """
         generated = self.generator(labels)
         real = self._features(labels, images, learns=True)
         fake = self._features(labels, generated.detach(), learns=True)
@@ -151,10 +164,11 @@ def _init(module: nn.Module) -> None:
 
 
 def adversarial_loss(module: nn.Module, labels: Tensor, images: Tensor) -> Tensor:
-    """Returns the sum of both sides' losses over the discriminators, by least squares (LSGAN) and feature matching.
+    """The losses of generator and discriminators, summed.
 
-    The discriminators': the mean of (D(real) - 1)^2 and D(fake)^2. The generator's: (D(fake) - 1)^2 and, ten times,
-    the mean absolute difference between the features of real and fake in every layer (equation 4).
+    Over the discriminators, by least squares (LSGAN) and feature matching. The discriminators': the mean of (D(real) -
+    1)^2 and D(fake)^2. The generator's: (D(fake) - 1)^2 and, ten times, the mean absolute difference between the
+    features of real and fake in every layer (equation 4).
     """
     loss = images.new_zeros(())
     for real, fake, judged in zip(*module(labels, images), strict=True):
@@ -177,9 +191,10 @@ def _batches(classes: int, height: int) -> Callable[[int], tuple[Tensor, Tensor]
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """Returns the job: Cityscapes' 35 labels at 512x1024, or the small one: 5 labels at 32x64 and 8 channels.
+    """pix2pixHD at 512x1024, or a small one.
 
-    `size` is the height; images are twice as wide.
+    It has Cityscapes' 35 labels; the small one has 5 at 32x64, and 8 channels. `size` is the height; images are twice
+    as wide.
     """
     height = checked_size(name, "image_size", size, default=32 if small else 512, minimum=32, multiple=16)
     shape = _SMALL if small else _FULL

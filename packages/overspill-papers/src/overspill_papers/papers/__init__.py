@@ -1,4 +1,4 @@
-"""The papers that Overspill follows: what they measured, as data, and the code that finds our figure for each."""
+"""The papers: their measurements as data, and code for ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .lab import Lab as Lab
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper: `name` is what a user calls it and the module here that holds its claims."""
+    """A paper.
+
+    `name` is what a user calls it and the module here that holds its claims.
+    """
 
     name: str
     title: str
@@ -47,7 +50,10 @@ _BY_NAME = {name: paper for paper in PAPERS for name in (paper.name, *paper.alia
 
 
 def paper_named(name: str) -> Paper:
-    """The paper of this name or alias. Raises RequestError with the names that exist."""
+    """The paper of this name or alias.
+
+    Raises RequestError with the names that exist.
+    """
     if (paper := _BY_NAME.get(name.lower())) is not None:
         return paper
     raise RequestError(
@@ -56,7 +62,10 @@ def paper_named(name: str) -> Paper:
 
 
 def claims_of(paper: Paper, table: str | None = None) -> tuple[Claim, ...]:
-    """All claims of `paper`, or those of one table or figure. Raises RequestError with the names that exist."""
+    """All claims of `paper`, or of one table or figure.
+
+    Raises RequestError with the names that exist.
+    """
     claims: tuple[Claim, ...] = importlib.import_module(f"{__name__}.{paper.name}").CLAIMS
     if table is None:
         return claims

@@ -1,8 +1,9 @@
-"""A step as Chainer 3 runs it, in the blocks that it asks its memory pool for.
+"""A step as Chainer 3 runs it, for its memory pool.
 
-Function nodes hold what backward reads until the whole graph of variables is dropped, after backward; gradients of
-variables go as soon as they have been used. Each call of cuDNN's convolutions takes a workspace of the size that is allowed,
-8 MiB where nobody says otherwise, whatever the algorithm needs. Sizes are multiples of 512 bytes.
+In the blocks that it asks the pool for. Function nodes hold what backward reads until the whole graph of variables is
+dropped, after backward; gradients of variables go as soon as they have been used. Each call of cuDNN's convolutions
+takes a workspace of the size that is allowed, 8 MiB where nobody says otherwise, whatever the algorithm needs. Sizes
+are multiples of 512 bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ Parts = tuple["nn.Module", "Callable[[int], tuple[Tensor, ...]]", "Callable[...,
 
 
 def alexnet() -> Parts:
-    """Chainer's example `imagenet/alex.py`: one tower with response normalisation, on images of 227 x 227."""
+    """AlexNet of Chainer's example `imagenet/alex.py`.
+
+    One tower with response normalisation, on images of 227 x 227.
+    """
     from torch import nn  # noqa: PLC0415  # what only lists claims does without
     from torch.nn import functional as F  # noqa: PLC0415
 
     from overspill.models.vision import image_batches  # noqa: PLC0415
 
+    # Five convolutions, then three linear layers.
     module = nn.Sequential(
         nn.Conv2d(3, 96, 11, stride=4), nn.ReLU(), _response_norm(), nn.MaxPool2d(3, 2),
         nn.Conv2d(96, 256, 5, padding=2), nn.ReLU(), _response_norm(), nn.MaxPool2d(3, 2),
@@ -75,7 +80,10 @@ def _whole_loss(job: models.BuiltModel) -> Callable[..., Tensor]:
 
 
 def _response_norm() -> nn.Module:
-    """What has the maps of Chainer's response normalisation: its result, and the scale that its backward reads. Not its numbers."""
+    """A layer with the maps of Chainer's response normalisation.
+
+    Its result, and the scale that its backward reads. Not its numbers.
+    """
     from torch import nn  # noqa: PLC0415
 
     class Maps(nn.Module):
@@ -95,7 +103,10 @@ def _with_workspace(op: Op) -> Op:
 
 
 def inference_trace(graph: Graph) -> Trace:
-    """The blocks of a forward pass that keeps nothing for backward: each is dead after its last use."""
+    """The blocks of a forward pass, each dead after its last use.
+
+    It keeps nothing for backward.
+    """
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     blocks = [(op.id, op.id + 1, op.workspace_bytes, "workspace") for op in forward]
     for tensor in graph.tensors:
@@ -107,14 +118,20 @@ def inference_trace(graph: Graph) -> Trace:
 
 
 def training_trace(graph: Graph, schedule: Schedule) -> Trace:
-    """The blocks that a training step asks for; `schedule` is the one that keeps feature maps to the end of backward."""
+    """The blocks of a training step.
+
+    `schedule` is the one that keeps feature maps to the end of backward.
+    """
     aside = {t.name for t in graph.tensors if t.kind in (*HELD, TensorKind.WORKSPACE)}  # the latter is our handles
     blocks = trace_of(graph, schedule).blocks
     return _in_steps([(b.start, b.end, b.nbytes, b.name) for b in blocks if b.name not in aside])
 
 
 def held_bytes(graph: Graph, *, training: bool) -> int:
-    """Bytes that are there from before the step: parameters, and in training their gradients and the optimizer's state."""
+    """Bytes that are allocated before the step.
+
+    Parameters, and in training their gradients and the optimizer's state.
+    """
     kinds = HELD if training else (TensorKind.PARAMETER, TensorKind.BUFFER)
     return sum(round_up(t.nbytes, STEP_BYTES) for t in graph.tensors if t.kind in kinds)
 

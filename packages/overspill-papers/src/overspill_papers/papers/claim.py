@@ -1,4 +1,4 @@
-"""What a paper says in a number, and what we find instead."""
+"""A figure of a paper, and ours for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure of a paper: where it stands, in its own words, and how we compute ours.
+    """One figure of a paper, and how ours is computed.
 
-    `bound` says what sort of figure it is: `=`, or `>` and `<` where the paper gives a limit only. `fitted` names the
-    constant of ours that was set by this very row, which then shows nothing. `aside` says how the row reads a figure that
-    has another row; it is shown beside that, and counts nothing either. `note` is what one must know of ours; where ours is
-    more than 15 % off, it is the reason, as an experiment showed it.
+    Where it stands, and in its own words. `bound` says what sort of figure it is: `=`, or `>` and `<` where the paper
+    gives a limit only. `fitted` names the constant of ours that was set by this very row, which then shows nothing.
+    `aside` says how the row reads a figure that has another row; it is shown beside that, and counts nothing either.
+    `note` is what one must know of ours; where ours is more than 15 % off, it is the reason, as an experiment showed
+    it.
     """
 
     paper: str
@@ -44,7 +45,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Result:
-    """A claim with our figure, None where there is none and `trouble` says why."""
+    """A claim with our figure.
+
+    It is None where there is none and `trouble` says why.
+    """
 
     claim: Claim
     ours: float | None
@@ -57,7 +61,10 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether ours is within 15 % of the paper's figure, or on the right side of its limit."""
+        """Whether ours agrees with the paper's figure.
+
+        It is within 15 % of it, or on the right side of its limit.
+        """
         if self.ratio is None:
             return False
         if self.claim.is_limit:
@@ -67,7 +74,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many figures agree, of those that can disagree; limits by themselves; and rows that count nothing: fitted, aside."""
+    """Numbers of figures that agree, limits, and rows that do not count.
+
+    Figures are those that can disagree; rows do not count that are fitted, or aside.
+    """
 
     figures: int
     agreeing: int
@@ -93,7 +103,10 @@ class Counts:
 
 
 def results(claims: tuple[Claim, ...], lab: Lab) -> Iterator[Result]:
-    """Each claim's result, as it is found. A policy that finds no schedule is a result too."""
+    """Each claim's result, as it is found.
+
+    A policy that finds no schedule is a result too.
+    """
     for claim in claims:
         try:
             yield Result(claim, claim.compute(lab))

@@ -1,9 +1,9 @@
-"""DNNMem (Gao et al., ESEC/FSE 2020): what its tables measured, and our estimates of the same jobs on its P40.
+"""DNNMem (Gao et al., ESEC/FSE 2020): its measurements and our estimates.
 
-"Real" rows are what NVML read; ours are estimates by each framework's own rules. PyTorch's jobs run on a GPU that is not
-there. MXNet's are symbols (`symbols.py`), TensorFlow's are graphs that a TensorFlow of today traced as TensorFlow 1 builds
-them (`tools/tensorflow_graphs.py`). Shape Inference is the paper's baseline, computed by its definition (§5.2): weights,
-input and the outputs of forward, activations, dropout and sums in place.
+Of the same jobs on its P40. "Real" rows are what NVML read; ours are estimates by each framework's own rules. PyTorch's
+jobs run on a GPU that is not there. MXNet's are symbols (`symbols.py`), TensorFlow's are graphs that a TensorFlow of
+today traced as TensorFlow 1 builds them (`tools/tensorflow_graphs.py`). Shape Inference is the paper's baseline,
+computed by its definition (§5.2): weights, input and the outputs of forward, activations, dropout and sums in place.
 
 Taken where the paper says nothing, once for all rows: `dnnmem_tables.py` and `dnnmem_torch.py` say what of sizes and
 optimizers; batch norm of TensorFlow's networks has fixed statistics and an untrained scale, the only kind that can be "in
@@ -62,7 +62,10 @@ def _inputs(model: str, batch: int, length: int | None) -> dict[str, tuple[int, 
 
 @cache
 def _recording(framework: str, model: str, batch: int, length: int | None) -> Recording:
-    """A step of a network as a framework runs it on the P40: SGD, and for BERT Adam with decay."""
+    """A step of a network as a framework runs it on the P40.
+
+    SGD, and for BERT Adam with decay.
+    """
     device = load_device("p40")
     if framework == "MXNet":
         symbol = NETWORKS[model]()
@@ -87,13 +90,16 @@ def _of(recording: Recording, framework: str, model: str, batch: int) -> Estimat
 
 
 def _total_gb(row: tables.Row, lab: Lab) -> float:
-    """What NVML would show."""
+    """The memory that NVML would show."""
     del lab
     return _estimate(row.framework, row.model, row.batch_size, row.seq_len).total_bytes / GIB
 
 
 def _category_gb(batch: int, category: str, lab: Lab) -> float:
-    """A category of Table 8: VGG16 in TensorFlow; what is live once all algorithms have been tried, and the rest."""
+    """A category of Table 8: VGG16 in TensorFlow.
+
+    What is live once all algorithms have been tried, and the rest.
+    """
     del lab
     made = _estimate("TensorFlow", "VGG16", batch, None)
     live = _steady_bytes(made.recording)
@@ -112,7 +118,10 @@ def _steady_bytes(recording: Recording) -> int:
 
 
 def _shape_inference_gb(row: tables.Row, lab: Lab) -> float:
-    """Weights, inputs and what forward makes that is not in place; of TensorFlow, batch norm is in place too (§5.3)."""
+    """Weights, inputs and out-of-place outputs of forward.
+
+    Of TensorFlow, batch norm is in place too (§5.3).
+    """
     del lab
     if row.model == "LSTM":  # one operator a layer: two products of four gates, and its output
         weights = 2 * (2 * 4 * tables.LSTM_WIDTH * tables.LSTM_WIDTH + 2 * 4 * tables.LSTM_WIDTH)
@@ -133,7 +142,10 @@ def _mean_error_percent(lab: Lab) -> float:
 
 @cache
 def _grid_error_percent() -> float:
-    """How far Shape Inference is from our estimate, in the mean over a grid of image sides and batches, for MXNet."""
+    """The mean error of Shape Inference against our estimate, for MXNet.
+
+    Over a grid of image sides and batches.
+    """
     device, errors = load_device("p40"), []
     for model, side, batch in product(_GRID_MODELS, _GRID_SIDES, _GRID_BATCHES):
         inputs = {"data": (batch, 3, side, side), "softmax_label": (batch,)}

@@ -1,8 +1,9 @@
-"""The measurements of the DNNMem paper as data: Figure 1, Tables 6 to 8 and the out-of-memory experiments of section 5.2.
+"""The measurements of the DNNMem paper as data.
 
-Gao et al., "Estimating GPU Memory Consumption of Deep Learning Models", ESEC/FSE 2020. PyTorch 1.2.0, TensorFlow 1.12.0,
-MXNet 1.5.0, CUDA 9.0, cuDNN 7.0.3, Tesla P40; real use is read with NVML and so has the CUDA context in it. The figures are
-printed as GB; the P40 is given as 22.38 GB, which are 22 919 MiB, so GB is GiB.
+Figure 1, Tables 6 to 8 and the out-of-memory experiments of section 5.2. Gao et al., "Estimating GPU Memory Consumption
+of Deep Learning Models", ESEC/FSE 2020. PyTorch 1.2.0, TensorFlow 1.12.0, MXNet 1.5.0, CUDA 9.0, cuDNN 7.0.3, Tesla
+P40; real use is read with NVML and so has the CUDA context in it. The figures are printed as GB; the P40 is given as
+22.38 GB, which are 22 919 MiB, so GB is GiB.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Row:
 
     @property
     def real_bytes(self) -> int | None:
-        """What was measured, in bytes, to the 0.1 GiB that is printed."""
+        """The measured bytes, to the 0.1 GiB that is printed."""
         return None if self.real_gb is None else round(self.real_gb * 2**30)
 
 

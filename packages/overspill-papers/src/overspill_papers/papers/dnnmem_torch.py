@@ -1,7 +1,8 @@
-"""DNNMem's PyTorch jobs: the loop as PyTorch 1.2 ran it, its LSTM, and BERT as pytorch-pretrained-BERT 0.6 spelled it out.
+"""DNNMem's PyTorch jobs, as its versions ran them.
 
-Gradients are filled with zeros, so that from the second step on they live through forward, and the optimizer goes parameter
-by parameter. Attention, GELU and layer norm (`modeling.py`, where Apex is not installed) are elementary operators.
+The loop of PyTorch 1.2, its LSTM, and BERT as pytorch-pretrained-BERT 0.6 spelled it out. Gradients are filled with
+zeros, so that from the second step on they live through forward, and the optimizer goes parameter by parameter.
+Attention, GELU and layer norm (`modeling.py`, where Apex is not installed) are elementary operators.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _Job = tuple[nn.Module, Callable[[], tuple[Tensor, ...]], Callable[..., Tensor]]
 
 
 def record(model: str, batch: int, length: int | None) -> Recording:
-    """The recording of some steps of a network of the paper on a P40; `length` is that of BERT's lines."""
+    """The recording of a network of the paper on a P40.
+
+    Some steps of it; `length` is that of BERT's lines.
+    """
 
     def program(recorder: Recorder) -> None:
         module, make_batch, loss = _job(model, batch, length)

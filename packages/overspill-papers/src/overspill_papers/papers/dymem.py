@@ -58,7 +58,10 @@ def _steps(setting: Setting, phases: Collection[Phase], lab: Lab) -> float:
 
 
 def _least(setting: Setting, policy: str, lab: Lab) -> list[PolicyRun]:
-    """The runs in the least memory that `policy` finds schedules for (§5.1: what makes a network trainable), and in more."""
+    """Runs in the least memory of `policy`, and in more.
+
+    The least that it finds schedules for (§5.1: what makes a network trainable).
+    """
     floor = lab.floor_bytes(setting, policy)
     found = []
     for share in SHARES:
@@ -79,7 +82,7 @@ def dymem_mb(setting: Setting, lab: Lab) -> float:
 
 
 def _whole_mb(setting: Setting, lab: Lab) -> float:
-    """Not at the least budget, but with all the memory of the device."""
+    """MiB of a step of Dymem's with all the memory of the device, not at the least budget."""
     return lab.run(setting, "dymem:m").two_ended_bytes / MIB
 
 
@@ -124,7 +127,10 @@ def _overlapped_percent(setting: Setting, policy: str, lab: Lab) -> float:
 
 
 def _failure_percent(beta_mb: int, lab: Lab) -> float:
-    """Of the attempts to train an iteration, the first in a main space of 10 GB, the others in what that and β leave."""
+    """Percent of attempts to train an iteration that fail.
+
+    The first is in a main space of 10 GB, the others in what that and β leave.
+    """
     run = lab.run(RESNET_101, "dymem")
     sizing = size_pool([run.two_ended_events] * ITERATIONS, beta_bytes=beta_mb * MIB)
     return 100 * sizing.failure_rate
@@ -143,7 +149,10 @@ def _reduced_percent(lab: Lab) -> float:
 
 
 def _block(lab: Lab, taps: int) -> float:
-    """Computation over communication, forward, of the first residual block's convolutions with `taps` x `taps`."""
+    """Computation over communication of the first residual block's convolutions.
+
+    Forward, with `taps` x `taps`.
+    """
     run = lab.run(RESNET_50, f"{BASE}:m")
     graph, device = run.graph, run.device
     seconds = {e.target: e.end_seconds - e.start_seconds for e in run.timeline.events}

@@ -1,6 +1,6 @@
-"""The same step as the papers' frameworks run it: Torch's layers over cuDNN, not PyTorch's ops.
+"""The same step as the papers' frameworks run it.
 
-Four things differ, and nothing else is touched:
+Torch's layers over cuDNN, not PyTorch's ops. Four things differ, and nothing else is touched:
 
 - Activations are in place: Y takes the place of X, and dX of dY (vDNN, MICRO'16, footnote 1, after Caffe and Torch).
 - Gradients that meet where the network forks are added to one of them, as Torch's ConcatTable does.
@@ -60,7 +60,10 @@ def _pooling(graph: Graph, op: Op, output_of: Mapping[int, int]) -> Op:
 
 
 def _in_place(graph: Graph) -> Graph:
-    """Activations overwrite what they read, X or dY, and sums of gradients a summand, where nothing else reads it."""
+    """The graph with activations and sums of gradients in place.
+
+    They overwrite what they read, X or dY, or a summand, where nothing else reads it.
+    """
     takes_place: dict[int, int] = {}
     for op in graph.ops:
         gradients_meet = op.name == SUM and op.phase is Phase.BACKWARD
@@ -69,6 +72,7 @@ def _in_place(graph: Graph) -> Graph:
                 if source not in takes_place and _may_overwrite(graph, op, source):
                     takes_place[source] = op.writes[0]
                     break
+    # Follow chains, so that each has one tensor.
     last = {source: _end(source, takes_place) for source in takes_place}
     overwritten = frozenset(last.values())
 
@@ -78,6 +82,7 @@ def _in_place(graph: Graph) -> Graph:
     ops = []
     for op in graph.ops:
         reads, writes = renamed(op.reads), renamed(op.writes)
+        # An op cannot run again once its input is overwritten.
         if overwritten.isdisjoint(writes):
             ops.append(replace(op, reads=reads, writes=writes, recompute_reads=renamed(op.recompute_reads)))
         else:
@@ -88,14 +93,20 @@ def _in_place(graph: Graph) -> Graph:
 
 
 def _end(tensor: int, takes_place: Mapping[int, int]) -> int:
-    """What stands in the place of `tensor` at last, after any chain of activations."""
+    """The last tensor in the place of `tensor`.
+
+    After any chain of activations.
+    """
     while tensor in takes_place:
         tensor = takes_place[tensor]
     return tensor
 
 
 def _may_overwrite(graph: Graph, op: Op, source: int) -> bool:
-    """Whether `op` may leave its result where `source` is: of the same size and phase, and read by nothing else."""
+    """Whether `op` may leave its result where `source` is.
+
+    It is of the same size and phase, and read by nothing else.
+    """
     before, after = graph.tensors[source], graph.tensors[op.writes[0]]
     maker = graph.producer.get(source)
     return (
@@ -113,7 +124,10 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _without(graph: Graph, gone: frozenset[int]) -> Graph:
-    """`graph` without the tensors `gone`, which no op names any more; ids are positions again."""
+    """`graph` without the tensors `gone`, which no op uses.
+
+    Ids are positions again.
+    """
     kept = [t for t in graph.tensors if t.id not in gone]
     number = {tensor.id: position for position, tensor in enumerate(kept)}
 

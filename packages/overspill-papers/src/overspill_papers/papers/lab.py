@@ -1,4 +1,7 @@
-"""Where claims are computed: each model is captured once, other batch sizes follow, and plans are made on demand."""
+"""Compute claims: capture models once, plan on demand.
+
+Other batch sizes than those captured follow from them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ class Setting:
 
 
 class Lab:
-    """Captured graphs and finished runs, kept as long as the lab is; `say` is told what takes time."""
+    """Captured graphs and finished runs, cached.
+
+    `say` is called with what takes time.
+    """
 
     def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
         self._say = say
@@ -71,7 +77,10 @@ class Lab:
         return device
 
     def graph(self, setting: Setting) -> Graph:
-        """The step as planned: in the framework's layers, with a choice of algorithms for each convolution."""
+        """The step as planned.
+
+        In the framework's layers, with a choice of algorithms for each convolution.
+        """
         graph = self._step(
             Setting(
                 setting.model,
@@ -82,6 +91,7 @@ class Lab:
                 optimizer=setting.optimizer,
             )
         )
+        # As the paper's framework runs it.
         if setting.layers:
             graph = as_layers(graph)
         if not setting.gradients:
@@ -90,9 +100,9 @@ class Lab:
         return feature_extraction(graph) if setting.features else graph
 
     def run(self, setting: Setting, policy: str | Policy, budget_bytes: int | None = None) -> PolicyRun:
-        """The run of `policy`; one that plans for a budget gets `budget_bytes`, by default the device's free memory.
+        """The run of `policy`, within `budget_bytes` if it plans for budgets.
 
-        Raises InfeasibleBudget where such a policy finds no schedule.
+        By default that is the device's free memory. Raises InfeasibleBudget where such a policy finds no schedule.
         """
         key = setting, policy, budget_bytes
         if key not in self._runs:
@@ -107,10 +117,10 @@ class Lab:
         return self._runs[key]
 
     def run_within(self, setting: Setting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
-        """The run at the largest budget at which `pool` has room for it on the device, and that budget.
+        """The run at the largest budget that `pool` has room for.
 
-        Room is taken to come with smaller budgets: the range is halved some times. Raises InfeasibleBudget where there is
-        none at the least budget either.
+        Returns the run on the device, and that budget. Room is taken to come with smaller budgets: the range is halved some times.
+        Raises InfeasibleBudget where there is none at the least budget either.
         """
         key = (setting, policy, pool)
         if key not in self._within:
@@ -121,6 +131,7 @@ class Lab:
         usable = self.device(setting).usable_bytes
         if (run := self.run(setting, policy)).fits(pool):
             return run, usable
+        # Halve the range between the least budget and all memory.
         low, high = self.floor_bytes(setting, policy), usable
         run = self.run(setting, policy, low)
         if not run.fits(pool):
@@ -147,7 +158,10 @@ class Lab:
             return error.floor_bytes
 
     def _step(self, setting: Setting) -> Graph:
-        """PyTorch's graph of the step. Two batch sizes are captured; all others lie on the line through them."""
+        """PyTorch's graph of the step.
+
+        Two batch sizes are captured; all others lie on the line through them.
+        """
         known = self._captured.setdefault(replace(setting, batch=0), {})
         if setting.batch not in known:
             first_two = list(known)[:2]
@@ -161,9 +175,10 @@ class Lab:
 
 
 def network_wide_bytes(graph: Graph) -> int:
-    """Bytes of vDNN's baseline: all that the network ever needs, reserved at once (MICRO'16, Fig. 2 and §IV-A).
+    """Bytes of vDNN's baseline, which reserves all at once.
 
-    Weights, their gradients and all feature maps, two gradient maps of the largest size, and the largest workspace.
+    All that the network ever needs (MICRO'16, Fig. 2 and §IV-A). Weights, their gradients and all feature maps, two
+    gradient maps of the largest size, and the largest workspace.
     """
     gradient_maps = [
         tensor.nbytes
@@ -179,18 +194,23 @@ def network_wide_bytes(graph: Graph) -> int:
 
 
 def with_gradients_applied(graph: Graph) -> Graph:
-    """`graph` in which gradients of weights take no memory: each is applied as soon as it is made."""
+    """`graph` in which gradients of weights take no memory.
+
+    Each is applied as soon as it is made.
+    """
     gradients = (TensorKind.GRADIENT,)
     return replace(graph, tensors=tuple(replace(t, nbytes=0) if t.kind in gradients else t for t in graph.tensors))
 
 
 def feature_extraction(graph: Graph) -> Graph:
-    """`graph` in which the classifier weighs and takes nothing: what only ops behind the last convolution or pooling use.
+    """`graph` in which the classifier takes no memory and no time.
 
-    vDNN manages the layers before (§III) and compares their times alone (§V-C).
+    That is what only ops behind the last convolution or pooling use. vDNN manages the layers before (§III) and compares
+    their times alone (§V-C).
     """
     spatial = (LayerType.CONV, LayerType.POOL)
     first = 1 + max((op.id for op in graph.ops if op.phase is Phase.FORWARD and op.layer_type in spatial), default=-1)
+    # The classifier's layers, behind the last convolution or pooling.
     behind = {op.layer for op in graph.ops if op.phase is Phase.FORWARD and op.id >= first}
 
     def of_classifier(op: Op) -> bool:
@@ -208,9 +228,10 @@ def feature_extraction(graph: Graph) -> Graph:
 
 
 def between(one: Graph, other: Graph, at: int, at_other: int, wanted: int) -> Graph:
-    """The graph at batch `wanted`, where `one` and `other` are the same step at two batches: every size is a line.
+    """The graph at batch `wanted`, interpolated from two others.
 
-    Raises ValueError where the two do not have the same ops.
+    `one` and `other` are the same step at two batches: every size is a line. Raises ValueError where the two do not
+    have the same ops.
     """
 
     def line(first: int, second: int) -> int:

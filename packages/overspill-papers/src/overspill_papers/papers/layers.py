@@ -1,4 +1,4 @@
-"""A step layer by layer, as the papers' plots go through it: what a layer holds, how long it takes."""
+"""A step layer by layer: memory and time, as in plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ LABELS = {LayerType.CONV: "CONV", LayerType.LINEAR: "FC", LayerType.POOL: "POOL"
 
 
 def weighted(graph: Graph, kinds: Iterable[LayerType] = (LayerType.CONV, LayerType.LINEAR)) -> dict[str, list[Op]]:
-    """The ops of each layer of these kinds, by names such as CONV_01, in the order of forward."""
+    """The ops of each layer of these kinds.
+
+    By names such as CONV_01, in the order of forward.
+    """
     kinds = tuple(kinds)
     found: dict[str, list[Op]] = {}
     count: dict[LayerType, int] = defaultdict(int)
@@ -38,7 +41,10 @@ def bytes_of(graph: Graph, op: Op) -> tuple[int, int, int]:
 
 
 def most_at_once(graph: Graph) -> int:
-    """The most bytes that any layer works with in one pass: what must be there for it (vDNN, Fig. 1)."""
+    """The most bytes that any layer needs in one pass.
+
+    What must be there for it (vDNN, Fig. 1).
+    """
     return max(sum(bytes_of(graph, op)) for op in graph.ops if op.phase is not Phase.UPDATE)
 
 
@@ -48,7 +54,10 @@ def spans(run: PolicyRun) -> Mapping[int, tuple[float, float]]:
 
 
 def bytes_by_kind(graph: Graph) -> dict[str, int]:
-    """Network-wide bytes by what they are for, as vDNN's Fig. 4 and Dymem's Fig. 1 break them down."""
+    """Network-wide bytes by kind.
+
+    As vDNN's Fig. 4 and Dymem's Fig. 1 break them down.
+    """
 
     def held(*kinds: TensorKind) -> int:
         return sum(t.nbytes for t in graph.tensors if t.kind in kinds)

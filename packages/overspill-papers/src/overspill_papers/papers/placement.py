@@ -1,8 +1,8 @@
-"""Profile-guided placement (Sekiyama, Imai, Imamichi and Raymond, 2018): its figures, and ours for them.
+"""Profile-guided placement (Sekiyama et al., 2018): its figures and ours.
 
-Chainer 3 with MomentumSGD on a P100; inference is of one image, and reads a label too. "Total" is what is there from before a
-step and what the step takes: of Chainer's pool, or of the arena that the best-fit heuristic (§3.2) lays out. Three iterations
-run in the pool.
+Sekiyama, Imai, Imamichi and Raymond. Chainer 3 with MomentumSGD on a P100; inference is of one image, and reads a label
+too. "Total" is what is there from before a step and what the step takes: of Chainer's pool, or of the arena that the
+best-fit heuristic (§3.2) lays out. Three iterations run in the pool.
 
 Without a row: Figs. 3 and 4 and the time that the pool's search takes, which are host time of Python and C++ of 2018; and
 seq2seq, whose lengths the paper does not give.
@@ -45,7 +45,7 @@ def _placed(trace: Trace, solver: str) -> int:
 
 
 def _pooled(trace: Trace) -> int:
-    """What Chainer's pool holds after some iterations."""
+    """Bytes that Chainer's pool holds after some iterations."""
     return replay(Events.of(trace).repeated(ITERATIONS), "chainer").peak_reserved_bytes
 
 

@@ -1,4 +1,7 @@
-"""One policy's schedule of a paper's step: its memory where an allocator puts it, and its time."""
+"""A policy's run of a paper's step: its memory and time.
+
+Memory is where an allocator puts it.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,15 @@ class PolicyRun:
 
     @cached_property
     def events(self) -> Events:
-        """What a step allocates and frees."""
+        """The allocations and frees of a step."""
         return Events.of(trace_of(self.graph, self.schedule))
 
     @cached_property
     def cnmem(self) -> Replay:
-        """The step in a pool of CNMeM's that is never full, with its curves."""
+        """The step in a CNMeM pool that is never full.
+
+        With its curves.
+        """
         config = CnmemConfig(pool_bytes=TRIAL_POOL_BYTES, grows=False)
         return replay(self.events, "cnmem", config=config, request_bytes=0)
 
@@ -67,7 +73,10 @@ class PolicyRun:
 
     @property
     def spread_bytes(self) -> int:
-        """From the start of CNMeM's pool to the end of the block that ever lay highest: with what fragments waste."""
+        """Bytes of CNMeM's pool in use, with fragmentation.
+
+        From its start to the end of the block that ever lay highest.
+        """
         return _peak_spread(self.cnmem)
 
     @cached_property
@@ -77,16 +86,25 @@ class PolicyRun:
 
     @cached_property
     def two_ended(self) -> Replay:
-        """The step in Dymem's pool (GTBM), whose main space is never full, with its curves."""
+        """The step in Dymem's pool (GTBM) that is never full.
+
+        That is its main space; with its curves.
+        """
         return replay(self.two_ended_events, "gtbm", config=TwoEndedConfig(TRIAL_POOL_BYTES), request_bytes=0)
 
     @property
     def two_ended_bytes(self) -> int:
-        """The most that is used from both ends of the main space and in the incremental space, as Fig. 15 of Dymem counts."""
+        """Bytes of Dymem's pool in use, as its Fig. 15 counts.
+
+        The most from both ends of the main space and in the incremental space.
+        """
         return _peak_spread(self.two_ended)
 
     def reserved_bytes(self, pool: PaperPool) -> int:
-        """The most device memory that `pool` holds for the step when it repeats: on the device if it fits there."""
+        """The most device memory that `pool` holds for repeated steps.
+
+        On the device if it fits there.
+        """
         done = self._replayed(pool, self.device.usable_bytes)
         return (done if done.fits else self._replayed(pool)).peak_device_bytes
 
@@ -95,7 +113,10 @@ class PolicyRun:
         return self._replayed(pool, self.device.usable_bytes).fits
 
     def chunks_mapped(self, chunk_bytes: int, least_bytes: int) -> int:
-        """Chunks that a step maps if every block of more than `least_bytes` comes to addresses of its own."""
+        """Chunks that a step maps with addresses of its own for each block.
+
+        Of blocks of more than `least_bytes`.
+        """
         large = (self.events.action == ALLOCATE) & (self.events.nbytes > least_bytes)
         return int(np.ceil(self.events.nbytes[large] / chunk_bytes).sum())
 

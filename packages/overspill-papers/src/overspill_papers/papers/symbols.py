@@ -1,4 +1,7 @@
-"""The networks of DNNMem (FSE 2020) as MXNet's symbols, in the architecture of their PyTorch counterparts."""
+"""The networks of DNNMem (FSE 2020) as MXNet's symbols.
+
+In the architecture of their PyTorch counterparts.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +89,10 @@ def vgg16() -> Symbol:
 
 
 def resnet50(*, early: bool = False) -> Symbol:
-    """ResNet-50 with post-activation; a block's stride is in its 3x3 convolution, as in PyTorch.
+    """ResNet-50 with post-activation.
 
-    `early`: in its first 1x1 convolution, as in its paper (arXiv:1512.03385) and in Keras.
+    A block's stride is in its 3x3 convolution, as in PyTorch. `early`: in its first 1x1 convolution, as in its paper
+    (arXiv:1512.03385) and in Keras.
     """
     net = Builder()
     x = net.convolution("conv0", net.variable("data"), 64, (7, 7), stride=2, pad=(3, 3))
@@ -156,7 +160,10 @@ def inception_v3() -> Symbol:
 
 
 def _branch(net: Builder, name: str, x: NodeOutput, text: str) -> list[NodeOutput]:
-    """The ends of one branch: one, or those of the fork in which it ends."""
+    """The outputs of one branch.
+
+    One, or those of the fork in which it ends.
+    """
     for number, item in enumerate(text.split(", ")):
         if item.startswith("("):
             width, kernels = item[1:-1].split()[0], item[1:-1].split()[1::2]
@@ -181,7 +188,10 @@ def _unit(net: Builder, name: str, x: NodeOutput, text: str) -> NodeOutput:
 
 
 def lstm(width: int = 5120, steps: int = 100, layers: int = 2) -> Symbol:
-    """LSTM cells, step by step and layer by layer, as `mx.rnn.LSTMCell` unrolls them; the loss is the mean of all outputs."""
+    """LSTM cells, unrolled as by `mx.rnn.LSTMCell`.
+
+    Step by step and layer by layer; the loss is the mean of all outputs.
+    """
     net = Builder()
     sequence = net.variable("data")
     parts = _split(net, "steps", sequence, steps, axis=0, squeeze_axis=True)
@@ -210,6 +220,7 @@ def _cell(
             for way, data in (("i2h", x), ("h2h", hidden))
         ),
     )  # fmt: skip
+    # Gates, then the cell's new state and output.
     kinds = ("sigmoid", "sigmoid", "tanh", "sigmoid")
     i, f, c, o = (
         net.add("Activation", f"{name}_{gate}", part, act_type=kind)
@@ -226,7 +237,10 @@ def _split(net: Builder, name: str, data: NodeOutput, count: int, **attrs: objec
 
 
 def bert(*, layers: int = 12, width: int = 768, heads: int = 12, words: int = 30522) -> Symbol:
-    """BERT with a classifier of two classes, as GluonNLP 0.7 writes it: `model/bert.py` and `model/attention_cell.py`."""
+    """BERT with a classifier, as GluonNLP 0.7 writes it.
+
+    It has two classes: `model/bert.py` and `model/attention_cell.py`.
+    """
     net = Builder()
     x = net.add(
         "elemwise_add", "embedded",
@@ -235,6 +249,7 @@ def bert(*, layers: int = 12, width: int = 768, heads: int = 12, words: int = 30
             for name, data, rows in (("word", "data", words), ("segment", "segments", 2))
         ),
     )  # fmt: skip
+    # Positions, added to the embedded words and segments.
     positions = net.layer(
         "Embedding", "position", net.variable("positions"), ("weight",), input_dim=512, output_dim=width
     )
@@ -245,6 +260,7 @@ def bert(*, layers: int = 12, width: int = 768, heads: int = 12, words: int = 30
         x = _residual(net, f"{name}_attention", x, _attention(net, f"{name}_attention", x, width, heads))
         hidden = _gelu(net, f"{name}_gelu", net.dense(f"{name}_ffn1", x, 4 * width, flatten=False))
         x = _residual(net, f"{name}_ffn", x, net.dense(f"{name}_ffn2", hidden, width, flatten=False))
+    # The classifier reads the first token.
     first = net.add("Reshape", "first", net.add("slice_axis", "cls", x, axis=1, begin=0, end=1), shape=(0, -1))
     pooled = net.add("Activation", "pooled", net.dense("pooler", first, width), act_type="tanh")
     return net.loss(net.dense("classifier", net.add("Dropout", "pooled_drop", pooled, p=0.1), 2))
@@ -272,11 +288,13 @@ def _attention(net: Builder, name: str, x: NodeOutput, width: int, heads: int) -
         )
         for part in ("query", "key", "value")
     )  # fmt: skip
+    # Masked attention weights.
     query = net.add("_contrib_div_sqrt_dim", f"{name}_scaled", query)
     scores = net.add("batch_dot", f"{name}_scores", query, key, transpose_b=True)
     mask, nothing = net.variable("mask"), net.variable("minus_infinity")
     weights = net.add("softmax", f"{name}_softmax", net.add("where", f"{name}_where", mask, scores, nothing), axis=-1)
     weights = net.add("elemwise_mul", f"{name}_masked", weights, mask)
+    # Weigh the values, and join the heads.
     context = net.add("batch_dot", f"{name}_context", net.add("Dropout", f"{name}_weights", weights, p=0.1), value)
     context = net.add("Reshape", f"{name}_by_head", context, shape=(-4, -1, heads, 0, 0))
     context = net.add("transpose", f"{name}_joined", context, axes=(0, 2, 1, 3))

@@ -1,9 +1,10 @@
-"""Adaptive-window scheduling with virtual addressing (under double-blind review, 2020): its figures, and ours.
+"""Adaptive-window scheduling with virtual addressing: its figures and ours.
 
-Scheduling moves parameters, gradients and the optimizer's state too, and its swaps are unconditional (`every_step`).
-What fits is decided by an allocator, in which the step and its repetition are replayed. "Schedule" is under best fit with
-caching, which the paper says is nearly PyTorch's; "Schedule + VA" under chunks of 40 MB, small blocks aside, each of which
-takes `REMAP_SECONDS` whenever it is mapped. Each batch is planned for the largest budget that fits so.
+Under double-blind review, 2020. Scheduling moves parameters, gradients and the optimizer's state too, and its swaps are
+unconditional (`every_step`). What fits is decided by an allocator, in which the step and its repetition are replayed.
+"Schedule" is under best fit with caching, which the paper says is nearly PyTorch's; "Schedule + VA" under chunks of 40
+MB, small blocks aside, each of which takes `REMAP_SECONDS` whenever it is mapped. Each batch is planned for the largest
+budget that fits so.
 
 The three figures of Table 1's baseline lie on a line, 121 ms + 1.084 ms an image. Its slope is 22.7 TFLOP/s of direct
 products, more than the V100's 15.7 in float32: products went through tensor cores, though tensors were of float32, for
@@ -46,7 +47,10 @@ def resnet(batch: int) -> Setting:
 
 
 def _ibm(batch: int) -> Setting:
-    """The machine and framework of Le et al., TensorFlow: no time outside the GPU is seen there, nor tensor cores."""
+    """The machine and TensorFlow of Le et al.
+
+    No time outside the GPU is seen there, nor tensor cores.
+    """
     return replace(resnet(batch), device="p100-nvlink", tensor_cores=False, layers=False)
 
 
@@ -56,7 +60,10 @@ DENSENET, PIX2PIX, DEEPLAB = (
 
 
 def remap_seconds(run: PolicyRun, pool: PaperPool) -> float:
-    """What mapping takes of a step: each block is mapped anew, for "once a variable is cleared ..., we release a virtual address"."""
+    """Seconds of a step spent on mapping memory.
+
+    Each block is mapped anew, for "once a variable is cleared ..., we release a virtual address".
+    """
     return REMAP_SECONDS * run.chunks_mapped(CHUNK_BYTES, CHUNK_BYTES // SMALL_SHARE) if pool is CHUNKS else 0.0
 
 
@@ -83,7 +90,7 @@ def _lms_images_a_second(batch: int, policy: str, lab: Lab) -> float:
 
 
 def _speed_percent(batch: int, pool: PaperPool, lab: Lab) -> float:
-    """Of the images a second that the baseline trains at its largest batch."""
+    """Speed in percent of the baseline's at its largest batch."""
     return 100 * _images_a_second(batch, pool, lab) / _baseline_images_a_second(190, lab)
 
 
@@ -92,14 +99,20 @@ def _lms_speed_percent(lab: Lab) -> float:
 
 
 def _fits(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> bool:
-    """Whether the step that takes the least fits: with the convolutions' least workspaces, at the least budget."""
+    """Whether the step that takes the least memory fits.
+
+    With the convolutions' least workspaces, at the least budget.
+    """
     if isinstance(policy, str):
         return lab.run(setting, f"{policy}:m").fits(pool)
     return lab.run(setting, policy, lab.floor_bytes(setting, policy)).fits(pool)
 
 
 def _largest(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> int:
-    """The largest batch at which the step fits the device in `pool`, to within a 32nd; that of `setting` must fit."""
+    """The largest batch at which the step fits the device.
+
+    In `pool`, to within a 32nd; that of `setting` must fit.
+    """
     low = setting.batch
     while _fits(replace(setting, batch=2 * low), policy, pool, lab):
         low *= 2

@@ -1,1 +1,1 @@
-"""What the policies of papers share, beside the toolbox of all policies."""
+"""Tools that policies of papers share, besides those of all policies."""

@@ -1,4 +1,7 @@
-"""Ops grouped into layers, the unit in which vDNN, SuperNeurons and Dymem think."""
+"""Group ops into layers, the unit of several papers.
+
+vDNN, SuperNeurons and Dymem think in them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from overspill.planning.step_program import Gap, StepProgram
 
 @dataclass
 class Layer:
-    """A forward layer: its steps, and the gaps of the input feature maps X that it was the last to read.
+    """A forward layer: its steps, and the inputs it offloads.
 
-    `forward` and `backward` are its [first, last] steps of that phase; a layer that is called several times ends with
-    its last call.
+    Its `inputs` are the gaps of the input feature maps X that it was the last to read. `forward` and `backward` are its
+    [first, last] steps of that phase; a layer that is called several times ends with its last call.
     """
 
     name: str
@@ -26,9 +29,10 @@ class Layer:
 
 
 def layers_of(program: StepProgram) -> list[Layer]:
-    """The layers in forward order, each with the movable saved tensors that it was the last to read.
+    """The layers in forward order, with their inputs.
 
-    The reader that was last decides (vDNN's Refcnt, Fig. 3); what a layer made and read itself is not its input.
+    Each has the movable saved tensors that it was the last to read. The reader that was last decides (vDNN's Refcnt,
+    Fig. 3); what a layer made and read itself is not its input.
     """
     layers: dict[str, Layer] = {}
     for position, step in enumerate(program.steps):
@@ -41,6 +45,7 @@ def layers_of(program: StepProgram) -> list[Layer]:
         elif op.phase is Phase.BACKWARD and (found := layers.get(op.layer)) is not None:
             first = found.backward[0] if found.backward else position
             found.backward = (first, position)
+    # Saved tensors belong to the layer that read them last.
     for gap in saved_gaps(program).values():
         reader = layers[program.op(program.steps[gap.start]).layer]
         if reader.name != program.graph.ops[program.graph.producer[gap.tensor]].layer:
@@ -49,15 +54,19 @@ def layers_of(program: StepProgram) -> list[Layer]:
 
 
 def backward_order(layers: Sequence[Layer]) -> list[int]:
-    """The indices of the layers that have a backward, in the order in which these begin."""
+    """The indices of layers in the order of their backward.
+
+    Layers that have one, in the order in which these begin.
+    """
     begins = {i: layer.backward[0] for i, layer in enumerate(layers) if layer.backward is not None}
     return sorted(begins, key=begins.__getitem__)
 
 
 def offload_step(program: StepProgram, gap: Gap) -> int:
-    """The step before which the offload of an input starts: the one that is the last to read it, beside which it runs.
+    """The step before which the offload of an input starts.
 
-    Inputs are read-only (vDNN §III-B, Dymem §3.2.1); one that its last user writes starts behind that.
+    It is the one that is the last to read it, with which it runs concurrently. Inputs are read-only (vDNN §III-B, Dymem
+    §3.2.1); one that its last user writes starts behind that.
     """
     _, writes = program.reads_writes(program.steps[gap.start])
     return gap.start + (gap.tensor in writes)

@@ -1,4 +1,7 @@
-"""What leaves when memory is short: the least recently used first, and no more than the budget asks for."""
+"""Evict the least recently used tensors when memory is short.
+
+And no more than the budget asks for.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ def evictions(
     always: bool = False,
     emptied: bool = False,
 ) -> dict[Gap, int] | None:
-    """The steps before which tensors give up their memory in the gaps `fetched`, or None where not even that is enough.
+    """The steps before which tensors give up their memory.
 
-    This is SuperNeurons' LRU Tensor Cache (PPoPP'18 §3.3.2, Alg. 2), and the retirement of the oldest swap-out of the
-    adaptive window (§3, Fig. 2b): the tensor whose last use lies furthest back goes before the first step that needs
-    its memory. `fetched` says before which step each comes back; one that is still there then stays (`always`: goes
-    and comes back; `emptied`: what could be away at the end of the step is). What leaves in forward and must go in
-    backward goes between them, for these are two graphs. `live` are the bytes of each step with nothing away.
+    In the gaps `fetched`; None where not even that is enough. This is SuperNeurons' LRU Tensor Cache (PPoPP'18 §3.3.2,
+    Alg. 2), and the retirement of the oldest swap-out of the adaptive window (§3, Fig. 2b): the tensor whose last use
+    lies furthest back goes before the first step that needs its memory. `fetched` says before which step each comes
+    back; one that is still there then stays (`always`: goes and comes back; `emptied`: what could be away at the end of
+    the step is). What leaves in forward and must go in backward goes between them, for these are two graphs. `live` are
+    the bytes of each step with nothing away.
 
     Where `fetched` does not depend on the budget, with a larger one each tensor goes later or not at all: what is
     still there is then a superset whose surplus is older than all the rest. So a larger budget is never slower.
@@ -56,6 +60,7 @@ def transfers(program: StepProgram, fetched: Mapping[Gap, int], released: Mappin
     before: Gap | None = None
     for gap in sorted(fetched, key=lambda g: (g.tensor, g.start)):
         starts[gap] = gap.start + 1
+        # One copy serves several gaps of a tensor that is not written between them.
         if before is not None and before.tensor == gap.tensor and not (before.wraps or gap.wraps):
             written = any(
                 gap.tensor in program.op(program.steps[p]).writes
@@ -65,6 +70,7 @@ def transfers(program: StepProgram, fetched: Mapping[Gap, int], released: Mappin
             if not written:
                 starts[gap] = starts[before]
         before = gap
+    # A copy that starts in forward is done by its end.
     boundary = 0 if program.graph.whole_step else program.end_of_forward
     return [
         Transfer(gap, starts[gap], at, fetched[gap], gap.end, copied=boundary if starts[gap] < boundary < at else None)
@@ -73,12 +79,18 @@ def transfers(program: StepProgram, fetched: Mapping[Gap, int], released: Mappin
 
 
 def smallest(program: StepProgram, options: Iterable[Mapping[Gap, int]], live: Positions) -> Floor:
-    """The least memory in which one of `options`, each as `fetched` above, finds room."""
+    """The least memory, in bytes, that one of `options` needs.
+
+    Each is as `fetched` above.
+    """
     return floor_of(program, min(options, key=lambda fetched: int(without(program, fetched, live).max(initial=0))))
 
 
 def without(program: StepProgram, fetched: Mapping[Gap, int], live: Positions) -> Positions:
-    """`live` when all tensors of `fetched` are away from the first step of their gaps until they come back."""
+    """Live bytes with the tensors of `fetched` away.
+
+    `live`, where each is away from the first step of its gap until it comes back.
+    """
     live = live.copy()
     for gap, back in fetched.items():
         nbytes = program.graph.tensors[gap.tensor].nbytes
@@ -91,7 +103,10 @@ def without(program: StepProgram, fetched: Mapping[Gap, int], live: Positions) -
 
 
 class _Cache:
-    """One step with a cache of the tensors that may go; `released` are those that did, and before which step."""
+    """One step with an LRU cache of the movable tensors.
+
+    `released` are those that left, and before which step.
+    """
 
     def __init__(
         self, program: StepProgram, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, always: bool
@@ -113,9 +128,9 @@ class _Cache:
         self.queued_bytes = 0
 
     def run(self, staying: Sequence[Gap]) -> Sequence[Gap] | None:
-        """Go through a step that begins with the persistent tensors `staying` still there; those that are so at its end.
+        """Go through a step; return the persistent tensors there at its end.
 
-        None: some step does not fit.
+        It begins with the persistent tensors `staying` still there. None: some step does not fit.
         """
         self.queue.clear()
         self.queued_bytes = 0
@@ -142,7 +157,10 @@ class _Cache:
         self.queued_bytes += self.queue[gap]
 
     def _leave(self, gap: Gap, released: int | None) -> None:
-        """Take `gap` off the queue; `released`: its tensor has gone by then, else it stays."""
+        """Take `gap` off the queue.
+
+        `released`: its tensor has left by then, else it stays.
+        """
         self.queued_bytes -= self.queue.pop(gap)
         if released is not None:  # what goes at the start of a step was not there since the end of the one before
             self.released[gap] = self.length if gap.wraps and released <= gap.end else released

@@ -27,12 +27,13 @@ UNLIMITED = 1 << 62
 
 
 class Dymem(Policy):
-    """Offload every layer's input without waiting, prefetch ahead within two convolutions, give workspace what is left.
+    """Offload all layers' inputs, prefetch early, and give workspace the rest.
 
-    Ops run in Algorithm 1's order. An offload starts beside the layer that is the last to read the tensor and is
-    awaited when it should be done, sooner only where memory is short, and at the latest at the end of forward (§3.2.1).
-    When a layer's backward starts, Algorithm 2 finds what to prefetch; it is awaited where it is needed (§3.2.2). Each
-    convolution takes the fastest algorithm whose workspace fits beside the feature maps (§4.2).
+    Nothing waits for offloads; prefetches are ahead within two convolutions. Ops run in Algorithm 1's order. An offload
+    starts beside the layer that is the last to read the tensor and is awaited when it should be done, sooner only where
+    memory is short, and at the latest at the end of forward (§3.2.1). When a layer's backward starts, Algorithm 2 finds
+    what to prefetch; it is awaited where it is needed (§3.2.2). Each convolution takes the fastest algorithm whose
+    workspace fits beside the feature maps (§4.2).
 
     A plan for more memory may wait elsewhere and be the slower one. So plans are made for a series of memory sizes
     that does not depend on the budget, from the least that works to where nothing is short, and the fastest of those
@@ -104,7 +105,10 @@ class Planner:
         return assemble(self.program.with_algorithms(choice), transfers, Dymem.name, None)
 
     def _transfers(self, choice: Choice, size: int) -> tuple[list[Transfer], Positions]:
-        """Transfers as they fit beside the least workspaces when ops take the times of `choice`, and the bytes then live."""
+        """Transfers that fit with the least workspaces, and the live bytes.
+
+        Ops take the times of `choice`.
+        """
         live = self.live.copy()
         clock = self.program.with_algorithms(choice).clock(self.seconds)
         released = releases(self.program, self.wanted, live, clock, self.device, size, self.offloads)
@@ -113,7 +117,10 @@ class Planner:
         return transfers, live
 
     def _workspaces(self, live: Positions, size: int) -> dict[int, int]:
-        """For each op with a choice, the fastest algorithm that fits what memory is left, in steps of 1 MiB (§4.2)."""
+        """The fastest algorithm of each op that fits the memory left.
+
+        Of ops with a choice, in steps of 1 MiB (§4.2).
+        """
         found = {}
         for position, step in enumerate(self.program.steps):
             if step.op in self.least:
@@ -124,13 +131,14 @@ class Planner:
 
 
 def prefetch_starts(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, int]:
-    """The steps at which Algorithm 2 starts the prefetch of the tensors away in `gaps`; for the others, where they are needed.
+    """The steps at which Algorithm 2 starts each prefetch.
 
-    As each layer's backward starts, the search goes through the layers that follow in backward. It takes those that are
-    offloaded and not yet on their way, and ends at the convolution that would be the third on the device, the current
-    one included. The paper's pseudo-code slips: line 7 loops on `id`, and line 9 pushes it, where `next` is meant;
-    line 8 does not ask whether the convolution was offloaded and not yet prefetched, as line 11 does for the others;
-    and the loop runs on to the first layer, against the text: what is prefetched "too far away" wastes memory.
+    Of the tensors away in `gaps`; for the others, where they are needed. As each layer's backward starts, the search
+    goes through the layers that follow in backward. It takes those that are offloaded and not yet on their way, and
+    ends at the convolution that would be the third on the device, the current one included. The paper's pseudo-code
+    slips: line 7 loops on `id`, and line 9 pushes it, where `next` is meant; line 8 does not ask whether the
+    convolution was offloaded and not yet prefetched, as line 11 does for the others; and the loop runs on to the first
+    layer, against the text: what is prefetched "too far away" wastes memory.
     """
     turns = _turns(program)
     needed: dict[int, list[Gap]] = defaultdict(list)  # gaps by the turn at which they end
@@ -141,6 +149,7 @@ def prefetch_starts(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, in
     end = convolutions = (
         0  # the search has been as far as turn `end`, past so many convolutions from the current one on
     )
+    # Prefetch what the next turns need, up to the allowed number of convolutions.
     for current in turns:
         while end < len(turns) and convolutions + turns[end].conv <= RESIDENT_CONVOLUTIONS:
             convolutions += turns[end].conv
@@ -152,7 +161,10 @@ def prefetch_starts(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, in
 
 @dataclass
 class _Turn:
-    """A layer's turn in backward: steps in a row from `begin`; `conv` counts it if it is a convolution."""
+    """A layer's consecutive steps in backward, from `begin`.
+
+    `conv` counts it if it is a convolution.
+    """
 
     layer: str
     begin: int
@@ -160,7 +172,10 @@ class _Turn:
 
 
 def _turns(program: StepProgram) -> list[_Turn]:
-    """The layers in the order of backward; one that forward calls several times has as many turns."""
+    """The layers in the order of backward.
+
+    One that forward calls several times has as many turns.
+    """
     turns: list[_Turn] = []
     for position in range(program.end_of_forward, program.end_of_backward):
         op = program.op(program.steps[position])

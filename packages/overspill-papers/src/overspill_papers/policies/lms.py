@@ -1,4 +1,7 @@
-"""`lms`: swap what is not used again within a distance in the graph (Le et al., ISMM'19, TFLMS)."""
+"""`lms`: swap tensors between uses far apart in the graph.
+
+Le et al., ISMM'19, TFLMS.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,13 @@ Swaps = Mapping[Gap, int]
 
 
 class LargeModelSupport(Policy):
-    """Swap a tensor out between two uses that are further apart than `threshold`; start it back `ahead` of the later.
+    """Swap a tensor out between two uses that are far apart.
 
-    Distances are differences of topological levels. A swap-out starts right after the use and runs beside what follows;
-    its memory is awaited where it is needed, as TensorFlow's allocator waits for it. A swap-in is put before the last
-    op that is at least `ahead` levels below the use. Variables (parameters, optimizer state) stay, as in TensorFlow,
-    but for those of a whole step: they are tensors as all others there, and their distance goes on into the next step.
+    Further than `threshold`; it starts back `ahead` of the later use. Distances are differences of topological levels.
+    A swap-out starts right after the use and runs beside what follows; its memory is awaited where it is needed, as
+    TensorFlow's allocator waits for it. A swap-in is put before the last op that is at least `ahead` levels below the
+    use. Variables (parameters, optimizer state) stay, as in TensorFlow, but for those of a whole step: they are tensors
+    as all others there, and their distance goes on into the next step.
 
     What is not given is tuned by simulation, as by LMS's own tuner. The values tried depend on the graph alone, and
     less memory never makes a swap-out's memory be awaited later, so more memory or a faster link is never slower.
@@ -68,7 +72,10 @@ class LargeModelSupport(Policy):
         return tuple(dict.fromkeys(int(share * depths[-1]) for share in THRESHOLDS))
 
     def _options(self, program: StepProgram, depths: NDArray[np.int64]) -> Iterator[Swaps]:
-        """What all pairs of hyperparameters swap, and when it comes back; no two the same."""
+        """The swaps of all pairs of hyperparameters, none twice.
+
+        And when tensors come back.
+        """
         seen: set[frozenset[tuple[Gap, int]]] = set()
         for threshold in self._thresholds(depths):
             gaps = swapped(program, depths, threshold)
@@ -89,7 +96,10 @@ class LargeModelSupport(Policy):
 
 
 def swapped(program: StepProgram, depths: NDArray[np.int64], threshold: int) -> list[Gap]:
-    """The gaps between uses further apart than `threshold`; variables stay where forward and backward are two graphs."""
+    """The gaps between uses further apart than `threshold`.
+
+    Variables stay where forward and backward are two graphs.
+    """
     graph = program.graph
 
     def distance(gap: Gap) -> int:
@@ -105,7 +115,10 @@ def swapped(program: StepProgram, depths: NDArray[np.int64], threshold: int) -> 
 
 
 def swap_in(program: StepProgram, depths: NDArray[np.int64], gap: Gap, ahead: int) -> int:
-    """The step before which `gap`'s tensor is swapped in: the last that lies at least `ahead` below its use."""
+    """The step before which `gap`'s tensor is swapped in.
+
+    The last that lies at least `ahead` below its use.
+    """
     first = 0 if gap.wraps else gap.start + 1
     below_use = np.flatnonzero(depths[first : gap.end + 1] <= depths[gap.end] - ahead)
     found = first + int(below_use[-1]) if below_use.size else 0
@@ -113,9 +126,10 @@ def swap_in(program: StepProgram, depths: NDArray[np.int64], gap: Gap, ahead: in
 
 
 def levels(graph: Graph) -> tuple[int, ...]:
-    """For each op, the number of ops on the longest chain that it must wait for: its level in topological order.
+    """The level of each op in topological order.
 
-    An op waits for the last writer of what it reads, and where it writes also for those who have used that before.
+    The number of ops on the longest chain that it must wait for. An op waits for the last writer of what it reads, and
+    where it writes also for those who have used that before.
     """
     found: list[int] = []
     ready: dict[int, int] = {}  # tensor -> the level from which it may be read

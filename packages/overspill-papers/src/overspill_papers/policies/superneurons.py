@@ -24,12 +24,13 @@ ROOM_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass
 class Segment:
-    """What lies between two expensive layers: the result of `start`, and all that cheap layers make of it (§3.4).
+    """The cheap layers between two expensive ones (§3.4).
 
-    `checkpoints` are the tensors from which the rest is made again: the saved ones that `start` makes or, where its
-    output is not saved because an activation follows, the first saved ones that are made of it (SuperNeurons' and
-    vDNN's activations work in place, so theirs is the convolution's output). `dropped` are the saved tensors that can
-    be made again, `made` those and what is on the way to them.
+    The result of `start`, and all that cheap layers make of it. `checkpoints` are the tensors from which the rest is
+    made again: the saved ones that `start` makes or, where its output is not saved because an activation follows, the
+    first saved ones that are made of it (SuperNeurons' and vDNN's activations work in place, so theirs is the
+    convolution's output). `dropped` are the saved tensors that can be made again, `made` those and what is on the way
+    to them.
     """
 
     start: Op
@@ -40,12 +41,13 @@ class Segment:
 
 
 class SuperneuronsOffload(Policy):
-    """Liveness analysis (§3.2) and the Unified Tensor Pool (§3.3): outputs of convolutions leave, if memory is short.
+    """Offload outputs of convolutions if memory is short.
 
-    An output starts on its way behind its last use in forward, beside the next layers (§3.3.1). Which of them give up
-    their memory, and when, is for the LRU Tensor Cache (§3.3.2, Alg. 2): none while everything fits. In backward each
-    checkpoint is fetched while the layers behind the next one run, one convolution ahead (§3.3.1), or later where
-    memory has no room for it; how much is left to fetches is tried out in fixed shares.
+    Liveness analysis (§3.2) and the Unified Tensor Pool (§3.3). An output starts on its way behind its last use in
+    forward, beside the next layers (§3.3.1). Which of them give up their memory, and when, is for the LRU Tensor Cache
+    (§3.3.2, Alg. 2): none while everything fits. In backward each checkpoint is fetched while the layers behind the
+    next one run, one convolution ahead (§3.3.1), or later where memory has no room for it; how much is left to fetches
+    is tried out in fixed shares.
     """
 
     name = "superneurons-offload"
@@ -85,13 +87,14 @@ class SuperneuronsOffload(Policy):
 
 
 class Superneurons(SuperneuronsOffload):
-    """As `superneurons-offload`, and what cheap layers made is dropped and made again in backward (§3.4).
+    """As `superneurons-offload`, with recomputation of cheap layers.
 
-    Cost-aware, segment by segment: speed-centric, made once and kept for the segment's whole backward, if what that
-    needs stays within the most that any layer needs (l_peak); else memory-centric, made again for each backward layer.
-    Where several segments meet (a residual sum, a concatenation), a new one begins and what is made there counts as a
-    checkpoint: to make it again would take every branch's segment, in a residual net back to its first layer. Random
-    layers are not recomputed. While the step fits without any of this, nothing is done.
+    What they made is dropped and made again in backward (§3.4). Cost-aware, segment by segment: speed-centric, made
+    once and kept for the segment's whole backward, if what that needs stays within the most that any layer needs
+    (l_peak); else memory-centric, made again for each backward layer. Where several segments meet (a residual sum, a
+    concatenation), a new one begins and what is made there counts as a checkpoint: to make it again would take every
+    branch's segment, in a residual net back to its first layer. Random layers are not recomputed. While the step fits
+    without any of this, nothing is done.
     """
 
     name = "superneurons"
@@ -108,7 +111,10 @@ class Superneurons(SuperneuronsOffload):
 
 
 def segments_of(graph: Graph) -> list[Segment]:
-    """The segments of forward, in order. What is made of inputs and parameters alone belongs to none."""
+    """The segments of forward, in order.
+
+    What is made of inputs and parameters alone belongs to none.
+    """
     found: list[Segment] = []
     segment_of: dict[int, Segment] = {}
     unsaved: set[int] = set()  # made by expensive layers, directly or by the way: making it again would be expensive
@@ -119,11 +125,13 @@ def segments_of(graph: Graph) -> list[Segment]:
         cheap = op.layer_type not in EXPENSIVE and op.recomputable
         if cheap and not sources:
             continue
+        # An expensive layer, or one that joins segments, begins a segment.
         begins = not cheap or len(sources) > 1
         segment = Segment(op, join=cheap) if begins else next(iter(sources.values()))
         if begins:
             found.append(segment)
         anew = begins or any(t in unsaved for t in op.reads)
+        # Results of cheap layers may be recomputed, others are checkpoints.
         for tensor in op.writes:
             if graph.tensors[tensor].persistent:
                 continue
@@ -141,7 +149,10 @@ def segments_of(graph: Graph) -> list[Segment]:
 
 
 def _droppable(graph: Graph, segment: Segment, tensor: int) -> bool:
-    """Whether a cheap layer's result is worth dropping, and all checkpoints are still there when it is wanted again."""
+    """Whether a cheap layer's result is worth dropping and can be recomputed.
+
+    All checkpoints are still there when it is wanted again.
+    """
     op = graph.ops[graph.producer[tensor]]
     wanted = [use for use in graph.uses[tensor] if graph.ops[use].phase is not Phase.FORWARD]
     read_bytes = sum(graph.tensors[t].nbytes for t in op.recompute_reads)
@@ -155,7 +166,10 @@ def _droppable(graph: Graph, segment: Segment, tensor: int) -> bool:
 
 
 def layer_peak_bytes(graph: Graph) -> int:
-    """The most that any layer needs, all that it works with in forward and backward: §3.4's l_peak = max(l_i)."""
+    """The most bytes that any layer needs, §3.4's l_peak.
+
+    All that it works with in forward and backward: max(l_i).
+    """
     tensors = graph.tensors
     needs = [0]
     for layer in graph.layers.values():
@@ -166,7 +180,10 @@ def layer_peak_bytes(graph: Graph) -> int:
 
 
 def speed_centric_bytes(graph: Graph, segment: Segment) -> int:
-    """What `segment` takes when all of it is made at once: §3.4's memcost, its forward and the backward of its last layer."""
+    """Bytes of `segment` when recomputed at once, §3.4's memcost.
+
+    Its forward and the backward of its last layer.
+    """
     forward = set(segment.dropped)
     readers = {op for t in forward for op in graph.consumers[t] if graph.ops[op].phase is not Phase.FORWARD}
     last = graph.ops[min(readers)] if readers else segment.start  # backward begins with the last layer
@@ -175,7 +192,10 @@ def speed_centric_bytes(graph: Graph, segment: Segment) -> int:
 
 
 def checkpoint_gaps(program: StepProgram, segments: Sequence[Segment], *, joins: bool) -> list[Gap]:
-    """The gaps in which checkpoints may be off the device: those of convolutions, and of `joins` (§3.3: not of the rest)."""
+    """The gaps in which checkpoints may be off the device.
+
+    Those of convolutions, and of `joins` (§3.3: not of the rest).
+    """
     offered = {
         tensor
         for segment in segments
@@ -186,9 +206,10 @@ def checkpoint_gaps(program: StepProgram, segments: Sequence[Segment], *, joins:
 
 
 def fetches(program: StepProgram, gaps: Collection[Gap], live: Positions) -> Iterator[dict[Gap, int]]:
-    """Steps before which tensors come back: one checkpoint ahead, where the memory set aside for that has room for them.
+    """Steps before which tensors come back.
 
-    The shares of memory do not depend on the budget, so a larger one has the same to choose from.
+    One checkpoint ahead, where the memory set aside for that has room for them. The shares of memory do not depend on
+    the budget, so a larger one has the same to choose from.
     """
     wanted = one_ahead(program, gaps)
     least = without(program, {gap: gap.end for gap in gaps}, live)
@@ -199,7 +220,10 @@ def fetches(program: StepProgram, gaps: Collection[Gap], live: Positions) -> Ite
 
 
 def one_ahead(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, int]:
-    """Each tensor is fetched when the checkpoint that is wanted before it has arrived."""
+    """The steps of prefetching each tensor one checkpoint ahead.
+
+    Each is fetched when the checkpoint that is wanted before it has arrived.
+    """
     ends = sorted({gap.end for gap in gaps})
     before = dict(zip(ends, [0, *ends], strict=False))
     return {gap: min(max(before[gap.end], earliest_return(program, gap)), gap.end) for gap in gaps}

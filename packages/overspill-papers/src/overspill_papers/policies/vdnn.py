@@ -1,4 +1,7 @@
-"""The policies of vDNN (Rhu et al., MICRO'16, §III), and the one-stream baseline that Dymem measures both against."""
+"""The policies of vDNN (Rhu et al., MICRO'16, §III).
+
+And the one-stream baseline that Dymem measures both against.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def conv_layers(kind: LayerType) -> bool:
 
 
 def all_layers(kind: LayerType) -> bool:
-    """vDNN_all: every layer but activations, which work in place and need only Y (§III-B)."""
+    """Whether vDNN_all offloads the inputs of a layer of this kind.
+
+    Every layer but activations, which work in place and need only Y (§III-B).
+    """
     return kind is not LayerType.ACTIVATION
 
 
@@ -44,9 +50,11 @@ def vdnn_schedule(
     one_stream: bool = False,
     pooling_searches: bool = True,
 ) -> Schedule:
-    """The schedule of `program` that offloads the inputs X of the layers `offloads` and prefetches as Fig. 10 finds them.
+    """A schedule that offloads inputs X of layers, as vDNN does.
 
-    `pooling_searches` false: a pooling layer's backward starts no prefetch. `one_stream`: compute waits for every transfer instead, out behind the layer, back in front of its backward.
+    Of the layers `offloads`; it prefetches as Fig. 10 finds them. `pooling_searches` false: a pooling layer's backward
+    starts no prefetch. `one_stream`: compute waits for every transfer instead, out behind the layer, back in front of
+    its backward.
     """
     layers = layers_of(program)
     offloading = [index for index, layer in enumerate(layers) if layer.inputs and offloads(layer.type)]
@@ -59,11 +67,12 @@ def vdnn_schedule(
 
 
 class VdnnAll(Policy):
-    """Offload the input feature maps X of all layers, as each layer that is the last to read them runs (§III-A, -B).
+    """Offload the input feature maps X of all layers.
 
-    Offload overlaps that layer's forward and is awaited at its end (Fig. 9). Each layer's backward starts the prefetch
-    for the nearest earlier layer found by Fig. 10's search and awaits it at its own end. Activation layers are left
-    out: in place, they need only Y (§III-B). What Fig. 10 does not reach in time is fetched when it is needed.
+    As each layer that is the last to read them runs (§III-A, -B). Offload overlaps that layer's forward and is awaited
+    at its end (Fig. 9). Each layer's backward starts the prefetch for the nearest earlier layer found by Fig. 10's
+    search and awaits it at its own end. Activation layers are left out: in place, they need only Y (§III-B). What Fig.
+    10 does not reach in time is fetched when it is needed.
     """
 
     name = "vdnn-all"
@@ -89,7 +98,10 @@ class VdnnAll(Policy):
 
 
 class VdnnConv(VdnnAll):
-    """As `vdnn-all`, for the inputs of convolution layers only: their long run time hides the transfer (§III-C)."""
+    """As `vdnn-all`, for the inputs of convolution layers only.
+
+    Their long run time hides the transfer (§III-C).
+    """
 
     name = "vdnn-conv"
     summary = "offload the input feature maps of convolution layers"
@@ -100,7 +112,10 @@ class VdnnConv(VdnnAll):
 
 
 class Sequential(Policy):
-    """What `vdnn-all` moves, on one stream: each transfer is awaited as soon as it starts, so that none is hidden."""
+    """The transfers of `vdnn-all` on one stream.
+
+    Each transfer is awaited as soon as it starts, so that none is hidden.
+    """
 
     name = "sequential"
     summary = "one stream: compute waits for every transfer"
@@ -112,7 +127,9 @@ class Sequential(Policy):
 
 
 class VdnnDynamic(Policy):
-    """The first of these passes that fits (§III-C, "Dynamic vDNN"); each is a profiling pass there.
+    """The first of these passes that fits (§III-C, "Dynamic vDNN").
+
+    Each is a profiling pass there.
 
     1. vDNN_all with memory-optimal algorithms, which needs the least: if it does not fit, nothing does.
     2. The fastest algorithms, with nothing offloaded, then under vDNN_conv, then under vDNN_all.
@@ -141,7 +158,10 @@ class VdnnDynamic(Policy):
         return replace(chosen, budget_bytes=budget_bytes)
 
     def _chosen(self, passed: Iterator[tuple[Schedule, float]]) -> Schedule:
-        """One of the passes that fit, of which there is one at least; each comes with the seconds of its step."""
+        """One of the passes that fit, of which there is one at least.
+
+        Each comes with the seconds of its step.
+        """
         return next(passed)[0]
 
     def _passes(
@@ -157,9 +177,10 @@ class VdnnDynamic(Policy):
 
 
 class VdnnFastest(VdnnDynamic):
-    """The fastest of `vdnn-dynamic`'s passes that fit, of equals the first: ours, not the paper's.
+    """The fastest of `vdnn-dynamic`'s passes that fit.
 
-    A larger budget is then never slower: no pass is, for its transfers hang on layers and its ops have faster algorithms.
+    Of equals the first: ours, not the paper's. A larger budget is then never slower: no pass is, for its transfers hang
+    on layers and its ops have faster algorithms.
     """
 
     name = "vdnn-fastest"
@@ -171,9 +192,10 @@ class VdnnFastest(VdnnDynamic):
 
 
 def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int) -> Schedule:
-    """`schedule`, of fastest algorithms and `live` bytes at each instruction, with slower ones where these are over `limit`.
+    """`schedule` with slower algorithms where memory is over `limit`.
 
-    vDNN's transfers hang on layers and not on time, so what is live beside an op does not depend on any choice.
+    It has fastest algorithms and `live` bytes at each instruction. vDNN's transfers hang on layers and not on time, so
+    what is live beside an op does not depend on any choice.
     """
     instructions = list(schedule.instructions)
     for index, instruction in enumerate(instructions):
@@ -187,8 +209,12 @@ def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int
 def _beside_layers(
     program: StepProgram, layers: Sequence[Layer], offloading: Sequence[int], *, pooling_searches: bool
 ) -> list[Transfer]:
-    """Transfers of the inputs of the layers `offloading` beside layers: out beside their own, back as Fig. 10 finds."""
+    """Transfers of layers' inputs, concurrent with layers.
+
+    Of the layers `offloading`: out during their own, back as Fig. 10 finds.
+    """
     started: dict[int, tuple[int, int]] = {}  # layer index -> [issue, await) steps of its prefetch
+    # When each layer's prefetch starts.
     waiting = set(offloading)
     for current in backward_order(layers):
         if layers[current].type is LayerType.POOL and not pooling_searches:
@@ -199,6 +225,7 @@ def _beside_layers(
             waiting.remove(found)
             started[found] = (first, last + 1)
     transfers = []
+    # The transfers, within what the schedule's rules allow.
     for index in offloading:
         for gap in layers[index].inputs:
             release = min(max(layers[index].forward[1], gap.start) + 1, latest_release(program, gap))
@@ -210,13 +237,19 @@ def _beside_layers(
 
 
 def _one_by_one(layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
-    """Transfers of the inputs of the layers `offloading`, nothing beside them."""
+    """Transfers of layers' inputs, with nothing concurrent.
+
+    Of the layers `offloading`.
+    """
     gaps = [gap for index in offloading for gap in layers[index].inputs]
     return [Transfer(gap, gap.start + 1, gap.start + 1, gap.end, gap.end) for gap in gaps]
 
 
 def _find_prefetch_layer(layers: Sequence[Layer], current: int, waiting: Collection[int]) -> int | None:
-    """Fig. 10's findPrefetchLayer: the closest earlier layer to prefetch, searching no further than the next CONV."""
+    """The closest earlier layer to prefetch, or None.
+
+    Fig. 10's findPrefetchLayer, which searches no further than the next CONV.
+    """
     for index in range(current - 1, -1, -1):
         if index in waiting:
             return index

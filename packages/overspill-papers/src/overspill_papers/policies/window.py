@@ -1,4 +1,7 @@
-"""`window`: swap by a window in bytes over the variables in order of use ("Out-of-core training ... adaptive window")."""
+"""`window`: swap by a window in bytes over coming uses.
+
+Over the variables in order of use ("Out-of-core training ... adaptive window").
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ WINDOWS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2, 7 / 4, 2.
 
 
 class Window(Policy):
-    """Look ahead over the variables in order of use as far as `window_bytes` reach, and swap in what comes into sight.
+    """Swap in the variables that the next `window_bytes` of uses need.
 
-    At each function (§3, Fig. 2): (a) what comes into the window and is in the store is swapped in; (b) the oldest
-    swap-outs are awaited, and their memory freed, until all fits the budget; (c) behind the function, its variables are
-    swapped out, (d) but not those that are never used again or are in the window already. A variable that is still
-    there when it comes into the window stays. The paper's variables are all tensors: here those that may move,
-    parameters and optimizer state among them where the graph lets them; these are then at home in the store.
+    It looks ahead over the variables in order of use as far as they reach. At each function (§3, Fig. 2): (a) what
+    comes into the window and is in the store is swapped in; (b) the oldest swap-outs are awaited, and their memory
+    freed, until all fits the budget; (c) behind the function, its variables are swapped out, (d) but not those that are
+    never used again or are in the window already. A variable that is still there when it comes into the window stays.
+    The paper's variables are all tensors: here those that may move, parameters and optimizer state among them where the
+    graph lets them; these are then at home in the store.
 
     Departures: what the store holds already is not copied again, and a swap-out whose memory is never needed is not
     made at all. (Fig. 2 copies each; the paper's code, SwapInOutScheduler of sony/nnabla, cancels them as we do, but for
@@ -80,7 +84,10 @@ class Window(Policy):
 
 
 class VariableSequence:
-    """The variables of a program in order of use, each as often as it is used (§3, Fig. 1)."""
+    """The variables of a program in order of use.
+
+    Each as often as it is used (§3, Fig. 1).
+    """
 
     def __init__(self, program: StepProgram) -> None:
         tensors = program.graph.tensors
@@ -102,9 +109,10 @@ class VariableSequence:
         self.outputs = np.array([i is None for i in used], dtype=bool)
 
     def swaps(self, window_bytes: int) -> dict[Gap, int]:
-        """The gaps in which a tensor is swapped out, with the step before which it would have to be swapped in again.
+        """The gaps in which a tensor is swapped out.
 
-        That is the first step whose window reaches the use at the end of the gap; its own has it in any case.
+        With the step before which it would have to be swapped in again. That is the first step whose window reaches the
+        use at the end of the gap; its own has it in any case.
         """
         reached = np.minimum(np.searchsorted(self.start_bytes, self.end_bytes - window_bytes), self.ends)
         seen = np.where(self.outputs, self.ends, reached)
@@ -117,10 +125,11 @@ class VariableSequence:
 
 
 def _transfers(program: StepProgram, swaps: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
-    """Transfers for the swap-outs that end with memory freed; each copy is made behind the first use that called for it.
+    """Transfers for the swap-outs that end with memory freed.
 
-    A swap-out whose memory was not needed has copied the tensor all the same (Fig. 2c), which serves those that follow
-    until the tensor is updated. What starts in a graph of forward alone is awaited in it.
+    Each copy is made behind the first use that called for it. A swap-out whose memory was not needed has copied the
+    tensor all the same (Fig. 2c), which serves those that follow until the tensor is updated. What starts in a graph of
+    forward alone is awaited in it.
     """
     apart = not program.graph.whole_step
     copied: dict[tuple[int, int], Gap] = {}  # (tensor, updates so far) -> the swap-out that made the copy
@@ -136,5 +145,5 @@ def _transfers(program: StepProgram, swaps: Mapping[Gap, int], released: Mapping
 
 
 def _updates(program: StepProgram, gap: Gap) -> int:
-    """How often the tensor has been written when `gap` begins."""
+    """The number of times the tensor has been written when `gap` begins."""
     return bisect_right(program.written[gap.tensor], gap.start)

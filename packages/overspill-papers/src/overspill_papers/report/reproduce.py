@@ -1,4 +1,4 @@
-"""A paper's figures beside ours: as JSON rows, and as a table for a reader."""
+"""A paper's figures and ours, as JSON rows and as a table."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def result_figures(result: Result) -> dict[str, Any]:
         "quote": claim.quote,
         "unit": claim.unit,
         "bound": claim.bound,
+        # Theirs, ours, and what is to be known of the row.
         "paper": float(claim.value),
         "ours": None if result.ours is None else float(result.ours),
         "ratio": None if result.ratio is None else float(result.ratio),
@@ -34,13 +35,14 @@ def result_figures(result: Result) -> dict[str, Any]:
 
 
 def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
-    """The table of `found`, and below it what is to be known of single rows."""
+    """The table of `found`, with remarks on single rows below."""
     remarks: dict[str, int] = {}
     rows = []
     for result in found:
         said = remark(result)
         number = remarks.setdefault(said, len(remarks) + 1) if said else None
         rows.append(_cells(result, number))
+    # Remarks are numbered, and stand below the table.
     columns = ("where", "what", "paper", "ours", "ratio", "agrees", "note")
     parts: list[RenderableType] = [
         Text(f"{paper.title}: {counted(Counts.of(found))}"),
@@ -57,7 +59,10 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
 
 
 def counted(counts: Counts) -> str:
-    """`22 of 25 figures within 15 %, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
+    """How many figures agree, in words.
+
+    As `22 of 25 figures within 15 %, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`.
+    """
     said = [f"{counts.agreeing} of {counts.figures} figures within {100 * TOLERANCE:.0f} %"] if counts.figures else []
     said += [f"{counts.limits_kept} of {counts.limits} limits kept"] if counts.limits else []
     fitted = f"{counts.fitted} rows do not count, for a constant was set by them" if counts.fitted else ""
@@ -66,12 +71,15 @@ def counted(counts: Counts) -> str:
 
 
 def remark(result: Result) -> str:
-    """What is to be known of a row besides its figures; empty where that is nothing."""
+    """A remark on a row besides its figures, or nothing."""
     return " ".join(filter(None, (result.trouble, _uncounted(result), result.claim.note)))
 
 
 def agreement(result: Result) -> str:
-    """Whether ours agrees, or why the row does not count, in a word."""
+    """Whether ours agrees, or why the row does not count.
+
+    In a word.
+    """
     claim = result.claim
     return "fitted" if claim.fitted else "aside" if claim.aside else yes(result.agrees) or "no"
 
@@ -97,7 +105,10 @@ def _cells(result: Result, number: int | None) -> tuple[str, ...]:
 
 
 def settled(value: float) -> float:
-    """`value` without what rounding leaves of a difference of equals; no paper gives a figure as small as that."""
+    """`value`, or 0 if it is only rounding.
+
+    A difference of equals may leave some; no paper gives a figure as small as that.
+    """
     return round(value, 9) + 0.0
 
 

@@ -1,1 +1,4 @@
-"""A training step of MXNet, read from its symbol file: no MXNet is needed."""
+"""A training step of MXNet, read from its symbol file.
+
+No MXNet is needed.
+"""

@@ -1,6 +1,7 @@
-"""The gradient pass: forward and backward of a symbol as one graph, in the order in which MXNet's executor runs it.
+"""The gradient pass: forward and backward of a symbol as one graph.
 
-After `src/nnvm/gradient.cc`, and `InitFullGraph` and `AggregateGradient` of `src/executor/graph_executor.cc`, MXNet 1.5.
+It is in the order in which MXNet's executor runs it. After `src/nnvm/gradient.cc`, and `InitFullGraph` and
+`AggregateGradient` of `src/executor/graph_executor.cc`, MXNet 1.5.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class _Graph:
 
 
 def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = True) -> MxnetStep:
-    """The step of `symbol` on `inputs`, which alone have no gradients; without `trains`, its forward.
+    """The training step of `symbol` on `inputs`.
 
-    Raises UnsupportedError for an operator that is not known, and for a shape that cannot be told.
+    Inputs alone have no gradients; without `trains` it is the forward. Raises UnsupportedError for an operator that is
+    not known, and for a shape that cannot be told.
     """
     graph, auxiliary = _forward(symbol, inputs)
     parameters = [
@@ -63,6 +65,7 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
         if node.is_variable and node.name not in inputs and node.name not in auxiliary
     ]  # fmt: skip
     gradients = _gradients(graph, symbol, parameters) if trains else {}
+    # Number the nodes in the order in which they run.
     order = list(_depth_first(graph.nodes, [*symbol.heads, *gradients.values()]))
     number = {old: new for new, old in enumerate(order)}
 
@@ -90,7 +93,10 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
 
 
 def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozenset[str]]:
-    """The forward nodes with their shapes, and the names of auxiliary states. Operators tell the shapes of weights."""
+    """The forward nodes with shapes, and names of auxiliary states.
+
+    Operators tell the shapes of weights.
+    """
     shapes: list[list[Shape | None]] = [
         [inputs.get(node.name, node.numbers("__shape__") or None)] if node.is_variable else [] for node in symbol.nodes
     ]  # fmt: skip
@@ -101,6 +107,7 @@ def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozense
         operator = of[-1]
         if operator is None:
             continue
+        # An operator completes the shapes of its inputs.
         read: Shapes = [shapes[entry.node][entry.number] for entry in node.inputs]
         made = operator.infer(node, read)
         for entry, shape in zip(node.inputs, read, strict=True):
@@ -124,6 +131,7 @@ def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> di
         node, operator = graph.nodes[i], graph.of[i]
         if operator is None:
             continue
+        # Sum the gradients of the node's outputs.
         above = [
             _sum(graph, found.get(NodeOutput(i, k), []), shape)
             for k, shape in enumerate(graph.shapes[i][: operator.visible])
@@ -134,6 +142,7 @@ def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> di
             continue  # nothing below the loss depends on it
         else:
             made = _gradient_node(graph, i, operator, above)
+        # Pass the gradients on to the inputs.
         for entry, gradient in zip(node.inputs, made, strict=False):
             if gradient is not None:
                 found.setdefault(entry, []).append(gradient)
@@ -162,7 +171,10 @@ def _gradient_node(
 
 
 def _sum(graph: _Graph, parts: list[NodeOutput], shape: Shape) -> NodeOutput | None:
-    """One entry for all `parts`: itself, a sum of few, or a chain of sums that backward adds into one place."""
+    """One entry for the sum of `parts`.
+
+    It is the part itself, a sum of few, or a chain of sums that backward adds into one place.
+    """
     if len(parts) < 2:
         return parts[0] if parts else None
     if len(parts) < INPLACE_SUM_CAP:
@@ -191,7 +203,10 @@ def _distinct(graph: _Graph, gradients: dict[int, NodeOutput]) -> dict[int, Node
 
 
 def _depth_first(nodes: list[Node], heads: Collection[NodeOutput] | list[NodeOutput]) -> Iterator[int]:
-    """The nodes behind `heads`, each after what it reads and what it waits for, as `DFSVisit` meets them."""
+    """The nodes behind `heads`, in depth-first order.
+
+    Each is after what it reads and what it waits for, as `DFSVisit` meets them.
+    """
     seen: set[int] = set()
     for head in heads:
         stack: list[tuple[int, Iterator[int]]] = []

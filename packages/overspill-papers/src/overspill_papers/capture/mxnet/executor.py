@@ -1,8 +1,9 @@
-"""What MXNet's executor takes of the device for a step: every array, every planned storage, and the temporary space.
+"""Memory of a step in MXNet's executor.
 
-`simple_bind` allocates arguments, states and gradients; the optimizer's states come with the first update. A storage of the
-plan is allocated when it is first written, and stays. One temporary space serves all operators and is made anew when one
-asks for more (`src/resource.cc`, MXNET_GPU_TEMP_COPY=1).
+Every array, every planned storage, and the temporary space. `simple_bind` allocates arguments, states and gradients;
+the optimizer's states come with the first update. A storage of the plan is allocated when it is first written, and
+stays. One temporary space serves all operators and is made anew when one asks for more (`src/resource.cc`,
+MXNET_GPU_TEMP_COPY=1).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw
 
 
 def record(symbol: Symbol, inputs: dict[str, Shape], device: Device, *, optimizer: str | None = "sgd") -> Recording:
-    """A training step of `symbol` on `inputs` as MXNet runs it on `device`; without an optimizer, its forward alone.
+    """A recorded training step of `symbol` as MXNet runs it.
 
-    Raises RequestError for inputs and optimizers that there are not, UnsupportedError for operators that are not known.
+    It is on `inputs` on `device`; without an optimizer it is the forward alone. Raises RequestError for inputs and
+    optimizers that there are not, UnsupportedError for operators that are not known.
     """
     missing = [name for name in inputs if name not in symbol.variables]
     if missing:
@@ -96,7 +98,10 @@ class _Executor:
         self._ledger.add(RecordedOp(node.op, layer, phase, 0, reads, writes))
 
     def _place(self, entry: NodeOutput, phase: Phase, layer: str) -> int:
-        """The allocation in which `entry` lies; its storage is made now if nothing was in it before."""
+        """The allocation of `entry`.
+
+        Its storage is made now if nothing was in it before.
+        """
         if entry in self._arrays:
             return self._arrays[entry]
         storage = self.plan.storage[entry]
@@ -107,7 +112,10 @@ class _Executor:
         return self._storages[storage]
 
     def _take_space(self, nbytes: int, layer: str, phase: Phase) -> None:
-        """Temporary space of `nbytes`: the last one if it is as large, else that goes and a new one comes."""
+        """Use `nbytes` of temporary space.
+
+        The last one serves if it is as large, else that goes and a new one comes.
+        """
         last = self._temporary
         if nbytes == 0 or (last is not None and self._ledger.allocations[last].nbytes >= nbytes):
             return
@@ -127,7 +135,10 @@ class _Executor:
         return 0 if node is self.step.nodes[layer] else operator.backward_space(shapes)
 
     def _workspace_bytes(self, layer: int) -> int:
-        """What the fastest algorithm takes, of those within the operator's limit; forward and backward are tuned alike."""
+        """Workspace bytes of the fastest algorithm within the operator's limit.
+
+        Forward and backward are tuned alike.
+        """
         node = self.step.nodes[layer]
         data, weight = (self.step.shapes[entry.node][entry.number] for entry in node.inputs[:2])
         made = self.step.shapes[layer][0]

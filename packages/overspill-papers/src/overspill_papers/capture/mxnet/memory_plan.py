@@ -1,4 +1,4 @@
-"""MXNet's memory plan: which entries of a step share one storage, and how large each storage is.
+"""MXNet's memory plan: which entries share a storage of which size.
 
 After `src/nnvm/plan_memory.cc` (MXPlanMemory) and `src/executor/inplace_addto_detect_pass.cc`, MXNet 1.5.
 """
@@ -21,7 +21,10 @@ EXTERNAL = -2
 
 
 class _Storages:
-    """The storages so far, and those that are free, by size; among equals the one that came in first."""
+    """All storages so far, and the free ones by size.
+
+    Among equals, the one that came in first.
+    """
 
     def __init__(self) -> None:
         self.nbytes: list[int] = []
@@ -29,7 +32,10 @@ class _Storages:
         self._frees = 0
 
     def request(self, nbytes: int) -> int:
-        """A free storage that is larger, the smallest such; else one that is smaller and grows; else a new one."""
+        """A storage for `nbytes`, free or new.
+
+        A free one that is larger, the smallest such; else one that is smaller and grows; else a new one.
+        """
         middle = bisect_left(self._free, (nbytes,))
         end = bisect_right(self._free, (nbytes * MATCH_RANGE, self._frees + 1))
         if middle < end:
@@ -51,7 +57,10 @@ class _Storages:
 
 
 class MemoryPlan:
-    """The plan of a step: `storage[entry]`, and `nbytes` of each storage that anything still lies in."""
+    """The memory plan of a step: each entry's storage, and their sizes.
+
+    `storage[entry]`, and `nbytes` of each storage that anything still lies in.
+    """
 
     def __init__(self, step: MxnetStep) -> None:
         self.step = step
@@ -61,6 +70,7 @@ class MemoryPlan:
         self._uses = Counter(entry for node in step.nodes for entry in node.inputs)
         self._uses.update(step.heads)
         self._uses.update(step.gradients.values())
+        # Gradients and variables lie outside the plan.
         for entry in step.gradients.values():
             self.storage[entry] = EXTERNAL
         for i, node in enumerate(step.nodes):
@@ -69,6 +79,7 @@ class MemoryPlan:
             else:
                 self._place(i)
         self._add_in_place()
+        # A storage is as large as the largest entry in it.
         self.nbytes: dict[int, int] = {}
         for entry, storage in self.storage.items():
             if storage >= 0:
@@ -96,7 +107,10 @@ class MemoryPlan:
                 self._storages.release(storage)
 
     def _shared(self, i: int) -> set[NodeOutput]:
-        """Puts outputs where inputs are that nothing else will read, where the operator allows it; which those are."""
+        """Place outputs in inputs that nothing else will read; return these.
+
+        Where the operator allows it.
+        """
         node, taken, shared = self.step.nodes[i], set[int](), set[NodeOutput]()
         pairs, is_view = self._pairs(i)
         for source, target in pairs:
@@ -112,6 +126,7 @@ class MemoryPlan:
                 and self._uses[made] > 0
                 and self._bytes(read) == self._bytes(made)
             ):
+                # The output takes over the input's storage.
                 taken.add(source)
                 shared.add(made)
                 self.storage[made] = storage
@@ -119,7 +134,10 @@ class MemoryPlan:
         return shared
 
     def _pairs(self, i: int) -> tuple[Pairs, bool]:
-        """What may share memory at node `i`, and whether it does even where others read the input."""
+        """Inputs and outputs of node `i` that may share memory.
+
+        And whether they do even where others read the input.
+        """
         operator = self.step.of[i]
         if operator is None:
             return (), False
@@ -133,7 +151,10 @@ class MemoryPlan:
                 self._storages.release(storage)
 
     def _add_in_place(self) -> None:
-        """In a chain of sums, each summand is added where the sum is as it is made, and has no place of its own."""
+        """Place the summands of a chain of sums in the sum.
+
+        Each is added as it is made, and has no place of its own.
+        """
         for i, node in enumerate(self.step.nodes):
             if node.op != "_grad_add":
                 continue

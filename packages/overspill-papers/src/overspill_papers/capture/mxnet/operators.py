@@ -1,8 +1,9 @@
-"""The operators of MXNet 1.5: shapes, what their backward reads, what is done in place, and temporary space.
+"""The operators of MXNet 1.5, as far as memory goes.
 
-From the registrations in MXNet's `src/operator/`, with cuDNN: `nn/convolution.cc`, `nn/batch_norm.cc`,
-`nn/activation.cc`, `nn/pooling.cc`, `nn/fully_connected.cc`, `nn/dropout.cc`, `nn/layer_norm-inl.h`, `nn/softmax.cc`,
-`softmax_output.cc`, `leaky_relu.cc`, `tensor/` and others. All is float32, as MXNet's planner assumes.
+Shapes, what their backward reads, what is done in place, and temporary space. From the registrations in MXNet's
+`src/operator/`, with cuDNN: `nn/convolution.cc`, `nn/batch_norm.cc`, `nn/activation.cc`, `nn/pooling.cc`,
+`nn/fully_connected.cc`, `nn/dropout.cc`, `nn/layer_norm-inl.h`, `nn/softmax.cc`, `softmax_output.cc`, `leaky_relu.cc`,
+`tensor/` and others. All is float32, as MXNet's planner assumes.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def _convolution(node: Node, shapes: Shapes) -> list[Shape]:
         node.numbers("pad", (0,) * len(kernel)),
     )
     filters = node.number("num_filter", 0)
+    # Weight and bias, then the output.
     _fill(shapes, 1, (filters, data[1] // node.number("num_group", 1), *kernel))
     _fill(shapes, 2, (filters,))
     image = tuple(
@@ -150,7 +152,10 @@ def _slice_channel(node: Node, shapes: Shapes) -> list[Shape]:
 
 
 def _reshape(node: Node, shapes: Shapes) -> list[Shape]:
-    """0 keeps a dimension, -1 takes what is left, -2 copies the rest, -3 joins two, -4 splits one by the next two."""
+    """The shape of MXNet's Reshape.
+
+    0 keeps a dimension, -1 takes what is left, -2 copies the rest, -3 joins two, -4 splits one by the next two.
+    """
     data = known(node, shapes)
     wanted, made, at = list(node.numbers("shape")), [], 0
     while wanted:
@@ -166,6 +171,7 @@ def _reshape(node: Node, shapes: Shapes) -> list[Shape]:
             made.append(data[at] if size == 0 else data[at] * data[at + 1] if size == -3 else size)
             at += size == -3
         at += 1
+    # What is left goes to the dimension -1.
     left = prod(data) // max(1, prod(size for size in made if size != -1))
     return [tuple(left if size == -1 else size for size in made)]
 
@@ -301,5 +307,5 @@ def operator_of(node: Node) -> Operator:
 
 
 def is_operator(node: Node, name: str) -> bool:
-    """Whether `node` is of the operator called `name`, by whatever alias."""
+    """Whether `node` is of the operator `name`, by any alias."""
     return _ALIASES.get(node.op, node.op) == name

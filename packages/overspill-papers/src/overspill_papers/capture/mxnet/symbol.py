@@ -1,4 +1,7 @@
-"""MXNet's symbols: a network as a list of nodes, and the JSON file that `Symbol.save` writes of it."""
+"""MXNet's symbols: networks as nodes, and their JSON files.
+
+The file is that of `Symbol.save`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ class NodeOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """One operator, or a variable. `controls` are nodes that run before it although it reads nothing of theirs."""
+    """An operator or a variable of a symbol.
+
+    `controls` are nodes that run before it although it reads nothing of theirs.
+    """
 
     op: str
     name: str
@@ -42,7 +48,10 @@ class Node:
         return int(float(self.attrs.get(name, default)))
 
     def numbers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The whole numbers of attribute `name`, as in `(3, 3)`; a single number is a row of one."""
+        """The integers of attribute `name`, as in `(3, 3)`.
+
+        A single number is a row of one.
+        """
         text = self.attrs.get(name)
         if text is None or text in {"None", "()", "[]"}:
             return default
@@ -57,7 +66,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A network: nodes, each after those that it reads, and what comes out of it."""
+    """A network: its nodes in order, and its outputs.
+
+    Each node is after those that it reads.
+    """
 
     nodes: tuple[Node, ...]
     heads: tuple[NodeOutput, ...]
@@ -68,7 +80,10 @@ class Symbol:
         return tuple(node.name for node in self.nodes if node.is_variable)
 
     def to_json(self) -> str:
-        """The file that MXNet loads: nodes, which of them are variables, and the heads."""
+        """The symbol as the JSON that MXNet loads.
+
+        Nodes, which of them are variables, and the heads.
+        """
         nodes = [
             {"op": node.op, "name": node.name, "inputs": [[*entry, 0] for entry in node.inputs]}
             | ({"attrs": dict(node.attrs)} if node.attrs else {})
@@ -99,7 +114,10 @@ def read_symbol(path: Path) -> Symbol:
 
 
 def symbol_of(loaded: Any) -> Symbol:
-    """The symbol in a loaded JSON object. Attributes are called `attr` or `param` in files before MXNet 1.0."""
+    """The symbol in a loaded JSON object.
+
+    Attributes are called `attr` or `param` in files before MXNet 1.0.
+    """
     nodes = []
     for position, entry in enumerate(loaded["nodes"]):
         attrs = {**entry.get("param", {}), **entry.get("attr", {}), **entry.get("attrs", {})}

@@ -1,1 +1,4 @@
-"""A network from an ONNX file, as MXNet's symbols, so that it is run and trained as MXNet does."""
+"""Networks from ONNX files, as symbols of MXNet.
+
+They are run and trained as MXNet does.
+"""

@@ -1,8 +1,8 @@
-"""An ONNX model as one of MXNet's symbols, which is what MXNet's own importer makes of it.
+"""Read an ONNX model as a symbol of MXNet.
 
-An ONNX file says how to run a network, not how to train it. Here it is trained as MXNet trains the symbol: weights are the
-initialisers of floating point, the loss is a softmax's cross entropy on an output of two dimensions and the mean of any
-other, and all is float32.
+It is what MXNet's own importer makes of it. An ONNX file says how to run a network, not how to train it. Here it is
+trained as MXNet trains the symbol: weights are the initialisers of floating point, the loss is a softmax's cross
+entropy on an output of two dimensions and the mean of any other, and all is float32.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _NO_MAPS = frozenset({"Constant", "Shape", "ConstantOfShape", "Range"})
 
 
 def read(path: Path, batch: int, shapes: Mapping[str, Shape], *, trains: bool) -> tuple[Symbol, dict[str, Shape]]:
-    """The symbol of the model at `path`, and the shapes of its inputs: the given ones, else those of the file.
+    """The symbol of the ONNX model at `path`, with input shapes.
 
-    A size without a number in the file is the batch. Raises RequestError for what is no model, and for inputs that there are
-    not; UnsupportedError for operators that are not known.
+    They are the given ones, else those of the file. A size without a number in the file is the batch. Raises
+    RequestError for what is no model, and for inputs that there are not; UnsupportedError for operators that are not
+    known.
     """
     try:
         onnx: Any = importlib.import_module("onnx")
@@ -64,6 +65,7 @@ def _fix_inputs(graph: Any, batch: int, shapes: Mapping[str, Shape]) -> dict[str
     for value in graph.input:
         if value.name in weights:
             continue
+        # A given shape, or the file's with the batch for its one unknown size.
         dims = value.type.tensor_type.shape.dim
         names = {dim.dim_param for dim in dims if not dim.HasField("dim_value")}
         if value.name in shapes:
@@ -74,6 +76,7 @@ def _fix_inputs(graph: Any, batch: int, shapes: Mapping[str, Shape]) -> dict[str
             )
         else:
             found[value.name] = tuple(dim.dim_value if dim.HasField("dim_value") else batch for dim in dims)
+        # Write the shape into the graph.
         value.type.tensor_type.shape.ClearField("dim")
         for size in found[value.name]:
             value.type.tensor_type.shape.dim.add().dim_value = size
@@ -84,7 +87,7 @@ def _fix_inputs(graph: Any, batch: int, shapes: Mapping[str, Shape]) -> dict[str
 
 
 class _Reader:
-    """Adds nodes in the order of the file, which is that of the data."""
+    """Adds nodes in the file's order, which is that of the data."""
 
     def __init__(self, graph: Any, onnx: Any) -> None:
         self.graph, self.onnx = graph, onnx
@@ -104,6 +107,7 @@ class _Reader:
             if node.op_type in _NO_MAPS:
                 continue
             self._node(node, node.name or f"{node.op_type.lower()}{number}")
+        # The outputs, then a loss on the first.
         heads = tuple(self.place[value.name] for value in self.graph.output if value.name in self.place)
         if not heads:
             raise UnsupportedError("the model has no output that is computed")
@@ -142,7 +146,10 @@ class _Reader:
         return self._add(Node(op, name, entries, {key: str(value) for key, value in attrs.items()}))
 
     def _entry(self, name: str) -> NodeOutput:
-        """Where a value is; a weight becomes a variable when it is first read."""
+        """The entry of a value.
+
+        A weight becomes a variable when it is first read.
+        """
         if name not in self.place:
             if name not in self.weights:
                 raise UnsupportedError(

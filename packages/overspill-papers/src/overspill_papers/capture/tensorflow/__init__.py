@@ -1,1 +1,4 @@
-"""A training step of TensorFlow: its graph, traced by an installed TensorFlow or stored, as its executor runs it."""
+"""A training step of TensorFlow: its graph, as its executor runs it.
+
+It is traced by an installed TensorFlow or stored.
+"""

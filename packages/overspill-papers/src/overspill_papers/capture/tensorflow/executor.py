@@ -1,8 +1,9 @@
-"""What TensorFlow's executor takes of the device for a step: buffers by reference count, in the order of its ready queue.
+"""Memory of a step in TensorFlow's executor.
 
-GPU kernels are cheap for the host, so that the executor runs them itself, first ready first (`common_runtime/executor.cc`;
-`OpKernel::IsExpensive`). A buffer goes when its last reader has run. cuDNN's convolutions try every algorithm within the
-workspace's limit the first time that a shape is met, and take the fastest from then on (`kernels/conv_ops.cc`).
+Buffers live by reference count, in the order of its ready queue. GPU kernels are cheap for the host, so that the
+executor runs them itself, first ready first (`common_runtime/executor.cc`; `OpKernel::IsExpensive`). A buffer goes when
+its last reader has run. cuDNN's convolutions try every algorithm within the workspace's limit the first time that a
+shape is met, and take the fastest from then on (`kernels/conv_ops.cc`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ TRIAL = "conv_trial"
 
 @dataclass
 class _Buffer:
-    """Memory that tensors refer to: `references` are uses still to come; a variable's is there for good."""
+    """A buffer that tensors refer to, with its reference count.
+
+    `references` are uses still to come; a variable's is there for good.
+    """
 
     allocation: int
     nbytes: int
@@ -63,7 +67,7 @@ class _Executor:
         self._gradients = self._gradients_of_variables()
 
     def run(self, iterations: int) -> Recording:
-        """All steps, after the variables have got their memory."""
+        """Run all steps, after the variables have got their memory."""
         for position in self.order:
             op = self.graph.ops[position]
             if op.type in kernels.VARIABLES or op.type == "Const":
@@ -98,8 +102,10 @@ class _Executor:
         made = self._outputs(position, op, read, phase)
         reads = tuple(dict.fromkeys(b.allocation for b in read if b is not None))
         writes = tuple(dict.fromkeys(b.allocation for b in made if b is not None))
+        # Record the op.
         if reads or writes:
             self._ledger.add(RecordedOp(op.type, _layer(op), phase, self._iteration, reads, writes))
+        # Count the uses to come; what has none is freed at once.
         for index, buffer in enumerate(made):
             uses = self._uses.get(Output(position, index), 0)
             if buffer is not None and uses:
@@ -111,13 +117,18 @@ class _Executor:
             self._release(buffer)
 
     def _outputs(self, position: int, op: GraphOp, read: list[_Buffer | None], phase: Phase) -> list[_Buffer | None]:
-        """The buffers of an op's outputs: that of a variable, of an input, or new ones; None for what is on the host."""
+        """The buffers of an op's outputs.
+
+        That of a variable, of an input, or new ones; None for what is on the host.
+        """
         if position in self._kept:
             return [self._kept[position]]
+        # Outputs without a buffer of their own.
         if op.type in kernels.NOTHING or op.type in kernels.VARIABLES:
             return [None] * len(op.makes)
         if op.type in kernels.ALIASES or kernels.is_update(op):
             return [read[index] if index < len(read) else None for index in range(len(op.makes))]
+        # Inputs whose buffers the outputs take.
         places: dict[int, _Buffer] = {}
         for source, target in kernels.forwards(op):
             buffer = read[source] if source < len(read) else None
@@ -137,14 +148,19 @@ class _Executor:
         return made
 
     def _convolved(self, op: GraphOp, output: _Buffer | None, phase: Phase) -> _Buffer | None:
-        """The output of a convolution, whose temporaries have come and gone; one of them may have become the output."""
+        """The output of a convolution, whose temporaries have come and gone.
+
+        One of them may have become the output.
+        """
         sizes = kernels.convolution(self.graph, op)
         if sizes is None or output is None:
             return output
         nbytes, last_is_output = kernels.temporaries(op, sizes)
         kind = self._ledger.allocations[output.allocation].kind
+        # The kernel's temporaries.
         beside = [self._allocate(size, TensorKind.TEMPORARY, op.name, op, phase) for size in nbytes[:-1]]
         result = self._allocate(nbytes[-1], kind if last_is_output else TensorKind.TEMPORARY, op.name, op, phase)
+        # The first time, each algorithm is tried with its workspace.
         if (op.type, sizes) not in self._tuned:
             self._tuned.add((op.type, sizes))
             for size in workspaces(sizes, self.device):
@@ -169,7 +185,7 @@ class _Executor:
         return TensorKind.ACTIVATION if phase is Phase.FORWARD else TensorKind.OUTPUT_GRADIENT
 
     def _gradients_of_variables(self) -> set[Output]:
-        """What an update reads, behind ops that only pass it on."""
+        """The gradients that updates read, through ops that pass them on."""
         found: set[Output] = set()
         left = [
             read for op in self.graph.ops if kernels.is_update(op) for read in op.inputs[1:]
@@ -187,7 +203,10 @@ class _Executor:
         return self._held.get(entry) or self._kept.get(entry.op)
 
     def _may_take(self, buffer: _Buffer, nbytes: int) -> bool:
-        """Whether an op may write where its input is: it is the only one that refers to it."""
+        """Whether an op may overwrite its input's buffer.
+
+        It may if it is the only one that refers to it.
+        """
         return not buffer.persistent and buffer.references == 1 and buffer.nbytes == nbytes
 
     def _release(self, buffer: _Buffer | None) -> None:
@@ -206,7 +225,10 @@ class _Executor:
 
 
 def _ready_order(graph: StepGraph) -> Iterator[int]:
-    """The ops, first ready first: those that wait for nothing, then each as the last op runs that it waits for."""
+    """The ops in the order in which they become ready.
+
+    First those that wait for nothing, then each as the last op runs that it waits for.
+    """
     followers: list[list[int]] = [[] for _ in graph.ops]
     waiting = [0] * len(graph.ops)
     for position, op in enumerate(graph.ops):
@@ -230,6 +252,9 @@ def _phase(op: GraphOp) -> Phase:
 
 
 def _layer(op: GraphOp) -> str:
-    """The op's name without what backward puts before it and the last part, which is the op's own."""
+    """The layer of an op: its name without prefix and last part.
+
+    That is without what backward puts before it, and the op's own part.
+    """
     parts = [part for part in op.name.split("/") if not part.startswith(_BACKWARD)]
     return "/".join(parts[:-1]) or parts[-1]

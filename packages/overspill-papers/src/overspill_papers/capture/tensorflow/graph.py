@@ -1,4 +1,7 @@
-"""TensorFlow's graph of a step, without TensorFlow: ops, what they read and wait for, and the shapes of what they make."""
+"""TensorFlow's graph of a step, without TensorFlow.
+
+Ops, what they read and wait for, and the shapes of what they make.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,23 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Made:
-    """What one output is: its dtype and its shape."""
+    """The dtype and shape of one output."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes; 0 for what has no bytes on the device, as a resource's handle."""
+        """Bytes on the device; 0 for a resource's handle, for example."""
         return ITEM_BYTES.get(self.dtype, 0) * prod(self.shape)
 
 
 @dataclass(frozen=True)
 class GraphOp:
-    """One op of the graph. `attrs` has what decides about memory: `strides`, `padding` and `data_format`."""
+    """One op of the graph.
+
+    `attrs` has what decides about memory: `strides`, `padding` and `data_format`.
+    """
 
     type: str
     name: str
@@ -52,9 +58,10 @@ class GraphOp:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The ops of a step in the order of their definition, which need not be that of their data; and what it must run.
+    """The ops of a step, and the ones that must run.
 
-    `trained` are the ops that are variables with gradients; other variables are buffers or states of the optimizer.
+    Ops are in the order of their definition, which need not be that of their data. `trained` are the ops that are
+    variables with gradients; other variables are buffers or states of the optimizer.
     """
 
     ops: tuple[GraphOp, ...]
@@ -63,7 +70,10 @@ class StepGraph:
     states: frozenset[int] = frozenset()
 
     def pruned(self) -> StepGraph:
-        """Only what the fetches need, as a session prunes its graph; shapes are constants, and read nothing."""
+        """The graph of what the fetches need, as sessions prune it.
+
+        Shapes are constants, and read nothing.
+        """
         folded = tuple(replace(op, inputs=()) if op.type in SHAPES else op for op in self.ops)
         return replace(self, ops=folded)._needed()
 
@@ -75,6 +85,7 @@ class StepGraph:
             if op not in needed:
                 needed.add(op)
                 left += [*(read.op for read in self.ops[op].inputs), *self.ops[op].controls]
+        # Keep the needed ops, numbered anew.
         number = {old: new for new, old in enumerate(sorted(needed))}
         ops = tuple(
             GraphOp(
@@ -92,7 +103,10 @@ class StepGraph:
 
 
 def stored(one: StepGraph, other: StepGraph, batches: tuple[int, int]) -> dict[str, Any]:
-    """A JSON object for all batch sizes, of two traces at two `batches`. Raises ValueError where they differ in more."""
+    """Two traces as one JSON object for all batch sizes.
+
+    They are at two `batches`. Raises ValueError where they differ in more.
+    """
     if [op.type for op in one.ops] != [op.type for op in other.ops]:
         raise ValueError("the two graphs do not have the same ops")
     ops = [

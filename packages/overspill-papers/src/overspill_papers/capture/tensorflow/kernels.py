@@ -1,8 +1,9 @@
-"""TensorFlow's GPU kernels as far as memory goes: what aliases an input, what may take its place, what they need beside.
+"""TensorFlow's GPU kernels, as far as memory goes.
 
-From `tensorflow/core/kernels/` of releases 1.5 to 2: `cwise_ops_common.h`, `relu_op.h`, `bias_op.cc`, `softmax_op.cc`,
-`xent_op.cc`, `aggregate_ops.cc`, `fused_batch_norm_op.cc` (forward_input_or_allocate_output), `conv_ops.cc`,
-`conv_grad_input_ops.cc` and `conv_grad_filter_ops.cc` (allocate_temp, CudnnScratchAllocator).
+What aliases an input, what may take its place, and which temporaries they need. From `tensorflow/core/kernels/` of
+releases 1.5 to 2: `cwise_ops_common.h`, `relu_op.h`, `bias_op.cc`, `softmax_op.cc`, `xent_op.cc`, `aggregate_ops.cc`,
+`fused_batch_norm_op.cc` (forward_input_or_allocate_output), `conv_ops.cc`, `conv_grad_input_ops.cc` and
+`conv_grad_filter_ops.cc` (allocate_temp, CudnnScratchAllocator).
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ CONVOLUTIONS = frozenset({"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter
 
 
 def forwards(op: GraphOp) -> Iterator[tuple[int, int]]:
-    """Pairs of an input and an output that may take its place, if nothing else refers to it, in the order of trial."""
+    """Pairs of an input and an output that may overwrite it.
+
+    If nothing else refers to it; in the order of trial.
+    """
     if op.type in _UNARY:
         yield 0, 0
     elif op.type in _BINARY:
@@ -61,12 +65,18 @@ def is_update(op: GraphOp) -> bool:
 
 
 def is_large(made: Made) -> bool:
-    """Whether an output is on the device: shapes and indices, which are integers, are on the host."""
+    """Whether an output is on the device.
+
+    Shapes and indices, which are integers, are on the host.
+    """
     return made.nbytes > 0 and not made.dtype.startswith(("int", "uint"))
 
 
 def convolution(graph: StepGraph, op: GraphOp) -> Sizes | None:
-    """The sizes of a convolution op, read as cuDNN gets it; None for one that is a plain product."""
+    """The sizes of a convolution op, or None.
+
+    They are read as cuDNN gets it; None for one that is a plain product.
+    """
     found = {"Conv2D": (0, 1, None), "Conv2DBackpropInput": (None, 1, 2), "Conv2DBackpropFilter": (0, None, 2)}[op.type]
     made = op.makes[0]
     x, w, y = (made if index is None else _read(graph, op, index) for index in found)
@@ -80,9 +90,10 @@ def convolution(graph: StepGraph, op: GraphOp) -> Sizes | None:
 
 
 def temporaries(op: GraphOp, sizes: Sizes) -> tuple[list[int], bool]:
-    """Bytes that a convolution's kernel takes beside its output, and whether the last of them becomes the output.
+    """Temporary bytes of a convolution's kernel, besides its output.
 
-    The filter turned to cuDNN's order; the result in it; in NHWC, the maps that are read as well.
+    And whether the last of them becomes the output. The filter turned to cuDNN's order; the result in it; in NHWC, the
+    maps that are read as well.
     """
     x, y, w = sizes.map_bytes
     channels_last = op.attrs.get("data_format", "NHWC") == "NHWC"
@@ -96,7 +107,10 @@ def temporaries(op: GraphOp, sizes: Sizes) -> tuple[list[int], bool]:
 
 
 def _pads_one_side(op: GraphOp, sizes: Sizes) -> bool:
-    """Whether SAME padding is odd, so that the input is copied into a larger map first."""
+    """Whether SAME padding is odd.
+
+    The input is then copied into a larger map first.
+    """
     if op.attrs.get("padding") != "SAME":
         return False
     return any(

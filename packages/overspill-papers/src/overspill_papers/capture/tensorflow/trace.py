@@ -1,4 +1,7 @@
-"""Traces a user's step with the installed TensorFlow: from a Keras model or a function to a StepGraph. Nothing is run."""
+"""Trace a user's step with the installed TensorFlow.
+
+From a Keras model or a function to a StepGraph. Nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ def graph_of(concrete: Any) -> StepGraph:
 
 
 def of_session_graph(graph: Any, fetches: Sequence[Any], trained: Sequence[str], states: Sequence[str]) -> StepGraph:
-    """A graph of TensorFlow 1 as a session runs `fetches`; variables by the names of their ops."""
+    """The step of a TensorFlow 1 graph as a session runs `fetches`.
+
+    Variables are given by the names of their ops.
+    """
     flat = _Flat()
     flat.add(graph, {}, {})
     number = {op.name: i for i, op in enumerate(flat.ops)}
@@ -80,7 +86,7 @@ def of_session_graph(graph: Any, fetches: Sequence[Any], trained: Sequence[str],
 
 
 class _Flat:
-    """Ops of a graph and, in place of each call, of the function that it calls."""
+    """The ops of a graph with its function calls inlined."""
 
     def __init__(self) -> None:
         self.ops: list[GraphOp] = []
@@ -89,7 +95,10 @@ class _Flat:
         self.with_effects: list[int] = []
 
     def add(self, graph: Any, given: Mapping[str, Output], captured: Mapping[str, Any]) -> list[Output]:
-        """Adds the ops of `graph`; arguments are `given` by name or `captured` variables. Where its outputs are."""
+        """Add the ops of `graph`; return its outputs.
+
+        Arguments are `given` by name or `captured` variables.
+        """
         place: dict[str, Output] = dict(given)
         ends: dict[str, list[int]] = {}
         for op in graph.get_operations():
@@ -98,6 +107,7 @@ class _Flat:
                     f"{op.name} is a {op.type}, whose number of turns a graph does not say; unroll it (for Keras' recurrent "
                     "layers: unroll=True)"
                 )
+            # Arguments are there already; calls are inlined.
             if op.outputs and op.outputs[0].name in place:
                 continue
             inputs = [place[tensor.name] for tensor in op.inputs if tensor.name in place]
@@ -105,6 +115,7 @@ class _Flat:
             if op.type in _CALLS:
                 ends[op.name] = self._call(graph, op, inputs, place)
                 continue
+            # Append the op, and note where its outputs are.
             variable = captured.get(op.outputs[0].name) if op.outputs else None
             position = self._append(op, inputs, controls, variable)
             ends[op.name] = [position]
@@ -118,6 +129,7 @@ class _Flat:
             self.ops.append(GraphOp("VarHandleOp", variable.name, (), (), made))
             (self.trained if variable.trainable else self.states).append(len(self.ops) - 1)
             return len(self.ops) - 1
+        # Attributes that decide about memory, and the outputs' shapes.
         attrs = {
             name: _plain(op.get_attr(name)) for name in _KEPT_ATTRS if op.type.startswith("Conv2D") and name in op.node_def.attr
         }  # fmt: skip
@@ -144,7 +156,10 @@ class _Flat:
 
 
 def _made(dtype: Any, shape: Any, op: Any) -> Made:
-    """What an output of `op` is. What has no known shape must be on the host, where it takes nothing here."""
+    """The dtype and shape of an output of `op`.
+
+    What has no known shape must be on the host, where it takes nothing here.
+    """
     dtype = dtype.base_dtype if hasattr(dtype, "base_dtype") else dtype
     label = getattr(dtype, "name", str(dtype))
     if shape.rank is None or None in shape.as_list():
@@ -185,7 +200,10 @@ def _called(function: Callable[..., Any], batch: int) -> Any:
 
 
 def _step(tensorflow: Any, made: Any, target: str, batch: int, optimizer: str | None) -> tuple[Any, Any]:
-    """The function that makes a step, and the specs of its arguments, of what the user's callable returned."""
+    """The function of a step, and the specs of its arguments.
+
+    It is of what the user's callable returned.
+    """
     if isinstance(made, tensorflow.keras.Model):
         return _step_of_model(tensorflow, made, batch, optimizer)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
@@ -194,7 +212,10 @@ def _step(tensorflow: Any, made: Any, target: str, batch: int, optimizer: str | 
 
 
 def _step_of_model(tensorflow: Any, model: Any, batch: int, optimizer: str | None) -> tuple[Any, list[Any]]:
-    """A training step of a Keras model, or its forward pass without an optimizer; and the specs of its arguments."""
+    """The training step of a Keras model, with its arguments' specs.
+
+    Without an optimizer it is its forward pass.
+    """
     specs = [
         tensorflow.TensorSpec([batch, *tensor.shape[1:]], tensor.dtype) for tensor in model.inputs
     ]  # fmt: skip
@@ -202,6 +223,7 @@ def _step_of_model(tensorflow: Any, model: Any, batch: int, optimizer: str | Non
     def forward(*arguments: Any) -> Any:
         return model(arguments[0] if len(arguments) == 1 else list(arguments), training=optimizer is not None)
 
+    # Inference needs no optimizer.
     if optimizer is None:
         return forward, specs
     compiled = getattr(model, "optimizer", None) is not None and getattr(model, "loss", None) is not None
@@ -210,6 +232,7 @@ def _step_of_model(tensorflow: Any, model: Any, batch: int, optimizer: str | Non
     else:
         name, options = OPTIMIZERS[optimizer]
         chosen = getattr(tensorflow.keras.optimizers, name)(**options)
+    # States exist before the step; labels come with a compiled model.
     chosen.build(model.trainable_variables)
     outputs = len(model.outputs)
     labels = [_label(tensorflow, tensor, model.loss, batch) for tensor in model.outputs] if compiled else []

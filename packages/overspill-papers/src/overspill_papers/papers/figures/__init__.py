@@ -1,7 +1,7 @@
-"""What the papers draw, bar by bar and curve by curve, as we find it: for a page beside the figures that a paper gives in words.
+"""The papers' plots, as we find them, for a page.
 
-A paper's text has few of its bars, and those are claims with rows of their own. The others can only be read off its plots,
-so here are ours alone.
+Next to the figures that a paper gives in words. A paper's text has few of its bars, and those are claims with rows of
+their own. The others can only be read off its plots, so here are ours alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Curve = Mapping[str, float] | Mapping[float, float]
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A figure of a paper: `compute` gives its curves by name; `lines` draws them so, else as bars beside one another."""
+    """A plot of a paper.
+
+    `compute` gives its curves by name; `lines` draws them so, else as adjacent bars.
+    """
 
     where: str
     title: str
@@ -32,13 +35,19 @@ class PaperFigure:
 
 
 def in_parts(found: Mapping[str, Mapping[str, int]]) -> Mapping[str, Curve]:
-    """Of several things, each of the same parts in bytes, a curve a part, in MB: to be stacked."""
+    """Stacked curves in MB, one for each part.
+
+    Of several things, each of the same parts in bytes.
+    """
     parts = next(iter(found.values()))
     return {part: {name: of[part] / MIB for name, of in found.items()} for part in parts}
 
 
 def figures_of(paper: str, where: str | None = None) -> tuple[PaperFigure, ...]:
-    """The figures of the paper of this name, or those of one place; none where all that it draws has rows."""
+    """The plots of the paper of this name.
+
+    Or those of one place; none where all that it draws has rows.
+    """
     name = f"{__name__}.{paper}"
     if find_spec(name) is None:
         return ()

@@ -1,4 +1,7 @@
-"""The window paper's plots: Fig. 3, budgets and what is really used; Figs. 4 and 5, time and memory over batch sizes."""
+"""The window paper's plots.
+
+Fig. 3, budgets and what is really used; Figs. 4 and 5, time and memory over batch sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vDNN says in numbers, in its own words, and the measure of ours for each."""
+"""vDNN's figures, in its own words, and how ours are measured."""
 
 from __future__ import annotations
 

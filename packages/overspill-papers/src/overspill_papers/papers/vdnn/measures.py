@@ -1,4 +1,4 @@
-"""How vDNN's figures are computed: its networks and what is measured of a run."""
+"""vDNN's networks, and the measures of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def network_wide(setting: Setting, lab: Lab) -> int:
 
 
 def average_bytes(run: PolicyRun) -> float:
-    """Over the steps of the memory manager, each allocation, release and op counting once."""
+    """Average bytes over the steps of the memory manager.
+
+    Each allocation, release and op counts once.
+    """
     return fmean(run.timeline.live_bytes)
 
 
@@ -83,7 +86,10 @@ def feature_share(setting: Setting, lab: Lab) -> float:
 
 
 def reuse_ms(setting: Setting, lab: Lab) -> float:
-    """From the end of the first layer's forward to the start of its backward."""
+    """Milliseconds between the first layer's forward and its backward.
+
+    From the end of the one to the start of the other.
+    """
     run = lab.run(setting, BASE)
     first = next(op for op in run.graph.ops if op.layer_type is LayerType.CONV)
     spans = {e.target: e for e in run.timeline.events if e.verb is Verb.RUN}
@@ -104,7 +110,10 @@ def deep_gpu_gb(lab: Lab, *, gradients: bool = True) -> float:
 
 
 def deep_host_percent(setting: Setting, lab: Lab) -> float:
-    """Percent of all that is allocated, on the GPU and on the host, that is on the host."""
+    """Percent of allocated bytes that are on the host.
+
+    Of all that is allocated, on the GPU and on the host.
+    """
     run = lab.run(setting, DYNAMIC)
     return 100 * run.offloaded_bytes / (run.offloaded_bytes + run.pool_bytes)
 
@@ -114,7 +123,10 @@ def deep_throughput(lab: Lab) -> float:
 
 
 def unused_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
-    """Of the baseline's memory, what not even the layer that uses most of it does, over the ten networks."""
+    """Percent of the baseline's memory that no layer uses.
+
+    Not even the one that uses most of it, over the ten networks.
+    """
     graphs = [lab.graph(replace(setting, features=False)) for setting in (*SIX, *DEEP)]
     return of([100 * (1 - most_at_once(graph) / network_wide_bytes(graph)) for graph in graphs])
 
@@ -160,17 +172,26 @@ def most_bandwidth(lab: Lab) -> float:
 
 
 def traffic_percent(lab: Lab) -> float:
-    """The most that transfers slow a step down by taking bandwidth of DRAM, all layers offloaded."""
+    """The most that transfers' use of DRAM bandwidth slows a step.
+
+    In percent, all layers offloaded.
+    """
     shared = (replace(setting, shared_bandwidth=True) for setting in SIX)
     return max(100 * (lab.run(a, ALL).seconds / lab.run(b, ALL).seconds - 1) for a, b in zip(shared, SIX, strict=True))
 
 
 def power_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
-    """What offloading everything adds to the board's maximum power; VGG-16 (256) the baseline cannot train."""
+    """Percent that offloading adds to the board's maximum power.
+
+    Everything is offloaded; VGG-16 (256) is left out, as the baseline cannot train it.
+    """
     return of([100 * (most_watts(lab.run(s, ALL)) / most_watts(lab.run(s, BASE)) - 1) for s in SIX[:5]])
 
 
 def whole_share(lab: Lab, *, policy: str | Policy = f"{ALL}:m", gradients: bool = True, spread: bool = False) -> float:
-    """Percent of the GPU's free memory that VGG-16 (256), its classifier too, takes; `spread`: with CNMeM's fragments."""
+    """Percent of the GPU's free memory that VGG-16 (256) takes.
+
+    Its classifier too; `spread`: with CNMeM's fragments.
+    """
     run = lab.run(replace(VGG_256, features=False, gradients=gradients), policy)
     return 100 * (run.spread_bytes if spread else run.pool_bytes) / run.device.usable_bytes

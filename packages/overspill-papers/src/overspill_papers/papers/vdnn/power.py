@@ -1,8 +1,9 @@
-"""What vDNN's transfers add to the power of the board (vDNN, MICRO 2016, §V-D): a model, as no board is measured.
+"""Power that vDNN's transfers add to the board.
 
-The paper reads power off the board and gives no model of it. Ours is a sum: the board idle; its cores, by the arithmetic that
-they do; DRAM, by the bytes that ops and transfers move; and the link, by the bytes that transfers move. A board that
-convolves as fast as it can and fills its DRAM's bandwidth takes what it is specified for, which gives the cores their share.
+vDNN, MICRO 2016, §V-D: a model, as no board is measured. The paper reads power off the board and gives no model of it.
+Ours is a sum: the board idle; its cores, by the arithmetic that they do; DRAM, by the bytes that ops and transfers
+move; and the link, by the bytes that transfers move. A board that convolves as fast as it can and fills its DRAM's
+bandwidth takes what it is specified for, which gives the cores their share.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def most_watts(run: PolicyRun) -> float:
 
 
 def _levels(run: PolicyRun) -> Iterator[tuple[float, float]]:
-    """From when on the board takes how much more than idle, in order."""
+    """Times, and the watts above idle from then on, in order."""
     changes: list[tuple[float, float]] = []
     for start, end, watts in _draws(run):
         changes += [(start, watts), (end, -watts)]

@@ -1,1 +1,4 @@
-"""Allocators of other frameworks and of papers, one file each; two have counterparts in native/allocators/."""
+"""Allocators of other frameworks and of papers, one file each.
+
+Two have counterparts in native/allocators/.
+"""

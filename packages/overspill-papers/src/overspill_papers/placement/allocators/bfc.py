@@ -1,4 +1,7 @@
-"""TensorFlow's best-fit allocator with coalescing (BFC): a few growing regions, loose splits, no streams."""
+"""TensorFlow's best-fit allocator with coalescing (BFC).
+
+A few growing regions, loose splits, no streams.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class BfcConfig:
 
 
 class BfcAllocator(PythonAllocator):
-    """TensorFlow's BFCAllocator. Its bins are a shortcut to the best fit by size and address, which is kept here."""
+    """TensorFlow's BFCAllocator.
+
+    Its bins are a shortcut to the best fit by size and address, which is kept here.
+    """
 
     name = "tensorflow"
     summary: ClassVar = "TensorFlow's best fit with coalescing (BFC)"
@@ -81,7 +87,10 @@ class BfcAllocator(PythonAllocator):
         return iter(self._idle)
 
     def _find(self, size: int) -> PoolBlock | None:
-        """The smallest idle block that fits, the lowest among equals; its rest is split off if that is worth it."""
+        """The smallest idle block that fits, the lowest among equals.
+
+        Its rest is split off if that is worth it.
+        """
         position = self._idle.position((size,))
         if position == len(self._idle):
             return None
@@ -94,15 +103,20 @@ class BfcAllocator(PythonAllocator):
         return block
 
     def _extend(self, size: int, stream: int) -> bool:
-        """Whether a new region of at least `size` bytes could be had (Extend): doubling, then 0.9 times as much."""
+        """Whether a new region of at least `size` bytes was reserved.
+
+        (Extend): doubling, then 0.9 times as much.
+        """
         available = (self._limit - self._reserved.now) // STEP_BYTES * STEP_BYTES
         if size > available:
             return False
+        # Regions double, up to what is left.
         grown = size > self._next_region
         while size > self._next_region:
             self._next_region *= 2
         nbytes = min(self._next_region, available)
         block = self._segment_malloc(nbytes, stream)
+        # Ask for less until the device has it.
         while block is None:
             less = round_up(int(np.float32(nbytes) * BACKPEDAL), STEP_BYTES)
             nbytes = less if less < nbytes else nbytes - STEP_BYTES
@@ -115,7 +129,10 @@ class BfcAllocator(PythonAllocator):
         return True
 
     def _release_idle_regions(self, size: int) -> bool:
-        """Whether regions without live blocks were given back so that `size` bytes may fit (DeallocateFreeRegions)."""
+        """Whether idle regions were given back to make room.
+
+        For `size` bytes, regions without live blocks (DeallocateFreeRegions).
+        """
         if not self.config.garbage_collection:
             return False
         regions = sorted((block for block in self._idle if not block.split), key=lambda block: block.address)

@@ -1,4 +1,7 @@
-"""The binary buddy system: blocks of powers of two, halved and joined with the half they came from."""
+"""The binary buddy system.
+
+Blocks of powers of two, halved and joined with the half they came from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from overspill.placement.simulated_device import PAGE_BYTES
 
 @dataclass(frozen=True)
 class BuddyConfig:
-    """Blocks have at least `least_bytes`, and segments `segment_bytes` or what a larger request needs; powers of two."""
+    """The least sizes of blocks and segments, powers of two.
+
+    Blocks have at least `least_bytes`, and segments `segment_bytes` or what a larger request needs.
+    """
 
     least_bytes: int = 512
     segment_bytes: int = PAGE_BYTES
@@ -29,10 +35,10 @@ class BuddyConfig:
 
 
 class BuddyAllocator(PythonAllocator):
-    """The smallest free block that fits, the lowest among equals, halved as often as it can be.
+    """A buddy allocator: the smallest free block, halved until it fits.
 
-    A block joins its buddy, whose address within the segment differs in the bit of their size, when both are free. It
-    never gives memory back.
+    The lowest among equals, halved as often as it can be. A block joins its buddy, whose address within the segment
+    differs in the bit of their size, when both are free. It never gives memory back.
     """
 
     name = "buddy"
@@ -48,6 +54,7 @@ class BuddyAllocator(PythonAllocator):
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = max(self.config.least_bytes, 1 << (nbytes - 1).bit_length())
+        # The smallest free block, or a new segment.
         position = self._idle.position((size,))
         if position < len(self._idle):
             block = self._idle.at(position)
@@ -58,6 +65,7 @@ class BuddyAllocator(PythonAllocator):
                 return None
             block = new
             block.base = block.address
+        # Halve it; the upper halves are free.
         while block.size > size:
             front = block.cut(block.size // 2)
             self._put(block)

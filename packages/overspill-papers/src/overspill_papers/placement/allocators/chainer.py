@@ -1,4 +1,7 @@
-"""Chainer's memory pool, today CuPy's: bins of 512 bytes a stream, always split, joined when freed."""
+"""Chainer's memory pool, today CuPy's.
+
+Bins of 512 bytes a stream, always split, joined when freed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ STEP_BYTES = 512
 
 @dataclass(frozen=True)
 class ChainerConfig:
-    """`limit_bytes` is CUPY_GPU_MEMORY_LIMIT (0: none): beyond it the pool fails without giving blocks back."""
+    """The pool's limit, CUPY_GPU_MEMORY_LIMIT.
+
+    `limit_bytes` (0: none): beyond it the pool fails without giving blocks back.
+    """
 
     limit_bytes: int = 0
 
@@ -68,7 +74,10 @@ class ChainerAllocator(PythonAllocator):
         return iter(self._idle)
 
     def _find(self, size: int, stream: int) -> PoolBlock | None:
-        """The block of the stream's first bin that fits, freed last; all beyond `size` goes back to the bins."""
+        """The last freed block of the stream's first bin that fits.
+
+        All beyond `size` goes back to the bins.
+        """
         position = self._idle.position((stream, size))
         if position == len(self._idle) or self._idle.at(position).stream != stream:
             return None

@@ -1,4 +1,7 @@
-"""NVIDIA's CNMeM, the pool of vDNN: best fit in one pool reserved at the start, growing if allowed."""
+"""NVIDIA's CNMeM, the pool of vDNN.
+
+Best fit in one pool reserved at the start, growing if allowed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class CnmemConfig:
 
 
 class CnmemAllocator(PythonAllocator):
-    """CNMeM's root manager, which serves all streams that are not registered; it never gives memory back."""
+    """CNMeM's root manager, for all streams that are not registered.
+
+    It never gives memory back.
+    """
 
     name = "cnmem"
     summary: ClassVar = "NVIDIA's CNMeM: best fit in one pool"
@@ -48,6 +54,7 @@ class CnmemAllocator(PythonAllocator):
                 return None
             self._pool_bytes_missing = 0
             self._idle.add((pool.size, pool.address), pool)
+        # Best fit, whose rest stays idle.
         size = round_up(nbytes, STEP_BYTES)
         position = self._idle.position((size,))
         if position == len(self._idle):

@@ -1,4 +1,7 @@
-"""MXNet's pools: cudaMalloc for every size, freed blocks kept for requests of the same rounded size."""
+"""MXNet's pools: freed blocks kept by rounded size.
+
+cudaMalloc for every size; freed blocks serve requests of the same rounded size.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ class MxnetAllocator(PythonAllocator):
         return iter(self._idle)
 
     def _rounded(self, nbytes: int) -> int:
-        """The size of a block for `nbytes`: a power of 2 and then multiples of one, or the page and then 2 MiB."""
+        """The size of a block for `nbytes`.
+
+        A power of 2 and then multiples of one, or the page and then 2 MiB.
+        """
         config = self.config
         size = max(nbytes, config.page_bytes)
         if config.pool_type == "naive":

@@ -1,4 +1,7 @@
-"""A paper's figures beside ours as a page: the rows of each figure, then what the paper draws, as ours."""
+"""A paper's figures and ours as a page.
+
+The rows of each figure, then the paper's plots, as ours.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def _said(result: Result) -> tuple[str, str]:
 
 
 def _drawn(figure: PaperFigure, curves: Mapping[str, Curve]) -> Lines | Table:
-    """Lines where numbers are along the axis; else a row for each name, with its bars."""
+    """A chart of curves, or of bars by name.
+
+    Lines where numbers are along the axis; else a row for each name, with its bars.
+    """
     title = f"{figure.where}, ours: {figure.title}"
     numbers = {name: {x: y for x, y in curve.items() if isinstance(x, (int, float))} for name, curve in curves.items()}
     if figure.lines and all(len(numbers[name]) == len(curve) for name, curve in curves.items()):
