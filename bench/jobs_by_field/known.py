@@ -28,8 +28,12 @@ TWICE = Known(
 )
 
 KNOWN: dict[tuple[str, str], Known] = {
-    **{(name, "train_step"): READS for name in ("branch-on-loss", "detr", "experts-loop", "triplets")},
-    **{("nested", way): NESTED for way in ("compile", "train_step")},
+    **{
+        (name, f"train_step{kernels}"): READS
+        for name in ("branch-on-loss", "detr", "experts-loop", "triplets")
+        for kernels in ("", "-inductor")
+    },
+    **{("nested", f"{way}{kernels}"): NESTED for way in ("compile", "train_step") for kernels in ("", "-inductor")},
     **{("dlrm-sparse", way): SPARSE for way in ("compile", "train_step")},
     **{("checkpoint-batch-norm", way): TWICE for way in ("compile", "train_step")},
     ("wav2vec2", "train_step"): Known(REFUSED, UNSUPPORTED, "it draws its masks in time by NumPy"),
