@@ -119,8 +119,8 @@ def compare(
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
-    from .runtime.options import Options, compare_on  # noqa: PLC0415 - imports torch
-    from .runtime.training import graph_for  # noqa: PLC0415
+    from .runtime.options import Options  # noqa: PLC0415 - imports torch
+    from .runtime.training import compare_job  # noqa: PLC0415
 
     names = tuple(POLICIES.loaded()[0] if policies is None else policies)
     for name in names:
@@ -128,7 +128,7 @@ def compare(
     options = Options(
         budget, device=_device(device), software=software_named(torch, cuda), whole_step=whole_step, backend=backend
     )
-    return compare_on(options, *graph_for(_job(build, inputs, loss, batch, optimizer, how), options), names)
+    return compare_job(_job(build, inputs, loss, batch, optimizer, how), options, names)
 
 
 def sweep(
@@ -173,8 +173,8 @@ def sweep(
     from .costs.releases import software_named  # noqa: PLC0415
     from .plans.sweep import POINTS, check_points  # noqa: PLC0415 - needs numpy and HiGHS
     from .policies import policy_named  # noqa: PLC0415
-    from .runtime.options import Options, sweep_on  # noqa: PLC0415 - imports torch
-    from .runtime.training import graph_for  # noqa: PLC0415
+    from .runtime.options import Options  # noqa: PLC0415 - imports torch
+    from .runtime.training import sweep_job  # noqa: PLC0415
 
     names, asked = tuple(policies), POINTS if points is None else points
     for name in names:
@@ -183,7 +183,7 @@ def sweep(
     options = Options(
         device=_device(device), software=software_named(torch, cuda), whole_step=whole_step, backend=backend
     )
-    return sweep_on(options, *graph_for(_job(build, inputs, loss, batch, optimizer, how), options), names, asked)
+    return sweep_job(_job(build, inputs, loss, batch, optimizer, how), options, names, asked)
 
 
 def advise(

@@ -109,7 +109,7 @@ def test_a_reader_sees_the_fastest_that_fits_first_and_that_times_are_simulated(
     done = overspill(f"{COMPARE} {SOME} --budget 80%")
     assert done.code == 0
     text = " ".join(done.out.split())
-    assert "nets:deep, batch 512, sgd on cpu, within" in text
+    assert "nets:deep, batch 512, sgd on cpu, unmanaged " in text
     assert "simulated" in done.out.splitlines()[0]
     assert "Times are simulated for cpu, not measured" in text
     assert "Lower bound by relaxation within" in text

@@ -103,26 +103,27 @@ def compare(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.plans.comparison import BASELINE
-        from overspill.runtime.options import Options, compare_on
-        from overspill.runtime.training import graph_for
+        from overspill.runtime.options import Options
+        from overspill.runtime.training import compare_job
 
         options = Options(
             budget=limit, device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend
         )
         narrator.now(f"capturing {job.name} for {device.name}")
-        graph, device = graph_for(job, options)
         narrator.parts(len(names))
-        rows = compare_on(options, graph, device, names, lambda name: narrator.part(f"planning {name}"))
+        rows = compare_job(job, options, names, lambda name: narrator.part(f"planning {name}"))
         crossings = _crossings(rows, placing, narrator)
     request = job.request() | {
         "whole_step": whole_step,
         "backend": backend,
         "gpu": device.name,
+        "unmanaged_bytes": rows.unmanaged_bytes,
         "budget_bytes": rows.budget_bytes,
         "baseline": BASELINE,
         "lower_bound_seconds": rows.lower_bound_seconds,
     }
-    return _outcome(request, job.manner(whole_step=whole_step), rows, (plot, report), begun, crossings, placing)
+    titled = f"{job.titled} on {rows.device.name}{job.manner(whole_step=whole_step)}"
+    return _outcome(request, titled, rows, (plot, report), begun, crossings, placing)
 
 
 def policy_names(asked: str | None) -> tuple[str, ...]:
@@ -172,7 +173,7 @@ def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) 
 
 def _outcome(
     request: dict[str, Any],
-    manner: str,
+    titled: str,
     rows: Comparison,
     files: tuple[Path | None, Path | None],
     begun: float,
@@ -186,10 +187,9 @@ def _outcome(
 
     (plot, report), device, budget_bytes = files, rows.device, rows.budget_bytes
     found = [row_figures(row, device) for row in rows]
-    title = (
-        f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {device.name}{manner}, "
-        f"within {format_bytes(budget_bytes)}: simulated"
-    )
+    unmanaged = rows.unmanaged_bytes
+    takes = "" if unmanaged is None else f"unmanaged {format_bytes(unmanaged)}, "
+    title = f"{titled}, {takes}within {format_bytes(budget_bytes)}: simulated"
     notes = []
     if plot is not None:
         draw(found, plot, title, budget_bytes, request["baseline"])

@@ -253,7 +253,9 @@ def job_of(
             raise RequestError(
                 "--inference, --small, --image-size and --seq-len are a model's, and a script has its own; leave them out"
             )
-        return Job(Script(str(script), tuple(words or ()), iterations, time_limit, allow_writes), batch, **fields)
+        return Job(
+            Script(str(script), tuple(words or ()), iterations, time_limit, allow_writes, _note), batch, **fields
+        )
     if (iterations, time_limit, allow_writes) != (3, 600.0, False):
         raise RequestError("--iterations, --time-limit and --allow-writes are for --script; leave them out")
     if source is not None:
@@ -271,6 +273,10 @@ def _batch(batch: int | None) -> int:
     if batch is None:
         raise RequestError("say how many samples make a step; for instance --batch 32")
     return batch
+
+
+def _note(text: str) -> None:
+    tell_once(f"note: {text}")
 
 
 def _one_model(words: list[str] | None) -> str:

@@ -96,7 +96,7 @@ def plan(
         from overspill.runtime.training import preview
 
         narrator.now(f"capturing and planning {job.name} for {device.name}")
-        manner = job.manner(whole_step=whole_step)
+        title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
         request = job.request() | {
             "gpu": device.name,
             "policy": policy,
@@ -118,15 +118,15 @@ def plan(
             )
             made = preview(job, options)
         except InfeasibleBudget as error:
-            return _infeasible(request, error, _title(request, manner), report)
+            return _infeasible(request, error, title, report)
     if out is not None:
         made.schedule.save(out)
     files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
-    return _feasible(request, made, options.placer, manner, files)
+    return _feasible(request, made, options.placer, title, files)
 
 
 def _feasible(
-    request: dict[str, Any], made: Plan, placer: str | None, manner: str, files: dict[str, Path | None]
+    request: dict[str, Any], made: Plan, placer: str | None, title: str, files: dict[str, Path | None]
 ) -> Outcome:
     from overspill.placement.place import place_plan
     from overspill.report.plan import peak_of, peak_rows, plan_report, stored_by_kind, too_small
@@ -141,7 +141,7 @@ def _feasible(
         "device_bytes": made.device_bytes,
         "library_bytes": made.library_bytes,
         "unmanaged_peak_bytes": made.unmanaged_peak_bytes,
-        "unmanaged_device_bytes": made.unmanaged_device_bytes,
+        "unmanaged_device_bytes": None if made.device_bytes is None else made.unmanaged_bytes,
         "feasible": made.fits_device,
         "offloaded_bytes": made.offloaded_bytes,
         "stored_bytes": sum(stored_by_kind(made).values()),
@@ -163,7 +163,6 @@ def _feasible(
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": peak_rows(made.graph, peak),
     }
-    title = _title(request, manner)
     saved = {what: path for what, path in files.items() if path is not None}
     if saved:
         _write(made, title, placer, saved)
@@ -190,11 +189,6 @@ def _write(made: Plan, title: str, placer: str | None, files: dict[str, Path]) -
         write_plan_trace(made, trace, title)
     if (snapshot := files.get("snapshot")) is not None:
         write_plan_snapshot(made, snapshot)
-
-
-def _title(request: dict[str, Any], manner: str) -> str:
-    job = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}"
-    return f"{job}, policy {request['policy']}{manner}"
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:

@@ -71,13 +71,12 @@ def sweep(
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs.releases import software_named
-        from overspill.runtime.options import Options, sweep_on
-        from overspill.runtime.training import graph_for
+        from overspill.runtime.options import Options
+        from overspill.runtime.training import sweep_job
 
         options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend)
         narrator.now(f"capturing {job.name} for {device.name}")
-        graph, device = graph_for(job, options)
-        found = sweep_on(options, graph, device, names, points, narrator.now)
+        found = sweep_job(job, options, names, points, narrator.now)
     request = job.request() | {
         "whole_step": whole_step,
         "backend": backend,

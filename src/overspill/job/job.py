@@ -114,11 +114,19 @@ class Job:
     @property
     def titled(self) -> str:
         """Model, batch and optimizer, for a title."""
+        if isinstance(self.model, Script):
+            return f"{self.name}, a recorded step that is not run so: tensors are swapped, nothing is computed again,"
         return f"{self.name}, batch {self.batch}, {self.optimizer}"
 
     def request(self) -> dict[str, Any]:
         """The requested model, batch, optimizer and dtype, for JSON output."""
-        return {"model": self.name, "batch": self.batch, "optimizer": self.optimizer, "dtype": self.dtype}
+        own = isinstance(self.model, Script)  # which says neither
+        return {
+            "model": self.name,
+            "batch": self.batch,
+            "optimizer": None if own else self.optimizer,
+            "dtype": None if own else self.dtype,
+        }
 
     @property
     def trains(self) -> bool:
@@ -259,10 +267,8 @@ class Job:
 
     def check_planned(self, *, whole_step: bool = False) -> None:
         """Raise RequestError for a job that Overspill cannot plan."""
-        if isinstance(self.model, (Script, Source)):
-            raise RequestError(
-                f"{self.name}: a script or another framework's job is estimated and not planned; name a model"
-            )
+        if isinstance(self.model, Source):
+            raise RequestError(f"{self.name}: a job of another framework is estimated and not planned; name a model")
         # A plan is of one GPU's training step in a steady state.
         if not self.trains or self.optimizer is None:
             raise RequestError("optimizer=: a plan is of a training step, and this is inference; name an optimizer")
@@ -298,6 +304,10 @@ class Job:
         One with 4-bit or 8-bit weights or optimizers, which bitsandbytes computes, is planned but not trained.
         """
         self.check_planned(whole_step=whole_step)
+        if isinstance(self.model, Script):
+            raise RequestError(
+                f"script={self.name}: estimated and planned, not trained; run it by python, or name a model"
+            )
         if self.quantize:
             raise RequestError(
                 f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave it out"

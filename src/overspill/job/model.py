@@ -91,7 +91,7 @@ class Script:
     """A user's training script, run on a GPU that is not there.
 
     It gets its `arguments` and runs for its first `iterations`. It is ended after `time_limit` seconds, and changes
-    real files only with `allow_writes`.
+    real files only with `allow_writes`. `tell` is called with what its recording lacks.
     """
 
     path: str
@@ -99,6 +99,7 @@ class Script:
     iterations: int = 3
     time_limit: float = 600.0
     allow_writes: bool = False
+    tell: Callable[[str], None] = _nobody
 
     fields: ClassVar[frozenset[str]] = frozenset()
     """The fields of a job that it does not say by itself."""

@@ -43,13 +43,14 @@ class Card:
     `context_bytes` are the driver's and those of loaded kernels, `handle_bytes` what the libraries keep of the
     allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
     blocks get planned addresses (`runtime/live/`): until these are known the allocator gives back what it can at the
-    limit.
+    limit. `estimated_bytes` are those of the unmanaged job, where it was estimated.
     """
 
     context_bytes: int
     handle_bytes: tuple[int, ...] = ()
     config: CachingConfig = field(default_factory=CachingConfig)
     solver: str | None = None
+    estimated_bytes: int | None = None
 
     def reserved_bytes(self, plan: Plan) -> int:
         """The most that PyTorch's allocator takes from the device for `plan`.
@@ -88,7 +89,7 @@ class Card:
         """`plan` with the card bytes that it and the unmanaged step need."""
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
         counted = self._counted(plan, self.reserved_bytes(plan), plan.device_budget_bytes)
-        return replace(counted, unmanaged_device_bytes=unmanaged)
+        return replace(counted, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes)
 
     def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
         """Card bytes of the step with nothing moved or recomputed.
@@ -129,7 +130,8 @@ class Card:
         plan = self._counted(found.plan, found.reserved_bytes, budget_bytes)
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
         took = time.perf_counter() - begun  # with all the plans that were made for it
-        return found.answer, replace(plan, unmanaged_device_bytes=unmanaged, plan_seconds=took)
+        told = replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes, plan_seconds=took)
+        return found.answer, told
 
 
 def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T], cause: str) -> InfeasibleBudget:

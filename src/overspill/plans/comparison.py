@@ -100,6 +100,11 @@ class Comparison(Sequence[Row], Reportable):
     device: Device
     budget_bytes: int
 
+    @property
+    def unmanaged_bytes(self) -> int | None:
+        """What the step takes unmanaged, as `overspill.estimate` says; None where no policy has a plan."""
+        return next((row.plan.unmanaged_bytes for row in self.rows if row.plan is not None), None)
+
     @cached_property
     def lower_bound_seconds(self) -> float | None:
         """Seconds that no plan within the budget beats.

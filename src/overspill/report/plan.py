@@ -15,7 +15,6 @@ from overspill.core import Graph, Instruction, Tensor, TensorKind, Timeline, Ver
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
-from overspill.policies.in_core import Liveness
 from overspill.runtime.options import store_bytes
 from overspill.simulate import check
 
@@ -179,9 +178,7 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
         ("  of it live tensors", format_bytes(plan.peak_bytes)),
         ("  reserved by PyTorch for them", format_bytes(plan.reserved_bytes)),
         ("  context", format_bytes(plan.device_bytes - plan.reserved_bytes)),
-        ("unmanaged: the card that it needs", format_bytes(plan.unmanaged_device_bytes)),
-        ("  of it live tensors", format_bytes(plan.unmanaged_peak_bytes)),
-        *((what, format_bytes(nbytes)) for what, nbytes in unmanaged_notes(plan)),
+        ("unmanaged: what it takes of a card", format_bytes(plan.unmanaged_bytes)),
     ]
 
 
@@ -213,21 +210,6 @@ def limits_of(plan: Plan) -> list[tuple[str, int]]:
     if plan.device_bytes is None or plan.reserved_bytes is None:
         return [("budget", plan.budget_bytes)]
     return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
-
-
-def unmanaged_notes(plan: Plan) -> list[tuple[str, int]]:
-    """Bytes that `overspill estimate` counts otherwise, by name.
-
-    They are of the unmanaged step on a GPU; with them both say the same.
-    """
-    found = [("  cuBLAS keeps beside it", plan.library_bytes or 0)]
-    graph, plain = plan.graph, Liveness().plan(plan.graph, plan.device)
-    at = check(graph, plain).peak_instruction
-    instruction = plain.instructions[at] if at >= 0 else None
-    if instruction is not None and instruction.verb is Verb.RUN and graph.ops[instruction.target].algorithms:
-        op = graph.ops[instruction.target]
-        found.append((f"  of it for the fastest {op.name}", op.workspace_of(instruction.algorithm)))
-    return [(what, nbytes) for what, nbytes in found if nbytes]
 
 
 def _breakdown(plan: Plan, peak: PlannedPeak) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +54,8 @@ class Options:
     plan has to stay, or is one of LIVE_PLACEMENTS; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
     backward are parted; None: the best of several. `software` is that of a GPU that is not here. With
-    `whole_step` the update of a job is part of its plan, as in `overspill.train_step`. `limit` is the budget,
+    `whole_step` the update of a job is part of its plan, as in `overspill.train_step`. `estimated_bytes` are what the job is estimated to take of
+    a GPU unmanaged. `limit` is the budget,
     parsed.
     """
 
@@ -73,6 +74,7 @@ class Options:
     partition: float | None = None
     software: Software | None = None
     whole_step: bool = False
+    estimated_bytes: int | None = None
     limit: Budget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,7 +166,7 @@ def is_of_card(options: Options, device: Device) -> bool:
 
 def card_for(options: Options, device: Device) -> Card:
     """The card that plans are for. Raises UnsupportedError."""
-    return card_of(device, options.placer, options.software)
+    return replace(card_of(device, options.placer, options.software), estimated_bytes=options.estimated_bytes)
 
 
 def within_budget(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,23 +21,32 @@ from torch.utils._pytree import tree_leaves
 from overspill.capture.compiled.elsewhere import captured_for
 from overspill.capture.compiled.trace import trace
 from overspill.capture.programs.allocations import allocations, peak_of
+from overspill.capture.recording.graph import graph_of
 from overspill.core import Device, Graph, Phase
-from overspill.core.errors import RequestError, StoreError, is_out_of_memory
+from overspill.core.device import ELSEWHERE
+from overspill.core.errors import RequestError, StoreError, UnsupportedError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
+from overspill.costs.releases import software_named
 from overspill.devices import load_device
-from overspill.job import Job
+from overspill.estimation.api import Setting, of_recording
+from overspill.estimation.api import of_job as estimate_of
+from overspill.estimation.estimate import Estimate
+from overspill.estimation.script import record_script
+from overspill.job import Job, Script
 from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch
 from overspill.models.step import TrainingStep, clip, under_autocast
+from overspill.plans.comparison import Comparison
 from overspill.plans.plan import Plan
+from overspill.plans.sweep import Sweep
 
 from . import accelerator, batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
-from .hardware import elsewhere
+from .hardware import allocator_config, elsewhere
 from .live.allocator import serving
 from .live.pools import check_live, live_steps
 from .live.steps import PoolReport
-from .options import Options, budget_for, device_for, plan_graph
+from .options import Options, budget_for, compare_on, device_for, is_of_card, plan_graph, sweep_on
 from .recording.attach import recording
 from .recording.record import RunRecord
 from .recording.recorder import RunRecorder
@@ -48,6 +57,7 @@ from .surroundings import surroundings_of_job
 from .tracker import LiveBytes
 
 SEED = 0
+CPU = torch.device("cpu")
 STEPS = 3
 """How many steps are trained where nobody says it."""
 
@@ -98,18 +108,81 @@ def preview(job: Job, options: Options) -> Plan:
         with _whole_step(job, options, device) as (step, batch):
             return step.preview(*batch)
     if options.backend == "eager":
-        graph, device = graph_for(job, options)
+        options, graph, device = captured(job, options)
         return plan_graph(options, graph, device, budget_for(options, graph, device, torch.device("cpu")))
     from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
-    return _of_programs(job, options, device, TrainStep.preview, plan_unrun)
+    return _of_programs(job, _estimated(job, options, device), device, TrainStep.preview, plan_unrun)
+
+
+def compare_job(
+    job: Job, options: Options, policies: Iterable[str], progress: Callable[[str], None] | None = None
+) -> Comparison:
+    """A row for each of `policies` on one step of a job within the budget. Raises RequestError."""
+    options, graph, device = captured(job, options)
+    return compare_on(options, graph, device, policies, progress)
+
+
+def sweep_job(
+    job: Job, options: Options, policies: Iterable[str], points: int, progress: Callable[[str], None] | None = None
+) -> Sweep:
+    """What one step of a job costs by each of `policies` at so many budgets. Raises RequestError."""
+    options, graph, device = captured(job, options)
+    return sweep_on(options, graph, device, policies, points, progress)
+
+
+def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
+    """The Graph of one step of a job, the device to plan it for, and `options` with what it is estimated to take there.
+
+    With Inductor's kernels the graph is that of the programs that stock torch.compile runs; of a script it is a recorded step.
+    """
+    device = _device_of(options)
+    if isinstance(job.model, Script):
+        estimate = script_estimate(job.model, options, device)
+        graph = graph_of(estimate.recording, estimate.name)
+        return replace(options, estimated_bytes=estimate.total_bytes), graph, device
+    graph, device = graph_for(job, options)
+    return _estimated(job, options, device), graph, device
+
+
+def _estimated(job: Job, options: Options, device: Device) -> Options:
+    """`options` with what the job is estimated to take unmanaged, on a GPU that is not here.
+
+    Where it cannot be estimated (a model that needs computed values), the captured graph says it.
+    """
+    if device.index != ELSEWHERE or not is_of_card(options, device):
+        return options
+    setting = Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
+    compiled = options.backend == "inductor"
+    try:
+        made = estimate_of(job, setting, compiled=compiled)
+    except (RequestError, UnsupportedError):
+        return options
+    return replace(options, estimated_bytes=(made.compiled or made).total_bytes)
+
+
+def script_estimate(script: Script, options: Options, device: Device) -> Estimate:
+    """The estimate of a script that is run for a few steps on a virtual GPU. Raises RequestError where it is not to be planned."""
+    if device.index != ELSEWHERE:
+        raise RequestError(f"script={script.path}: is recorded on a GPU that is not there; name one with device=")
+    if options.whole_step or options.backend != "eager":
+        other = "whole_step=" if options.whole_step else f"backend={options.backend}"
+        raise RequestError(f"script={script.path}: its recorded step is planned, without {other}; leave that out")
+    setting = Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
+    done = record_script(
+        script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
+        memory_bytes=setting.device.memory_bytes, output_to_stderr=True, time_limit=script.time_limit,
+        allow_writes=script.allow_writes, tell=script.tell,
+    )  # fmt: skip
+    for note in done.notes:
+        script.tell(note)
+    if not done.trains:
+        raise RequestError(f"script={script.path}: it only runs models, and a plan is of a training step; estimate it")
+    return of_recording(done.recording, done.name, setting)
 
 
 def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
-    """The Graph of one step of a job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU.
-
-    With Inductor's kernels it is that of the programs that stock torch.compile runs.
-    """
+    """The Graph of one step of a model's job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU."""
     device = _device_of(options)
     if options.backend == "eager":
         with captured_for(device):

@@ -12,8 +12,9 @@ from .recording import Recording
 def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -> Graph:
     """The Graph of one iteration; by default the last but one, a steady step.
 
-    Tensors are storages that ops of the iteration touch. Nothing is recomputable: a recording has an op's memory, not
-    how to run it again. Scratch is left out, since it depends on the GPU.
+    Tensors are storages that ops of the iteration touch. Where phases take turns (micro-batches, a GradScaler) it is a
+    whole step. Nothing is recomputable: a recording has an op's memory, not how to run it again. Scratch is left out,
+    since it depends on the GPU.
     """
     if iteration is None:
         iteration = max(recording.iterations - 2, 0)
@@ -35,7 +36,7 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
         tensors.append(
             Tensor(
                 i, allocation.nbytes, allocation.kind, allocation.name, (allocation.nbytes,), "uint8",
-                persistent=before, movable=not before and allocation.end <= end,
+                persistent=before, movable=not before and allocation.end < end,
             )
         )  # fmt: skip
     ops = tuple(
@@ -49,4 +50,5 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
     )  # fmt: skip
     # Tensors that are still there when the iteration ends.
     left = tuple(ids[p] for p in touched if not tensors[ids[p]].persistent and recording.allocations[p].end >= end)
-    return Graph(name, tuple(tensors), ops, left, frames=recording.frames)
+    order = [list(Phase).index(op.phase) for op in ops]
+    return Graph(name, tuple(tensors), ops, left, frames=recording.frames, whole_step=order != sorted(order))
