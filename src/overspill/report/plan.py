@@ -233,7 +233,7 @@ def _largest(graph: Graph, peak: PlannedPeak) -> Table:
 def _verdict(plan: Plan) -> str:
     if not plan.fits_device:
         return f"{too_small(plan)}."
-    return f"The step fits, in {percent(plan.needed_bytes, plan.unmanaged_needed_bytes)} of what it takes unmanaged."
+    return f"The step fits, in {percent(plan.needed_bytes, plan.unmanaged_bytes)} of what it takes unmanaged."
 
 
 def too_small(plan: Plan) -> str:

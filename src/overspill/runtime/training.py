@@ -164,7 +164,7 @@ def _estimated(job: Job, options: Options, device: Device) -> Options:
 def script_estimate(script: Script, options: Options, device: Device) -> Estimate:
     """The estimate of a script that is run for a few steps on a virtual GPU. Raises RequestError where it is not to be planned."""
     if device.index != ELSEWHERE:
-        raise RequestError(f"script={script.path}: is recorded on a GPU that is not there; name one with device=")
+        raise RequestError(f"script={script.path}: is recorded on a GPU that is not there; name which, with gpu=")
     if options.whole_step or options.backend != "eager":
         other = "whole_step=" if options.whole_step else f"backend={options.backend}"
         raise RequestError(f"script={script.path}: its recorded step is planned, without {other}; leave that out")
@@ -504,7 +504,7 @@ def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
     """The model with its loss where it is trained, and a batch for all steps, or where they vary one for each."""
     job, device = running.job, running.device
     if job.attention is not None:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):
             _prepare(job, load_device("cpu") if device == "cpu" else None)
     try:
         step, given = _prepare(job, steps=running.steps)

@@ -1,0 +1,72 @@
+"""One set of options says what is trained, to every command; what makes no sense is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.commands import Overspill
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+amp, parts = "amp" in sys.argv, 2 if "parts" in sys.argv else 1
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6))).cuda()
+optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda", enabled=amp)
+for _ in range(5):
+    optimizer.zero_grad()
+    for _ in range(parts):
+        with torch.autocast("cuda", torch.float16, enabled=amp):
+            loss = model(torch.randn(8192, 256, device="cuda")).square().mean() / parts
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.fixture
+def script() -> str:
+    Path("job.py").write_text(SCRIPT)
+    return "job.py"
+
+
+@pytest.mark.parametrize("arguments", ["", "amp", "parts"])
+def test_a_recorded_step_of_a_script_is_planned_and_compared(overspill: Overspill, script: str, arguments: str) -> None:
+    words = f"--script {script} --gpu t4 --json"
+    estimate = overspill(f"estimate {words} -- {arguments}").answer
+    done = overspill(f"plan {words} --budget smallest -- {arguments}")
+    assert done.code == 0
+    assert done.answer["unmanaged_device_bytes"] == estimate["total_bytes"]
+    assert done.answer["device_bytes"] < estimate["total_bytes"]
+    assert done.answer["offloaded_bytes"] > 0
+    compared = overspill(f"compare {words} --policies liveness -- {arguments}").answer
+    assert compared["unmanaged_bytes"] == estimate["total_bytes"]
+
+
+def test_a_plan_of_a_script_says_that_it_is_not_run_so(overspill: Overspill, script: str) -> None:
+    done = overspill(f"plan --script {script} --gpu t4")
+    assert "a recorded step that is not run so: tensors are swapped" in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --optimizer adamw8bit --whole-step", "--optimizer adamw8bit: --whole-step runs"),
+        ("compare --gpus 2", "--parallel ddp: a plan is of one GPU"),
+        ("sweep --inference", "--optimizer: a plan is of a training step, and this is inference"),
+        ("train --quantize 4bit --lora 4", "--quantize 4bit: estimated and planned, not trained"),
+        ("plan --attention efficient", "--attention efficient: a kernel of GPUs"),
+        ("plan --dtype amp", "amp scales the loss by a GradScaler"),
+        ("plan --script job.py", "--script job.py: is recorded on a GPU that is not there; name which, with --gpu"),
+        ("plan --script job.py --gpu t4 --whole-step", "its recorded step is planned, without --whole-step"),
+        ("train --script job.py", "--script job.py: estimated and planned, not trained"),
+        ("sweep --script job.py --gpu t4 --lora 8", "--lora: for a model, and a script has its own way to train"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(overspill: Overspill, words: str, said: str) -> None:
+    command, _, options = words.partition(" ")
+    done = overspill(words if "--script" in words else f"{command} gpt2 --small --batch 2 {options}")
+    assert done.code == 2
+    assert said in done.error

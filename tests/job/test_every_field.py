@@ -1,0 +1,99 @@
+"""No field of a Job is ignored: each command's recording or graph changes by it, or it is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import typer.main
+
+from overspill.capture.virtual_gpu.record import record
+from overspill.cli import app
+from overspill.cli.job import job_of
+from overspill.core.errors import RequestError
+from overspill.estimation.programs import program_of
+from overspill.job import Job, NamedModel, Parallel
+from overspill.runtime.options import Options
+from overspill.runtime.training import graph_for, train
+
+TEXT = NamedModel("decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=32")
+IMAGES = NamedModel("resnet18", small=True)
+CHANGED: dict[str, dict[str, Any]] = {
+    "model": {"model": IMAGES},
+    "batch": {"batch": 3},
+    "optimizer": {"optimizer": "adamw8bit"},
+    "dtype": {"dtype": "amp-bfloat16"},
+    "accumulate": {"accumulate": 2},
+    "clip_norm": {"clip_norm": 1.0},
+    "clip_value": {"clip_value": 0.1},
+    "set_to_none": {"set_to_none": False},
+    "parallel": {"parallel": Parallel("ddp", 2)},
+    "checkpointing": {"checkpointing": True},
+    "attention": {"attention": "math"},
+    "channels_last": {"model": IMAGES, "channels_last": True},
+    "lora": {"lora": 4},
+    "quantize": {"lora": 4, "quantize": "4bit"},
+    "offload_optimizer": {"offload_optimizer": True},
+    "cudnn_benchmark": {"model": IMAGES, "cudnn_benchmark": True},
+    "generate": {"generate": 4},
+}
+
+
+def recorded(job: Job) -> Any:
+    return record(program_of(job))
+
+
+def planned(job: Job, device: str = "t4", *, whole_step: bool = False, backend: str = "eager") -> Any:
+    return graph_for(job, Options(device=device, whole_step=whole_step, backend=backend))[0]
+
+
+def trained(job: Job) -> Any:
+    """The losses of two steps, and the peak of the plan."""
+    run = train(job, Options(store="host"), steps=2)
+    return run.losses, run.planned_peak_bytes, run.plan and run.plan.graph
+
+
+OTHERWISE = {("attention", "train"): {"attention": "flash"}}
+"""On a CPU, math is the kernel of a model with dropout anyway."""
+COMMANDS: dict[str, Callable[[Job], Any]] = {
+    "estimate": recorded,
+    "plan": planned,
+    "plan --whole-step": lambda job: planned(job, whole_step=True),
+    "train": trained,
+}
+SLOW: dict[str, Callable[[Job], Any]] = {
+    "plan --backend inductor": lambda job: planned(job, backend="inductor"),
+    "plan --whole-step --backend inductor": lambda job: planned(job, whole_step=True, backend="inductor"),
+}
+
+
+@cache
+def of(command: str, changes: tuple[tuple[str, Any], ...]) -> Any:
+    return (COMMANDS | SLOW)[command](replace(Job(TEXT, 2, "adamw"), **dict(changes)))
+
+
+def test_every_field_has_an_example() -> None:
+    assert CHANGED.keys() == {field.name for field in fields(Job)}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.long) for name in SLOW)])
+@pytest.mark.parametrize("field", CHANGED)
+def test_a_field_changes_what_a_command_sees_or_is_refused_by_name(field: str, command: str) -> None:
+    changes = OTHERWISE.get((field, command), CHANGED[field])
+    plain = tuple((name, value) for name, value in changes.items() if name != field)
+    try:
+        found = of(command, tuple(changes.items()))
+    except RequestError as error:
+        assert f"{field}=" in str(error)  # noqa: PT017 - a refusal is one of two right answers
+        return
+    assert found != of(command, plain)
+
+
+@pytest.mark.parametrize("command", ["estimate", "advise", "plan", "compare", "sweep", "train"])
+def test_every_command_takes_every_option_of_a_job(command: str) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert inspect.signature(job_of).parameters.keys() <= {parameter.name for parameter in commands[command].params}
