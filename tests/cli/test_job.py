@@ -45,6 +45,16 @@ def test_a_recorded_step_of_a_script_is_planned_and_compared(overspill: Overspil
     assert compared["unmanaged_bytes"] == estimate["total_bytes"]
 
 
+def test_advice_is_given_on_scripts_and_on_jobs_of_micro_batches(overspill: Overspill, script: str) -> None:
+    whole = overspill(f"advise --script {script} --gpu t4 --json").answer
+    assert whole["changes"][0]["what"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    words = (
+        "decoder:width=512,depth=4,heads=8,vocabulary=64 --batch 300 --accumulate 2 --gpu t4 --optimizer adamw --json"
+    )
+    planned = [change for change in overspill(f"advise {words}").answer["changes"] if "overspill." in change["what"]]
+    assert planned[0]["slowdown"] is not None
+
+
 def test_a_plan_of_a_script_says_that_it_is_not_run_so(overspill: Overspill, script: str) -> None:
     done = overspill(f"plan --script {script} --gpu t4")
     assert "a recorded step that is not run so: tensors are swapped" in " ".join(done.out.split())

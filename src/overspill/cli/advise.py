@@ -16,6 +16,7 @@ from .common import (
     narrate,
     quiet_torch,
 )
+from .estimate import estimated
 from .job import with_job
 from .software import Cuda, Torch
 
@@ -40,22 +41,20 @@ def advise(
     json: AsJson = False,
 ) -> Outcome:
     """Try what would make a model fit on a GPU, or take less of it: what each change saves and costs, the cheapest first."""
-    del json  # `main` reads it from the arguments
     begun = time.perf_counter()
     with narrate() as narrator:
         quiet_torch()
-        from overspill.estimation.api import Setting, of_job
+        from overspill.estimation.api import Setting
         from overspill.report.advice import advise_answer, advise_report
         from overspill.runtime.advise import advise as advise_on
 
-        setting = Setting.of(gpu, torch=torch, cuda=cuda)
-        narrator.now(f"tracing {job.name}")
-        made = of_job(job, setting)
+        setting = Setting.of(gpu, job.allocator, None, torch, cuda)
+        made, request = estimated(job, setting, narrator, compiled=False, quiet=json)
         tried: list[str] = []
         found = list(advise_on(made, narrator.now, tried.append))
         helpful = {advice.what for advice in found}
         left_out = [what for what in dict.fromkeys(tried) if what not in helpful]
         fits = made.fits() or any(advice.fits for advice in found)
-        request = job.request() | {"gpus": 1 if job.parallel is None else job.parallel.gpus}
+        request |= {"gpus": 1 if job.parallel is None else job.parallel.gpus}
         answer = advise_answer(request, made, found, left_out, time.perf_counter() - begun)
         return Outcome(answer, advise_report(made, found, left_out), 0 if fits else 1)

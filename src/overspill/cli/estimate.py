@@ -112,9 +112,8 @@ def estimate(
 
         if isinstance(job.model, Source):
             FRAMEWORKS.check_installed(job.model.framework)
-        own = job.model.allocator if isinstance(job.model, Source) else "pytorch"
-        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config, torch, cuda)
-        made, request = _estimated(job, setting, narrator, compiled=compiled, quiet=json)
+        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or job.allocator, allocator_config, torch, cuda)
+        made, request = estimated(job, setting, narrator, compiled=compiled, quiet=json)
         within = None
         if limit is not None:
             narrator.now(f"planning {job.name} as torch.compile has it")
@@ -150,7 +149,7 @@ def _save(made: Estimate, snapshot: Path | None, report: Path | None, narrator: 
         narrator.line(f"saved {report}")
 
 
-def _estimated(
+def estimated(
     job: Job, setting: Setting, narrator: Narrator, *, compiled: bool, quiet: bool
 ) -> tuple[Estimate, dict[str, Any]]:
     """The estimate of a job, and what was asked for."""

@@ -301,19 +301,22 @@ def _parallel(kind: str | None, gpus: int | None, **options: Any) -> Parallel | 
 def with_job(*without: str, **defaults: Any) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
     """Give a command the options of `job_of`, those `without` aside, in the place of its argument `job`.
 
-    `defaults` are of options that have another one here.
+    `defaults` are of options that a model may leave out here.
     """
 
     def decorate(command: Callable[..., Outcome]) -> Callable[..., Outcome]:
         options = {
-            name: option.replace(default=defaults.get(name, option.default))
+            name: option
             for name, option in inspect.signature(job_of, eval_str=True).parameters.items()
             if name not in without
         }
 
         @wraps(command)
         def run(**given: Any) -> Outcome:
-            return command(job=job_of(**{name: given.pop(name) for name in options}), **given)
+            said = {name: given.pop(name) for name in options}
+            if said["script"] is None:
+                said |= {name: value for name, value in defaults.items() if said[name] is None}
+            return command(job=job_of(**said), **given)
 
         # Typer reads the options off the signature.
         own = inspect.signature(command, eval_str=True)

@@ -112,6 +112,11 @@ class Job:
         return getattr(self.model, "name", "model")
 
     @property
+    def allocator(self) -> str:
+        """The name of its framework's own allocator."""
+        return self.model.allocator if isinstance(self.model, Source) else "pytorch"
+
+    @property
     def titled(self) -> str:
         """Model, batch and optimizer, for a title."""
         if isinstance(self.model, Script):
