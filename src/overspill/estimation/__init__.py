@@ -1,6 +1,7 @@
-"""Estimates: how much device memory a job will take, before it runs and without the device.
+"""Estimates of a job's device memory.
 
-What is handed on here is imported when it is first used: the command line reads a job without paying for numpy.
+Before it runs and without the device. What is handed on here is imported when it is first used: the command line reads
+a job without paying for numpy.
 """
 
 from importlib import import_module

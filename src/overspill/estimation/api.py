@@ -98,7 +98,9 @@ def estimate(
     cuda: str | None = None,
     compiled: bool = False,
 ) -> Estimate:
-    """How much device memory training (or, without `loss` and `optimizer`, inference) takes; nothing is computed.
+    """Estimate the device memory of training or inference.
+
+    It is inference without `loss` and `optimizer`; nothing is computed.
 
     Args:
         build: What makes the model: a function, a module (left as it is), or the name of a built-in model.
@@ -185,7 +187,10 @@ def of_job(job: Job, setting: Setting, *, compiled: bool = False) -> Estimate:
 def _needing_most(
     job: Job, setting: Setting, iterations: int = ITERATIONS, *, lines: bool
 ) -> tuple[Recording, dict[int, int]]:
-    """What the GPU records that needs most; of the stages of a pipeline that may, also the peaks of requested bytes."""
+    """The recording of the GPU that needs most memory.
+
+    Of the stages of a pipeline that may, also the peaks of requested bytes.
+    """
     recordings = {
         0 if one.parallel is None else one.parallel.stage: record(
             program_of(one, iterations=iterations), capability=setting.capability, lines=lines
@@ -201,7 +206,10 @@ def traced(
     *, retrace: Retrace | None = None, parallel: Parallel | None = None,
     framework: str = "pytorch", under_compile: Callable[[], Recording] | None = None,
 ) -> Estimate:  # fmt: skip
-    """The estimate of what `trace` records for a batch size (None: of a job that has none), and how long it took."""
+    """The estimate of what `trace` records for a batch size.
+
+    None: of a job that has none. It also has how long that took.
+    """
     started = time.perf_counter()
     recording = trace(batch, None)
     scaling = None
@@ -222,6 +230,7 @@ def traced(
     )
     if under_compile is not None:
         made = replace(made, compiled_recording=under_compile())
+    # Work out the verdict now, for it is part of the time.
     made.fits()
     object.__setattr__(made, "seconds", time.perf_counter() - started)
     return made

@@ -1,4 +1,4 @@
-"""What a recording asks of an allocator on a given GPU: its allocations with all scratch resolved."""
+"""A recording's allocations on a given GPU, scratch sizes included."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _GONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Allocations of a recording by position: when they start and end, their bytes, their streams.
+    """The allocations of a recording, in columns by position.
 
-    `scratch` are those that a library asks for, `elastic` those of them that may fail.
+    When they start and end, their bytes, their streams. `scratch` are those that a library asks for, `elastic` those of
+    them that may fail.
 
     Times are events of the recording; `count` is how many it has.
     """
@@ -41,7 +42,10 @@ class Demand:
 
     @cached_property
     def events(self) -> Events:
-        """The allocations and frees in time order; `rows` says at which event of the recording each happens."""
+        """The allocations and frees in time order.
+
+        `rows` says at which event of the recording each happens.
+        """
         action = np.full(self.count, _GONE, dtype=np.int8)
         block = np.zeros(self.count, dtype=np.int64)
         nbytes = np.zeros(self.count, dtype=np.int64)
@@ -63,7 +67,10 @@ class Demand:
         return np.sort(np.concatenate([self.start[wanted], ends[ends < self.count]]))
 
     def same_shape(self, other: Demand) -> bool:
-        """Whether both ask for the same things at the same times, if not for the same sizes."""
+        """Whether two demands differ at most in sizes.
+
+        They ask for the same things at the same times.
+        """
         return (
             self.count == other.count
             and np.array_equal(self.start, other.start)
@@ -72,11 +79,12 @@ class Demand:
         )
 
     def confirmed_by(self, probe: Demand, starts: Sequence[int]) -> Demand | None:
-        """This demand, if `probe`, a recording of the first iteration alone, asks for the same; None if it does not.
+        """This demand, if a recording of one iteration agrees; else None.
 
-        Starts, sizes and ends must be equal up to the last allocation before the second of `starts`; what is freed
-        after it, where the probe ends, proves nothing. Scratch may differ, since some of it grows in steps: its sizes
-        are then the probe's, in the later iterations too, where the same libraries are asked for the same.
+        `probe` is of the first iteration alone, and asks for the same. Starts, sizes and ends must be equal up to the
+        last allocation before the second of `starts`; what is freed after it, where the probe ends, proves nothing.
+        Scratch may differ, since some of it grows in steps: its sizes are then the probe's, in the later iterations
+        too, where the same libraries are asked for the same.
         """
         until = starts[1] if len(starts) > 1 else self.count
         count = int(np.searchsorted(self.start, until))
@@ -104,14 +112,21 @@ class Demand:
         return replace(self, nbytes=sizes)
 
     def between(self, other: Demand, share: float) -> Demand:
-        """The demand `share` of the way from this one to `other`, which has the same shape; beyond 1 it goes on."""
+        """The demand interpolated between this one and `other`.
+
+        It is `share` of the way; `other` has the same shape; beyond 1 it goes on.
+        """
         sizes = self.nbytes + np.rint((other.nbytes - self.nbytes) * share).astype(np.int64)
         return replace(self, nbytes=np.maximum(sizes, 0))
 
 
 def demand_of(recording: Recording, device: Device, software: Software) -> Demand:
-    """What `recording` asks for on `device`, the likeliest where scratch is uncertain."""
+    """The demand of `recording` on `device`.
+
+    It is the likeliest where scratch is uncertain.
+    """
     allocations = recording.allocations
+    # Sizes of scratch depend on the GPU and the software.
     nbytes = np.fromiter((a.nbytes for a in allocations), dtype=np.int64, count=len(allocations))
     may_fail = np.zeros(len(allocations), dtype=np.bool_)
     for position, allocation in enumerate(allocations):
@@ -132,9 +147,10 @@ def demand_of(recording: Recording, device: Device, software: Software) -> Deman
 
 
 def served(demand: Demand, room: int, allocator: str = "pytorch", config: Any = None) -> Replay:
-    """What an allocator does with `demand` on a device that has `room` bytes for it; without a limit if that is too little.
+    """The allocator's answer to `demand` with `room` bytes.
 
-    Near the limit PyTorch gives cached memory back before it fails, and takes less than where memory is plenty.
+    Without a limit if that is too little. Near the limit PyTorch gives cached memory back before it fails, and takes
+    less than where memory is plenty.
     """
     unlimited = replay(demand.events, allocator, config=config)
     if unlimited.peak_device_bytes <= room or room <= 0:
@@ -144,7 +160,10 @@ def served(demand: Demand, room: int, allocator: str = "pytorch", config: Any = 
 
 
 def survives(demand: Demand, device: Device, outside_bytes: int, allocator: str, config: Any) -> bool:
-    """Whether `demand` can be served on `device`, of whose memory `outside_bytes` are taken."""
+    """Whether `demand` can be served on `device`.
+
+    `outside_bytes` of its memory are taken.
+    """
     capacity = device.memory_bytes - outside_bytes
     if capacity <= 0:
         return False

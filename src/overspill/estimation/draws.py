@@ -1,8 +1,8 @@
-"""What a job may ask for, given that nobody knows which engine cuDNN takes: draws of them, and how far they lie apart.
+"""Sampled memory demand over cuDNN's engines, for the 90 % interval.
 
-The peak of reserved memory is not monotone in workspaces: one that was freed is a block for activations. So neither the
-least nor the most of them bounds it, and the engines are drawn instead, for each kind of convolution and each of its
-shapes. Draws are the same every time, and the same for all batch sizes.
+Nobody knows which engine cuDNN takes. The peak of reserved memory is not monotone in workspaces: one that was freed is
+a block for activations. So neither the least nor the most of them bounds it, and the engines are drawn instead, for
+each kind of convolution and each of its shapes. Draws are the same every time, and the same for all batch sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _TAIL = 0.05
 
 
 class Draws:
-    """Demands of one recording that differ in the engines of its convolutions; `likeliest` is what it asks else."""
+    """Demands of one recording with other engines of its convolutions.
+
+    `likeliest` is the demand that they vary.
+    """
 
     def __init__(self, recording: Recording, device: Device, likeliest: Demand) -> None:
         self._likeliest = likeliest
@@ -43,6 +46,7 @@ class Draws:
             scratch = allocation.scratch
             if scratch is None or not elastic(scratch) or scratch.family == "conv_trial":
                 continue
+            # Convolutions of the same shape take the same engine.
             key = (scratch.family, scratch.sizes, scratch.dtype)
             if key not in shapes:
                 kind, found = engines_of(scratch, device.compute_capability)
@@ -58,7 +62,7 @@ class Draws:
         self._places, self._which = np.array(places, dtype=np.int64), np.array(which, dtype=np.int64)
 
     def demands(self, shares: Shares = SHARES) -> Iterator[Demand]:
-        """What the job asks for in each draw; none where there is nothing to draw."""
+        """The demand in each draw; none where there is nothing to draw."""
         engines = np.empty((len(self._kinds), COUNT), dtype=np.int64)
         # Of a kind: evenly over the chances, in an order of its own.
         evenly = {kind: (_generator(kind).permutation(COUNT) + 0.5) / COUNT for kind in self._kinds}
@@ -73,9 +77,10 @@ class Draws:
 
 
 def interval(peak: int, drawn: Sequence[int], outside: Interval, unexplained: float) -> Interval:
-    """What nine of ten jobs lie in whose likeliest peak is `peak`, drawn ones besides, and `outside` is the allocator's rest.
+    """The interval that nine of ten peaks lie in.
 
-    Their distances are independent, and so is what is `unexplained`, a share of the whole.
+    The likeliest is `peak`, others are `drawn`, and `outside` is the rest that is not the allocator's. Their distances
+    are independent, and so is what is `unexplained`, a share of the whole.
     """
     central = peak + outside.central
     least, most = (int(np.quantile([peak, *drawn], tail, method="nearest")) for tail in (_TAIL, 1 - _TAIL))

@@ -1,4 +1,4 @@
-"""The answer that a user gets: the figures, in words, with what would help, and as a snapshot to look at."""
+"""The answer for a user: figures, words, advice and a snapshot."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from .text import explain
 
 @dataclass(frozen=True, eq=False)
 class Estimate(Figures, Reportable):
-    """How much memory a device needs for a recorded job (see `Figures`), and what to do about it.
+    """The memory that a device needs for a job, with advice.
 
-    `compiled_recording` is of the same job under `torch.compile`, where that was asked for.
+    See `Figures` for the first. `compiled_recording` is of the same job under `torch.compile`, where that was asked
+    for.
     """
 
     compiled_recording: Recording | None = None
 
     @cached_property
     def compiled(self) -> Figures | None:
-        """The figures of the same job under stock `torch.compile`, by the program that Inductor writes for the CPU."""
+        """The figures of the same job under stock `torch.compile`.
+
+        They are of the program that Inductor writes for the CPU.
+        """
         if self.compiled_recording is None:
             return None
         return Figures(
@@ -42,7 +46,10 @@ class Estimate(Figures, Reportable):
 
     @cached_property
     def changes(self) -> tuple[Advice, ...]:
-        """The first that would help the job to fit, cheapest first; empty where it fits. `overspill.advise` has all."""
+        """The first changes that would help the job to fit.
+
+        Cheapest first; empty where it fits. `overspill.advise` has all.
+        """
         return () if self.fits() else tuple(islice(advice(self, quick=True), SHOWN))
 
     def save_snapshot(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""How much device memory a job takes, of what, and where it fits: the figures of an estimate."""
+"""The figures of an estimate: bytes by category, and where they fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "Convol
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """How much memory `device` needs for a recorded job.
+    """The memory that `device` needs for a recorded job.
 
     Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
     other batch sizes, where it can be, and `retrace` trained otherwise; `framework` is what runs it; `stages`, of a
@@ -56,17 +56,20 @@ class Figures:
 
     @cached_property
     def demand(self) -> Demand:
-        """What the job asks of the allocator, with the likeliest engine for each convolution."""
+        """The job's allocations, with the likeliest engine of each convolution."""
         return demand_of(self.recording, self.device, self.software)
 
     @cached_property
     def draws(self) -> Draws:
-        """What it may ask for instead, as cuDNN takes other engines."""
+        """The job's allocations if cuDNN takes other engines."""
         return Draws(self.recording, self.device, self.demand)
 
     @cached_property
     def replayed(self) -> Replay:
-        """The allocator's answer on this device; where the job does not survive, that on an unlimited one."""
+        """The allocator's answer on this device.
+
+        Where the job does not survive, that on an unlimited one.
+        """
         return self._served(self.demand)
 
     def _served(self, demand: Demand) -> Replay:
@@ -85,20 +88,20 @@ class Figures:
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most bytes that the allocator had taken from the device, its cache included."""
+        """The most bytes that the allocator had reserved, cache included."""
         return self.replayed.peak_reserved_bytes
 
     # Outside the allocator
 
     @cached_property
     def context(self) -> Interval:
-        """What the CUDA context takes, kernels included."""
+        """Bytes of the CUDA context, kernels included."""
         cuda = self.software.cuda_version
         return context_bytes(self.device, cuda) + self.kernels
 
     @cached_property
     def kernels(self) -> Interval:
-        """What of the context comes in only while the job runs: the kernels that it uses."""
+        """Bytes of the context that kernels take while the job runs."""
         return kernel_image_bytes(self.device, self.software.cuda_version, cudnn=self._convolves)
 
     @cached_property
@@ -107,7 +110,10 @@ class Figures:
 
     @cached_property
     def communication(self) -> Interval:
-        """What links to other GPUs take outside the allocator; buckets and the like are in the recording."""
+        """Bytes of links to other GPUs outside the allocator.
+
+        Buckets and the like are in the recording.
+        """
         return NOTHING if self.parallel is None else self.parallel.communication(self.device)
 
     @property
@@ -117,17 +123,23 @@ class Figures:
 
     @property
     def outside_bytes(self) -> int:
-        """What of the device's memory is not the allocator's: the context, and communication."""
+        """Bytes outside the allocator: the context, and communication."""
         return self.context.central + self.communication.central
 
     @property
     def total_bytes(self) -> int:
-        """What NVML would show as used by the job at its peak: reserved memory, context and communication."""
+        """Bytes that NVML would show at the job's peak.
+
+        Reserved memory, context and communication.
+        """
         return self.replayed.peak_device_bytes + self.outside_bytes
 
     @cached_property
     def total(self) -> Interval:
-        """`total_bytes`, and what it lies between for nine of ten jobs, as engines, context and communication turn out."""
+        """`total_bytes` with a 90 % interval.
+
+        Nine of ten jobs lie in it, as engines, context and communication turn out.
+        """
         drawn = [self._served(demand).peak_device_bytes for demand in self.draws.demands()]
         unexplained = UNEXPLAINED if self._convolves else 0.0
         return interval(self.replayed.peak_device_bytes, drawn, self.context + self.communication, unexplained)
@@ -136,11 +148,17 @@ class Figures:
 
     @cached_property
     def minimum_capacity_bytes(self) -> int:
-        """The smallest device memory that the job survives on, cached memory being given back where it must."""
+        """The smallest device memory, in bytes, that the job survives on.
+
+        Cached memory is given back where it must.
+        """
         return minimum_capacity(self.demand.events, self.allocator, self.allocator_config) + self.outside_bytes
 
     def fits(self, gpu: str | Device | None = None) -> bool:
-        """Whether the job survives on `gpu` (a name or a device; None: the one it was estimated for)."""
+        """Whether the job survives on `gpu`.
+
+        A name or a device; None: the one it was estimated for.
+        """
         if gpu is not None:
             return self.on(gpu).fits()
         return survives(self.demand, self.device, self.outside_bytes, self.allocator, self.allocator_config)
@@ -159,7 +177,10 @@ class Figures:
 
     @cached_property
     def largest_batch(self) -> int | None:
-        """The largest batch that fits on the device, found on traces of it; 0: none; None: the job has no batch size."""
+        """The largest batch that fits; 0 if none does.
+
+        It is found on traces of it; None: the job has no batch size.
+        """
         return None if self.scaling is None else self.scaling.largest_batch(self.outside_bytes)
 
     # What it is made of
@@ -171,7 +192,10 @@ class Figures:
 
     @cached_property
     def breakdown(self) -> dict[str, int]:
-        """Bytes by category (DNNMem, Table 2) at the peak; they add up to `total_bytes`."""
+        """Bytes by category at the peak; they add up to `total_bytes`.
+
+        Categories are those of DNNMem, Table 2.
+        """
         tensors = self.peak.by_category
         parts = tensors | {
             "internal_fragmentation": self.peak_allocated_bytes - self.peak.requested_bytes,
@@ -183,5 +207,8 @@ class Figures:
 
     @property
     def by_layer(self) -> dict[str, int]:
-        """Bytes at the peak by the layer that made them, largest first; weights and optimizer state left out."""
+        """Bytes at the peak by layer, largest first.
+
+        The layer is that which made them; weights and optimizer state are left out.
+        """
         return self.peak.by_layer

@@ -1,4 +1,7 @@
-"""Estimates of jobs of other frameworks, which packages besides this one read and record."""
+"""Estimates of jobs of other frameworks.
+
+Packages besides this one read and record them.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ FRAMEWORKS: Registry[Reader] = Registry("framework", "frameworks", {}, papers=("
 
 
 def of_source(source: Source, batch: int, optimizer: str | None, setting: Setting) -> Estimate:
-    """The estimate of `source` at a batch size; without an optimizer, of its inference.
+    """The estimate of `source` at a batch size.
 
-    Raises RequestError for what is wrong with the file or its inputs, UnsupportedError for operators that are not known.
+    Without an optimizer it is of its inference. Raises RequestError for what is wrong with the file or its inputs,
+    UnsupportedError for operators that are not known.
     """
     record = FRAMEWORKS.named(source.framework)(source, optimizer, setting.device)
 

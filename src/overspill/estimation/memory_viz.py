@@ -1,4 +1,4 @@
-"""An estimate as a memory snapshot, to be looked at with the viewer at pytorch.org/memory_viz."""
+"""An estimate as a memory snapshot for pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .peak import category
 
 
 def write_estimate(path: str | Path, estimate: Figures, *, capacity_bytes: int | None = None) -> None:
-    """Write the run that `estimate` simulates to `path`, or that on a device of `capacity_bytes` for its allocator.
+    """Write the simulated run of `estimate` to `path`.
 
-    An allocation's frames name the tensor, the layer with the op, the lines of Python, and the phase with the iteration.
-    Raises RequestError when the file cannot be written.
+    Or that on a device of `capacity_bytes` for its allocator. An allocation's frames name the tensor, the layer with
+    the op, the lines of Python, and the phase with the iteration. Raises RequestError when the file cannot be written.
     """
     write_snapshot(
         path,

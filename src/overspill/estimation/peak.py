@@ -1,4 +1,4 @@
-"""What fills the memory at the peak: by category, by layer, and the ops around it."""
+"""The memory at the peak, by category, by layer, and by op."""
 
 from __future__ import annotations
 
@@ -63,13 +63,17 @@ def category(kind: TensorKind) -> str:
 
 
 def kind_of(name: str) -> TensorKind | None:
-    """The kind of tensor that a category has; None for one that has none, as the context."""
+    """The kind of tensor of a category, or None.
+
+    None for one that has none, as the context.
+    """
     return next((kind for kind, found in _CATEGORY_OF.items() if found == name), None)
 
 
 def peak_of(recording: Recording, demand: Demand, replayed: Replay) -> Peak:
     """The peak of allocated bytes of a replay of `demand`."""
     moment = int(demand.rows[replayed.peak_allocated_at]) if len(demand.rows) else 0
+    # All that is live then, by category and by layer.
     live = np.flatnonzero((demand.start <= moment) & (demand.end > moment) & (demand.nbytes > 0))
     by_category: dict[str, int] = {}
     by_layer: dict[str, int] = {}
@@ -80,6 +84,7 @@ def peak_of(recording: Recording, demand: Demand, replayed: Replay) -> Peak:
         layer = allocation.layer or "(outside layers)"
         if allocation.kind not in {TensorKind.PARAMETER, TensorKind.BUFFER, TensorKind.OPTIMIZER_STATE}:
             by_layer[layer] = by_layer.get(layer, 0) + nbytes
+    # The op that reached the peak, and those around it.
     reached = int(np.flatnonzero(demand.start == moment)[0]) if (demand.start == moment).any() else -1
     at = recording.allocations[reached].op if reached >= 0 else -1
     op = recording.ops[at] if 0 <= at < len(recording.ops) else None

@@ -1,4 +1,7 @@
-"""Training and inference loops as programs that can be recorded: what the user would write, on `cuda`."""
+"""Training and inference loops that can be recorded.
+
+They are what the user would write, on `cuda`.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,20 @@ Program = Callable[[Recorder], None]
 
 
 def program_of(job: Job, *, iterations: int = ITERATIONS, compiled: bool = False) -> Program:
-    """The loop that trains a job; one that does not train is only run. With `compiled`, as `torch.compile` has its step."""
+    """The loop that trains a job, or only runs it.
+
+    With `compiled`, as `torch.compile` has its step.
+    """
     return surroundings(
         (_training if job.trains else _inference)(_Loop(job), iterations=iterations, compiled=compiled), job
     )
 
 
 class _Loop:
-    """What a loop has of its job: the model once it is built, its batches, its loss, and what it returns."""
+    """The parts of a job's loop: model, batches, loss, output.
+
+    The model is there once it is built.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -61,7 +70,7 @@ class _Loop:
         return self.built.loss(module, *inputs)
 
     def output(self, module: nn.Module, inputs: Any) -> Any:
-        """What the module returns to the job's loss, which goes no further."""
+        """The module's output to the job's loss, which goes no further."""
 
         def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
             raise _Reached(output)
@@ -69,7 +78,10 @@ class _Loop:
         return self._reached(module.register_forward_hook(stop), module, inputs)
 
     def arguments(self, module: nn.Module, inputs: Any) -> tuple[Any, Any]:
-        """What the job's loss calls the module with: arguments by position and by keyword."""
+        """The arguments that the job's loss gives the module.
+
+        By position and by keyword.
+        """
 
         def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
             raise _Reached((args, kwargs))
@@ -188,7 +200,10 @@ def _call_with(module: nn.Module, arguments: Any) -> Any:
 
 
 def _update(module: nn.Module, optimizer: Optimizer | None, scaler: torch.amp.GradScaler | None, job: Job) -> None:
-    """The end of a step: the optimizer's, through the scaler where there is one; without an optimizer gradients go."""
+    """The end of a step: clip gradients and update the parameters.
+
+    It goes through the scaler where there is one. Without an optimizer gradients are given up.
+    """
     if optimizer is not None and scaler is not None and (job.clip_norm or job.clip_value):
         scaler.unscale_(optimizer)
     clip(module, job.clip_norm, job.clip_value)

@@ -1,4 +1,7 @@
-"""A job at other batch sizes: traced where it matters, interpolated in between, never trusted untraced."""
+"""A job at other batch sizes: traced or interpolated.
+
+It is traced where it matters, and what is interpolated is never trusted untraced.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ _REACH = 16  # how far above the border luck is looked for: so many batches, or 
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Traces a job at any batch size, on demand; `traces` are shared between devices.
+    """Traces a job at any batch size, on demand.
 
-    `trace(batch, iterations)` records that many iterations at a batch size, None: as many as an estimate takes.
+    `traces` are shared between devices. `trace(batch, iterations)` records that many iterations at a batch size, None:
+    as many as an estimate takes.
     """
 
     trace: Callable[[int, int | None], Recording]
@@ -44,14 +48,15 @@ class Scaling:
         return self.traces[batch]
 
     def demand(self, batch: int) -> Demand:
-        """What the job asks for at `batch`, from its trace."""
+        """The job's allocations at `batch`, from its trace."""
         return demand_of(self.recording(batch), self.device, self.software)
 
     def verified(self, batch: int, pair: tuple[int, int]) -> Demand:
-        """What the job asks for at `batch`: interpolated between the traces of `pair`, and confirmed by a trace.
+        """The job's allocations at `batch`, interpolated and confirmed by a trace.
 
-        One iteration is traced anew. Where everything in it, the first update included, has the sizes and times that
-        were interpolated, so have the later iterations, which do the same again; else `batch` is traced in full.
+        They are between the traces of `pair`. One iteration is traced anew. Where everything in it, the first update
+        included, has the sizes and times that were interpolated, so have the later iterations, which do the same again;
+        else `batch` is traced in full.
         """
         expected = None if batch in self.traces else self._interpolation(pair)
         if expected is None:
@@ -60,7 +65,10 @@ class Scaling:
         return expected(batch).confirmed_by(probe, self.traces[pair[0]].starts) or self.demand(batch)
 
     def _interpolation(self, pair: tuple[int, int]) -> Callable[[int], Demand] | None:
-        """The demand at any batch size on the line through the traces of `pair`; None where they make no line."""
+        """The demand at any batch size, by interpolation, or None.
+
+        It is on the line through the traces of `pair`; None where they make no line.
+        """
         if pair[0] == pair[1]:
             return None
         try:
@@ -72,7 +80,10 @@ class Scaling:
         return lambda batch: small.between(large, (batch - pair[0]) / (pair[1] - pair[0]))
 
     def fits(self, demand: Demand, outside_bytes: int) -> bool:
-        """Whether `demand` is served on the device, of whose memory `outside_bytes` are taken."""
+        """Whether `demand` fits on the device.
+
+        `outside_bytes` of its memory are taken.
+        """
         return survives(demand, self.device, outside_bytes, self.allocator, self.allocator_config)
 
     def minimum_capacity_bytes(self, batch: int, outside_bytes: int) -> int:
@@ -80,11 +91,12 @@ class Scaling:
         return minimum_capacity(self.demand(batch).events, self.allocator, self.allocator_config) + outside_bytes
 
     def largest_batch(self, outside_bytes: int) -> int:
-        """The largest batch that fits, with the next one failing; both are verified. 0 when not even one sample fits.
+        """The largest batch that fits, or 0.
 
-        Between two traces of the same shape every size is taken to grow evenly, which finds a candidate in
-        milliseconds; a trace of the candidate and one of its successor confirm their sizes. Where one does not, it is
-        traced in full, and becomes one of the two that the next candidate is found between.
+        The next one fails; both are verified. 0 when not even one sample fits. Between two traces of the same shape
+        every size is taken to grow evenly, which finds a candidate in milliseconds; a trace of the candidate and one of
+        its successor confirm their sizes. Where one does not, it is traced in full, and becomes one of the two that the
+        next candidate is found between.
         """
         fits: dict[int, bool] = {}
 
@@ -115,7 +127,10 @@ class Scaling:
     def _beyond(
         self, pair: tuple[int, int], low: int, high: int, outside_bytes: int, traced: Callable[[int], bool]
     ) -> tuple[int, int]:
-        """The bracket moved up where a batch somewhat larger fits after all: the cache's luck is not monotone."""
+        """The bracket moved up where a larger batch fits after all.
+
+        The cache's luck is not monotone.
+        """
         expected = self._interpolation(pair)
         if expected is None:
             return low, high
@@ -126,9 +141,13 @@ class Scaling:
         return low, high
 
     def _candidate(self, pair: tuple[int, int], low: int, high: int, outside_bytes: int) -> int:
-        """The batch in (low, high) that the two traces of `pair` say is the largest to fit, or the next to it."""
+        """The largest batch in (low, high) expected to fit.
+
+        As the two traces of `pair` say, or the next to it.
+        """
         fallback = 2 * low if high == _LARGEST and low else max(1, (low + high) // 2 if high < _LARGEST else self.batch)
         fallback = min(max(fallback, low + 1), high - 1)
+        # Without a line, halve the bracket.
         expected = self._interpolation(pair)
         if expected is None:
             return fallback
@@ -136,6 +155,7 @@ class Scaling:
         def holds(batch: int) -> bool:
             return self.fits(expected(batch), outside_bytes)
 
+        # Double, then halve, on the interpolated demand.
         bottom, top = low, low + 1
         while top < high and holds(top):
             bottom, top = top, min(2 * top, high)

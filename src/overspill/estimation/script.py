@@ -1,4 +1,7 @@
-"""A training script as its user has it, run for a few iterations on a GPU that is not there."""
+"""Run a training script briefly on a GPU that is not there.
+
+As its user has it, for a few iterations.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ TIME_LIMIT = 600.0
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What a script did to device memory in its first `iterations`, rounds of all its optimizers.
+    """A script's device memory in its first iterations.
 
-    `trains` is false where it only ran models; an iteration is then a call of one. `steps` counts the steps of the
-    `optimizers` (names of classes), `calls` those of models on the device. `finished` says that the script ended by
-    itself. `notes` are for the user: what the recording does not have.
+    There are `iterations`, rounds of all its optimizers. `trains` is false where it only ran models; an iteration is
+    then a call of one. `steps` counts the steps of the `optimizers` (names of classes), `calls` those of models on the
+    device. `finished` says that the script ended by itself. `notes` are for the user: what the recording does not have.
     """
 
     name: str
@@ -52,11 +55,12 @@ def record_script(
     allow_writes: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ScriptRun:
-    """The recording of `script`, run as `python script arguments…` would, on a virtual GPU of `memory_bytes`.
+    """The recording of `script` on a virtual GPU.
 
-    `script` is a file, or a module's dotted name as `python -m` takes it. It runs in a process of its own, and is ended
-    after that many iterations, or `time_limit` seconds. Files that it changes are changed for itself alone, or it is
-    refused to, unless `allow_writes`. With `output_to_stderr`, what it prints goes to standard error. Where it takes long, `tell` is
+    It runs as `python script arguments…` would; the GPU has `memory_bytes`. `script` is a file, or a module's dotted
+    name as `python -m` takes it. It runs in a process of its own, and is ended after that many iterations, or
+    `time_limit` seconds. Files that it changes are changed for itself alone, or it is refused to, unless
+    `allow_writes`. With `output_to_stderr`, what it prints goes to standard error. Where it takes long, `tell` is
     called with where it is.
 
     Raises RequestError for what is wrong with the script or raised by it, where it does not use `cuda`, and where its
@@ -80,7 +84,7 @@ def record_script(
 
 
 def _way_to_end(ended: Ended, script: str, time_limit: float) -> str:
-    """How a script's process ended that had not come to an answer."""
+    """How a script's process ended without an answer."""
     if ended.still_at is not None:
         seconds = f"{time_limit:g} seconds (--time-limit)"
         return f"{ended.still_at} was still running after {seconds}, in code that is not Python"

@@ -1,4 +1,4 @@
-"""An estimate in words: the verdict, a bar a category, the peak, and what would make it fit."""
+"""An estimate in words: verdict, bars, peak, and advice."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def explain(estimate: Figures, changes: Sequence[Advice], compiled: Figures | No
 def lines(
     estimate: Figures, changes: Sequence[Advice], compiled: Figures | None = None, *besides: str
 ) -> Iterator[str]:
-    """The whole answer, line by line, the verdict first; at last the `changes` that would help.
+    """The whole answer, line by line, the verdict first.
 
-    `compiled` are the figures under `torch.compile`, and `besides` further lines about that.
+    At last are the `changes` that would help. `compiled` are the figures under `torch.compile`, and `besides` further
+    lines about that.
     """
     yield verdict(estimate)
     yield from trained(estimate)
@@ -71,13 +72,16 @@ def trained(estimate: Figures) -> Iterator[str]:
 
 
 def _with_room(total: int, needed: int) -> str:
-    """Why the total below is another number than what is needed, where it is."""
+    """Why the total below differs from the bytes needed, if so."""
     taken = format_bytes(total)
     return "" if taken == format_bytes(needed) else f" (given room it takes {taken}, with what its allocator keeps)"
 
 
 def bars(estimate: Figures) -> Iterator[str]:
-    """One line a category, largest first, with a bar for its share of the total."""
+    """One line for each category with a bar, largest first.
+
+    The bar is for its share of the total.
+    """
     total = max(estimate.total_bytes, 1)
     parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
     for name, nbytes in parts:
@@ -104,7 +108,7 @@ def moment(estimate: Figures) -> Iterator[str]:
 
 
 def line_of(peak: Peak) -> str:
-    """The line of Python of the op at the peak, to be put behind it; the phase has been said."""
+    """The source line of the op at the peak, as a suffix."""
     return f" ({peak.source.removeprefix('backward of ')})" if peak.source else ""
 
 
@@ -126,7 +130,10 @@ def figures(estimate: Figures) -> Iterator[str]:
 
 
 def stages(peaks: Mapping[int, int], count: int) -> str:
-    """Which stage of a pipeline the figures are of, counted from 1, and what others ask for."""
+    """Which pipeline stage the figures are of, and other stages' requests.
+
+    Stages are counted from 1.
+    """
     largest = max(peaks, key=lambda stage: peaks[stage])
     asked = ", ".join(f"stage {stage + 1} {format_bytes(nbytes)}" for stage, nbytes in peaks.items())
     between = "; those between take less than stage 2" if count > len(peaks) else ""
@@ -134,7 +141,10 @@ def stages(peaks: Mapping[int, int], count: int) -> str:
 
 
 def under_compile(estimate: Figures, compiled: Figures, *, asked: bool) -> str:
-    """What the job takes under `torch.compile`; where a device was `asked` for, whether it fits there then."""
+    """The job's memory under `torch.compile`, in words.
+
+    Where a device was `asked` for, whether it fits there then.
+    """
     fits = (", which fits" if compiled.fits() else ", which does not fit") if asked else ""
     return (
         f"  with torch.compile: {format_bytes(compiled.total_bytes)}{fits} (eager: {format_bytes(estimate.total_bytes)}), "
@@ -143,7 +153,7 @@ def under_compile(estimate: Figures, compiled: Figures, *, asked: bool) -> str:
 
 
 def helps(estimate: Figures, changes: Sequence[Advice]) -> Iterator[str]:
-    """What to change, cheapest first, where the job does not fit."""
+    """The changes that would help, cheapest first, if it does not fit."""
     if estimate.fits():
         return
     yield ""

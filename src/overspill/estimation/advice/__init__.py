@@ -1,4 +1,7 @@
-"""What a user could change so that a job fits: each change tried by really estimating it, those that cost least first."""
+"""Changes with which a job would fit, cheapest first.
+
+Each is tried by really estimating it.
+"""
 
 from .change import Advice as Advice
 from .change import Price as Price

@@ -1,4 +1,4 @@
-"""What a piece of advice is, and what a change of a job is before it has been tried."""
+"""A piece of advice, and a change before it has been tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overspill.job import Job
 
 
 class Price(IntEnum):
-    """What a change costs, the cheapest first."""
+    """What a change costs the user, the cheapest first."""
 
     NOTHING = 0
     PRECISION = 1
@@ -23,11 +23,12 @@ class Price(IntEnum):
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change: `what`, its `cost` in words, and what the job needs then, where that was worked out.
+    """One change that helps: what it is, costs, and needs.
 
+    `what` to change, its `cost` in words, and what the job needs then, where that was worked out.
     `minimum_capacity_bytes` and `total_bytes` are those of an estimate with the change made. `step_seconds` are
-    simulated, and `slowdown` is to the unmanaged step: of Overspill's own plans alone. `host_bytes` are what it keeps in the
-    memory of the host. Bytes are of each of `gpus`.
+    simulated, and `slowdown` is to the unmanaged step: of Overspill's own plans alone. `host_bytes` are what it keeps
+    in the memory of the host. Bytes are of each of `gpus`.
     """
 
     what: str
@@ -63,7 +64,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Retrace:
-    """A job, and what records it when it is trained otherwise, or at another batch size."""
+    """A job, and how to record a changed one.
+
+    It may be trained otherwise, or at another batch size.
+    """
 
     job: Job
     record: Callable[[Job], Recording]

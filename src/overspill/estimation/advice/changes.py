@@ -1,4 +1,4 @@
-"""What could be changed about how a job is trained on the GPUs that it has."""
+"""Changes to how a job is trained, on the same GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NORMS_OF_BATCH = frozenset({"native_batch_norm", "cudnn_batch_norm", "_batch_no
 
 
 def changes(estimate: Figures, job: Job) -> Iterator[Change]:
-    """The changes of `job` that there are for the job and its GPU, those that cost least first."""
+    """The changes that apply to `job` and its GPU, cheapest first."""
     yield from _for_nothing(estimate, job)
     yield from _precision(estimate, job)
     if job.optimizer is None:
@@ -42,7 +42,7 @@ def changes(estimate: Figures, job: Job) -> Iterator[Change]:
 
 
 def _for_nothing(estimate: Figures, job: Job) -> Iterator[Change]:
-    """What costs neither time nor, but for last bits, results."""
+    """Changes that cost no time and, but for last bits, no results."""
     if not job.set_to_none:
         yield Change(
             "optimizer.zero_grad(set_to_none=True)", "nothing: the same numbers", Price.NOTHING, {"set_to_none": True}
@@ -66,6 +66,7 @@ def _precision(estimate: Figures, job: Job) -> Iterator[Change]:
     if job.dtype != "float32" or major < 7:
         return
     parallel = job.parallel
+    # Mixed precision, by the means of FSDP or by autocast.
     if parallel is not None and parallel.kind == "fsdp":
         if parallel.param_dtype is None and major >= 8:
             policy = replace(parallel, param_dtype="bfloat16", reduce_dtype="float32")
@@ -91,7 +92,7 @@ def _precision(estimate: Figures, job: Job) -> Iterator[Change]:
 
 
 def _another_method(job: Job) -> Iterator[Change]:
-    """Optimizers of fewer bytes, state on the host, and training a few weights only."""
+    """Smaller optimizers, state on the host, and training of few weights."""
     parallel = job.parallel
     if parallel is not None and parallel.kind == "fsdp":
         if not parallel.cpu_offload:
@@ -104,6 +105,7 @@ def _another_method(job: Job) -> Iterator[Change]:
             "optimizer state and update on the host", "gradients and weights cross the link at each step", Price.TIME,
             {"offload_optimizer": True}, state=0.0,
         )  # fmt: skip
+    # Methods whose results differ.
     eight = f"{job.optimizer}8bit"
     if is_eight_bit(eight):
         yield Change(
@@ -123,12 +125,15 @@ def _another_method(job: Job) -> Iterator[Change]:
 
 
 def averages_over_batch(estimate: Figures) -> bool:
-    """Whether the job has layers whose results depend on how many samples run at once."""
+    """Whether a layer's results depend on how many samples run together."""
     return any(op.name in _NORMS_OF_BATCH for op in estimate.recording.ops)
 
 
 def _fused(job: Job) -> tuple[str, MakeOptimizer] | None:
-    """The job's optimizer with one kernel for the whole update, and how it is written; None where it has none."""
+    """The job's optimizer as one fused kernel, with its name.
+
+    None where it has none.
+    """
     from torch import nn, zeros  # noqa: PLC0415
 
     make = job.optimizer
@@ -137,6 +142,7 @@ def _fused(job: Job) -> tuple[str, MakeOptimizer] | None:
     if make is None:
         return None
     try:
+        # Whether it is one of torch.optim that is not fused yet.
         tried = make([nn.Parameter(zeros(1))])
     except Exception:  # noqa: BLE001 - a function of the user's, which may want its own parameters
         return None

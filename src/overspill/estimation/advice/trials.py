@@ -1,4 +1,7 @@
-"""Trying changes one after the other, alone and together, and what is left over of them as advice."""
+"""Try changes of a job, alone and together.
+
+What helps becomes advice.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +43,18 @@ def advice(
     trial: Progress | None = None,
     quick: bool = False,
 ) -> Iterator[Advice]:
-    """Changes by which the job needs at least one percent less, each tried: those that cost least first, at last several together.
+    """Changes that save at least one percent, cheapest first.
 
-    Where the job fits as it is, only those that cost neither results nor hardware. `planner` plans the job within the
-    device by Overspill; without it that advice has no figures. `progress` is told what is being done, and `trial` each change
-    that is tried. What is `quick`
-    tries no more than takes a few seconds, by count, and more GPUs not at all.
+    Each is tried; the last are several together. Where the job fits as it is, only those that cost neither results nor
+    hardware. `planner` plans the job within the device by Overspill; without it that advice has no figures. `progress`
+    is told what is being done, and `trial` each change that is tried. What is `quick` tries no more than takes a few
+    seconds, by count, and more GPUs not at all.
     """
     yield from _Trials(estimate, progress or _nobody, trial or _nobody, quick).run(planner)
 
 
 def _nobody(_: str) -> None:
-    """Nobody is told."""
+    """Ignore the message."""
 
 
 @dataclass
@@ -64,7 +67,10 @@ class _Trials:
     quick: bool
 
     def __post_init__(self) -> None:
-        """What decides whether a change is worth a try; `solved`: the job fits, or has been found to fit with a change."""
+        """Set up the choice of changes that are worth a try.
+
+        `solved`: the job fits, or has been found to fit with a change.
+        """
         self.fits = self.estimate.fits()
         self.weights, self.state = _persistent(self.estimate)
         self.helpful: list[Change] = []
@@ -123,6 +129,7 @@ class _Trials:
             if not self.left:
                 return None
             self.left -= 1
+        # Record the changed job.
         self.progress(f"trying {what}")
         self.trial(what)
         try:
@@ -147,7 +154,10 @@ class _Trials:
         return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host)
 
     def _hopeless(self, chosen: Sequence[Change], gpus: float = 1) -> bool:
-        """Whether what stays on the device is by itself too much, so that there is nothing to try."""
+        """Whether weights and optimizer state alone are too large.
+
+        There is nothing to try then.
+        """
         weights, state = float(self.weights), float(self.state)
         for change in chosen:
             weights, state = weights * change.weights, state * change.state
@@ -188,7 +198,7 @@ class _Trials:
             split = min(2 * split, batch)
 
     def _planned(self, planner: Planner | None) -> Iterator[Advice]:
-        """What Overspill itself does."""
+        """Advice to use Overspill itself."""
         trains = self.estimate.retrace is None or self.estimate.retrace.job.optimizer is not None
         if self.estimate.framework != "pytorch" or not trains or self.estimate.parallel is not None:
             return
@@ -200,6 +210,7 @@ class _Trials:
                 yield found
             return
         if self._hopeless([]):
+            # Without a planner, only what it could do.
             what, cost = "overspill.train_step(…)", "parameters and optimizer state may leave the device too"
         else:
             saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
@@ -208,8 +219,12 @@ class _Trials:
         yield Advice(what, f"time, by `overspill plan`; the same numbers: {cost}", Price.TIME)
 
     def _together(self, price: Price) -> Iterator[Advice]:
-        """The cheapest changes together, as many as it takes, where none does it alone; of those that change results one."""
+        """The cheapest changes together, as many as it takes.
+
+        Where none does it alone; of those that change results one.
+        """
         keeping = [change for change in self.helpful if change.price < Price.RESULTS]
+        # All that keep results, one after the other; else one that changes them, on top of all.
         if price is Price.TIME:
             chosen: list[Change] = []
             for change in keeping:
@@ -227,7 +242,10 @@ class _Trials:
                 return
 
     def _in_micro_batches(self, chosen: Sequence[Change]) -> Advice | None:
-        """The job with all of `chosen` in the fewest micro-batches, a power of two, in which it fits."""
+        """The job with all of `chosen` in the fewest micro-batches that fit.
+
+        Their number is a power of two.
+        """
         most = (self.estimate.batch or 1).bit_length() - 1
         found = self._all_of(chosen, 2**most) if most else None
         low, high = 0, most
@@ -248,6 +266,7 @@ class _Trials:
             return replace(job, accumulate=2) if split > 1 else job
 
         batch = self.estimate.batch
+        # Try them all at once, in micro-batches if asked.
         micro = batch if split == 1 or not batch else -(-batch // split)
         names = [_EXPANDABLE] if self.expandable else []
         names += [change.what for change in chosen]
@@ -261,7 +280,10 @@ class _Trials:
     # Other hardware
 
     def _more_gpus(self) -> Iterator[Advice]:
-        """The batch split over the fewest GPUs that do, a power of two; weights and state too where they must be."""
+        """The batch split over the fewest GPUs that suffice.
+
+        A power of two; weights and state are split too where they must be.
+        """
         retrace, batch = self.estimate.retrace, self.estimate.batch
         if retrace is None or retrace.job.optimizer is None or not batch:
             return
@@ -278,6 +300,7 @@ class _Trials:
         """The job over the fewest GPUs, from `gpus` on, on which it fits."""
         have, batch, device = self.estimate.parallel, self.estimate.batch or 1, self.estimate.device
         shards = 1 if have is None or have.kind != "fsdp" else have.gpus
+        # Skip numbers of GPUs whose shards are too large by themselves.
         while kind == "fsdp" and gpus <= MOST_GPUS and self._hopeless([], gpus / shards):
             gpus *= 2
         how = "FSDP (ZeRO-3)" if kind == "fsdp" else "DistributedDataParallel"
@@ -285,6 +308,7 @@ class _Trials:
             return Advice(
                 f"{how} over {gpus} GPUs or more", "that hardware; `overspill advise` tries it", Price.HARDWARE
             )
+        # Double them until it fits.
         for _ in range(_GPUS_TRIED):
             if gpus > MOST_GPUS:
                 break
@@ -318,7 +342,10 @@ def _beside(change: Change, chosen: Sequence[Change]) -> list[Change]:
 
 
 def _persistent(estimate: Figures) -> tuple[int, int]:
-    """Bytes of weights and buffers, and of optimizer state, that are there when the last step begins."""
+    """Bytes of weights and buffers, and of optimizer state.
+
+    Those that are there when the last step begins.
+    """
     recording = estimate.recording
     begin = recording.starts[-1] if recording.starts else 0
     weights = state = 0
@@ -332,7 +359,10 @@ def _persistent(estimate: Figures) -> tuple[int, int]:
 
 
 def _expanding(estimate: Figures) -> Figures | None:
-    """The same job with expandable segments; None where it has them, or an allocator that does not."""
+    """The same job with expandable segments, or None.
+
+    None where it has them, or an allocator that does not.
+    """
     config = estimate.allocator_config or CachingConfig()
     if estimate.allocator != "pytorch" or not isinstance(config, CachingConfig) or config.expandable_segments:
         return None

@@ -1,1 +1,4 @@
-"""A process in which a script runs without leaving a trace: who starts it, what it may change, how it ends."""
+"""A process in which a script runs without leaving a trace.
+
+Who starts it, what it may change, how it ends.
+"""

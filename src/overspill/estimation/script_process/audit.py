@@ -1,6 +1,6 @@
-"""Python's own audit events, by which changes to files are refused where the kernel does not do it.
+"""Refuse changes to files by Python's audit events.
 
-Code in C that opens files by itself is not seen.
+It is for where the kernel does not do it. Code in C that opens files by itself is not seen.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spa
 
 
 def refuse_changes(but_below: Iterable[str], *, metadata_alone: bool = False) -> None:
-    """From here on Python code of this process changes no files but below those directories: PermissionError.
+    """Refuse this process's changes to files outside some directories.
 
-    Nor does it start programs, which could. With `metadata_alone` only modes, owners, times and attributes are kept:
-    what Landlock does not see. There is no way back.
+    From here on Python code gets PermissionError, but below those. Nor does it start programs, which could. With
+    `metadata_alone` only modes, owners, times and attributes are kept: what Landlock does not see. There is no way
+    back.
     """
     allowed = tuple(os.path.realpath(folder) + os.sep for folder in but_below)
     events = _METADATA if metadata_alone else _METADATA | _NAMES
@@ -55,11 +56,15 @@ def refuse_changes(but_below: Iterable[str], *, metadata_alone: bool = False) ->
         elif event in _PROGRAMS and not metadata_alone:
             raise PermissionError(errno.EACCES, "an estimate cannot watch other programs here", str(arguments[0]))
 
+    # There is no way to remove it.
     sys.addaudithook(watch)
 
 
 def _check(path: Any, folder: Any, allowed: tuple[str, ...]) -> None:
-    """Raise PermissionError where `path`, relative to the open directory `folder` (-1: the current one), is not allowed."""
+    """Raise PermissionError where `path` is not allowed.
+
+    It is relative to the open directory `folder` (-1: the current one).
+    """
     if isinstance(path, int) or path is None:  # a file that is open already, or a pipe
         return
     name = os.fsdecode(path)

@@ -1,4 +1,7 @@
-"""Asks for scripts to be run by a process that has done nothing but import torch (`server.py`)."""
+"""Run scripts in a process that has only imported torch.
+
+See `server.py`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class _Server:
         self.owner = os.getpid()
 
     def run(self, descriptors: list[int], tell: Callable[[str], None]) -> Ended:
-        """How the script in a mailbox, the last descriptor, ended; the others are its standard ones."""
+        """How the script in a mailbox ended.
+
+        That is the last descriptor; the others are its standard ones.
+        """
         try:
             socket.send_fds(self._socket, [b"!"], descriptors)
             while not isinstance(message := receive(self._socket), Ended):
@@ -57,7 +63,10 @@ _one_at_a_time = threading.RLock()
 
 
 def start() -> None:
-    """Start the process that runs scripts, if there is none yet; that takes it a few seconds, in which others can work."""
+    """Start the process that runs scripts, unless it is there.
+
+    That takes it a few seconds, in which others can work.
+    """
     global _server  # noqa: PLW0603 - one serves all
     with _one_at_a_time:
         if _server is None or _server.owner != os.getpid():
@@ -76,13 +85,17 @@ atexit.register(stop)
 
 
 def run(request: Request, *, output_to_stderr: bool, tell: Callable[[str], None]) -> tuple[Ended, Any]:
-    """How a script ended, and what it left. Whatever interrupts this call ends the script too."""
+    """Run a script: how it ended, and what it left.
+
+    Whatever interrupts this call ends the script too.
+    """
     with _one_at_a_time, tempfile.TemporaryFile(buffering=0) as file, contextlib.ExitStack() as stack:
         mailbox = Mailbox(file)
         mailbox.put(request)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
+        # The script has our standard streams.
         standard = [stack.enter_context(_open(number)) for number in ((0, 2, 2) if output_to_stderr else (0, 1, 2))]
         start()
         assert _server is not None

@@ -1,4 +1,4 @@
-"""What a script that is estimated may change: nothing that stays."""
+"""Keep an estimated script from changing files for good."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _REFUSALS = {
 
 
 def confine(scratch: Path, ways: tuple[str, ...] = WAYS) -> str:
-    """Keep what this process and its children write away from real files, for good; the way that did it.
+    """Confine this process's writes for good; return the way it was done.
 
-    With `overlay` all changes are made below `scratch`, and the process sees them where it made them. Otherwise they
-    are refused (PermissionError), but below the temporary directory, which is then in `scratch`.
+    What it and its children write is kept away from real files. With `overlay` all changes are made below `scratch`,
+    and the process sees them where it made them. Otherwise they are refused (PermissionError), but below the temporary
+    directory, which is then in `scratch`.
     """
     for way in ways:
         try:
@@ -40,7 +41,7 @@ def confine(scratch: Path, ways: tuple[str, ...] = WAYS) -> str:
 
 
 def is_refusal(error: BaseException, way: str) -> bool:
-    """Whether `error` is how a write ends that `way` cannot keep apart."""
+    """Whether `error` is what a write ends in that `way` cannot isolate."""
     return isinstance(error, OSError) and error.errno in _REFUSALS.get(way, ())
 
 

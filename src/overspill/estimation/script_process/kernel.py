@@ -1,4 +1,7 @@
-"""System calls of Linux that Python has no function for. Each raises OSError, also where there is no such call."""
+"""Linux system calls that Python has no function for.
+
+Each raises OSError, also where there is no such call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ _CAPABILITIES_VERSION = 0x20080522
 
 
 def call(name: str, *arguments: Any) -> int:
-    """The function `name` of the C library; bytes, integers and ctypes values are passed as they are."""
+    """Call the function `name` of the C library.
+
+    Bytes, integers and ctypes values are passed as they are.
+    """
     if not sys.platform.startswith("linux"):
         raise OSError(f"{name} is a call of Linux")
     words = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
@@ -24,7 +30,10 @@ def call(name: str, *arguments: Any) -> int:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Let a file system appear at `target`; `flags` are those of the system call."""
+    """Mount a file system at `target`.
+
+    `flags` are those of the system call.
+    """
     call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
 
 
@@ -34,7 +43,10 @@ def become_subreaper() -> None:
 
 
 def gain_no_privileges() -> None:
-    """No program that is started from here on has more rights than this process, as Landlock demands."""
+    """Give no started program more rights than this process.
+
+    From here on, as Landlock demands.
+    """
     call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
 
 

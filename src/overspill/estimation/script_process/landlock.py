@@ -1,4 +1,7 @@
-"""Landlock: a process of Linux gives up the right to change files outside a few directories, in C code and children too."""
+"""Landlock: give up the right to change most files.
+
+A process of Linux keeps it for a few directories, in C code and children too.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ _MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since versions 2 and 3
 
 
 def forbid_writes(but_below: Iterable[str]) -> None:
-    """From here on this process, and those that it starts, change no files but below those directories.
+    """Forbid changes to files outside some directories.
 
-    The process must have one thread. Raises OSError where the kernel has no Landlock.
+    For this process, and those that it starts from here on. The process must have one thread. Raises OSError where the
+    kernel has no Landlock.
     """
     version = call("syscall", _CREATE, None, 0, _ASK_VERSION)
     rights = _WRITE | _REMOVE_AND_MAKE | (_MOVE if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)

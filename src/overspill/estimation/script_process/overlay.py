@@ -1,7 +1,7 @@
-"""A view of the file system in which every change goes to a scratch directory, and files are as they were outside.
+"""A view of the file system whose changes stay in scratch.
 
-Linux lets an ordinary user have it where user namespaces are allowed: the process gets mounts of its own, and an overlay
-on every directory.
+Every change goes to a directory, and files are as they were outside. Linux lets an ordinary user have it where user
+namespaces are allowed: the process gets mounts of its own, and an overlay on every directory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _THE_KERNELS = ("/proc", "/dev", "/sys")  # no files of anybody's
 
 
 def cover_with_overlay(scratch: Path) -> None:
-    """From here on this process, and those that it starts, see their own changes to files, and nobody else does.
+    """Show this process its own changes to files, and nobody else.
 
-    What changes lies below `scratch`. What cannot have an overlay (single files that are mounted, some file systems)
-    is read-only. The process must have one thread. Raises OSError where the kernel does not let it.
+    From here on, and to those that it starts. What changes lies below `scratch`. What cannot have an overlay (single
+    files that are mounted, some file systems) is read-only. The process must have one thread. Raises OSError where the
+    kernel does not let it.
     """
     user, group, folder = os.getuid(), os.getgid(), Path.cwd()
     call("unshare", _NEW_USERS | _NEW_MOUNTS)
@@ -71,6 +72,7 @@ class _View:
         there = self.root + path
         if path == str(self._layers):
             return
+        # Kernel file systems, links and single files are shown as they are.
         if path in _THE_KERNELS:
             Path(there).mkdir()
             mount(path, there, "", _BIND | _RECURSIVE)
@@ -79,6 +81,7 @@ class _View:
         elif not Path(path).is_dir():
             Path(there).touch()
             self._read_only(path)
+        # A directory with mounts inside is shown entry by entry.
         elif any(point.startswith(path.rstrip("/") + "/") for point in self._mounted):
             Path(there).mkdir(exist_ok=True)
             with contextlib.suppress(PermissionError):  # what this user cannot list stays hidden

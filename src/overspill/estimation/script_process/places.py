@@ -1,4 +1,7 @@
-"""Says which line of a script it is: that failed, that asks for a value, or that does not come to an end, and why."""
+"""Find the line of a script that failed or is waiting.
+
+That failed, that asks for a value, or that does not come to an end, and why.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,19 @@ def spelled(file: str, line: int | None, folder: str | None = None) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the script that `error` passed; empty if there is none."""
+    """The innermost line of the script that `error` passed.
+
+    Empty if there is none.
+    """
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((spelled(frame.filename, frame.lineno) for frame in frames if is_of_the_script(frame.filename)), "")
 
 
 def place_in(frame: FrameType | None) -> str:
-    """The line of `frame`, or of the innermost of its callers that is the script's; empty if there is none."""
+    """The innermost line of the script in a stack.
+
+    Of `frame`, or of its callers; empty if there is none.
+    """
     return next((spelled(*line) for line in lines_from(frame) if is_of_the_script(line[0])), "")
 
 
@@ -56,7 +65,10 @@ def lines_from(frame: FrameType | None) -> Iterator[Line]:
 
 
 def whereabouts(lines: Sequence[Line], name: str, folder: str | None = None) -> str:
-    """The innermost of `lines` that is the script's, and in brackets its text and what it waits for; else its `name`."""
+    """The innermost script line, with its text and its wait.
+
+    Else its `name`; the text and what it waits for are in brackets.
+    """
     found = next((index for index, (file, _) in enumerate(lines) if is_of_the_script(file)), None)
     if found is None:
         return name
@@ -72,12 +84,18 @@ def whereabouts(lines: Sequence[Line], name: str, folder: str | None = None) -> 
 
 
 def write_lines_when_asked(file: BinaryIO) -> None:
-    """From here on this process writes to `file`, at the signal `WHERE`, the lines of its main thread."""
+    """Write the main thread's lines to `file` at a signal.
+
+    From here on, at the signal `WHERE`.
+    """
     faulthandler.register(WHERE, file, all_threads=False)
 
 
 def lines_of(process: int, file: BinaryIO) -> list[Line]:
-    """The lines that `process` runs, innermost first, C code that keeps Python waiting or not; it writes them to `file`."""
+    """The lines that `process` runs, innermost first.
+
+    C code that keeps Python waiting or not; it writes them to `file`.
+    """
     os.ftruncate(file.fileno(), 0)
     os.lseek(file.fileno(), 0, os.SEEK_SET)  # for both processes
     os.kill(process, WHERE)

@@ -1,4 +1,4 @@
-"""What is asked of the process that runs a script, and what it answers."""
+"""The request to run a script, and the answer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LENGTH = struct.Struct("=I")
 
 @dataclass(frozen=True)
 class Request:
-    """A script to be run: see `record_script`. `ways` are those of `confine`; none: the script changes real files.
+    """A script to be run: see `record_script`.
 
-    `time_limit` is in seconds.
+    `ways` are those of `confine`; none: the script changes real files. `time_limit` is in seconds.
     """
 
     script: str
@@ -32,20 +32,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a script's process has ended: its exit code (negative: the signal), and where it was if its time was over."""
+    """A script process's exit code, and where it timed out.
+
+    The code is negative for a signal.
+    """
 
     code: int
     still_at: str | None
 
 
 def send(connection: socket.socket, message: str | Ended) -> None:
-    """Tell the other side what is to be said of the script, or how it has ended."""
+    """Send a message about the script, or how it ended."""
     content = pickle.dumps(message)
     connection.sendall(_LENGTH.pack(len(content)) + content)
 
 
 def receive(connection: socket.socket) -> str | Ended:
-    """What the other side has to say next. Raises ConnectionError where it has gone."""
+    """The next message from the other side.
+
+    Raises ConnectionError where it has gone.
+    """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     message: str | Ended = pickle.loads(_exactly(connection, length))  # noqa: S301 - our own process wrote it
     return message

@@ -1,4 +1,7 @@
-"""Runs a script in a process that is there for it alone, and says what came of it."""
+"""Run a script in a process of its own, and report.
+
+The process is there for it alone.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +58,17 @@ _TO_WIND_UP = 5.0  # seconds that a script has for its `finally` once it has sho
 
 
 def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
-    """Run the script, leave a ScriptRun or an exception in `mailbox`, and end this process.
+    """Run the script, leave the answer in `mailbox`, and exit.
 
-    `scratch` is an empty directory for this run, in which its changes to files go. The answer is there as soon as the script has shown enough; what it does then, and how it ends, does not matter.
+    The answer is a ScriptRun or an exception. `scratch` is an empty directory for this run, in which its changes to
+    files go. The answer is there as soon as the script has shown enough; what it does then, and how it ends, does not
+    matter.
     """
     answer = _Answer(request, mailbox)
     try:
         program = _program(request.script, request.arguments)
         answer.way = confine(scratch, request.ways) if request.ways else ""
+        # From here on the script's device is the virtual GPU.
         gpu = VirtualGpu(
             capability=request.capability, memory_bytes=request.memory_bytes, invented=answer.invented,
             saves=answer.way == "overlay",
@@ -82,7 +88,10 @@ def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
 
 
 class _Answer:
-    """What this process has to say of the script, once: copies of the process that the script makes say nothing."""
+    """The one answer of this process about the script.
+
+    Copies of the process that the script makes say nothing.
+    """
 
     def __init__(self, request: Request, mailbox: Mailbox) -> None:
         self.way = ""  # how writes are kept from the disk
@@ -96,7 +105,7 @@ class _Answer:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this is the process that was started for the script."""
+        """Whether this process is the original one, not a copy."""
         return os.getpid() == self._process
 
     def give(self, value: Any) -> None:
@@ -113,7 +122,10 @@ class _Answer:
         self._exit(code)
 
     def leave_later(self, error: OverspillError | None = None) -> None:
-        """End the process if the script does not in a few seconds; then the `error` is the answer, unless there is one."""
+        """End the process if the script does not in a few seconds.
+
+        Then the `error` is the answer, unless there is one.
+        """
 
         def leave() -> None:
             self.give(error)
@@ -124,13 +136,19 @@ class _Answer:
         timer.start()
 
     def watch(self, progress: Iterations, repeats: Repeats) -> None:
-        """Answer for `progress` from here on, also when the time is over; what was left out or invented is noted."""
+        """Answer for `progress` from here on, also at a timeout.
+
+        What was left out or invented is noted.
+        """
         self._progress = progress
         self._more_notes = lambda: _more_notes(repeats, self.invented)
         signal.signal(TIME_IS_UP, self._time_is_over)
 
     def is_complete(self) -> None:
-        """Enough is recorded, or the script has ended. Where it goes on nevertheless, it is ended."""
+        """Answer, once enough is recorded or the script has ended.
+
+        A script that goes on nevertheless is ended.
+        """
         progress = self._progress
         assert progress is not None
         if not self.is_mine:
@@ -147,7 +165,10 @@ class _Answer:
         self.leave_later()
 
     def script_ended(self) -> None:
-        """The script has come to its end, well or not: what it did is the answer, if it did anything."""
+        """Answer for a script that has come to its end.
+
+        Well or not: what it did is the answer, if it did anything.
+        """
         assert self._progress is not None
         self._progress.finish()
         if self._progress.recording is None:
@@ -179,14 +200,20 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Program:
-    """What to run as `__main__`: a file, or else the module `name`."""
+    """A program to run as `__main__`: a file or a module.
+
+    The module is `name`.
+    """
 
     name: str
     arguments: tuple[str, ...]
     file: Path | None
 
     def run(self) -> None:
-        """Run it to its end, or until something is raised. `sys` is changed as Python's own start would."""
+        """Run the program to its end.
+
+        Or until something is raised. `sys` is changed as Python's own start would.
+        """
         sys.argv[:] = [self.name, *self.arguments]
         sys.path.insert(0, str(Path.cwd() if self.file is None else self.file.resolve().parent))
         if self.file is None:
@@ -226,7 +253,10 @@ def _is_module(name: str) -> bool:
 
 
 def _run(program: _Program, answer: _Answer) -> None:
-    """Run `program` until it ends or has shown enough; gives the error of a script that failed."""
+    """Run `program`, and answer with its error if it fails.
+
+    It runs until it ends or has shown enough.
+    """
     in_threads: list[OverspillError] = []
     try:
         with _errors_of_threads(in_threads, answer):
@@ -238,6 +268,7 @@ def _run(program: _Program, answer: _Answer) -> None:
     except SystemExit as end:
         if not answer.is_mine:
             answer.leave(end.code if isinstance(end.code, int) else int(bool(end.code)))
+        # The script's own exit is an answer only if it failed.
         if end.code not in {None, 0}:
             answer.give(_exited(program.name, end))
     except BaseException as error:
@@ -248,7 +279,10 @@ def _run(program: _Program, answer: _Answer) -> None:
 
 @contextmanager
 def _errors_of_threads(found: list[OverspillError], answer: _Answer) -> Iterator[None]:
-    """Errors of ours that end a thread of the script are found, and explain what fails, or waits for it, after."""
+    """Collect our errors that end threads of the script.
+
+    They explain what fails, or waits for it, after.
+    """
     hook = threading.excepthook
 
     def notice(event: threading.ExceptHookArgs) -> None:
@@ -277,6 +311,7 @@ def _notes(progress: Iterations, request: Request, ended_by: str) -> Iterator[st
             f"{', '.join(progress.abandoned)} took no step while {', '.join(progress.optimizers)} took many: "
             "what its steps take is not in the estimate"
         )
+    # What makes the estimate less certain.
     if not progress.trains and progress.iterations > wanted:
         yield f"memory grew from one forward pass to the next; {progress.iterations} were recorded"
     if "LBFGS" in progress.optimizers:
@@ -289,7 +324,7 @@ def _notes(progress: Iterations, request: Request, ended_by: str) -> Iterator[st
 
 
 def _more_notes(repeats: Repeats, invented: Invented) -> Iterator[str]:
-    """What of the script was not run, and which values it was given that nobody computed."""
+    """Notes on code that was not run, and on invented values."""
     if repeats.skipped:
         yield f"evaluation that repeated itself was cut short: {repeats.skipped} calls of models were not run again"
     for (place, op), _ in zip(invented.shapes, range(_MOST_LINES), strict=False):
@@ -327,7 +362,10 @@ def _never(name: str, progress: Iterations) -> RequestError:
 
 
 def _exited(name: str, end: SystemExit) -> OverspillError:
-    """The error for a script that gave up, by its own words or for a reason that is ours."""
+    """The error for a script that exited with a failure.
+
+    By its own words or for a reason that is ours.
+    """
     ours = _ours_in(end)
     if ours is not None:
         return ours
@@ -336,7 +374,7 @@ def _exited(name: str, end: SystemExit) -> OverspillError:
 
 
 def _explained(name: str, error: BaseException, answer: _Answer) -> BaseException:
-    """What to tell of an exception that the script did not catch."""
+    """The error for the user of an exception that the script raised."""
     ours = _ours_in(error)
     if ours is not None:
         return ours
@@ -345,6 +383,7 @@ def _explained(name: str, error: BaseException, answer: _Answer) -> BaseExceptio
     text = _one_line(error)
     if isinstance(error, SyntaxError) and error.filename:
         return RequestError(f"{spelled(error.filename, error.lineno)} is no valid Python: {error.msg}")
+    # The script's own line, and what an estimate does not allow or have there.
     place = place_of(error) or name
     if is_refusal(error, answer.way):
         return UnsupportedError(

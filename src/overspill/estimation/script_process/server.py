@@ -1,7 +1,8 @@
-"""The process that runs scripts: it imports torch once, and then makes a copy of itself for each.
+"""The process that runs scripts, each in a forked copy.
 
-A script thus has a process of its own, with a main thread alone, as `python script.py` would give it one, without waiting
-for the imports. All that it started is ended with it.
+It imports torch once, and then makes a copy of itself for each. A script thus has a process of its own, with a main
+thread alone, as `python script.py` would give it one, without waiting for the imports. All that it started is ended
+with it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def serve(connection: int) -> None:
         warnings.simplefilter("ignore")
     with contextlib.suppress(OSError):  # then a script's orphans are left to themselves
         become_subreaper()
+    # Serve one request after the other, until the client has gone.
     client = socket.socket(fileno=connection)
     _warm_up()
     while True:
@@ -57,7 +59,10 @@ def serve(connection: int) -> None:
 
 
 def _run(request: Request, client: socket.socket, descriptors: list[int]) -> Ended | None:
-    """How the script of `request` ended; None where nobody waits for it any more."""
+    """How the script of `request` ended, or None.
+
+    None where nobody waits for it any more.
+    """
     lines, open_lines = tempfile.TemporaryFile(buffering=0), OpenLines()  # noqa: SIM115
 
     def tell(text: str) -> None:
@@ -65,6 +70,7 @@ def _run(request: Request, client: socket.socket, descriptors: list[int]) -> End
         send(client, text)
 
     with _scratch_directory() as scratch, lines:
+        # The copy runs the script; this process waits for it.
         child = os.fork()
         if child == 0:
             client.close()
@@ -108,7 +114,10 @@ def _become(request: Request, scratch: Path, descriptors: list[int], open_lines:
 def _wait(
     child: int, client: socket.socket, request: Request, lines: BinaryIO, tell: Callable[[str], None]
 ) -> Ended | None:
-    """How `child` ended, which writes its `lines` when asked; None where nobody waits for it any more."""
+    """How `child` ended, or None.
+
+    It writes its `lines` when asked; None where nobody waits for it any more.
+    """
     began, next_word, still_at = time.monotonic(), _FIRST_WORD, None
 
     def where() -> str:
@@ -121,6 +130,7 @@ def _wait(
         if select.select([client], [], [], _GLANCE)[0]:  # it says nothing meanwhile, so this is its end
             return None
         seconds = time.monotonic() - began
+        # Ask for an end at the limit, and enforce it later.
         if seconds > request.time_limit and still_at is None:
             still_at = where()
             os.kill(child, TIME_IS_UP)
@@ -132,7 +142,10 @@ def _wait(
 
 
 def _end_all(child: int) -> None:
-    """End all processes that the script started: its group, and those that have become ours."""
+    """End all processes that the script started.
+
+    Its group, and those that have become ours.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     while children := _children():

@@ -1,4 +1,7 @@
-"""The standard streams of a script, and whether what it wrote there last has left a line open, as progress bars do."""
+"""A script's standard streams, and whether a line is open.
+
+What it wrote there last may have left one, as progress bars do.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ _NEWLINE = ord("\n")
 
 
 class OpenLines:
-    """Which of the standard descriptors have an open line; of this process and of those that are forked from it."""
+    """The standard descriptors that have an open line.
+
+    Of this process and of those that are forked from it.
+    """
 
     def __init__(self) -> None:
         self._are = mmap.mmap(-1, mmap.PAGESIZE)
@@ -24,7 +30,10 @@ class OpenLines:
         self._are[number] = last != _NEWLINE
 
     def end(self, descriptors: Sequence[int]) -> None:
-        """End them, on copies of the standard descriptors, so that what follows begins a line."""
+        """End the open lines, on copies of the descriptors.
+
+        What follows then begins a line.
+        """
         for number, descriptor in enumerate(descriptors):
             if self._are[number]:
                 with contextlib.suppress(OSError):  # nobody reads it any more
@@ -40,7 +49,7 @@ class _Watched(io.FileIO):
         self._lines = lines
 
     def write(self, data: Any, /) -> int:
-        """How many bytes of `data` were written."""
+        """Write `data`; the number of bytes written."""
         written = super().write(data)
         if written:
             self._lines.wrote(self.fileno(), memoryview(data)[written - 1])

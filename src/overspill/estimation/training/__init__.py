@@ -1,1 +1,4 @@
-"""What a job changes about a model before it is trained: each file one way to train, done as programs do it."""
+"""Ways to train, applied to a model as programs do it.
+
+One file each.
+"""

@@ -1,4 +1,4 @@
-"""The step of a job as `torch.compile` has it, to be recorded in place of the eager one."""
+"""Record the step that `torch.compile` makes, in place of the eager one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def compiled_step(
         if dtype is not None:
             convert(module, dtype)
             inputs = tree_map_only(Tensor, partial(cast, dtype=dtype), inputs)
+        # Inductor writes the programs; nothing is run.
         batch, spec = tree_flatten(arguments(module, inputs))
         written = write_programs(lambda *leaves: call(module, tree_unflatten(leaves, spec)), module, batch)
 

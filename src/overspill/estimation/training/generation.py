@@ -1,4 +1,7 @@
-"""Text made token by token: a cache of keys and values of its full length, the prompt's step, and that of a token."""
+"""Text generation with a static cache of keys and values.
+
+It has its full length from the start; there is the prompt's step, and that of a token.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Cache:
-    """Keys and values of every attention, in tensors of the whole `length` that are made at the first call.
+    """A static cache of each attention's keys and values.
 
-    As the StaticCache of transformers, and the caches of gpt-fast: (batch, heads, length, width) each, of the heads that
-    keys have. What a token attends to is read where it lies.
+    They are tensors of the whole `length` that are made at the first call. As the StaticCache of transformers, and the
+    caches of gpt-fast: (batch, heads, length, width) each, of the heads that keys have. What a token attends to is read
+    where it lies.
     """
 
     def __init__(self, length: int) -> None:
@@ -31,7 +35,10 @@ class Cache:
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """Inside, a forward of the model fills the cache, and one of a single token reads all of it."""
+        """A context in which attention fills and reads the cache.
+
+        A forward of the model fills it, and one of a single token reads all of it.
+        """
         original = F.scaled_dot_product_attention
         self._next = 0
 
@@ -68,10 +75,11 @@ def _long(like: Tensor, length: int) -> Tensor:
 
 
 def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
-    """The logits of the last of `tokens` that `model` makes after the prompt it is called with.
+    """The logits of the last of `tokens` generated tokens.
 
-    All tokens are alike to an allocator, since the cache has its full length from the start: one is made. Of the prompt
-    only the last logits are computed where the model can leave the others out.
+    `model` makes them after the prompt it is called with. All tokens are alike to an allocator, since the cache has its
+    full length from the start: one is made. Of the prompt only the last logits are computed where the model can leave
+    the others out.
     """
     args, kwargs = arguments
     kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
@@ -80,6 +88,7 @@ def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
         raise RequestError(
             "generate= needs a model that reads tokens, integers of shape (batch, length); leave it out for others"
         )
+    # The cache holds prompt and text.
     length = prompt.shape[1] + tokens
     if (positions := _positions(model)) is not None and length > positions:
         raise RequestError(
@@ -90,6 +99,7 @@ def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
     cache = Cache(length)
     with cache.attended():
         made = _last(model(*args, **kwargs))
+    # One more token stands for all.
     token = made.argmax(-1, keepdim=True)
     args, kwargs = tree_map_only(Tensor, lambda leaf: token if _is_tokens(leaf) else leaf, (args, kwargs))
     with cache.attended():
@@ -97,7 +107,10 @@ def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
 
 
 def _positions(model: nn.Module) -> int | None:
-    """How long a text the model can read; None: as long as one likes, or not known."""
+    """The longest text the model can read, or None.
+
+    None: as long as one likes, or not known.
+    """
     found: Any = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     table: Any = getattr(model, "positions", None)
     return table.num_embeddings if found is None and isinstance(table, nn.Embedding) else found
@@ -119,7 +132,10 @@ def _last(output: Any) -> Tensor:
 
 
 def forward_of(arguments: Callable[[nn.Module, Any], Arguments], tokens: int) -> Callable[[nn.Module, Any], Tensor]:
-    """What an inference loop runs in place of the model's forward, whose `arguments` are made of a batch."""
+    """The function that an inference loop runs in place of forward.
+
+    Its `arguments` are made of a batch.
+    """
 
     def forward(model: nn.Module, inputs: Any) -> Tensor:
         with torch.no_grad():

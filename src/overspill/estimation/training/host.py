@@ -1,4 +1,4 @@
-"""What a way to train keeps in the memory of the host: the part of a model whose update runs there."""
+"""Host memory of a job whose updates run there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SIDE = 64
 
 
 def host_bytes(job: Job, module: nn.Module) -> int:
-    """Bytes of weights, gradients and optimizer state that `job` keeps on the host for one GPU; 0 where it keeps none.
+    """Bytes of weights, gradients and state on the host.
 
-    torchao's CPUOffloadOptimizer has a copy of each large parameter there, FSDP's CPUOffloadPolicy the shards themselves.
-    The state is as of a small matrix.
+    For one GPU; 0 where `job` keeps none there. torchao's CPUOffloadOptimizer has a copy of each large parameter there,
+    FSDP's CPUOffloadPolicy the shards themselves. The state is as of a small matrix.
     """
     offloads_shards = job.parallel is not None and job.parallel.cpu_offload
     if job.optimizer is None or not (job.offload_optimizer or offloads_shards):
@@ -44,6 +44,6 @@ def _state_share(make: MakeOptimizer) -> float:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor that this GPU's process holds; any other tensor itself."""
+    """The local shard of a DTensor, or the tensor itself."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

@@ -27,7 +27,10 @@ def optimizer_of(job: Job, module: nn.Module) -> Optimizer | None:
 
 
 def _sharded(module: nn.Module, make: MakeOptimizer) -> Optimizer:
-    """ZeRO-1 as torch has it: each GPU updates some of the parameters, and sends them to the others."""
+    """ZeRO-1 as torch has it.
+
+    Each GPU updates some of the parameters, and sends them to the others.
+    """
     with warnings.catch_warnings():  # torch scripts its functional optimizers when this is imported
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - slow, and for this alone
@@ -37,10 +40,11 @@ def _sharded(module: nn.Module, make: MakeOptimizer) -> Optimizer:
 
 
 class Offloaded(Optimizer):
-    """The optimizer on the host, with a copy of the parameters there, as torchao's CPUOffloadOptimizer has it.
+    """The optimizer on the host, as torchao's CPUOffloadOptimizer.
 
-    torchao/optim/cpu_offload.py, without `offload_gradients`: parameters of fewer than 4096 elements are updated on the
-    GPU. Gradients are copied to the host and stay until they are zeroed; updated values are copied back in place.
+    It has a copy of the parameters there. torchao/optim/cpu_offload.py, without `offload_gradients`: parameters of
+    fewer than 4096 elements are updated on the GPU. Gradients are copied to the host and stay until they are zeroed;
+    updated values are copied back in place.
     """
 
     def __init__(self, parameters: Iterable[Tensor], make: MakeOptimizer) -> None:

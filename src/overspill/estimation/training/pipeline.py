@@ -1,8 +1,9 @@
-"""Pipeline stages: consecutive blocks of a model on each GPU, the embedding before the first, head and loss after the last.
+"""Pipeline stages: consecutive blocks of a model on each GPU.
 
-The schedule is 1F1B, as of torch.distributed.pipelining's Schedule1F1B and Megatron-LM (Narayanan et al., SC 2021, §2.2):
-of N stages, the one after s others has N - s micro-batches under way, and then by turns ends one and begins the next.
-A buffer to receive is there when it is needed, and gone with its micro-batch.
+The embedding is before the first, head and loss are after the last. The schedule is 1F1B, as of
+torch.distributed.pipelining's Schedule1F1B and Megatron-LM (Narayanan et al., SC 2021, §2.2): of N stages, the one
+after s others has N - s micro-batches under way, and then by turns ends one and begins the next. A buffer to receive is
+there when it is needed, and gone with its micro-batch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class _Sent(Exception):
 
 
 class Stage:
-    """One stage of a model: its blocks are on the device, as is what the model has before or after all of them."""
+    """One pipeline stage, with its blocks on the device.
+
+    There is also what the model has before or after all of them.
+    """
 
     def __init__(self, module: nn.Module, parallel: Parallel, recorder: Recorder, loss: Loss) -> None:
         self.module, self._loss, self._recorder = module, loss, recorder
@@ -51,11 +55,17 @@ class Stage:
 
     @property
     def reads(self) -> bool:
-        """Whether this stage reads batches: the first their inputs, the last their targets."""
+        """Whether this stage reads batches.
+
+        The first reads their inputs, the last their targets.
+        """
         return self._first or self._last
 
     def to_device(self, inputs: Any) -> None:
-        """Bring the stage's part of the model to the device; `inputs`, a micro-batch on the host, shows which it is."""
+        """Move the stage's part of the model to the device.
+
+        `inputs`, a micro-batch on the host, shows which it is.
+        """
         before, after = self._ends(inputs)
         own = [*self._own, *(before if self._first else ()), *(after if self._last else ())]
         self.module.requires_grad_(False)
@@ -90,6 +100,7 @@ class Stage:
         def seen(part: nn.Module, _: Any) -> None:
             ends.setdefault(part, reached)
 
+        # Run the loss once, and see which modules run before and after the blocks.
         outside = [m for m in self.module.modules() if m not in inside and _own_tensors(m)]
         handles = [part.register_forward_pre_hook(seen) for part in outside]
         try:
@@ -103,6 +114,7 @@ class Stage:
                 block.forward = forward
             for handle in handles:
                 handle.remove()
+        # Modules that contain blocks are of no stage.
         around = {m for m in outside if not inside.isdisjoint(m.modules())}
         if any(list(m.parameters(recurse=False)) for m in outside if m in around or m not in ends):
             raise RequestError(
@@ -112,16 +124,16 @@ class Stage:
         return [m for m, late in parts.items() if not late], [m for m, late in parts.items() if late]
 
     def _elsewhere(self) -> ExitStack:
-        """What runs inside takes nothing of this stage's device."""
+        """A context in which nothing is allocated on this stage's device."""
         made = ExitStack()
         made.enter_context(self._recorder.placing(on_device=False))
         made.enter_context(self._recorder.fabricating())
         return made
 
     def step(self, micro_batches: list[Any], context: Callable[[], Any], scaler: torch.amp.GradScaler | None) -> None:
-        """Forward and backward of all `micro_batches`, in the order of 1F1B; gradients add up.
+        """Forward and backward of all `micro_batches`, scheduled as 1F1B.
 
-        Forward runs in a new `context`, and the loss is scaled by the `scaler`, if there is one.
+        Gradients add up. Forward runs in a new `context`, and the loss is scaled by the `scaler`, if there is one.
         """
         under_way: list[Tensor] = []
         for micro_batch in micro_batches:
@@ -137,7 +149,10 @@ class Stage:
             self._backward(under_way.pop(0))
 
     def _forward(self, inputs: Any) -> Tensor:
-        """What is to be sent, or the loss; what was received lives in its graph."""
+        """The output to send, or the loss.
+
+        What was received lives in its graph.
+        """
         if not self._first:
             self._outside = self._elsewhere()
             self._outside.enter_context(torch.no_grad())
@@ -150,7 +165,10 @@ class Stage:
             self._moved.clear()
 
     def _backward(self, made: Tensor) -> None:
-        """Backward of a micro-batch; the gradient of what was received is sent and gone with it."""
+        """Backward of one micro-batch.
+
+        The gradient of what was received is sent and gone with it.
+        """
         if self._last:
             made.backward()
             return
@@ -159,11 +177,14 @@ class Stage:
         made.backward(gradient)
 
     def _passed(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-        """What a block that is on another GPU does here."""
+        """The forward of a block on another GPU: its input."""
         return (hidden,) if self._in_tuples else hidden
 
     def _entered(self, forward: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
-        """`forward` on what the stage received, and on its own copies of what else other stages made too."""
+        """`forward` on what the stage received.
+
+        And on its own copies of what else other stages made too.
+        """
 
         def moved(value: Tensor) -> Tensor:
             if id(value) not in self._moved:
@@ -198,7 +219,10 @@ def _own_tensors(module: nn.Module) -> bool:
 
 
 def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
-    """The blocks of a decoder. Raises RequestError where it has none, or they are not to be divided evenly."""
+    """The blocks of a decoder.
+
+    Raises RequestError where it has none, or they do not divide evenly.
+    """
     blocks = list(repeated_blocks(module))
     holders = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and list(m) == blocks]
     known = isinstance(module, Gpt2) or getattr(module, "get_output_embeddings", lambda: None)() is not None

@@ -1,4 +1,7 @@
-"""A model as a job has it, on the device, and what is set in torch while it runs."""
+"""Prepare a job's model on the device.
+
+And what is set in torch while it runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _ATTENTION_OPS = (
 
 
 def prepared(module: nn.Module, job: Job, recorder: Recorder) -> nn.Module:
-    """`module` as `job` has it, on the device but for pp. Raises RequestError where that cannot be done to it."""
+    """`module` as `job` has it, on the device.
+
+    But for pp. Raises RequestError where that cannot be done to it.
+    """
     kind = None if job.parallel is None else job.parallel.kind
     if job.parallel is not None and kind == "tp":
         split_layers(module, job.parallel.gpus)

@@ -1,8 +1,9 @@
-"""Linear layers cut among GPUs, by the plan of the model (`_tp_plan`, as in transformers): by columns, or by rows.
+"""Tensor parallelism: linear layers cut among GPUs.
 
-As Megatron-LM (Shoeybi et al., 2019, §3) and transformers (integrations/tensor_parallel.py) have it: a layer cut by
-columns makes some of the features of which the next, cut by rows, reads some; its output is summed up in place, as is the
-gradient of the first's input. An embedding is cut by rows where the plan says so. All GPUs read the same batch.
+By the plan of the model (`_tp_plan`, as in transformers): by columns, or by rows. As Megatron-LM (Shoeybi et al., 2019,
+§3) and transformers (integrations/tensor_parallel.py) have it: a layer cut by columns makes some of the features of
+which the next, cut by rows, reads some; its output is summed up in place, as is the gradient of the first's input. An
+embedding is cut by rows where the plan says so. All GPUs read the same batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _WHOLE = ("replicated_with_grad_allreduce", "replicate")
 
 
 def split_layers(model: nn.Module, gpus: int) -> None:
-    """Cut the linear layers of `model` to what one of `gpus` GPUs has. Raises RequestError where that is not known."""
+    """Cut the linear layers of `model` for one of `gpus` GPUs.
+
+    Raises RequestError where the way is not known.
+    """
     plan = _plan(model)
     tied = {layer for layer in heads(model) if _shared(model, layer)}
     shards: dict[int, nn.Parameter] = {}
@@ -30,6 +34,7 @@ def split_layers(model: nn.Module, gpus: int) -> None:
         style = next((style for pattern, style in plan.items() if re.fullmatch(pattern, name)), None)
         if style is None or style in _WHOLE or (layer in tied and id(layer.weight) not in shards):
             continue
+        # Cut the layer, and share the shard of a tied weight.
         known = (_EMBEDDING,) if isinstance(layer, nn.Embedding) else (_COLUMNS, _ROWS, *_GATHERED)
         if not isinstance(layer, (nn.Linear, nn.Embedding)) or style not in known:
             raise RequestError(
@@ -42,7 +47,7 @@ def split_layers(model: nn.Module, gpus: int) -> None:
 
 
 def _plan(model: nn.Module) -> dict[str, str]:
-    """How layers are to be cut, by patterns of their names."""
+    """The way each layer is cut, by name patterns."""
     config: Any = getattr(model, "config", None)
     base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     prefix: Any = getattr(model, "base_model_prefix", "")
@@ -80,7 +85,10 @@ def _cut(name: str, layer: nn.Linear | nn.Embedding, style: str, gpus: int) -> n
 
 
 class _Looked(nn.Module):
-    """An embedding cut by rows: what lies elsewhere is zero before it is summed up."""
+    """An embedding cut by rows.
+
+    What lies elsewhere is zero before it is summed up.
+    """
 
     def __init__(self, shard: nn.Embedding) -> None:
         super().__init__()

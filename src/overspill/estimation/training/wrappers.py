@@ -1,7 +1,8 @@
-"""Data parallel training as programs write it: DistributedDataParallel, fully_shard or Horovod on several GPUs.
+"""Data parallel training as programs write it.
 
-PyTorch's own wrappers run (see capture/distributed.py), so buckets, all-gathers and shards are theirs. Horovod is not
-needed to estimate it: its gradients stay as they are, and each GPU has one fusion buffer (DNNMem, FSE 2020, §4.5).
+DistributedDataParallel, fully_shard or Horovod on several GPUs. PyTorch's own wrappers run (see
+capture/distributed.py), so buckets, all-gathers and shards are theirs. Horovod is not needed to estimate it: its
+gradients stay as they are, and each GPU has one fusion buffer (DNNMem, FSE 2020, §4.5).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from overspill.job.prepare.checkpointing import repeated_blocks
 
 
 def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> nn.Module:
-    """`module`, on the device and wrapped, inside a capture. Raises RequestError where it cannot be wrapped.
+    """`module` on the device and wrapped, inside a capture.
 
-    A model to be sharded may be on the host: block after block is then brought to the device and cut, so that the whole
-    of it is never there.
+    Raises RequestError where it cannot be wrapped. A model to be sharded may be on the host: block after block is then
+    brought to the device and cut, so that the whole of it is never there.
     """
     if not dist.is_available():
         raise RequestError(
@@ -34,6 +35,7 @@ def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> 
         dist.init_process_group("nccl", rank=0, world_size=parallel.gpus)
     elif dist.get_world_size() != parallel.gpus:
         raise RequestError(f"the process group has {dist.get_world_size()} processes, not {parallel.gpus}")
+    # Each kind wraps a model with parameters to train.
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RequestError(
             f"{type(module).__name__} has no parameter to train, so nothing to send between GPUs; estimate one GPU"
@@ -57,7 +59,10 @@ def _ddp(module: nn.Module, parallel: Parallel) -> nn.Module:
 
 
 def _fsdp(module: nn.Module, parallel: Parallel) -> nn.Module:
-    """Blocks one by one and then the rest, as torch's tutorial and torchtitan do; the root is not resharded."""
+    """The module sharded by FSDP, block by block.
+
+    Blocks one by one and then the rest, as torch's tutorial and torchtitan do; the root is not resharded.
+    """
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, for this alone
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard  # noqa: PLC0415
 
@@ -97,9 +102,10 @@ def _blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
 
 
 def _horovod(module: nn.Module, recorder: Recorder) -> nn.Module:
-    """`module` with Horovod's fusion buffer, which comes with the first gradient that is ready and stays.
+    """`module` with Horovod's fusion buffer.
 
-    PyTorch's allocator gives it (horovod/torch/adapter_v2.cc, `TorchPersistentBuffer`); gradients are reduced in place.
+    It comes with the first gradient that is ready and stays. PyTorch's allocator gives it (horovod/torch/adapter_v2.cc,
+    `TorchPersistentBuffer`); gradients are reduced in place.
     """
     size = horovod_fusion_bytes(os.environ)
     buffers: list[torch.Tensor] = []
