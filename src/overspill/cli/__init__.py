@@ -1,6 +1,7 @@
-"""The command line. A command is one file here; it returns an Outcome, and `main` prints it.
+"""The command line.
 
-Nothing here imports torch before a command needs it, so that `overspill --help` and the lists answer at once.
+A command is one file here; it returns an Outcome, and `main` prints it. Nothing here imports torch before a command
+needs it, so that `overspill --help` and the lists answer at once.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ COMMANDS: Registry[Callable[..., Outcome]] = Registry(
 
 
 def _add_command(name: str) -> None:
-    """Give `name` to `app`; of what is not installed or does not load a command that says so, whatever its arguments."""
+    """Add the command `name` to `app`.
+
+    Of what is not installed or does not load a command that says so, whatever its arguments.
+    """
     try:
         app.command(name)(COMMANDS.named(name))
     except RequestError as error:
@@ -92,13 +96,18 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Any failure is one line on standard error; with `--json` also an object."""
+    """Run one command and return its exit code.
+
+    Any failure is one line on standard error; with `--json` also an object.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is a script's
+    # Options of all commands.
     as_json = "--json" in ours
     QUIET.set(QUIET_OPTION in ours)
     arguments = [word for word in ours if word != QUIET_OPTION] + arguments[len(ours) :]
     debug = bool(os.environ.get("OVERSPILL_DEBUG"))
+    # Run it; with --json nothing else goes to standard output.
     with streams() as out:
         try:
             with _quiet(debug), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
@@ -121,7 +130,10 @@ def _options_of(arguments: Sequence[str]) -> set[str]:
 
 
 def _finish(outcome: Outcome | int | None, as_json: bool, out: OutputStream) -> int:
-    """Print what a command found; its exit code. `--help` and its like give a code alone."""
+    """Print what a command found, and return its exit code.
+
+    `--help` and its like give a code alone.
+    """
     if outcome == INTERRUPTED:
         return _fail(Failure("interrupted", INTERRUPTED), as_json)
     found = outcome if isinstance(outcome, Outcome) else Outcome({}, None, outcome or 0)
@@ -129,6 +141,7 @@ def _finish(outcome: Outcome | int | None, as_json: bool, out: OutputStream) -> 
         print_json(found.answer)
     elif found.human is not None:
         print_human(found.human)
+    # What could not be written is a failure of its own.
     out.flush()
     if out.failure is not None and not isinstance(
         out.failure, BrokenPipeError
@@ -150,7 +163,7 @@ def _fail(failure: Failure, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _quiet(debug: bool) -> Iterator[None]:
-    """Keep torch's warnings, which a user of the command can do nothing about, off the screen."""
+    """Silence torch's warnings, which users of the command cannot act on."""
     with warnings.catch_warnings():
         if not debug:
             warnings.simplefilter("ignore")

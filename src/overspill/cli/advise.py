@@ -1,4 +1,7 @@
-"""`overspill advise`: what to change so that a model trains on a GPU, and what each change costs."""
+"""`overspill advise`: changes with which a model trains on a GPU.
+
+And what each change costs.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ def advise(
         made, request = estimated(job, setting, narrator, compiled=False, quiet=json)
         tried: list[str] = []
         found = list(advise_on(made, narrator.now, tried.append))
+        # What was tried in vain is named too.
         helpful = {advice.what for advice in found}
         left_out = [what for what in dict.fromkeys(tried) if what not in helpful]
         fits = made.fits() or any(advice.fits for advice in found)

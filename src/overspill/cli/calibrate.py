@@ -29,6 +29,7 @@ def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson 
             f"cannot write a profile to {out}: its name must end in .json, as a device file's; name another"
         )
     check_writable(out)
+    # Measure, and save where plans find it.
     path = out or _ready(calibrated_path())
     with narrate() as narrator:
         quiet_torch()

@@ -1,4 +1,4 @@
-"""What the commands share: their options and their outcome."""
+"""Options and outcome of all commands."""
 
 from __future__ import annotations
 
@@ -121,7 +121,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command found: the JSON object, the same for a reader, the exit code, and the line that explains a bad one."""
+    """The result of a command, for JSON and for a reader.
+
+    There is the JSON object, the same for a reader, the exit code, and the line that explains a bad one.
+    """
 
     answer: Mapping[str, Any]
     human: RenderableType | None
@@ -130,7 +133,10 @@ class Outcome:
 
 
 def check_request(budget: str | None, policy: str, out: Path | None) -> Limit:
-    """The budget that was asked for. Raises RequestError for what is plainly wrong, before torch is imported."""
+    """The budget that was given.
+
+    Raises RequestError for what is plainly wrong, before torch is imported.
+    """
     from overspill.policies import policy_named
 
     policy_named(policy)
@@ -140,7 +146,7 @@ def check_request(budget: str | None, policy: str, out: Path | None) -> Limit:
 
 
 def check_report(report: Path | None) -> None:
-    """Raise RequestError where `report` can not become a page, before work is done for it."""
+    """Raise RequestError, before any work, if `report` cannot become a page."""
     if report is not None:
         from overspill.report.page.write import check_page
 
@@ -149,7 +155,10 @@ def check_report(report: Path | None) -> None:
 
 
 def check_writable(out: Path | None, ending: str = "") -> None:
-    """Raise RequestError where `out` can not become a file, or has not the `ending` by which others know it."""
+    """Raise RequestError where `out` cannot be written.
+
+    Or has not the `ending` by which others know it.
+    """
     if out is None:
         return
     if not out.name.lower().endswith(ending):
@@ -169,6 +178,7 @@ def check_writable(out: Path | None, ending: str = "") -> None:
         ) from None
     except OSError as error:  # a name too long, links in a circle
         raise RequestError(f"cannot write {out}: {error.strerror}; name another file") from None
+    # What is there, or its directory, must be writable.
     if is_directory:
         raise RequestError(f"cannot write {out}: it is a directory; name a file in it")
     if not writable:
@@ -176,7 +186,10 @@ def check_writable(out: Path | None, ending: str = "") -> None:
 
 
 def quiet_torch() -> None:
-    """Import torch, and keep its compiler's log off standard error: what matters of it comes as an exception."""
+    """Import torch, with its compiler's log off standard error.
+
+    What matters of it comes as an exception.
+    """
     import torch
 
     if not os.environ.get("OVERSPILL_DEBUG") and not os.environ.get("TORCH_LOGS"):

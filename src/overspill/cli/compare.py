@@ -85,6 +85,7 @@ def compare(
     from overspill.devices import load_device
     from overspill.report.plot import check_plot
 
+    # Check all options before torch is imported.
     begun = time.perf_counter()
     names = policy_names(policies)
     placing = _placer_names(placers) if placement or placers is not None else ()
@@ -106,6 +107,7 @@ def compare(
         from overspill.runtime.options import Options
         from overspill.runtime.training import compare_job
 
+        # Capture once, and plan with each policy.
         options = Options(
             budget=limit, device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend
         )
@@ -113,6 +115,7 @@ def compare(
         narrator.parts(len(names))
         rows = compare_job(job, options, names, lambda name: narrator.part(f"planning {name}"))
         crossings = _crossings(rows, placing, narrator)
+    # What was asked, for the JSON.
     request = job.request() | {
         "whole_step": whole_step,
         "backend": backend,
@@ -127,7 +130,10 @@ def compare(
 
 
 def policy_names(asked: str | None) -> tuple[str, ...]:
-    """The policies that the user named, or all. Raises RequestError for one that is not there."""
+    """The policies that the user named, or all.
+
+    Raises RequestError for one that is not there.
+    """
     from overspill.policies import POLICIES, policy_named
 
     if asked is None:
@@ -136,7 +142,10 @@ def policy_names(asked: str | None) -> tuple[str, ...]:
 
 
 def _placer_names(asked: str | None) -> tuple[str, ...]:
-    """The allocators and solvers that the user named, or those that need no time. Raises RequestError for others."""
+    """The allocators and solvers that the user named.
+
+    Or those that need no time. Raises RequestError for others.
+    """
     from overspill.placement import ALLOCATORS
     from overspill.placement.place import check_placer
 
@@ -146,7 +155,10 @@ def _placer_names(asked: str | None) -> tuple[str, ...]:
 
 
 def _named(asked: str, check: Callable[[str], object], none: str) -> tuple[str, ...]:
-    """The names in `A,B,…`, each once, that `check` lets pass. Raises RequestError, `none` where there are none."""
+    """The names in `A,B,…`, each once, checked by `check`.
+
+    Raises RequestError, `none` where there are none.
+    """
     names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
     if not names:
         raise RequestError(none)
@@ -190,6 +202,7 @@ def _outcome(
     unmanaged = rows.unmanaged_bytes
     takes = "" if unmanaged is None else f"unmanaged {format_bytes(unmanaged)}, "
     title = f"{titled}, {takes}within {format_bytes(budget_bytes)}: simulated"
+    # Files that were asked for.
     notes = []
     if plot is not None:
         draw(found, plot, title, budget_bytes, request["baseline"])
@@ -197,6 +210,7 @@ def _outcome(
     if report is not None:
         rows.report(report, title)
         notes.append(f"report saved to {report}")
+    # The JSON and the table.
     answer = request | {"seconds": time.perf_counter() - begun, "rows": found}
     human = compare_report(found, device, budget_bytes, request["lower_bound_seconds"], title, "; ".join(notes) or None)
     if crossings:
@@ -206,6 +220,7 @@ def _outcome(
         human = Group(human, "", placement_report(crossings, placers))
     if any(row.fits for row in rows):
         return Outcome(answer, human)
+    # No policy fits: the exit code is 1.
     least = min(((row.least_bytes, row.policy) for row in rows if row.least_bytes is not None), default=None)
     message = f"infeasible: no policy fits {format_bytes(budget_bytes)}"
     if least is not None:

@@ -1,4 +1,7 @@
-"""What a shell offers for the names of an option, after `overspill --install-completion`. torch is not imported for it."""
+"""Shell completion for names of options.
+
+After `overspill --install-completion`. torch is not imported for it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ Complete = Callable[[str], list[str]]
 
 
 def _of(names: Callable[[], Iterable[str]], *, separated: bool = False) -> Complete:
-    """Those of `names` that begin as what is there; where they are `separated` by commas, as the last of them."""
+    """Those of `names` that begin as the typed text.
+
+    Where they are `separated` by commas, as the last of them.
+    """
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",") if separated else ("", "", incomplete)

@@ -1,4 +1,7 @@
-"""`overspill demo`: a small model trained in less than half of its memory, beside the same steps of plain PyTorch."""
+"""`overspill demo`: train a small model in half its memory.
+
+Less than half of it, with the same steps of plain PyTorch for comparison.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +57,14 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
 
         from .train import run_training
 
+        # Train twice, within the budget and by plain PyTorch.
         job = Job(NamedModel(MODEL), BATCH, OPTIMIZER)
         narrator.now(f"capturing and planning {MODEL}")
         with _one_thread():
             trained = run_training(job, Options(BUDGET, store="host"), narrator, steps=STEPS, device="cpu", check=True)
         page = report or _default_page()
         _write_page(trained, page)
+    # Open the page for who can look at it.
     if not (no_open or json) and _has_display():
         webbrowser.open(page.absolute().as_uri())
     seconds = time.perf_counter() - begun
@@ -71,7 +76,10 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: where other programs have the cores, threads that wait for one another are far slower."""
+    """A context with one thread for compute.
+
+    Where other programs have the cores, threads that wait for one another are far slower.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -83,7 +91,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _default_page() -> Path:
-    """A file in the current directory, or where that cannot be written in the temporary one."""
+    """A writable path for the page.
+
+    A file in the current directory, or where that cannot be written in the temporary one.
+    """
     here = Path(PAGE)
     writable = os.access(here if here.exists() else here.absolute().parent, os.W_OK)
     return here if writable else Path(tempfile.gettempdir(), PAGE)
@@ -99,7 +110,7 @@ def _write_page(trained: Trained, path: Path) -> None:
 
 
 def _has_display() -> bool:
-    """Whether somebody reads along who can look at a page."""
+    """Whether a reader is there who can look at a page."""
     if not sys.stdout.isatty():
         return False
     return sys.platform in ("darwin", "win32") or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -1,4 +1,7 @@
-"""`overspill doctor`: what is installed, what it can do here, what is missing and how to get it."""
+"""`overspill doctor`: what is installed, missing, and possible here.
+
+And how to get what is missing.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,10 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: what is `found`, what that means, and what would `help`.
+    """One thing that was checked.
 
-    `state` is `works`; `missing`, of what is only needed for something; or `broken`, of what everything needs.
+    What is `found`, what that means, and what would `help`. `state` is `works`; `missing`, of what is only needed for
+    something; or `broken`, of what everything needs.
     """
 
     what: str
@@ -80,7 +84,10 @@ def doctor(json: AsJson = False) -> Outcome:
 
 
 def build_facts() -> str:
-    """What `--version` says after the number: for which Python and machine this Overspill was built."""
+    """The Python and machine that this Overspill was built for.
+
+    `--version` says so after the number.
+    """
     machine = f"{platform.system()} {platform.machine()}"
     return f"CPython {platform.python_version()}, {machine}, torch {_release('torch')}"
 
@@ -95,6 +102,7 @@ def _package() -> Iterable[Finding]:
             importlib.import_module(name)
         except ImportError as error:
             failed.append(f"{serves} ({error})")
+    # One that does not load needs another installation.
     where = f"{overspill.__version__} in {Path(overspill.__file__).parent}"
     if failed:
         yield Finding(
@@ -141,6 +149,7 @@ def _gpu() -> Iterable[Finding]:
                 "ulimit -l unlimited",
             )  # fmt: skip
         return
+    # No GPU: what PyTorch was built for.
     built = torch.version.cuda or torch.version.hip
     found = (
         f"none; PyTorch is built for {'CUDA' if torch.version.cuda else 'ROCm'} {built}"
@@ -159,7 +168,7 @@ def _memory() -> Iterable[Finding]:
 
 
 def _disk() -> Iterable[Finding]:
-    """The directory that the disk store uses unless told otherwise."""
+    """The directory that the disk store uses by default."""
     directory = tempfile.gettempdir()
     free = shutil.disk_usage(directory).free
     yield Finding(
@@ -168,7 +177,7 @@ def _disk() -> Iterable[Finding]:
 
 
 def _compiler() -> Iterable[Finding]:
-    """What Inductor compiles with on the CPU."""
+    """The compiler that Inductor uses on the CPU."""
     found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if found:
         yield Finding("C++ compiler", "works", found, "--backend inductor on the CPU")
@@ -183,13 +192,17 @@ def _compiler() -> Iterable[Finding]:
 
 
 def _scripts() -> Iterable[Finding]:
-    """How `estimate --script` keeps a script's writes from the disk, tried in a process of its own."""
+    """How `estimate --script` keeps a script's writes from the disk.
+
+    It is tried in a process of its own.
+    """
     code = (
         "import sys, pathlib; from overspill.estimation.script_process.confine import confine; "
         "print(confine(pathlib.Path(sys.argv[1])))"
     )
     with tempfile.TemporaryDirectory() as scratch:
         done = subprocess.run([sys.executable, "-c", code, scratch], capture_output=True, text=True, check=False)  # noqa: S603 - our own interpreter
+    # From the strongest way to the weakest.
     meaning = {
         "overlay": "a script's files are as it wrote them, and gone when it ends",
         "landlock": "what a script writes outside the temporary directory is refused",

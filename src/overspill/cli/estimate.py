@@ -1,4 +1,7 @@
-"""`overspill estimate`: how much device memory a job takes, before it runs and without the device."""
+"""`overspill estimate`: a job's device memory, before it runs.
+
+And without the device.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +115,7 @@ def estimate(
 
         if isinstance(job.model, Source):
             FRAMEWORKS.check_installed(job.model.framework)
+        # Estimate the job, and plan it if a budget was given.
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or job.allocator, allocator_config, torch, cuda)
         made, request = estimated(job, setting, narrator, compiled=compiled, quiet=json)
         within = None
@@ -125,6 +129,7 @@ def estimate(
             "micro_batches": None if parallel is None or parallel.kind != "pp" else parallel.pieces,
             "ways": {name: getattr(job, name) for name in job.ways()},
         }
+        # Files, then the verdict.
         answer = estimate_answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)
         _save(made, snapshot, report, narrator, asked=gpu is not None)
 
@@ -179,6 +184,7 @@ def _of_script(script: Script, setting: Setting, narrator: Narrator, *, quiet: b
         memory_bytes=setting.device.memory_bytes, output_to_stderr=quiet, time_limit=script.time_limit,
         allow_writes=script.allow_writes, tell=lambda text: narrator.line(f"note: {text}"),
     )  # fmt: skip
+    # What the recording does not have.
     for note in done.notes:
         narrator.line(f"note: {note}")
     request: dict[str, Any] = {
@@ -193,7 +199,10 @@ def _of_script(script: Script, setting: Setting, narrator: Narrator, *, quiet: b
 
 
 def _budget(text: str | None, job: Job, *, compiled: bool) -> Budget | None:
-    """The budget of the compiled step. Raises RequestError where there is no such step."""
+    """The budget of the compiled step.
+
+    Raises RequestError where there is no such step.
+    """
     if compiled and isinstance(job.model, (Script, Source)):
         raise RequestError(
             f"--compiled is a model's, and {job.name} is run as it is; leave --compiled out, or name a model"
@@ -209,7 +218,10 @@ def _budget(text: str | None, job: Job, *, compiled: bool) -> Budget | None:
 
 
 def _plan(job: Job, limit: Budget, device: Device) -> Plan | InfeasibleBudget:
-    """The plan of the compiled step within `limit` on `device`, or why there is none."""
+    """The plan of the compiled step, or why there is none.
+
+    It is within `limit` on `device`.
+    """
     from overspill.runtime.options import Options
     from overspill.runtime.training import preview
 

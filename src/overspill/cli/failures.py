@@ -1,4 +1,4 @@
-"""From an exception to the one line and the exit code that a user gets."""
+"""The line and the exit code of an exception, for users."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compile.py", "
 
 @dataclass(frozen=True)
 class Failure:
-    """One line for the user, the exit code, and what `--json` adds to them."""
+    """One line for the user, the exit code, and JSON fields."""
 
     message: str
     exit_code: int
@@ -42,7 +42,7 @@ class Failure:
 
 
 def explain(error: Exception) -> Failure:
-    """What to tell the user of `error`."""
+    """The failure that users see of `error`."""
     error = _inner(error)
     if hasattr(error, "format_message"):  # a usage error of typer, whose class has moved between its versions
         return Failure(_usage(error), WRONG_REQUEST)
@@ -61,7 +61,10 @@ def explain(error: Exception) -> Failure:
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
-    """`message`, in which errors name arguments as Python does, with those that are `options` of a command written so."""
+    """`message` with arguments written as options of the command.
+
+    Errors name arguments as Python does; those that are `options` of a command are written so.
+    """
     known = set(options)
 
     def spell(found: re.Match[str]) -> str:
@@ -94,7 +97,7 @@ def _without_frames(message: str) -> str:
 
 
 def _inner(error: Exception) -> Exception:
-    """What a compiler backend raised, without Dynamo's wrapping."""
+    """The error of a compiler backend, without Dynamo's wrapping."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, Exception) else error
 
@@ -112,7 +115,10 @@ def _is_from_dynamo(error: BaseException) -> bool:
 
 
 def _compiler_said(error: Exception) -> str:
-    """What Dynamo found: an exception of the model's own, or something that does not go into one graph."""
+    """The failure behind an error of Dynamo's.
+
+    An exception of the model's own, or something that does not go into one graph.
+    """
     place = _place_in(str(error))
     root = _root(error)
     if not _is_from_dynamo(root):
@@ -133,14 +139,17 @@ def _model_raised(what: str, place: str) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What `error` came from in the end."""
+    """The error at the end of the chain of causes."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error
 
 
 def _place_in(message: str) -> str:
-    """The last line of the user's that `message` quotes, as ` (net.py, line 6)`; of a built-in model's there is none."""
+    """The last user's line in `message`, as ` (net.py, line 6)`.
+
+    Of a built-in model's there is none.
+    """
     found = re.findall(r'File "(.+)", line (\d+)', message)
     return next((_spell_place(path, line) for path, line in reversed(found) if _is_the_users(path)), "")
 
@@ -164,7 +173,10 @@ def _is_a_librarys(path: str) -> bool:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether Overspill, and not the model that it runs, made `error`: by the deepest frame outside of libraries."""
+    """Whether Overspill, not the model, made `error`.
+
+    By the deepest frame outside of libraries.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         for root in _OURS:

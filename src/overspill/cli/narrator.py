@@ -1,4 +1,7 @@
-"""What a command says on standard error while it works: what it does now, how much of it is done, and how long it will take."""
+"""Progress messages of a command, on standard error.
+
+What it does now, how much of it is done, and how long it will take.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,20 @@ _CURRENT: ContextVar[Narrator | None] = ContextVar("current", default=None)
 
 
 def tell_once(text: str) -> None:
-    """Say `text`, which is not empty and was not said yet, where a command is at work."""
+    """Print `text`, unless it was printed before.
+
+    It is not empty; it is printed where a command is at work.
+    """
     if (narrator := _CURRENT.get()) is not None:
         narrator.once(text)
 
 
 class Narrator:
-    """Says on standard error what goes on: `now` for the moment, `line` to stay.
+    """Prints progress on standard error.
 
-    Without a terminal there is no moment, and both are lines; what is not `lasting` is then left out. Where the amount of
-    work is known (`parts`, `at_most`), the moment shows how much is done and the time left.
+    `now` is for the moment, `line` to stay. Without a terminal there is no moment, and both are lines; what is not
+    `lasting` is then left out. Where the amount of work is known (`parts`, `at_most`), the moment shows how much is
+    done and the time left.
     """
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
@@ -43,7 +50,7 @@ class Narrator:
         self._begin(None)
 
     def now(self, text: str, *, lasting: bool = True) -> None:
-        """What is being done from here on."""
+        """Show what is being done from here on."""
         self._text = shown(text)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=self._text)
@@ -51,7 +58,10 @@ class Narrator:
             self.line(text)
 
     def parts(self, total: int | None) -> None:
-        """What follows is done in so many parts that take about as long; None: nobody knows."""
+        """Expect work in `total` parts that take about as long.
+
+        None: nobody knows how many.
+        """
         self._open = False
         self._begin(total)
 
@@ -69,22 +79,25 @@ class Narrator:
             self._progress.advance(self._task)
 
     def at_most(self, seconds: float) -> None:
-        """What follows ends after so many seconds at the latest."""
+        """Expect work that ends after so many seconds at the latest."""
         self._begin(None, seconds)
 
     def _begin(self, total: int | None, limit: float | None = None) -> None:
-        """Count from nothing again; another task, for rich keeps a total where it is given none."""
+        """Count from nothing again.
+
+        It is another task, for rich keeps a total where it is given none.
+        """
         if self._progress is not None:
             if self._task is not None:
                 self._progress.remove_task(self._task)
             self._task = self._progress.add_task(self._text, total=total, limit=limit)
 
     def line(self, text: str) -> None:
-        """What has been done."""
+        """Print a line that stays."""
         self._console.print(shown(text), markup=False, soft_wrap=True)
 
     def once(self, text: str) -> None:
-        """What is to be said a single time, however often it comes up."""
+        """Print a line a single time, however often it comes up."""
         if text not in self._told:
             self._told.add(text)
             self.line(text)
@@ -98,7 +111,10 @@ class Narrator:
 
 @contextmanager
 def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
-    """A narrator that begins with `first`: in most commands the start of PyTorch, which takes seconds."""
+    """A context with a narrator that begins with `first`.
+
+    In most commands that is the start of PyTorch, which takes seconds.
+    """
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, quiet=QUIET.get())
@@ -115,7 +131,10 @@ def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
 
 
 def progress_on(console: Console) -> Progress:
-    """The line that shows what is being done now, with a bar and the time left where the amount is known."""
+    """The progress line, with a bar and the time left.
+
+    These are there where the amount is known.
+    """
     from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
     from rich.text import Text
 

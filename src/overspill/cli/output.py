@@ -1,4 +1,4 @@
-"""What a command prints: streams that may fail, and names that a terminal might obey."""
+"""Output streams that may fail, and text safe for terminals."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_LETTERS = 300
 
 
 class OutputStream:
-    """Standard output or error as a command has it: what cannot be written is dropped, and `failure` says why.
+    """Standard output or error that does not raise on failure.
 
-    So it is this stream that has failed, and not the model or the script that happened to print. Letters that its
-    encoding does not have are written as Python escapes them. `inner` is None for a stream that was closed when
-    the process began.
+    What cannot be written is dropped, and `failure` says why. So it is this stream that has failed, and not the model
+    or the script that happened to print. Letters that its encoding does not have are written as Python escapes them.
+    `inner` is None for a stream that was closed when the process began.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -69,12 +69,12 @@ class OutputStream:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.inner.fileno())
 
     def isatty(self) -> bool:
-        """Whether somebody reads along."""
+        """Whether the stream is a terminal."""
         return self.inner is not None and not self.inner.closed and bool(self.inner.isatty())
 
     @property
     def encoding(self) -> str:
-        """How letters become bytes."""
+        """The encoding of the stream."""
         return getattr(self.inner, "encoding", None) or "utf-8"
 
     def __getattr__(self, name: str) -> Any:
@@ -101,25 +101,37 @@ def streams() -> Iterator[OutputStream]:
 
 
 def shown(text: str) -> str:
-    """`text` for a line: without what a terminal would obey, and very long words in part."""
+    """`text` in one line, safe for a terminal.
+
+    Without what a terminal would obey, and very long words in part.
+    """
     return spelled_out(
         re.sub(rf"\S{{{_MOST_LETTERS + 1},}}", lambda word: f"{word[0][:200]}…{word[0][-60:]}", text), _PLAIN
     )
 
 
 def print_error(message: str) -> None:
-    """The one line that says what went wrong; where standard error fails, there is nobody left to tell."""
+    """Print the one line that says what went wrong.
+
+    Where standard error fails, there is nobody left to tell.
+    """
     sys.stderr.write(f"error: {message}\n")
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """One JSON object on standard output, in ASCII, which all encodings have; what is no number becomes null."""
+    """Print one JSON object on standard output, in ASCII.
+
+    All encodings have it; what is no number becomes null.
+    """
     encoded = msgspec.json.encode(_encodable(msgspec.to_builtins(answer)))
     sys.stdout.write(json.dumps(msgspec.json.decode(encoded), separators=(",", ":")) + "\n")
 
 
 def print_human(human: RenderableType) -> None:
-    """Print for a reader; into a file or pipe, wide enough for the tables."""
+    """Print for a reader.
+
+    Into a file or pipe, wide enough for the tables.
+    """
     from rich.console import Console
 
     if sys.stdout.isatty():
@@ -132,7 +144,10 @@ def print_human(human: RenderableType) -> None:
 
 
 class _Harmless:
-    """What is drawn, with colours and lines as they are, and no other control characters."""
+    """Rendered text without control characters but colours.
+
+    Lines are as they are.
+    """
 
     def __init__(self, inner: RenderableType) -> None:
         self.inner = inner

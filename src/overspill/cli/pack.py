@@ -1,4 +1,7 @@
-"""`overspill pack`: find an address for every block of a trace, in as few bytes as possible."""
+"""`overspill pack`: find addresses for the blocks of a trace.
+
+Every block has one, in as few bytes as possible.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +102,7 @@ def pack(
     from overspill.report.pack import pack_report, refusal
     from overspill.report.plot import check_plot
 
+    # Check all options before the search.
     chosen = solver_named(solver)
     capacity_bytes = parse_bytes(capacity) if capacity is not None else None
     if time_limit is not None and not 0 < time_limit < math.inf:
@@ -118,6 +122,7 @@ def pack(
         narrator.at_most(limits.time_limit_seconds)
         solution = chosen.solve(read.columns if read.known is None else read.known, limits)
         narrator.parts(None)
+        # Files that were asked for.
         found = verdict(read.columns, solution, capacity_bytes)
         unfit = "" if found.fits else ", which is above the capacity"
         if out is not None and solution.layout is not None:
@@ -136,6 +141,7 @@ def pack(
             write_page(report, pack_page(solution, read.trace, title, capacity_bytes))
             notes.append(f"report saved to {report}")
     notes += _remarks(read)
+    # The exit code is 1 where it does not fit.
     complaint = "" if found.fits else refusal(read, solution, found, capacity_bytes)
     answer = {"file": str(read.path), "solver": chosen.name, **_answer(read, solution, found, capacity_bytes)}
     human = pack_report(read, chosen, solution, found, capacity_bytes, tuple(notes))
@@ -145,7 +151,7 @@ def pack(
 
 
 def _remarks(read: TraceFile) -> list[str]:
-    """What of the file has no effect."""
+    """Notes on what of the file has no effect."""
     found = []
     if never := int((read.columns.start == read.columns.end).sum()):
         one = "1 block ends where it begins, and takes no room"

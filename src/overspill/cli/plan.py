@@ -1,4 +1,7 @@
-"""`overspill plan`: what a step would take under a budget, without running it."""
+"""`overspill plan`: plan a step under a budget.
+
+Without running it.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,7 @@ def plan(
     from overspill.devices import load_device
     from overspill.report.plot import check_plot
 
+    # Check all options before torch is imported.
     limit = check_request(budget, policy, out)
     check_writable(plot)
     check_writable(trace, ".json")
@@ -119,6 +123,7 @@ def plan(
             made = preview(job, options)
         except InfeasibleBudget as error:
             return _infeasible(request, error, title, report)
+    # The plan itself, then all that was asked for about it.
     if out is not None:
         made.schedule.save(out)
     files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
@@ -132,6 +137,7 @@ def _feasible(
     from overspill.report.plan import peak_of, peak_rows, plan_report, stored_by_kind, too_small
     from overspill.runtime.options import store_bytes
 
+    # All figures, for the JSON.
     peak = peak_of(made)
     placed = place_plan(made, placer)
     answer = request | {
@@ -175,7 +181,10 @@ def _feasible(
 
 
 def _write(made: Plan, title: str, placer: str | None, files: dict[str, Path]) -> None:
-    """Write a plan in each form that was asked for, but the plan itself."""
+    """Write a plan in each form that was asked for.
+
+    But the plan itself.
+    """
     from overspill.report.memory_plot import plot_memory
     from overspill.report.page import write_page
     from overspill.report.pages.plan import plan_page
@@ -192,7 +201,10 @@ def _write(made: Plan, title: str, placer: str | None, files: dict[str, Path]) -
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:
-    """The clear negative: all keys are there, those of a plan that does not exist are null."""
+    """The outcome where there is no plan.
+
+    All keys are there, those of a plan that does not exist are null.
+    """
     unknown = (
         "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "recomputing_seconds", "plan_seconds",
@@ -206,6 +218,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
         "error": (message := in_options(explain(error).message, SETTINGS)),
         "exit_code": error.exit_code,
     }  # fmt: skip
+    # A page about what would do.
     if report is not None:
         from overspill.report.page import write_page
         from overspill.report.pages.plan import infeasible_page

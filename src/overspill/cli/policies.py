@@ -15,6 +15,7 @@ def policies(json: AsJson = False) -> Outcome:
     from overspill.report.listing import listing, yes
 
     known, broken = POLICIES.loaded()
+    # For the JSON, then for a reader.
     found = [
         {
             "name": name,

@@ -66,6 +66,7 @@ def snapshot(
     config = CachingConfig.parse(allocator_config) if allocator_config is not None else None
     capacity_bytes = parse_bytes(capacity) if capacity is not None else None
     check_report(report)
+    # Replay, and compare.
     read = read_snapshot(file)
     found = replay_snapshot(read, device, config=config, capacity_bytes=capacity_bytes)
     complaint = (

@@ -26,6 +26,9 @@ Cuda = Annotated[
 
 
 def check_gpu(device: Device, torch: str | None, cuda: str | None) -> None:
-    """Raise RequestError where software was named for a device that has no allocator of PyTorch's to follow."""
+    """Raise RequestError where software does not apply to the device.
+
+    It was named for one that has no allocator of PyTorch's to follow.
+    """
     if device.kind != "cuda" and (torch is not None or cuda is not None):
         raise RequestError("--torch and --cuda are of a GPU's job; name the GPU with --gpu, or leave them out")

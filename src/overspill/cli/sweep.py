@@ -62,6 +62,7 @@ def sweep(
     from overspill.devices import load_device
     from overspill.plans.sweep import check_points
 
+    # Check all options before torch is imported.
     begun = time.perf_counter()
     names = policy_names(policies)
     check_points(points)
@@ -74,6 +75,7 @@ def sweep(
         from overspill.runtime.options import Options
         from overspill.runtime.training import sweep_job
 
+        # Capture once, and plan for many budgets.
         options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend)
         narrator.now(f"capturing {job.name} for {device.name}")
         found = sweep_job(job, options, names, points, narrator.now)
@@ -99,11 +101,13 @@ def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, re
         "seconds": time.perf_counter() - begun,
         "rows": [point_figures(found, point) for point in found.points],
     }
+    # The page, and the table.
     if report is not None:
         found.report(report, title)
     human = sweep_report(found, title, None if report is None else f"report saved to {report}")
     if any(found.fits(point) for point in found.points):
         return Outcome(answer, human)
+    # No plan fits the device: the exit code is 1.
     needed = min(p.plan.needed_bytes for p in found.points if p.plan is not None)
     room = format_bytes(found.device.memory_bytes)
     message = (

@@ -120,6 +120,7 @@ def train(
         from overspill.runtime.options import Options
         from overspill.runtime.recording.recorder import RunRecorder
 
+        # Options, with defaults for the device.
         job.check_trained(whole_step=whole_step)
         where = _device(device)
         store = store or ("disk" if where == "cpu" else "pinned")
@@ -142,6 +143,7 @@ def train(
         _try_store(options, where)
         narrator.now(f"capturing and planning {job.name}")
         trained = run_training(job, options, narrator, recorder, steps=steps, device=where, check=check)
+    # Files that were asked for.
     if out is not None:
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
@@ -182,7 +184,10 @@ def _device(name: str | None) -> str:
 
 
 def _try_store(options: Options, device: str) -> None:
-    """Raise RequestError for a store that cannot be opened, before the model is built."""
+    """Raise RequestError for a store that cannot be opened.
+
+    Before the model is built.
+    """
     import torch
 
     from overspill.runtime.transfer.stores import make_store
@@ -200,7 +205,10 @@ def run_training(
     device: str,
     check: bool,
 ) -> Trained:
-    """The managed run, which `recorder` is told of, and with `check` the plain one after it."""
+    """Train within the budget, and with `check` plainly as well.
+
+    `recorder` records the managed run.
+    """
     from overspill.report.training import Trained
     from overspill.runtime.training import train as train_managed
 
@@ -214,6 +222,7 @@ def run_training(
 
         torch.set_num_threads(1)
         narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
+    # The run within the budget, and then its reference.
     narrator.parts(steps)
     managed = train_managed(job, options, on_step, recorder, steps=steps, device=device, keep_state=check)
     if managed.plan is None:
@@ -225,7 +234,10 @@ def run_training(
 
 
 def _reference(trained: Trained, narrator: Narrator) -> Run:
-    """The same steps without Overspill. Raises StoreError when they do not fit in this machine's memory."""
+    """The same steps without Overspill.
+
+    Raises StoreError when they do not fit in this machine's memory.
+    """
     from overspill.runtime.training import train_plain
 
     narrator.parts(len(trained.managed.losses))
@@ -258,6 +270,7 @@ def _outcome(trained: Trained, saved: str | None) -> Outcome:
 
 def _answer(trained: Trained) -> dict[str, Any]:
     run, plan, options = trained.managed, trained.plan, trained.options
+    # What was asked for, measured and planned.
     placed = trained.placed
     answer = trained.job.request() | {
         "policy": options.policy,
@@ -288,6 +301,7 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "plan_seconds": plan.plan_seconds,
     }
     if trained.reference is not None:
+        # How the run compares with the reference.
         answer |= {
             "reference_losses": trained.reference.losses,
             "reference_peak_bytes": trained.reference.measured_peak_bytes,
