@@ -60,7 +60,7 @@ class Narrator:
     def parts(self, total: int | None) -> None:
         """Expect work in `total` parts that take about as long.
 
-        None: nobody knows how many.
+        None: their number is not known.
         """
         self._open = False
         self._begin(total)
@@ -103,7 +103,10 @@ class Narrator:
             self.line(text)
 
     def be_still(self) -> None:
-        """Leave the terminal to somebody else: from here on all is lines."""
+        """Print whole lines only, from here on.
+
+        The terminal is then the script's.
+        """
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

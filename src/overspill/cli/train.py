@@ -254,6 +254,7 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        # The reference needs the memory that the plan saves.
         peak = format_bytes(trained.plan.unmanaged_peak_bytes)
         raise StoreError(
             f"the managed run finished, but its reference, which needs {peak}, ran out of memory; train without --check"

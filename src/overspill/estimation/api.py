@@ -33,7 +33,7 @@ DEFAULT_DEVICE = "a100-80gb"
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a job runs: the device, the allocator and its configuration, and the software."""
+    """The device, allocator and software of an estimate."""
 
     device: Device
     allocator: str = "pytorch"

@@ -37,6 +37,7 @@ def _origin(recording: Recording, at: int) -> Origin:
     iteration = _iteration(recording, allocation)
     layer = allocation.layer or "(outside layers)"
     name = op.name if op is not None else "(no op)"
+    # What is made before the first iteration has no phase.
     during = allocation.phase.value if iteration else "construction"
     source = recording.source(allocation.frame)
     return Origin(

@@ -120,6 +120,7 @@ def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
         return _pipeline(loop, iterations)
 
     def program(recorder: Recorder) -> None:
+        # The model and its optimizer, on the device.
         value_of = loop.loss if written is None else written(recorder)
         module = prepared(loop.build().train(), job, recorder)
         optimizer = optimizer_of(job, module)
@@ -129,6 +130,7 @@ def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
             recorder.start_iteration()
             if optimizer is not None:
                 optimizer.zero_grad(job.set_to_none)
+            # Micro-batches, whose gradients add up.
             for _ in range(job.accumulate):
                 inputs = _batch(recorder, loop)
                 with _autocast(job.dtype):
@@ -148,6 +150,7 @@ def _pipeline(loop: _Loop, iterations: int) -> Program:
 
     def program(recorder: Recorder) -> None:
         module = prepared(loop.build().train(), job, recorder)
+        # The stage's part of the model, on the device.
         stage = Stage(module, parallel, recorder, loop.loss)
         with recorder.fabricating():
             stage.to_device(loop.make_inputs())
@@ -161,6 +164,7 @@ def _pipeline(loop: _Loop, iterations: int) -> Program:
             if optimizer is not None:
                 optimizer.zero_grad(job.set_to_none)
             with recorder.fabricating():
+                # Only the first and the last stage read batches.
                 inputs = [loop.make_inputs() for _ in range(parallel.pieces)]
             if stage.reads:
                 inputs = prepared_batch(inputs, job, device="cuda")

@@ -102,7 +102,10 @@ class Comparison(Sequence[Row], Reportable):
 
     @property
     def unmanaged_bytes(self) -> int | None:
-        """What the step takes unmanaged, as `overspill.estimate` says; None where no policy has a plan."""
+        """Bytes of the unmanaged step, as `overspill.estimate` says.
+
+        None where no policy has a plan.
+        """
         return next((row.plan.unmanaged_bytes for row in self.rows if row.plan is not None), None)
 
     @cached_property

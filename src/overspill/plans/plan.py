@@ -111,7 +111,10 @@ class Plan(Reportable):
 
     @property
     def unmanaged_bytes(self) -> int:
-        """What the unmanaged step takes, as `overspill.estimate` says; of what has no estimate, live bytes or a card."""
+        """Bytes of the unmanaged step, as `overspill.estimate` says.
+
+        Of what has no estimate, live bytes or a card.
+        """
         return self.unmanaged_needed_bytes if self.estimated_bytes is None else self.estimated_bytes
 
     @property

@@ -45,7 +45,7 @@ class Reserved:
 
 
 def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
-    """What PyTorch's caching allocator reserves for `plan` on a device.
+    """Bytes that PyTorch's caching allocator reserves for `plan`.
 
     The device has `capacity_bytes`.
     """
@@ -62,7 +62,7 @@ def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
 
 
 def reserved_on(plan: Plan, device: Device) -> Reserved:
-    """What PyTorch's caching allocator reserves for `plan` on `device`.
+    """Bytes that PyTorch's caching allocator reserves on `device`.
 
     Where the card that it needs is known, over the first steps and with what libraries keep.
     """

@@ -24,8 +24,8 @@ _POWERS = ("", "k", "M", "G", "T", "P")
 class Listing(Table):
     """A table that fits any terminal width without cutting words.
 
-    Where there is little room its columns stand close together and long texts wrap; where that is not enough long texts go
-    below their rows; and what has no room beside the names even so follows in a table of its own.
+    Where there is little room its columns stand close together and long texts wrap; where that is not enough long texts
+    go below their rows; and columns that still have no room follow in a table of their own.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

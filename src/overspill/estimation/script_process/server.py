@@ -59,9 +59,9 @@ def serve(connection: int) -> None:
 
 
 def _run(request: Request, client: socket.socket, descriptors: list[int]) -> Ended | None:
-    """How the script of `request` ended, or None.
+    """How the script of `request` ended.
 
-    None where nobody waits for it any more.
+    None where the client has gone.
     """
     lines, open_lines = tempfile.TemporaryFile(buffering=0), OpenLines()  # noqa: SIM115
 
@@ -114,9 +114,9 @@ def _become(request: Request, scratch: Path, descriptors: list[int], open_lines:
 def _wait(
     child: int, client: socket.socket, request: Request, lines: BinaryIO, tell: Callable[[str], None]
 ) -> Ended | None:
-    """How `child` ended, or None.
+    """How `child` ended, with its exit code.
 
-    It writes its `lines` when asked; None where nobody waits for it any more.
+    It writes its `lines` when asked; None where the client has gone.
     """
     began, next_word, still_at = time.monotonic(), _FIRST_WORD, None
 

@@ -49,6 +49,7 @@ class Cache:
             kwargs = {**kwargs, "is_causal": False, "attn_mask": None}
             return original(query, keys, values, **kwargs)
 
+        # Replace torch's attention for the time of the context.
         F.scaled_dot_product_attention = attend
         try:
             yield

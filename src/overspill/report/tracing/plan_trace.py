@@ -150,6 +150,7 @@ def memory_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[
     yield 0.0, kinds, live
     starts = {event.instruction: event.start_seconds for event in timeline.events if event.stream is Stream.COMPUTE}
     now = 0.0
+    # Before and after each instruction.
     for index, appearing, scratch_bytes, leaving in changes_of(graph, schedule, timeline):
         for tensor in appearing:
             kinds[tensors[tensor].kind] += tensors[tensor].nbytes

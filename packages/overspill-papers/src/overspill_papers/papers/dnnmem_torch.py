@@ -59,6 +59,7 @@ def _job(model: str, batch: int, length: int | None) -> _Job:
             if isinstance(layer, nn.ReLU):
                 layer.inplace = True  # as torchvision's networks have it
         return job.module, lambda: job.make_batch(batch), job.loss
+    # The LSTM has no loss of its own, and BERT reads lines of text.
     if model == "LSTM":
         shape = (LSTM_STEPS, batch, LSTM_WIDTH)
         module = nn.LSTM(LSTM_WIDTH, LSTM_WIDTH, num_layers=2)

@@ -41,13 +41,13 @@ SHARES = (1.0, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 
 
 def _feature_share(lab: Lab) -> float:
-    """Of all that the network takes at once, network-wide."""
+    """Feature maps' percent of the network-wide memory."""
     kinds = bytes_by_kind(lab.graph(INCEPTION))
     return 100 * kinds["feature maps"] / sum(kinds.values())
 
 
 def _layer_share(setting: Setting, kinds: Collection[LayerType], lab: Lab) -> float:
-    """Of the feature maps, those that layers of `kinds` make."""
+    """Percent of feature maps that layers of `kinds` make."""
     maps = maps_by_layer(lab.graph(setting))
     return 100 * sum(nbytes for kind, nbytes in maps.items() if kind in kinds) / sum(maps.values())
 

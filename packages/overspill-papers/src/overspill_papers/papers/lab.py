@@ -237,6 +237,7 @@ def between(one: Graph, other: Graph, at: int, at_other: int, wanted: int) -> Gr
     def line(first: int, second: int) -> int:
         return first + (second - first) * (wanted - at) // (at_other - at)
 
+    # Sizes of tensors and ops are on that line.
     def tensor(a: Tensor, b: Tensor) -> Tensor:
         shape = tuple(line(x, y) for x, y in zip(a.shape, b.shape, strict=True))
         return replace(a, nbytes=line(a.nbytes, b.nbytes), shape=shape)

@@ -49,7 +49,7 @@ def most_at_once(graph: Graph) -> int:
 
 
 def spans(run: PolicyRun) -> Mapping[int, tuple[float, float]]:
-    """When each op ran, from and to, in seconds."""
+    """The start and end of each op, in seconds."""
     return {e.target: (e.start_seconds, e.end_seconds) for e in run.timeline.events if e.verb is Verb.RUN}
 
 

@@ -54,7 +54,7 @@ def _inference_bytes(model: str, solver: str, lab: Lab) -> float:
 
 
 def _saved_percent(model: str, lab: Lab) -> float:
-    """Of the total in inference."""
+    """Percent of the total saved in inference."""
     trace, held = _trace(model, 1, lab, training=False)
     return 100 * (1 - (held + _placed(trace, "skyline")) / (held + _pooled(trace)))
 

@@ -195,7 +195,7 @@ def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int
     """`schedule` with slower algorithms where memory is over `limit`.
 
     It has fastest algorithms and `live` bytes at each instruction. vDNN's transfers hang on layers and not on time, so
-    what is live beside an op does not depend on any choice.
+    live bytes during an op do not depend on any choice.
     """
     instructions = list(schedule.instructions)
     for index, instruction in enumerate(instructions):

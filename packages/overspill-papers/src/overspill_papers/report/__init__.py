@@ -1,1 +1,1 @@
-"""The papers' figures beside ours, for a terminal."""
+"""The papers' figures and ours, for a terminal."""

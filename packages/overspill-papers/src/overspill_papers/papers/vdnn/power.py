@@ -45,7 +45,7 @@ def _levels(run: PolicyRun) -> Iterator[tuple[float, float]]:
 
 
 def _draws(run: PolicyRun) -> Iterator[tuple[float, float, float]]:
-    """When each op and transfer takes power, and how much."""
+    """The start, end and watts of each op and transfer."""
     dram = run.device.memory_bytes_per_second * DRAM_JOULES_PER_BYTE
     cores = BOARD_WATTS - IDLE_WATTS - dram
     fastest = run.device.flops_per_second["float32"] * run.device.efficiency["conv"]
