@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -18,9 +19,11 @@ from torch import nn
 
 import overspill
 from overspill.core import Block, Trace, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.registry import Registry, classes_in
 from overspill.devices.loader import DEVICES
+from overspill.job import Job, NamedModel
+from overspill.job.ways import way
 from overspill.models.registry import MODELS, Entry
 from overspill.placement import ALLOCATORS, Events, allocator_named, layout_of, replay
 from overspill.placement.allocators.python_allocator import PythonAllocator
@@ -82,6 +85,23 @@ def test_the_policy_is_found_in_its_folder_and_plans_a_step(add: Add) -> None:
         policy.plan(made.graph, made.device, 1024)
     floor = refused.value.floor_bytes
     assert check(made.graph, policy.plan(made.graph, made.device, floor)).peak_bytes == floor
+
+
+def test_the_way_to_train_is_checked_and_freezes() -> None:
+    declared, does = sample(" = way(").split("\n\n")
+    made = {"way": way, "Job": Job, "dataclass": dataclass, "__annotations__": {}, "__name__": __name__}
+    exec(f"@dataclass(frozen=True)\nclass More(Job):\n    {declared}", made)
+    model, more = NamedModel("resnet18"), made["More"]
+    for wrong, says in (
+        ({"train_last": 0}, "train_last=0 is not"),
+        ({"train_last": 2, "optimizer": None}, "train_last=:"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            more(model, **wrong).check_inference()
+    module, job = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), more(model, train_last=2)
+    assert (job.ways(), more(model).ways()) == (["train_last"], [])
+    exec(does, {"module": module, "job": job})
+    assert [parameter.requires_grad for parameter in module.parameters()] == [False, False, True, True]
 
 
 def test_the_allocator_is_found_in_its_folder_and_replays_a_trace(add: Add) -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from overspill.capture.virtual_gpu.record import record
 from overspill.cli import app
 from overspill.cli.job import job_of
 from overspill.core.errors import RequestError
+from overspill.estimation.api import estimate
 from overspill.estimation.programs import program_of
 from overspill.job import Job, NamedModel, Parallel
+from overspill.job.ways import ways_of
 from overspill.runtime.options import Options
 from overspill.runtime.training import graph_for, train
 
+ROOT = Path(__file__).parents[2]
 TEXT = NamedModel("decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=32")
 IMAGES = NamedModel("resnet18", small=True)
 CHANGED: dict[str, dict[str, Any]] = {
@@ -76,8 +80,14 @@ def of(command: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     return (COMMANDS | SLOW)[command](replace(Job(TEXT, 2, "adamw"), **dict(changes)))
 
 
-def test_every_field_has_an_example() -> None:
+def test_every_field_has_an_example_and_an_argument() -> None:
     assert CHANGED.keys() == {field.name for field in fields(Job)}
+    assert CHANGED.keys() - {"model"} <= inspect.signature(estimate).parameters.keys()
+
+
+def test_every_way_to_train_is_in_the_docs() -> None:
+    text = (ROOT / "docs" / "estimates.md").read_text(encoding="utf-8")
+    assert [name for name in ways_of(Job) if f"--{name.replace('_', '-')}" not in text.replace("--no-", "--")] == []
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.long) for name in SLOW)])

@@ -12,9 +12,10 @@ import typer
 
 from overspill import models
 from overspill.core.errors import RequestError
-from overspill.job import ATTENTION, QUANTIZED, Job, NamedModel, Script
+from overspill.job import Job, NamedModel, Script
 from overspill.job.parallel import KINDS, Parallel, parallel_of
 from overspill.job.source import Source
+from overspill.job.ways import Way, ways_of
 from overspill.models import DTYPES
 
 from . import complete
@@ -110,28 +111,6 @@ Kind = Annotated[
         autocompletion=complete.constants(*KINDS, "zero1", "zero2", "zero3"),
     ),
 ]
-Accumulate = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Micro-batches, of --batch samples each, that make a step.")
-]
-SetToNone = Annotated[
-    bool,
-    typer.Option("--set-to-none/--no-set-to-none", help="zero_grad gives gradients back, or fills them with zeros."),
-]
-Checkpointing = Annotated[
-    bool, typer.Option("--checkpointing", help="Compute the blocks that the model repeats again in backward.")
-]
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn.  [default: as CUDA chooses]",
-        show_default=False,
-        autocompletion=complete.constants(*ATTENTION),
-    ),
-]
-ChannelsLast = Annotated[
-    bool, typer.Option("--channels-last", help="Model and images in the memory format of that name.")
-]
 Optimizer = Annotated[
     str,
     typer.Option(
@@ -158,42 +137,29 @@ MicroBatches = Annotated[
         min=1, metavar="M", help="Of pp: how many --batch is read in.  [default: as many as GPUs]", show_default=False
     ),
 ]
-OffloadOptimizer = Annotated[
-    bool, typer.Option("--offload-optimizer", help="The optimizer and its states are on the host.")
-]
-Lora = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="RANK", help="Train adapters beside linear layers, as peft has them; all else is frozen.",
-        show_default=False,
-    ),
-]  # fmt: skip
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BITS",
-        help="4bit or 8bit: weights of linear layers as bitsandbytes has them.",
-        show_default=False,
-        autocompletion=complete.constants(*QUANTIZED),
-    ),
-]
-CudnnBenchmark = Annotated[
-    bool, typer.Option("--cudnn-benchmark", help="cuDNN tries its engines, as with torch.backends.cudnn.benchmark.")
-]
-Generate = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help="With --inference: make N tokens, with a cache of keys and values.", show_default=False
-    ),
-]
-ClipNorm = Annotated[
-    float | None, typer.Option(metavar="X", help="Clip gradients to this norm of all.", show_default=False)
-]
-ClipValue = Annotated[
-    float | None, typer.Option(metavar="X", help="Clip each number of gradients to ±X.", show_default=False)
-]
 
 
+def _option(name: str, said: Way) -> inspect.Parameter:
+    """The option of a way to train."""
+    option = typer.Option(
+        said.flag or f"--{name.replace('_', '-')}", metavar=said.metavar, help=said.help, show_default=bool(said.default),
+        min=1 if said.positive and said.kind is int else None,
+        autocompletion=complete.constants(*said.choices) if said.choices else None,
+    )  # fmt: skip
+    kind = said.kind | None if said.default is None else said.kind
+    annotation = Annotated[kind, option]  # type: ignore[valid-type]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=said.default, annotation=annotation)
+
+
+def _with_ways(function: Callable[..., Job]) -> Callable[..., Job]:
+    """Give `function` an argument for each way to train, in the place of its last."""
+    own = inspect.signature(function, eval_str=True)
+    ways = [_option(name, said) for name, said in ways_of(Job).items()]
+    function.__signature__ = own.replace(parameters=[*own.parameters.values()][:-1] + ways)  # type: ignore[attr-defined]
+    return function
+
+
+@_with_ways
 def job_of(
     *,
     words: Words = None,
@@ -214,36 +180,22 @@ def job_of(
     inference: Inference = False,
     gpus: Gpus = None,
     parallel: Kind = None,
-    accumulate: Accumulate = 1,
-    clip_norm: ClipNorm = None,
-    clip_value: ClipValue = None,
-    set_to_none: SetToNone = True,
-    checkpointing: Checkpointing = False,
-    attention: Attention = None,
-    channels_last: ChannelsLast = False,
-    lora: Lora = None,
-    quantize: Quantize = None,
-    offload_optimizer: OffloadOptimizer = False,
-    cudnn_benchmark: CudnnBenchmark = False,
-    generate: Generate = None,
     param_dtype: ParamDtype = None,
     reduce_dtype: ReduceDtype = None,
     cpu_offload: CpuOffload = False,
     micro_batches: MicroBatches = None,
+    **ways: Any,
 ) -> Job:
     """What the options ask for. Raises RequestError."""
     models.check_optimizer(optimizer)  # also where --inference leaves it out
     fields: dict[str, Any] = {
-        "optimizer": None if inference else optimizer, "dtype": dtype, "accumulate": accumulate, "clip_norm": clip_norm,
-        "clip_value": clip_value, "set_to_none": set_to_none, "checkpointing": checkpointing, "attention": attention,
-        "channels_last": channels_last, "lora": lora, "quantize": quantize, "offload_optimizer": offload_optimizer,
-        "cudnn_benchmark": cudnn_benchmark, "generate": generate or 0,
+        "optimizer": None if inference else optimizer, "dtype": dtype,
         "parallel": _parallel(
             parallel, gpus, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,
             micro_batches=micro_batches,
         ),
-    }  # fmt: skip
-    if generate and not inference:
+    } | ways  # fmt: skip
+    if ways.get("generate") and not inference:
         raise RequestError("--generate is for --inference; add that")
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if script is not None:

@@ -1,7 +1,5 @@
 """The Job: what is trained and how, for commands and functions."""
 
-from .job import ATTENTION as ATTENTION
-from .job import QUANTIZED as QUANTIZED
 from .job import GradientOptions as GradientOptions
 from .job import Job as Job
 from .job import MakeOptimizer as MakeOptimizer

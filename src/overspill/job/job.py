@@ -16,13 +16,11 @@ from overspill.models import DTYPES, BuiltModel, is_eight_bit
 from .model import GivenModel, NamedModel, Script
 from .parallel import Parallel
 from .source import Source
+from .ways import COMPILED, INFERENCE, PIPELINE, refused_in, way, ways_of, wrong_value
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-QUANTIZED = ("4bit", "8bit")
-ATTENTION = ("flash", "efficient", "math", "cudnn")
 
 MakeOptimizer = Callable[[Iterable["Tensor"]], "Optimizer"]
 
@@ -55,32 +53,51 @@ class Job:
     weights and data following from the seed; or it is a Script or a Source, another framework's file, which say by
     themselves what is not in their `fields`. `batch` samples are read at once, `accumulate` such micro-batches make a
     step; of a pipeline `batch` is all that its stages read in a step. `dtype` is float32, bfloat16, float16, amp
-    (autocast in float16 with a GradScaler) or amp-bfloat16. `clip_norm` and `clip_value` clip gradients. `set_to_none`
-    is `zero_grad`'s. `parallel` says how several GPUs share the work. `checkpointing`: the repeated blocks of the
-    model, or the modules of the classes named, are computed again in backward. `attention`: the only kernel that
-    scaled_dot_product_attention may choose, one of ATTENTION. `channels_last`: model and images are in that memory
-    format. `lora`: the rank of adapters beside linear layers, all else being frozen. `quantize`: linear layers have
-    weights of 4bit or 8bit, as in bitsandbytes. `offload_optimizer`: its states are on the host. `cudnn_benchmark`:
-    cuDNN tries its engines. `generate`: how many tokens a causal language model makes, with a cache of keys and values.
+    (autocast in float16 with a GradScaler) or amp-bfloat16. `parallel` says how several GPUs share the work. Each `way`
+    says what it is. `checkpointing` may also be the names of the classes whose modules are computed again.
     """
 
     model: Callable[[], BuiltModel] | NamedModel | GivenModel | Script | Source
     batch: int | None = None
     optimizer: str | MakeOptimizer | None = "sgd"
     dtype: str = "float32"
-    accumulate: int = 1
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    set_to_none: bool = True
     parallel: Parallel | None = None
-    checkpointing: bool | tuple[str, ...] = False
-    attention: str | None = None
-    channels_last: bool = False
-    lora: int | None = None
-    quantize: str | None = None
-    offload_optimizer: bool = False
-    cudnn_benchmark: bool = False
-    generate: int = 0
+    accumulate: int = way(
+        int, 1, "Micro-batches, of --batch samples each, that make a step.", COMPILED, metavar="N", positive=True
+    )
+    clip_norm: float | None = way(
+        float, None, "Clip gradients to this norm of all.", COMPILED, metavar="X", positive=True
+    )
+    clip_value: float | None = way(
+        float, None, "Clip each number of gradients to ±X.", COMPILED, metavar="X", positive=True
+    )
+    set_to_none: bool = way(
+        bool, True, "zero_grad gives gradients back, or fills them with zeros.", PIPELINE, COMPILED,
+        flag="--set-to-none/--no-set-to-none",
+    )  # fmt: skip
+    checkpointing: bool | tuple[str, ...] = way(
+        bool, False, "Compute the blocks that the model repeats again in backward.", PIPELINE
+    )
+    attention: str | None = way(
+        str, None,
+        "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn.  [default: as CUDA chooses]",
+        INFERENCE, PIPELINE, metavar="NAME", choices=("flash", "efficient", "math", "cudnn"),
+    )  # fmt: skip
+    channels_last: bool = way(bool, False, "Model and images in the memory format of that name.", INFERENCE)
+    lora: int | None = way(
+        int, None, "Train adapters beside linear layers, as peft has them; all else is frozen.", metavar="RANK", positive=True
+    )  # fmt: skip
+    quantize: str | None = way(
+        str, None, "4bit or 8bit: weights of linear layers as bitsandbytes has them.", INFERENCE,
+        metavar="BITS", choices=("4bit", "8bit"),
+    )  # fmt: skip
+    offload_optimizer: bool = way(bool, False, "The optimizer and its states are on the host.", COMPILED)
+    cudnn_benchmark: bool = way(
+        bool, False, "cuDNN tries its engines, as with torch.backends.cudnn.benchmark.", INFERENCE
+    )
+    generate: int = way(
+        int, 0, "With --inference: make N tokens, with a cache of keys and values.", INFERENCE, metavar="N"
+    )
 
     def __post_init__(self) -> None:
         """Raise RequestError, in one line, for unknown or contradictory options."""
@@ -91,13 +108,9 @@ class Job:
             models.check_optimizer(self.optimizer)
         if self.dtype not in DTYPES:
             raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}")
-        assert self.gradients
-        if self.attention is not None and self.attention not in ATTENTION:
-            raise RequestError(f"unknown attention {self.attention!r}; kernels: {', '.join(ATTENTION)}")
-        if self.lora is not None and self.lora < 1:
-            raise RequestError(f"lora={self.lora} is not a positive rank; give one as 8 or 16")
-        if self.quantize is not None and self.quantize not in QUANTIZED:
-            raise RequestError(f"unknown bits quantize={self.quantize}; choices: {', '.join(QUANTIZED)}")
+        for name, said in ways_of(self).items():
+            if wrong := wrong_value(name, getattr(self, name), said):
+                raise RequestError(wrong)
         if self.generate < 0:
             raise RequestError(f"generate={self.generate} is not a number of tokens; give 1 or more")
         # Options together, and those that a script or another framework decides.
@@ -196,11 +209,7 @@ class Job:
             raise RequestError("offload_optimizer= has no GradScaler; take amp-bfloat16, or leave one out")
 
     def _check_pipeline(self) -> None:
-        changed = self.changed(
-            "accumulate", "clip_norm", "clip_value", "channels_last", "lora", "quantize", "offload_optimizer",
-            "cudnn_benchmark",
-        )  # fmt: skip
-        refuse("not with pp here; leave that or pp out", changed)
+        refuse("not with pp here; leave that or pp out", self.changed(*refused_in(PIPELINE, self)))
         if self.eight_bit:
             raise RequestError(f"{self.optimizer} does not go with pp here; take adamw, or leave pp out")
 
@@ -240,9 +249,7 @@ class Job:
             raise RequestError(
                 f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
             )
-        changed = self.changed(
-            "accumulate", "clip_norm", "clip_value", "set_to_none", "checkpointing", "lora", "offload_optimizer"
-        )
+        changed = self.changed(*refused_in(INFERENCE, self))
         refuse("only for training, and this is inference; leave one of the two out", changed)
 
     def check_compiled(self) -> None:
@@ -255,9 +262,7 @@ class Job:
             raise RequestError(
                 f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype}); take one of these"
             )
-        changed = self.changed(
-            "checkpointing", "attention", "channels_last", "lora", "quantize", "cudnn_benchmark", "generate"
-        )
+        changed = self.changed(*refused_in(COMPILED, self))
         refuse("estimated of eager PyTorch alone; leave out that or the compiled step", changed)
 
     @property

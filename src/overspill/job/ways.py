@@ -1,0 +1,65 @@
+"""Ways to train: what a field of Job says of itself, once for the command line, for checks and for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+INFERENCE, PIPELINE, COMPILED = "inference", "pp", "compiled"
+"""Cases that a way goes with, or is refused in by name."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """An option of a job: its type on the command line, and what it is, in a line.
+
+    `positive`: a number that must be above 0. `flag`: the option as typer writes it, if not the field's name.
+    `goes_with`: the cases in which it is not refused.
+    """
+
+    kind: type
+    default: Any
+    help: str
+    metavar: str | None
+    positive: bool
+    choices: tuple[str, ...]
+    flag: str | None
+    goes_with: frozenset[str]
+
+
+def way(
+    kind: type,
+    default: Any,
+    help: str,  # noqa: A002 - typer's word
+    *goes_with: str,
+    metavar: str | None = None,
+    positive: bool = False,
+    choices: tuple[str, ...] = (),
+    flag: str | None = None,
+) -> Any:
+    """A field of Job that is a way to train; without `goes_with` it is refused in every special case."""
+    said = Way(kind, default, help, metavar, positive, choices, flag, frozenset(goes_with))
+    return field(default=default, metadata={"way": said})
+
+
+def ways_of(job: Any) -> dict[str, Way]:
+    """The ways among the fields of a Job, or of its class, by name."""
+    return {f.name: f.metadata["way"] for f in fields(job) if "way" in f.metadata}
+
+
+def wrong_value(name: str, value: Any, said: Way) -> str | None:
+    """Why `value` is none of the way's, in a line for the user; None if it is."""
+    if value is None:
+        return None
+    if said.positive and not value > 0:
+        least = "; give 1 or more" if said.kind is int else ""
+        return f"{name}={value} is not a positive number{least}"
+    if said.choices and value not in said.choices:
+        return f"unknown {name} {value!r}; choices: {', '.join(said.choices)}"
+    return None
+
+
+def refused_in(case: str, job: Any) -> Collection[str]:
+    """The ways of a Job that do not go with `case`."""
+    return [name for name, said in ways_of(job).items() if case not in said.goes_with]
