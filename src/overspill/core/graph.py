@@ -159,6 +159,10 @@ class Graph(Saved):
                     found.setdefault(tensor, op.id)
         return found
 
+    def may_recompute(self, tensor: int) -> bool:
+        """Whether the op that makes a tensor, one that is not persistent, can make it again."""
+        return tensor in self.ops[self.producer[tensor]].recompute_writes
+
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor, the ops that read or write it, in order."""

@@ -253,11 +253,11 @@ class _Recomputations:
         while pending:
             wanted = pending[-1]
             op = self.graph.ops[self.graph.producer[wanted]] if self._gone(wanted, now) else None
-            if op is None or not op.recomputable or wanted not in op.recompute_writes:
+            if op is None or not self.graph.may_recompute(wanted):
                 pending.pop()
                 continue
             # First what it reads, then the op itself.
-            missing = [t for t in op.recompute_reads if self._gone(t, now) and self._can_rematerialize(t)]
+            missing = [t for t in op.recompute_reads if self._gone(t, now) and self.graph.may_recompute(t)]
             if missing:
                 pending.extend(missing)
                 continue
@@ -265,7 +265,3 @@ class _Recomputations:
             self.rematerialized.update(makes)
             steps.append(ProgramStep(op.id, recompute=True, makes=makes))
             pending.pop()
-
-    def _can_rematerialize(self, tensor: int) -> bool:
-        op = self.graph.ops[self.graph.producer[tensor]]
-        return op.recomputable and tensor in op.recompute_writes

@@ -111,8 +111,7 @@ def _dropped(graph: Graph, cuts: Sequence[int]) -> list[list[int]]:
             continue
         segment = bisect_right(cuts, producer)
         crosses = segment != bisect_right(cuts, last)
-        recomputable = tensor in graph.ops[producer].recompute_writes
-        if recomputable and not crosses and segment < len(cuts) and tensor not in graph.outputs:
+        if graph.may_recompute(tensor) and not crosses and segment < len(cuts) and tensor not in graph.outputs:
             dropped[segment].append(tensor)
     return dropped
 

@@ -17,7 +17,7 @@ from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
-from .joint import JointGraph, StorageKey, is_random, mutated_args, storage_bytes, storages
+from .joint import JointGraph, StorageKey, is_random, is_repeatable, mutated_args, storage_bytes, storages
 from .lines import NodeLines
 from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
 
@@ -279,14 +279,10 @@ class CaptureOfStep:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tensors that a recomputation of `node` reads and writes; none if it may not be recomputed.
 
-        Not recomputed: ops that draw random numbers, mutate, or read an input that the step updates. Only aten ops are,
-        whose tags can be trusted. Training batch norm is recomputed from its input alone (see `runtime/lower.py`).
+        Not recomputed either: ops that read an input that the step updates. Training batch norm is recomputed from its
+        input alone (see `runtime/lower.py`).
         """
-        target = node.target
-        aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-        if phase is not Phase.FORWARD or not aten or is_random(node) or mutated_args(node) or not writes:
-            return (), ()
-        if torch.Tag.nondeterministic_bitwise in target.tags:
+        if phase is not Phase.FORWARD or not is_repeatable(node) or not writes:
             return (), ()
         # Batch norm without its running statistics.
         if recomputes_without_statistics(node):

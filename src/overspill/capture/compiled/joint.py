@@ -210,6 +210,17 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_repeatable(node: fx.Node) -> bool:
+    """Whether `node` gives the same bits again, so that a plan may recompute it.
+
+    Only aten ops do, whose tags can be trusted: those that draw no random numbers and change nothing in place.
+    """
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return False
+    return torch.Tag.nondeterministic_bitwise not in op.tags and not is_random(node) and not mutated_args(node)
+
+
 def draws(node: fx.Node) -> bool:
     """Whether `node` really draws random numbers: attention is tagged random even without dropout."""
     if not is_random(node):

@@ -53,10 +53,7 @@ class Search:
         self.graph, self.seconds, self.budget_bytes, self.effort = program.graph, seconds, budget_bytes, effort
         self.program = program.with_algorithms(algorithms_within(program, budget_bytes))
         saved = saved_gaps(program)
-        self.droppable = sorted(
-            (t for t in saved if t in self.graph.ops[self.graph.producer[t]].recompute_writes),
-            key=lambda t: (self.graph.producer[t], t),
-        )
+        self.droppable = sorted(filter(self.graph.may_recompute, saved), key=lambda t: (self.graph.producer[t], t))
         native = native_graph(self.graph, seconds)
         planner = planner_of(native, self.program, device, budget_bytes)
         self.annealing = _search.Annealing(planner, self._groups().native)

@@ -158,7 +158,7 @@ def _droppable(graph: Graph, segment: Segment, tensor: int) -> bool:
     read_bytes = sum(graph.tensors[t].nbytes for t in op.recompute_reads)
     return (
         bool(wanted)
-        and tensor in op.recompute_writes
+        and graph.may_recompute(tensor)
         and tensor not in graph.outputs
         and graph.tensors[tensor].nbytes * BY_THE_WAY >= read_bytes
         and all(graph.uses[checkpoint][-1] >= wanted[-1] for checkpoint in segment.checkpoints)
