@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -69,6 +70,20 @@ def test_its_schedule_is_valid_does_what_it_declares_within_each_graph_and_is_ma
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if POLICIES[name].plans_for_budget])
+@given(graph=networks_that_return(), device=devices())
+@EXAMPLES
+def test_the_budget_that_its_error_names_is_the_smallest_that_works(name: str, graph: Graph, device: Device) -> None:
+    policy = POLICIES[name]()
+    with pytest.raises(InfeasibleBudget) as infeasible:
+        policy.plan(graph, device, 1)
+    floor = infeasible.value.floor_bytes
+    assert check(graph, policy.plan(graph, device, floor)).peak_bytes <= floor
+    with pytest.raises(InfeasibleBudget) as short:
+        policy.plan(graph, device, floor - 1)
+    assert short.value.floor_bytes == floor
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if POLICIES[name].plans_for_budget])
 def test_a_step_without_ops_needs_what_is_there(name: str) -> None:
     build = Build()
     build.tensor(1000, TensorKind.PARAMETER, persistent=True)
@@ -125,6 +140,7 @@ def test_it_is_found_by_its_name_and_says_what_it_is(name: str) -> None:
     assert policy.name == name
     assert policy.summary
     assert policy.source
+    assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
 
 
 def test_an_unknown_policy_name_lists_the_names_and_the_closest() -> None:
