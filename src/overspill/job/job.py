@@ -316,7 +316,7 @@ class Job:
         self.check_planned(whole_step=whole_step)
         if isinstance(self.model, Script):
             raise RequestError(
-                f"script={self.name}: estimated and planned, not trained; run it by python, or name a model"
+                f"script='{self.name}': estimated and planned, not trained; run it by python, or name a model"
             )
         if self.quantize:
             raise RequestError(

@@ -164,10 +164,10 @@ def _estimated(job: Job, options: Options, device: Device) -> Options:
 def script_estimate(script: Script, options: Options, device: Device) -> Estimate:
     """The estimate of a script that is run for a few steps on a virtual GPU. Raises RequestError where it is not to be planned."""
     if device.index != ELSEWHERE:
-        raise RequestError(f"script={script.path}: is recorded on a GPU that is not there; name which, with gpu=")
+        raise RequestError(f"script='{script.path}': is recorded on a GPU that is not there; name which, with gpu=")
     if options.whole_step or options.backend != "eager":
         other = "whole_step=" if options.whole_step else f"backend={options.backend}"
-        raise RequestError(f"script={script.path}: its recorded step is planned, without {other}; leave that out")
+        raise RequestError(f"script='{script.path}': its recorded step is planned, without {other}; leave that out")
     setting = Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
     done = record_script(
         script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
@@ -177,7 +177,7 @@ def script_estimate(script: Script, options: Options, device: Device) -> Estimat
     for note in done.notes:
         script.tell(note)
     if not done.trains:
-        raise RequestError(f"script={script.path}: it only runs models, and a plan is of a training step; estimate it")
+        raise RequestError(f"script='{script.path}': it only runs models, and a plan is of a training step; estimate it")
     return of_recording(done.recording, done.name, setting)
 
 
