@@ -61,8 +61,6 @@ def trained(job: Job) -> Any:
     return run.losses, run.planned_peak_bytes, run.plan and run.plan.graph
 
 
-OTHERWISE = {("attention", "train"): {"attention": "flash"}}
-"""On a CPU, math is the kernel of a model with dropout anyway."""
 COMMANDS: dict[str, Callable[[Job], Any]] = {
     "estimate": recorded,
     "plan": planned,
@@ -73,6 +71,10 @@ SLOW: dict[str, Callable[[Job], Any]] = {
     "plan --backend inductor": lambda job: planned(job, backend="inductor"),
     "plan --whole-step --backend inductor": lambda job: planned(job, whole_step=True, backend="inductor"),
 }
+
+
+OTHERWISE = {("attention", command): {"attention": "flash"} for command in ("train", *SLOW)}
+"""On a CPU, where Inductor's programs are made, math is the kernel of a model with dropout anyway."""
 
 
 @cache
