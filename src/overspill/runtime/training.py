@@ -177,7 +177,9 @@ def script_estimate(script: Script, options: Options, device: Device) -> Estimat
     for note in done.notes:
         script.tell(note)
     if not done.trains:
-        raise RequestError(f"script='{script.path}': it only runs models, and a plan is of a training step; estimate it")
+        raise RequestError(
+            f"script='{script.path}': it only runs models, and a plan is of a training step; estimate it"
+        )
     return of_recording(done.recording, done.name, setting)
 
 
