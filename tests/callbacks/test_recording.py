@@ -315,7 +315,7 @@ def test_recording_again_and_again_keeps_nothing() -> None:
 def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("overspill.callbacks.recording.Recorder", partial(RunRecorder, most_entries=150))
+    monkeypatch.setattr("overspill.callbacks.recording.RunRecorder", partial(RunRecorder, most_entries=150))
     loop, plain = Loop("train_step"), Loop("train_step")
     loop.steps(1)
     with pytest.warns(UserWarning, match="the record is full after 2 steps, the last in part"):  # noqa: SIM117

@@ -114,6 +114,7 @@ class CaptureOfStep:
         self.tensor_of: dict[StorageKey, int] = {}
         self.layers = LayerNames()
         self.lines = NodeLines()
+        self.checkpoints: dict[int, int] = {}
         self.in_backward = self._touched(joint.backward) | self._output_storages(joint.backward_outputs)
         self.grads = self._output_storages(joint.backward_outputs)
         self.returned = self._output_storages(joint.forward_outputs)
@@ -256,8 +257,13 @@ class CaptureOfStep:
             op_name(node), layer, layer_type, phase, reads, writes,
             flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=scratch_bytes(node),
             recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
-            frames=frames, checkpoint=checkpoint_of(node) if in_forward else 0,
+            frames=frames, checkpoint=self._checkpoint(node) if in_forward else 0,
         )  # fmt: skip
+
+    def _checkpoint(self, node: fx.Node) -> int:
+        """The position, from 1, of the node's checkpoint among those of this graph; 0: it has none."""
+        mark = checkpoint_of(node)
+        return 0 if mark is None else self.checkpoints.setdefault(mark, 1 + len(self.checkpoints))
 
     def _add_op(
         self,

@@ -25,9 +25,9 @@ _numbers = count()
 _AGAIN = (checkpoint.CheckpointPolicy.MUST_RECOMPUTE, checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def checkpoint_of(node: fx.Node) -> int:
-    """The number, from 1, of the checkpoint that computes `node` again in backward; 0: none does."""
-    return 1 + node.meta.get("ac_graph_id", 0) if node.meta.get("recompute") in _AGAIN else 0
+def checkpoint_of(node: fx.Node) -> int | None:
+    """The checkpoint that computes `node` again in backward, by a number of its own in this process; None: none does."""
+    return int(node.meta.get("ac_graph_id", 0)) if node.meta.get("recompute") in _AGAIN else None
 
 
 @contextmanager
