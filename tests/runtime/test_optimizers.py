@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from overspill.core import Phase
+from overspill.job import Job, NamedModel
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs, unwrapped
+from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.training import graph_for
 
 optim = torch.optim
 Make = Callable[[Any], Optimizer]
@@ -274,3 +278,13 @@ def test_hooks_of_all_optimizers_do_not_hear_of_what_is_tried() -> None:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def test_a_plan_for_a_gpu_has_the_update_that_is_made_there_of_all_parameters_at_once() -> None:
+    job = Job(NamedModel("decoder:width=32,depth=4,heads=2,vocabulary=32,seq_len=8"), 1, "adamw")
+
+    def update_bytes(device: str) -> int:
+        graph, _ = graph_for(job, Options(device=device))
+        return max(op.workspace_bytes for op in graph.ops if op.phase is Phase.UPDATE)
+
+    assert update_bytes("t4") > update_bytes("cpu")

@@ -217,17 +217,19 @@ def _fakes(
     job.check_planned(whole_step=whole_step)
     with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):
         model, (batch, *_) = _prepare(job, device)
-        yield model, batch, job.make_optimizer(model.parameters())
+        optimizer = job.make_optimizer(model.parameters())
+        if device is not None:
+            for group in optimizer.param_groups:
+                group.update(as_on(torch.device(device.kind), group))
+        yield model, batch, optimizer
 
 
 @contextmanager
 def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any]]:
     """The whole step of a job and its batch, on fake tensors, to be planned for `device`."""
-    with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
-        if device is not None:
-            for group in optimizer.param_groups:
-                group.update(as_on(torch.device(device.kind), group))
-    with attention_kernel(job):
+    with _fakes(job, device, whole_step=True) as made:
+        model, batch, optimizer = made
+    with attention_kernel(job):  # the step makes fake tensors of its own
         yield TrainStep(model.model, model.loss, optimizer, options, job.gradients), batch
 
 
