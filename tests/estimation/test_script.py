@@ -272,7 +272,7 @@ def test_a_module_is_run_as_python_m_does(write: Callable[..., str]) -> None:
     write("WIDTH = 64", "package/sizes.py")
     write("from .sizes import WIDTH\nassert __name__ == '__main__'\n" + TRAINING, "package/train.py")
     assert record_script("package.train").iterations == 3
-    assert not [name for name in sys.modules if name.startswith("package")]
+    assert not [name for name in sys.modules if name.split(".")[0] == "package"]
 
 
 def test_a_folder_with_a_main_is_run(write: Callable[..., str]) -> None:
