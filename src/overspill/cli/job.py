@@ -170,9 +170,9 @@ def job_of(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     script: ScriptFile = None,
-    iterations: Iterations = 3,
-    time_limit: TimeLimit = 600.0,
-    allow_writes: AllowWrites = False,
+    iterations: Iterations = Script.iterations,
+    time_limit: TimeLimit = Script.time_limit,
+    allow_writes: AllowWrites = Script.allow_writes,
     mxnet: MxnetFile = None,
     tensorflow: TensorflowCallable = None,
     onnx: OnnxFile = None,
@@ -197,21 +197,22 @@ def job_of(
     } | ways  # fmt: skip
     if ways.get("generate") and not inference:
         raise RequestError("--generate is for --inference; add that")
+    sized = small or image_size is not None or seq_len is not None
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if script is not None:
         if source is not None:
             raise RequestError(f"one job at a time, not --script and --{source.framework}; leave one out")
-        if inference or small or image_size is not None or seq_len is not None:
+        if inference or sized:
             raise RequestError(
                 "--inference, --small, --image-size and --seq-len are a model's, and a script has its own; leave them out"
             )
         return Job(
             Script(str(script), tuple(words or ()), iterations, time_limit, allow_writes, _note), batch, **fields
         )
-    if (iterations, time_limit, allow_writes) != (3, 600.0, False):
+    if (iterations, time_limit, allow_writes) != (Script.iterations, Script.time_limit, Script.allow_writes):
         raise RequestError("--iterations, --time-limit and --allow-writes are for --script; leave them out")
     if source is not None:
-        if words or small or image_size is not None or seq_len is not None:
+        if words or sized:
             raise RequestError(
                 f"--{source.framework} is a job of its own: leave out MODEL, --small, --image-size and --seq-len"
             )

@@ -16,7 +16,7 @@ from overspill.models import DTYPES, BuiltModel, is_eight_bit
 from .model import GivenModel, NamedModel, Script
 from .parallel import Parallel
 from .source import Source
-from .ways import COMPILED, INFERENCE, PIPELINE, refused_in, way, ways_of, wrong_value
+from .ways import COMPILED, INFERENCE, PIPELINE, check_values, refused_in, way, ways_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,11 +38,8 @@ class GradientOptions:
 
     def __post_init__(self) -> None:
         """Raise RequestError for values out of range."""
-        if self.accumulate < 1:
-            raise RequestError(f"accumulate={self.accumulate} is not a positive number; give 1 or more micro-batches")
-        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
-            if value is not None and not value > 0:
-                raise RequestError(f"{name}={value} is not a positive number")
+        ways = ways_of(Job)
+        check_values({f.name: ways[f.name] for f in fields(self)}, self)
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,7 @@ class Job:
             models.check_optimizer(self.optimizer)
         if self.dtype not in DTYPES:
             raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}")
-        for name, said in ways_of(self).items():
-            if wrong := wrong_value(name, getattr(self, name), said):
-                raise RequestError(wrong)
+        check_values(ways_of(self), self)
         if self.generate < 0:
             raise RequestError(f"generate={self.generate} is not a number of tokens; give 1 or more")
         # Options together, and those that a script or another framework decides.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from overspill.core.errors import RequestError
 
 INFERENCE, PIPELINE, COMPILED = "inference", "pp", "compiled"
 """Cases that a way goes with, or is refused in by name."""
@@ -48,16 +50,17 @@ def ways_of(job: Any) -> dict[str, Way]:
     return {f.name: f.metadata["way"] for f in fields(job) if "way" in f.metadata}
 
 
-def wrong_value(name: str, value: Any, said: Way) -> str | None:
-    """Why `value` is none of the way's, in a line for the user; None if it is."""
-    if value is None:
-        return None
-    if said.positive and not value > 0:
-        least = "; give 1 or more" if said.kind is int else ""
-        return f"{name}={value} is not a positive number{least}"
-    if said.choices and value not in said.choices:
-        return f"unknown {name} {value!r}; choices: {', '.join(said.choices)}"
-    return None
+def check_values(ways: Mapping[str, Way], holder: Any) -> None:
+    """Raise RequestError for a field of `holder`, by its name among `ways`, whose value is none of the way's."""
+    for name, said in ways.items():
+        value = getattr(holder, name)
+        if value is None:
+            continue
+        if said.positive and not value > 0:
+            least = "; give 1 or more" if said.kind is int else ""
+            raise RequestError(f"{name}={value} is not a positive number{least}")
+        if said.choices and value not in said.choices:
+            raise RequestError(f"unknown {name} {value!r}; choices: {', '.join(said.choices)}")
 
 
 def refused_in(case: str, job: Any) -> Collection[str]:

@@ -29,7 +29,8 @@ def advise(
     """
     planner = None
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
-        planner = partial(_planned, job, Options(device=estimate.device, software=estimate.software))
+        options = Options(device=estimate.device, software=estimate.software, estimated_bytes=estimate.total_bytes)
+        planner = partial(_planned, job, options)
     return advice(estimate, planner, progress, trial=trial)
 
 

@@ -109,7 +109,7 @@ def preview(job: Job, options: Options) -> Plan:
             return step.preview(*batch)
     if options.backend == "eager":
         options, graph, device = captured(job, options)
-        return plan_graph(options, graph, device, budget_for(options, graph, device, torch.device("cpu")))
+        return plan_graph(options, graph, device, budget_for(options, graph, device, CPU))
     from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
     return _of_programs(job, _estimated(job, options, device), device, TrainStep.preview, plan_unrun)
@@ -146,19 +146,22 @@ def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
 
 
 def _estimated(job: Job, options: Options, device: Device) -> Options:
-    """`options` with what the job is estimated to take unmanaged, on a GPU that is not here.
+    """`options` with what the job is estimated to take unmanaged, on a GPU that is not here, unless they say it.
 
     Where it cannot be estimated (a model that needs computed values), the captured graph says it.
     """
-    if device.index != ELSEWHERE or not is_of_card(options, device):
+    if options.estimated_bytes is not None or device.index != ELSEWHERE or not is_of_card(options, device):
         return options
-    setting = Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
-    compiled = options.backend == "inductor"
     try:
-        made = estimate_of(job, setting, compiled=compiled)
+        made = estimate_of(job, _setting(options), compiled=options.backend == "inductor")
     except (RequestError, UnsupportedError):
         return options
     return replace(options, estimated_bytes=(made.compiled or made).total_bytes)
+
+
+def _setting(options: Options) -> Setting:
+    """Where an estimate is to be for, so that it is of what `options` plan for."""
+    return Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
 
 
 def script_estimate(script: Script, options: Options, device: Device) -> Estimate:
@@ -168,7 +171,7 @@ def script_estimate(script: Script, options: Options, device: Device) -> Estimat
     if options.whole_step or options.backend != "eager":
         other = "whole_step=" if options.whole_step else f"backend={options.backend}"
         raise RequestError(f"script='{script.path}': its recorded step is planned, without {other}; leave that out")
-    setting = Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
+    setting = _setting(options)
     done = record_script(
         script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
         memory_bytes=setting.device.memory_bytes, output_to_stderr=True, time_limit=script.time_limit,
@@ -188,7 +191,7 @@ def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
     device = _device_of(options)
     if options.backend == "eager":
         with captured_for(device):
-            graph = _captured(job, options.reserve, device, whole_step=options.whole_step)
+            graph = step_graph(job, options.reserve, device, whole_step=options.whole_step)
         return with_algorithms(graph, device) if device.kind == "cuda" else graph, device
     from .compiled.unrun import graph_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
@@ -227,27 +230,24 @@ def _fakes(
 @contextmanager
 def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any]]:
     """The whole step of a job and its batch, on fake tensors, to be planned for `device`."""
-    with _fakes(job, device, whole_step=True) as made:
-        model, batch, optimizer = made
-    with attention_kernel(job):  # the step makes fake tensors of its own
+    with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
+        pass  # what is made stays; the step makes a fake mode of its own
+    with attention_kernel(job):
         yield TrainStep(model.model, model.loss, optimizer, options, job.gradients), batch
 
 
 def _device_of(options: Options) -> Device:
     """The device to plan for, which need not be here."""
-    return elsewhere(device_for(options, torch.device("cpu")), options.software)
+    return elsewhere(device_for(options, CPU), options.software)
 
 
-def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
-    """The Graph of one step of a job as PyTorch runs it, captured on fake tensors.
+def step_graph(
+    job: Job, reserve: str | float | None = None, device: Device | None = None, *, whole_step: bool = False
+) -> Graph:
+    """The Graph of one step of a job as PyTorch runs it, captured on fake tensors, whose update is as on `device`; None: as here.
 
     Of several micro-batches it is that of the last, which has the update.
     """
-    return _captured(job, whole_step=whole_step)
-
-
-def _captured(job: Job, reserve: str | float | None = None, device: Device | None = None, *, whole_step: bool) -> Graph:
-    """The Graph of a step, captured on the CPU, whose update is as on `device`; None: as here."""
     if whole_step:
         with _whole_step(job, Options(), device) as (step, batch):
             return step.graph(*batch)
