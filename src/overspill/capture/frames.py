@@ -44,7 +44,12 @@ _NO_NETWORKS = frozenset(
 )
 _OUTERMOST = tuple(
     OURS + name.replace("/", os.sep)
-    for name in ("capture/virtual_gpu/record.py", "capture/compiled/step_joint.py", "estimation/script_process/run.py")
+    for name in (
+        "capture/virtual_gpu/record.py",
+        "capture/compiled/step_joint.py",
+        "runtime/step/programs.py",
+        "estimation/script_process/run.py",
+    )
 )
 """Our files that call the user's program; frames outside of them are not part of it."""
 _ENGINE = _engine_run_backward.__code__

@@ -334,6 +334,21 @@ def test_checks_of_values_that_follow_from_parameters_are_made_in_the_step() -> 
     sides.train(*batch(2))
 
 
+def test_checks_are_made_with_inductor_too() -> None:
+    sides = Sides(policy_loss, backend="inductor", budget="smallest")
+    sides.step(*batch(1))
+    for name, value, error in (("logits", float("nan"), ValueError), ("diverged", 1e9, OverflowError)):
+        before = copy.deepcopy(sides.managed.state_dict())
+        with torch.no_grad():
+            sides.managed.last.bias[8 if name == "diverged" else 0] = value
+        with pytest.raises(error, match=name):
+            sides.step(*batch(1))
+        sides.managed.load_state_dict(before)
+    assert sides.step(*batch(2)).isfinite()
+    (plan,) = sides.step.plans
+    assert sides.step.peak_bytes <= plan.peak_bytes
+
+
 def test_without_a_real_batch_values_are_not_invented() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -3,7 +3,8 @@
 `if not valid.all(): raise ValueError(…)` reads a value that follows from parameters, as for a distribution's arguments.
 The step can go on with one answer only, so the graph of a whole step takes that branch and has the check in it: an op
 that raises what the other branch raises. Both branches are tried on fake tensors to see whether a read is such a check.
-If the step goes on in both, it is none.
+If the step goes on in both, it is none. Inductor's kernels would end the process instead of raising, so a step for them
+returns the values that are checked, and the check is made behind its forward.
 """
 
 from __future__ import annotations
@@ -34,32 +35,46 @@ class Check(NamedTuple):
     passes: bool
     error: Exception
 
+    def check_value(self, value: Tensor) -> None:
+        """Raise the error if `value` is the other answer."""
+        if bool(value) != self.passes:
+            raise self.error.with_traceback(None)
+
 
 class Checks:
-    """The checks of one step; `followed` runs the step with them."""
+    """The checks of one step; `followed` runs the step with them.
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    With `returned` the step returns what it checks, behind its own results; else it asserts it.
+    """
+
+    def __init__(self, *, returned: bool = False) -> None:
+        self.made: list[Check] = []
+        """Those of the last run, in order."""
+        self._values: list[Tensor] | None = [] if returned else None
         self._known: dict[Stack, Check] = {}
         self._tried: dict[Stack, bool] = {}
-        self._made: list[Check] = []
 
-    def followed(self, *values: Tensor) -> Any:
+    def followed(self, step: Step, *values: Tensor) -> Any:
         """Run the step, answering each check so that it passes.
 
         Raises UnknownValue for any other read.
         """
-        self._made.clear()
+        self.made.clear()
+        if self._values is None:
+            with _Reads(self._answer):
+                return step(*values)
+        self._values.clear()
         with _Reads(self._answer):
-            return self._step(*values)
+            results = step(*values)
+        return *results, *self._values
 
-    def decide(self, asked: UnknownValue, values: Sequence[FakeTensor]) -> None:
+    def decide(self, asked: UnknownValue, step: Step, values: Sequence[FakeTensor]) -> None:
         """Try both answers to see whether a read is a check; raises `asked` if not."""
         # It was answered before and raised again, so it does not read a truth value.
         if asked.lines in self._known:
             raise asked
         # A check raises for exactly one of the two answers.
-        errors = {answer: self._error(asked.lines, answer, values) for answer in (True, False)}
+        errors = {answer: self._error(asked.lines, answer, step, values) for answer in (True, False)}
         passes = errors[True] is None
         if (error := errors[not passes]) is None:
             raise asked
@@ -73,7 +88,7 @@ class Checks:
             value, message = node.args
             node.meta[EFFECT] = True
             if message.startswith(_MARK):
-                node.target = _raising(self._made[int(message.removeprefix(_MARK))])
+                node.target = self.made[int(message.removeprefix(_MARK))].check_value
                 node.args = (value,)
 
     def _answer(self, value: Tensor, asked: UnknownValue) -> bool:
@@ -82,17 +97,20 @@ class Checks:
         if asked.lines not in self._known:
             raise asked
         check = self._known[asked.lines]
-        torch._assert_async(value != 0, f"{_MARK}{len(self._made)}")
-        self._made.append(check)
+        if self._values is None:
+            torch._assert_async(value != 0, f"{_MARK}{len(self.made)}")
+        else:
+            self._values.append(value.detach().clone())  # a view's base may be changed later
+        self.made.append(check)
         return check.passes
 
-    def _error(self, lines: Stack, answer: bool, values: Sequence[FakeTensor]) -> Exception | None:
+    def _error(self, lines: Stack, answer: bool, step: Step, values: Sequence[FakeTensor]) -> Exception | None:
         """The error that the step raises with that answer; None if it goes on."""
         self._tried = {lines: answer}
         try:
             # Run the step with that answer, on fake tensors.
             with values[0].fake_mode:
-                self.followed(*values)
+                self.followed(step, *values)
         except OverspillError:
             return None  # it has come further
         except Exception as error:  # noqa: BLE001 - whatever the user raises
@@ -121,11 +139,3 @@ class _Reads(TorchFunctionMode):
             if func not in _READS or (func is Tensor.item and args[0].dtype is not torch.bool):
                 raise
             return self._answer(args[0], asked)
-
-
-def _raising(check: Check) -> Callable[[Tensor], None]:
-    def check_value(value: Tensor) -> None:
-        if bool(value) != check.passes:
-            raise check.error.with_traceback(None)
-
-    return check_value

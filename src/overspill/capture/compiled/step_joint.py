@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -48,26 +49,23 @@ def joint_of_step(
     values: Sequence[FakeTensor],
     backward: Backward,
     named: Callable[[str], str] = str,
-    *,
-    has_checks: bool = True,
+    checks: Checks | None = None,
 ) -> JointGraph:
     """The joint graph of forward and backward of `step(*values)`; backward starts from the loss.
 
-    `backward` checks its gradients. Nodes carry their layer in `module`, whose path `named` turns into a name. With
-    `has_checks` the graph has the step's checks of values that are not known yet (`checks.py`). Raises UnsupportedError
-    for a step that is not a fixed graph, or has nothing to differentiate.
+    `backward` checks its gradients. Nodes carry their layer in `module`, whose path `named` turns into a name. `checks`
+    finds the step's checks of values that are not known yet, which the graph makes. Raises UnsupportedError for a step
+    that is not a fixed graph, or has nothing to differentiate.
     """
-    checks = Checks(step)
+    checks = checks or Checks()
     with layers_noted(module, named), lines_noted(), _explained(), eager_kernels() as casts:
         # Trace again after each read of an unknown value that turns out to be a check.
         graph_module: fx.GraphModule | None = None
         while graph_module is None:
             try:
-                graph_module = _heard(checks.followed if has_checks else step, values, backward, casts)
+                graph_module = _heard(partial(checks.followed, step), values, backward, casts)
             except UnknownValue as asked:
-                if not has_checks:
-                    raise
-                checks.decide(asked, values)
+                checks.decide(asked, step, values)
     # Clean up the graph, and make sure that there is something to differentiate.
     without_tokens(graph_module.graph)
     checks.put_into(graph_module.graph)

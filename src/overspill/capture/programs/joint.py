@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from overspill.capture.compiled.checks import Check
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph
 from overspill.core.errors import UnsupportedError
 
@@ -33,12 +34,12 @@ def joint_of_call(programs: Storages, traced: JointGraph, unchecked: int = 0) ->
     return _Nodes(programs, traced).call(unchecked)
 
 
-def joint_of_step(programs: Storages, traced: JointGraph, share: int) -> JointOfPrograms:
+def joint_of_step(programs: Storages, traced: JointGraph, share: int, checks: Sequence[Check] = ()) -> JointOfPrograms:
     """The joint graph of a step that backpropagates its loss divided by `share`.
 
-    Raises UnsupportedError.
+    Its last results go to `checks`. Raises UnsupportedError.
     """
-    return _Nodes(programs, traced).step(share)
+    return _Nodes(programs, traced).step(share, checks)
 
 
 class JointOfPrograms(JointGraph):
@@ -74,9 +75,9 @@ class _Nodes:
             self._input(variable, tangent)
         outputs = self._forward() + self._backward()
         self._let_change(programs.saved[len(programs.saved) - unchecked :])
-        return self._made(outputs)
+        return self._made(outputs, programs.num_forward_outputs)
 
-    def step(self, share: int) -> JointOfPrograms:
+    def step(self, share: int, checks: Sequence[Check]) -> JointOfPrograms:
         """The joint graph of a step that starts backward itself. Raises UnsupportedError."""
         programs, traced = self.programs, self.traced
         backward = programs.backward
@@ -94,7 +95,11 @@ class _Nodes:
         outputs = self._forward()
         place = next(i for i, d in enumerate(traced.forward_descs) if type(d).__name__ == "PlainAOTOutput")
         outputs[place] = self._seed(outputs[place], tangents[0], share)
-        return self._made(outputs + self._backward())
+        # What is checked is checked before backward, and no result.
+        own = len(outputs) - len(checks)
+        for check, value in zip(checks, outputs[own:], strict=True):
+            self._node(check.check_value, (value,), None, {})
+        return self._made(outputs[:own] + self._backward(), own)
 
     def _take_inputs(self) -> None:
         for variable, primal in zip(self.programs.forward.inputs, self.traced.primals, strict=True):
@@ -124,11 +129,12 @@ class _Nodes:
         for root in {root for key in keys if key is not None for root in programs.roots[key]} & self.nodes.keys():
             self.nodes[root].meta[NO_VERSION_CHECK] = True
 
-    def _made(self, outputs: list[Any]) -> JointOfPrograms:
+    def _made(self, outputs: list[Any], forward: int) -> JointOfPrograms:
+        """The joint graph of `outputs`, of which so many are those of forward."""
         traced = self.traced
-        self.graph.output(tuple(outputs)).meta["desc"] = (*traced.forward_descs, *traced.backward_descs)
+        self.graph.output(tuple(outputs)).meta["desc"] = (*traced.forward_descs[:forward], *traced.backward_descs)
         self.functions.compiled()
-        return JointOfPrograms(fx.GraphModule(torch.nn.Module(), self.graph), self.programs.num_forward_outputs)
+        return JointOfPrograms(fx.GraphModule(torch.nn.Module(), self.graph), forward)
 
     def _seed(self, loss: fx.Node, tangent: str, share: int) -> fx.Node:
         """The returned loss; adds what backward starts from, as autograd would."""

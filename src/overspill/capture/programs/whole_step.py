@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from overspill.capture.compiled.checks import Check
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.whole_step import CapturedStep, CaptureOfWholeStep, GradientOps, around_step
@@ -26,14 +27,15 @@ def capture_step_of_programs(
     ops: GradientOps,
     share: int = 1,
     name: str = "step",
+    checks: Sequence[Check] = (),
     elsewhere: tuple[tuple[TensorKind, int], ...] = (),
 ) -> CapturedStep:
     """The Graph of one training step around `programs`, made by Inductor from `traced`.
 
-    The loss is divided by `share` after the programs, as in a loop over as many micro-batches. Otherwise as
-    `capture_step`. Raises UnsupportedError.
+    The loss is divided by `share` after the programs, as in a loop over as many micro-batches. The last results are
+    what `checks` are of. Otherwise as `capture_step`. Raises UnsupportedError.
     """
-    joint = joint_of_step(programs, traced, share)
+    joint = joint_of_step(programs, traced, share, checks)
     around = around_step([node.meta["val"] for node in traced.primals], elsewhere)
     capture = _CaptureOfStep(joint, list(inputs), ops, name, around)
     capture.take(programs, traced)

@@ -204,11 +204,13 @@ class StepCaptures:
             partition = float(torch._functorch.config.activation_memory_budget)
         lasting = len(self.state.parameters) + len(self.state.buffers)
         backward = Backward([i.name for i in infos], inlined=True, several=self.gradients.accumulate > 1)
-        made, python = step_programs(function, self.state.module, values, lasting, partition, backward)
+        made, python, checks = step_programs(function, self.state.module, values, lasting, partition, backward)
 
         def captured(found: PartitionPrograms, elsewhere: Elsewhere) -> CapturedStep:
             share = self.gradients.accumulate
-            step = capture_step_of_programs(found.programs, found.joint, infos, ops, share, elsewhere=elsewhere)
+            step = capture_step_of_programs(
+                found.programs, found.joint, infos, ops, share, checks=checks, elsewhere=elsewhere
+            )
             return replace(step, partition=found.partition)
 
         return ((captured(found, elsewhere), partial(captured, found)) for found in made), python

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.backward import Backward
+from overspill.capture.compiled.checks import Check, Checks
 from overspill.capture.compiled.compiling import told
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.step_joint import joint_of_step, returned
@@ -36,16 +38,17 @@ def step_programs(
     lasting: int,
     partition: float | None,
     backward: Backward,
-) -> tuple[Iterator[PartitionPrograms], PythonState]:
-    """Programs of `step(*values)` by each partition, and the Python state read.
+) -> tuple[Iterator[PartitionPrograms], PythonState, tuple[Check, ...]]:
+    """Programs of `step(*values)` by each partition, the Python state read, and the checks of its last results.
 
-    They are made on demand. The step is a function of `module`, and the first `lasting` values are parameters and
+    Programs are made on demand. The step is a function of `module`, and the first `lasting` values are parameters and
     buffers. `partition` is that of the Options; `backward` checks what gets gradients. Raises UnsupportedError.
     """
     # First trace: what the model's Python depends on.
+    checks = Checks(returned=True)
     with told(compiles=True):
         watched_joint, python = watched(
-            lambda begin: joint_of_step(after(begin, step), module, values, backward, has_checks=False),
+            lambda begin: joint_of_step(after(begin, step), module, values, backward, checks=checks),
             lambda joint: joint.module.code,
         )
     # Inductor's programs are for fixed shapes.
@@ -56,7 +59,8 @@ def step_programs(
         )
     # Second trace, by Inductor, each partition on demand.
     count = len(returned(watched_joint.module.graph))
-    made = programs_of(lambda: _graph_of(backward.traced(step), len(values), count), values, range(lasting), partition)
+    traced = backward.traced(partial(checks.followed, step))
+    made = programs_of(lambda: _graph_of(traced, len(values), count), values, range(lasting), partition)
 
     def by_partition() -> Iterator[PartitionPrograms]:
         while True:
@@ -66,7 +70,7 @@ def step_programs(
             backward.check(found.joint)
             yield found
 
-    return by_partition(), python
+    return by_partition(), python, tuple(checks.made)
 
 
 def after(begin: Callable[[], None], step: Step) -> Step:
