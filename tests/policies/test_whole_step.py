@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.policies.plans import floor_bytes, larger_budgets_are_kept_and_never_slower, seconds_of, with_moving_state
-from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
+from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Tensor, TensorKind, Verb
@@ -134,6 +134,22 @@ def test_the_bound_is_below_the_plan_in_whatever_order_it_updates() -> None:
         plan = make_plan(step, DEVICE, "auto", int(least + share * (unmanaged_peak(step, DEVICE) - least)))
         assert sum(op_seconds(step, DEVICE)) <= plan.lower_bound_seconds * (1 + 1e-9)
         assert plan.lower_bound_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+def test_state_that_has_no_room_in_forward_leaves_before_it_or_after_its_update() -> None:
+    """One second on the link, of which no more is hidden than the last op of backward and the update take."""
+    build = Build()
+    weight = build.tensor(8, TensorKind.PARAMETER, persistent=True)
+    moment = build.tensor(1_000_000, TensorKind.PARAMETER, persistent=True)
+    gradient = build.tensor(8, TensorKind.TEMPORARY)
+    build.op([weight], [], workspace_bytes=2_000_000)
+    build.op([weight], [], Phase.BACKWARD)
+    build.op([weight], [gradient], Phase.BACKWARD)
+    build.op([gradient, weight, moment], [weight, moment], Phase.UPDATE)
+    step = replace(with_moving_state(build.graph()), whole_step=True)
+    seconds = (0.1, 5.0, 0.1, 0.1)
+    assert 0.99 * (sum(seconds) + 0.8) < whole_step_bound_seconds(step, DEVICE, 2_000_100, seconds)
+    assert whole_step_bound_seconds(step, DEVICE, 2_000_100, seconds) <= sum(seconds) + 1.0
 
 
 @given(graph=networks(), device=devices(), share=st.floats(0, 1))

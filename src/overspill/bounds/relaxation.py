@@ -26,6 +26,8 @@ from .recomputations import Recomputations
 
 SAMPLE_POINTS = 40
 """Number of steps, about equally far apart in time, at which memory is considered."""
+NEGLIGIBLE = 1e-3
+"""Tensors that take at most this share of the budget in sum may be away at no cost."""
 Transfers = dict[int, Terms]
 """Terms by interval: the sample point at its start, or -1 for the time before the step."""
 
@@ -107,11 +109,12 @@ class Relaxation(ABC):
         self.lp = LinearProgram()
         self.recomputations = Recomputations(program, self.lp, self.unit)
 
+        self.negligible = self._smallest_tensors(NEGLIGIBLE * self.unit)
         # Gaps in which tensors may be away, each step's bytes with none away, and with all of them.
         dropped = [gap for gap in program.gaps if self._may_be_dropped(gap)]
         never_there = self._never_there_bytes()
         self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
-        self.live = program.live_bytes(dropped) - never_there
+        self.live = program.live_bytes(dropped) - never_there + self._visiting_bytes()
         least = StepProgram(self.graph, algorithms=memory_optimal(self.graph))
         self.alone = least.live_bytes([*self.gaps, *dropped]) - never_there
         self.limits = np.maximum(self.alone, budget_bytes)
@@ -145,12 +148,21 @@ class Relaxation(ABC):
         coming: Transfers = defaultdict(list)
         for group in self.groups.values():
             self._flow(group, leaving, coming)
-        self._links(leaving, coming)
         busy: Transfers = defaultdict(list)
+        away = self._visit(leaving, coming, busy)
+        self._links(leaving, coming)
         for k, p in enumerate(self.at):
             if self.over[p]:
-                self._memory(k, p, busy)
+                self._memory(k, p, busy, away.get(k, []))
         self._spend(busy)
+
+    def _visiting_bytes(self) -> int:
+        """Bytes of tensors besides the program's that may all be away (`_visit`)."""
+        return 0
+
+    def _visit(self, leaving: Transfers, coming: Transfers, busy: Transfers) -> Transfers:  # noqa: ARG002
+        """Add the transfers of such tensors, and their ops' times; the terms of what of them is away, by sample point."""
+        return {}
 
     # -- gaps
 
@@ -161,8 +173,20 @@ class Relaxation(ABC):
         return self.graph.tensors[gap.tensor].movable or self.recomputations.maker(gap.tensor, gap.start) is not None
 
     def _may_be_dropped(self, gap: Gap) -> bool:
-        """Whether a gap ends where the tensor is overwritten without being read."""
+        """Whether a gap ends where the tensor is overwritten without being read, or it is too small to matter."""
+        if gap.tensor in self.negligible:
+            return True
         return gap.end < self.program.length and gap.tensor not in self.program.op(self.program.steps[gap.end]).reads
+
+    def _smallest_tensors(self, nbytes: float) -> set[int]:
+        """Tensors that take at most `nbytes` together, the smallest there are."""
+        found: set[int] = set()
+        for tensor in sorted(self.graph.tensors, key=lambda t: t.nbytes):
+            nbytes -= tensor.nbytes
+            if nbytes < 0:
+                break
+            found.add(tensor.id)
+        return found
 
     def stays(self, gap: Gap) -> bool:
         """Whether a tensor must stay in a gap: adjacent steps, or not movable."""
@@ -331,9 +355,9 @@ class Relaxation(ABC):
 
     # -- budget
 
-    def _memory(self, k: int, p: int, busy: Transfers) -> None:
+    def _memory(self, k: int, p: int, busy: Transfers, away_besides: Terms) -> None:
         """Require that tensors away and smaller workspaces keep a sample point within budget."""
-        terms: Terms = []
+        terms = list(away_besides)
         constant = 0.0
         for group in self.groups.values():
             if k not in group.away:

@@ -40,7 +40,7 @@ def early_updates(graph: Graph) -> tuple[int, ...]:
     Its gradient is free afterwards. Not before a backward op that reads the parameter, nor before one that may
     recompute from it.
     """
-    followers = _followers(graph.ops)
+    followers = followers_of(graph.ops)
     # An update waits for recomputations that read its parameter.
     for recomputed, last in _last_recomputation(graph).items():
         for tensor in graph.ops[recomputed].recompute_reads:
@@ -127,7 +127,7 @@ def feature_maps_alone(graph: Graph) -> Graph:
     return replace(graph, tensors=tuple(tensors), whole_step=False)
 
 
-def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:
+def followers_of(ops: Iterable[Op]) -> dict[int, list[int]]:
     """For each op, those that must follow: readers of what it wrote, writers of what it touched."""
     followers: dict[int, dict[int, None]] = {}
     written: dict[int, int] = {}
@@ -160,7 +160,7 @@ def _depth_first(ops: Sequence[Op]) -> list[int]:
 
     An op is taken once the last that it waits for calls it (lines 5 to 8).
     """
-    followers = _followers(op for op in ops if _touches(op))
+    followers = followers_of(op for op in ops if _touches(op))
     waiting = _waiting(followers)
     flow: list[int] = []
     calls = [op for op in reversed(followers) if not waiting[op]]
@@ -178,7 +178,7 @@ def _mirrored(ops: Sequence[Op], position: Mapping[str, int]) -> list[int]:
 
     An op of no forward layer, such as a sum of gradients, goes with the op before it in the graph.
     """
-    followers = _followers(op for op in ops if _touches(op))
+    followers = followers_of(op for op in ops if _touches(op))
     waiting = _waiting(followers)
     rank: dict[int, int] = {}
     last = -max(position.values(), default=0)
