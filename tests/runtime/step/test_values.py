@@ -187,6 +187,27 @@ def test_a_step_goes_the_way_that_its_values_lead_and_plans_each_way_once(asked:
     assert sides.step.peak_bytes <= max(plan.peak_bytes for plan in sides.step.plans)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(name, marks=pytest.mark.long) for name in ("classes", "mask_of_activations", "rows")]
+    + ["longest", "two_masks"],
+)
+def test_shapes_that_follow_from_values_are_planned_with_inductor(asked: str) -> None:
+    sides = Sides(ASKED[asked], backend="inductor", partition=1.0, budget="smallest")
+    stock = torch.compile(sides.loss, dynamic=False)
+    for seed, one in enumerate(BATCHES[:3]):
+        torch.manual_seed(seed)
+        sides.optimizers[0].zero_grad()
+        loss = stock(sides.plain, *one)
+        loss.backward()
+        sides.optimizers[0].step()
+        torch.manual_seed(seed)
+        assert same_bits(sides.step(*one), loss.detach())
+        assert differences(sides.plain, sides.optimizers[0], sides.managed, sides.optimizers[1]) == []
+    assert len(sides.step.plans) == 2
+    assert sides.step.peak_bytes <= max(plan.peak_bytes for plan in sides.step.plans)
+
+
 def test_what_no_input_leads_to_is_not_asked_again() -> None:
     def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
         return net(x).square().mean() + (1.0 if torch.arange(4).sum() > 5 else 0.0) * mask.sum()

@@ -23,15 +23,11 @@ Answer = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """One read of a value: its node, its answer, and the user's line.
-
-    `makes_shape`: a tensor's shape follows from it.
-    """
+    """One read of a value: its node, its answer, and the user's line."""
 
     node: fx.Node
     answer: Answer
     place: str
-    makes_shape: bool
 
 
 @dataclass(frozen=True)

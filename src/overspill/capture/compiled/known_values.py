@@ -130,6 +130,11 @@ class KnownValues(FakeTensorMode):
         for source in self._sources:
             self._add_source(source)
 
+    @property
+    def outside(self) -> list[Tensor]:
+        """Real tensors that the last pass read by reference: neither the model's nor inputs."""
+        return list(self._constants.values())
+
     def guards(self) -> Guards:
         """Guards for the reads of the last pass, in order."""
         return Guards.of(self._graph, self._constants, self._questions)
@@ -140,11 +145,6 @@ class KnownValues(FakeTensorMode):
         self._sources.clear()
         self.begin()
         return found
-
-    @property
-    def shaped_at(self) -> str | None:
-        """The line of the last pass's first read that decides a shape, or None."""
-        return next((question.place for question in self._questions if question.makes_shape), None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -367,7 +367,7 @@ class KnownValues(FakeTensorMode):
         with _for_real():
             value = self._value(node)
             answer = tuple(map(word, tree_leaves(value)))
-        self._questions.append(Question(node, answer, place, isinstance(error, DynamicOutputShapeException)))
+        self._questions.append(Question(node, answer, place))
         return value
 
     def _value(self, node: fx.Node) -> Any:

@@ -1,8 +1,8 @@
 """Measure the workspaces of library calls, by running each once.
 
 A convolution may copy its inputs into another layout, and no text says so. So before a plan is made, each library call
-of a program is run once by itself, on zeros of its inputs' shapes; equal calls are run once. Compiled kernels allocate
-nothing.
+of a program is run once by itself, on zeros of its inputs' shapes and masks that leave nothing out; equal calls are run
+once. Compiled kernels allocate nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import count
 from types import CodeType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overspill.core.errors import UnsupportedError
 
 from .allocations import allocations, peak_of
+from .known_shapes import values_made_up
 
 _known: dict[str, int] = {}
 """Workspaces in bytes by a call's signature, for all programs of this process."""
@@ -66,7 +68,7 @@ def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], valu
         )
         return [_known.get(signature, 0) for signature, _ in signed]
     if new:
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng():
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(), values_made_up():
             _known.update(zip(new, _measured(list(new.values()), namespace, values), strict=True))
     return [_known[signature] for signature, _ in signed]
 
@@ -81,11 +83,12 @@ def _signature(call: Library, values: Mapping[str, Any]) -> str:
 def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[int]:
     succeeded: list[int] = []
     with allocations() as found:
-        # Zeros first; samplers and solvers refuse them, and get definite inputs.
+        # Zeros first; samplers and solvers refuse them, and get definite inputs. Where shapes fit one count of a mask's
+        # elements only, it is some size.
         parts = count()
         for call in calls:
             code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
-            for fill in (_zeros, _definite):
+            for fill in (_zeros, _definite, *_counting(call, values)):
                 given = {name: fill(values[name]) for name in call.uses}
                 with found.part():
                     failure = _failure(code, namespace, given)
@@ -107,7 +110,7 @@ def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]
     """Run a library call; the error that it raised, or None. Its results are added to `given`."""
     try:
         exec(code, dict(namespace), given)  # noqa: S102 - the user's own compiled program
-    except (AssertionError, RuntimeError, TypeError) as error:
+    except (AssertionError, IndexError, RuntimeError, TypeError) as error:
         return error.with_traceback(None)
     return None
 
@@ -116,8 +119,25 @@ def _zeros(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     elements = value.untyped_storage().nbytes() // value.element_size()
-    whole = torch.zeros(elements, dtype=value.dtype, device=value.device)
+    fill = torch.ones if value.dtype is torch.bool else torch.zeros  # what a mask picks is allocated
+    whole = fill(elements, dtype=value.dtype, device=value.device)
     return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _counting(call: Library, values: Mapping[str, Any]) -> Iterator[Callable[[Any], Any]]:
+    """Zeros with masks of so many elements, for each size of an input or in the call's text."""
+    given = [value for name in call.uses if isinstance(value := values[name], Tensor)]
+    if any(value.dtype is torch.bool for value in given):
+        named = {n.value for n in ast.walk(call.node) if isinstance(n, ast.Constant) and type(n.value) is int}
+        for size in sorted(named.union(*(value.shape for value in given)), reverse=True):
+            yield partial(_counted, size=size)
+
+
+def _counted(value: Any, size: int) -> Any:
+    found = _zeros(value)
+    if isinstance(found, Tensor) and found.dtype is torch.bool:
+        found.copy_((torch.arange(found.numel(), device=found.device) < size).view(found.shape))
+    return found
 
 
 def _definite(value: Any) -> Any:

@@ -34,6 +34,7 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, copie
 from overspill.capture.programs.failures import inductor_failures
 from overspill.capture.programs.graph import capture_programs
 from overspill.capture.programs.joint import JointOfPrograms, joint_of_call
+from overspill.capture.programs.known_shapes import with_known_shapes
 from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.core.errors import UnsupportedError
@@ -190,6 +191,7 @@ class _Partitioner(CustomPartitionerFn):
     def __call__(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with_known_shapes(module.graph)
         joint = copied(module)
         self._compiler.joint = JointGraph(joint, without_tokens(joint.graph, options["num_fwd_outputs"]))
         options.setdefault("compiler", "inductor")

@@ -51,6 +51,7 @@ from overspill.runtime.transfer.stores import whole_pages
 from .captures import Elsewhere, FoundStep, StepCaptures
 from .gathered import gathered
 from .python_state import PythonState
+from .residency import bring_for_others
 from .results import Results
 from .state import StepState
 from .updates import NormClipping
@@ -75,7 +76,8 @@ class Compiled:
     name, or a position among what is given at each step (buffers, tensors of the caller). Its results are the loss, the
     other tensors of `results`, and the residents `moving`. `stored` are those in the store when it begins;
     `kept_in_store` are also there, unknown to the graph. Those `copied` are on the device and in the store; their
-    handles are the last inputs. It is valid while `python` has not changed and `guards` hold for inputs and buffers.
+    handles are the last inputs. It is valid while `python` has not changed and `guards` hold for inputs and buffers. It
+    reads the tensors `outside` where they are: another step's model may have them in its store.
     """
 
     plan: Plan
@@ -88,6 +90,7 @@ class Compiled:
     results: Results
     python: PythonState
     guards: Guards
+    outside: tuple[Tensor, ...]
     partition: float | None
 
 
@@ -202,6 +205,7 @@ class StepPlans:
                 found = self._planned(inputs, outside)
             else:
                 found = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
+            bring_for_others(found.outside)
             self._keep(key, found)
         return found
 
@@ -232,6 +236,7 @@ class StepPlans:
         places = []
         for compiled in known:
             if not compiled.python.changed():
+                bring_for_others(compiled.outside)
                 if (place := compiled.guards.difference(given)) is None:
                     known.remove(compiled)
                     known.insert(0, compiled)  # asked first from now on
@@ -361,6 +366,7 @@ class StepPlans:
         tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
         stored = frozenset(plan.schedule.stored)
         name_of = {tensor: str(name) for tensor, name in zip(tensor_of.values(), names, strict=True)}
+        outside = tuple(found.known.outside)
         return Compiled(
             plan, program, names,
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
@@ -370,6 +376,7 @@ class StepPlans:
             found.results,
             found.python,
             found.known.settled(),
+            outside,
             captured.partition,
         )  # fmt: skip
 

@@ -17,10 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.checks import Check, Checks
 from overspill.capture.compiled.compiling import told
-from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.capture.programs.checkpoints import checkpoints_marked
-from overspill.core.errors import UnsupportedError
 from overspill.runtime.compiled.inductor import PartitionPrograms, programs_of
 
 from .python_state import PythonState
@@ -50,12 +48,6 @@ def step_programs(
         watched_joint, python = watched(
             lambda begin: joint_of_step(after(begin, step), module, values, backward, checks=checks),
             lambda joint: joint.module.code,
-        )
-    # Inductor's programs are for fixed shapes.
-    mode = values[0].fake_mode
-    if isinstance(mode, KnownValues) and mode.shaped_at is not None:
-        raise UnsupportedError(
-            f'the step makes shapes that follow from values{mode.shaped_at}, which backend="inductor" does not plan; use backend="eager"'
         )
     # Second trace, by Inductor, each partition on demand.
     count = len(returned(watched_joint.module.graph))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ class Spec:
         return _stand_in(self.dtype, self.device).expand(self.size).data
 
 
+_GUARDS: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
+"""The guard of each watched tensor, by the tensor's id."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -280,6 +283,16 @@ def readable(name: str) -> str:
     return "" if name == "model" else name.removeprefix("model.")
 
 
+def bring_for_others(tensors: Iterable[Tensor]) -> None:
+    """Bring these to the device where another step may have them in its store.
+
+    Raises RequestError while that step is under way, and StoreError.
+    """
+    for tensor in tensors:
+        if (guard := _GUARDS.get(id(tensor))) is not None:
+            guard.fetch()
+
+
 class Guarded(dict[str, Any]):
     """A dictionary of tensors that brings them back before they are read.
 
@@ -291,6 +304,10 @@ class Guarded(dict[str, Any]):
         super().__init__(content)
         self._gate: Gate | None = gate
         self._bring: Callable[[], None] | None = None
+
+    def watch(self) -> None:
+        """Bring what it holds back for steps of other models too (`bring_for_others`)."""
+        _GUARDS.update((id(value), self) for value in dict.values(self) if value is not None)
 
     def arm(self, bring: Callable[[], None] | None) -> None:
         """Call `bring` before the next read; None: nothing is away."""
@@ -313,6 +330,10 @@ class Guarded(dict[str, Any]):
         if self._bring is not None:
             self._bring()
             self._bring = None
+
+    def fetch(self) -> None:
+        """Bring back what it holds, as a read does."""
+        self._fetch()
 
     def __getitem__(self, key: str) -> Any:
         self._fetch()

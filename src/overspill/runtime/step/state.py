@@ -78,6 +78,7 @@ class StepState:
             own = module.__dict__["_parameters"]
             if (own or module._buffers) and self.guards.get(module) is not own:
                 guard = Guarded(dict(dict.items(own)), self.gate)
+                guard.watch()
                 self.guards[module] = module.__dict__["_parameters"] = guard
         self.structure = Structure(self.module)
 
