@@ -125,10 +125,6 @@ class StepProgram:
         """Start times of steps and the program's end, in seconds without waits."""
         return np.concatenate([[0.0], np.cumsum(self.durations(seconds))])
 
-    def transient_bytes(self, step: ProgramStep) -> int:
-        """Bytes that only `step` itself needs: workspace, and recomputed outputs that are dropped."""
-        return self._unwanted_bytes(step) + self.op(step).workspace_of(self.algorithm(step))
-
     def _unwanted_bytes(self, step: ProgramStep) -> int:
         if not step.recompute:
             return 0
