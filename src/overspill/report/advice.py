@@ -9,14 +9,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from overspill.core.units import format_bytes, format_seconds
+from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.advice import Advice
 from overspill.estimation.text import verdict
 
-from .listing import listing, yes
-
-_COLUMNS = ("change", "needs", "takes", "fits", "step", "cost")
+from .tables import Cell, Column, Table, Unit, printed
 
 
 def advice_answer(advice: Advice) -> dict[str, Any]:
@@ -50,9 +48,7 @@ def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[st
     """
     fits = made.fits()
     # The job as it is, then the changes that help.
-    rows = [("as it is", *_bytes(made.minimum_capacity_bytes, made.total_bytes), yes(fits) or "no", "", "")]
-    rows += [_row(advice) for advice in found]
-    table = listing(_COLUMNS, rows, numbers=(1, 2, 4))
+    table = printed(changes_table(found, ("as it is", made.minimum_capacity_bytes, made.total_bytes, fits, None, None)))
     table.columns[0].no_wrap = False
     parts: list[RenderableType] = [
         Text(verdict(made), style="bold green" if fits else "bold red"),
@@ -73,14 +69,18 @@ def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[st
     return Group(*parts)
 
 
-def _row(advice: Advice) -> tuple[str, ...]:
-    step = "" if advice.step_seconds is None else format_seconds(advice.step_seconds)
-    fits = "" if advice.fits is None else yes(advice.fits) or "no"
+def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
+    """The changes that help, below the rows that are `first`."""
+    columns = (
+        Column("change"), Column("needs", Unit.BYTES), Column("takes", Unit.BYTES), Column("fits"),
+        Column("step", Unit.SECONDS), Column("cost"),
+    )  # fmt: skip
+    return Table("What would help, the cheapest first", columns, (*first, *map(_row, found)))
+
+
+def _row(advice: Advice) -> tuple[Cell, ...]:
     host = "" if advice.host_bytes is None else f"; {format_bytes(advice.host_bytes)} of the host's memory"
     return (
-        advice.what, *_bytes(advice.minimum_capacity_bytes, advice.total_bytes), fits, step, f"{advice.cost}{host}",
+        advice.what, advice.minimum_capacity_bytes, advice.total_bytes, advice.fits, advice.step_seconds,
+        f"{advice.cost}{host}",
     )  # fmt: skip
-
-
-def _bytes(*sizes: int | None) -> tuple[str, ...]:
-    return tuple("" if nbytes is None else format_bytes(nbytes) for nbytes in sizes)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from overspill.core import Device
@@ -18,8 +17,9 @@ from overspill.plans.plan import Plan
 from overspill.policies.in_core import InCore
 from overspill.simulate import trace_of
 
-from .listing import percent, recomputed, whole_columns, yes
+from .listing import recomputed
 from .plan import peak_of, peak_rows
+from .tables import Column, Table, Unit, printed
 
 FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
@@ -27,6 +27,22 @@ FIGURES = (
     "stall_cause", "fragmentation", "reserved_bytes", "device_bytes", "library_bytes", "allocator_fits", "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
 )  # fmt: skip
 """What a row has of a plan; null where there is none."""
+COLUMNS = {
+    "policy": Column("policy"),
+    "fits": Column("fits"),
+    "device_bytes": Column("card", Unit.BYTES, bar=True),
+    "max_bytes": Column("live", Unit.BYTES, bar=True),
+    "floor_bytes": Column("needs at least", Unit.BYTES, short="least"),
+    "over_bytes": Column("over the budget", Unit.BYTES),
+    "step_seconds": Column("simulated step", Unit.SECONDS, short="step"),
+    "slowdown": Column("slowdown", Unit.RATIO),
+    "average_bytes": Column("average", Unit.BYTES),
+    "offloaded_bytes": Column("offloaded", Unit.BYTES),
+    "recomputed": Column("recomputed", Unit.NUMBER),
+    "overlapped_seconds": Column("overlap", Unit.SECONDS),
+    "exposed_transfer_seconds": Column("exposed", Unit.SECONDS),
+    "fragmentation": Column("fragmentation", Unit.SHARE, short="fragm."),
+}
 
 
 @dataclass(frozen=True)
@@ -121,42 +137,35 @@ def compare_report(
     Each row is as `row_figures` gives it.
     """
     explained = explanation(rows, device, budget_bytes, lower_bound_seconds)
-    parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(" ".join(explained))]
+    parts: list[RenderableType] = [
+        Text(title),
+        "",
+        printed(figures_table(rows), close=True),
+        "",
+        Text(" ".join(explained)),
+    ]
     if besides := remarks(rows, device):
         parts += ["", *map(Text, besides)]
     return Group(*parts, *([Text(note)] if note else []))
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    has_card = any(row["device_bytes"] is not None for row in rows)
-    columns = (
-        *("policy", "fits", *(["card", "live"] if has_card else ["max"]), "step", "slowdown", "average", "offloaded"),
-        *("recomputed", "overlap", "exposed", "fragm."),
-    )
-    cells = [_cells(row, len(columns), has_card=has_card) for row in rows]
-    return whole_columns(columns, cells, numbers=range(2, len(columns)))
+def figures_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """All figures of `rows`, each as `row_figures` gives it; columns of which no row knows anything are left out."""
+    shown = [row | _shown(row) for row in map(dict, rows)]
+    keys = [key for key in COLUMNS if any(row.get(key) is not None for row in shown)]
+    cells = tuple(tuple(map(row.get, keys)) for row in shown)
+    return Table("All figures", tuple(COLUMNS[key] for key in keys), cells)
 
 
-def _cells(row: Mapping[str, Any], count: int, *, has_card: bool) -> tuple[str, ...]:
-    fits = yes(row["fits"]) or "no"
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table shows otherwise than JSON: nothing for what is not there, and words."""
     if row["max_bytes"] is None:
-        # A policy without a plan has only the least that it needs.
-        least = "" if row["floor_bytes"] is None else f"({format_bytes(row['floor_bytes'])})"
-        return row["policy"], fits, least, *("",) * (count - 3)
-    return (
-        row["policy"],
-        fits,
-        *([format_bytes(row["device_bytes"])] if has_card else []),
-        format_bytes(row["max_bytes"]),
-        format_seconds(row["step_seconds"]),
-        f"{row['slowdown']:.3f}",
-        format_bytes(row["average_bytes"]),
-        format_bytes(row["offloaded_bytes"]) if row["offloaded_bytes"] else "",
-        recomputed(row["recomputed_flops"], row["recomputed_ops"]),
-        format_seconds(row["overlapped_seconds"]) if row["overlapped_seconds"] else "",
-        format_seconds(row["exposed_transfer_seconds"]) if row["exposed_transfer_seconds"] else "",
-        percent(row["fragmentation"], 1) if row["allocator_fits"] or not row["fits"] else "no room",
-    )
+        return {}
+    crowded = row["fits"] and not row["allocator_fits"]
+    return {key: row[key] or None for key in ("offloaded_bytes", "overlapped_seconds", "exposed_transfer_seconds")} | {
+        "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),
+        "fragmentation": "no room" if crowded else row["fragmentation"],
+    }
 
 
 def explanation(
@@ -175,8 +184,6 @@ def explanation(
         found.append(
             "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
         )
-    if any(row["max_bytes"] is None and row["floor_bytes"] is not None for row in rows):
-        found.append("In parentheses: the least that a policy without a plan would need.")
     if any(row["policy"] == InCore.name for row in rows):
         found.append(
             f"{InCore.name} keeps every feature map to the end of backward; PyTorch frees them as liveness does."

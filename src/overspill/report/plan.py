@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from overspill.capture.compiled.whole_step import NORM
@@ -18,7 +17,8 @@ from overspill.plans.plan import Plan
 from overspill.runtime.options import store_bytes
 from overspill.simulate import check
 
-from .listing import count, format_flops, listing, percent
+from .listing import count, format_flops, percent
+from .tables import Column, Table, Unit, printed
 
 SHOWN_TENSORS = 5
 
@@ -120,11 +120,11 @@ def plan_report(plan: Plan, peak: PlannedPeak, placed: Placed, title: str, note:
     parts: list[RenderableType] = [
         Text(title),
         "",
-        listing(("figure", "value"), _figures(plan, placed), numbers=(1,)),
+        printed(figures_table(plan, placed)),
         "",
-        _breakdown(plan, peak),
+        printed(peak_table(plan, peak)),
         "",
-        _largest(plan.graph, peak),
+        printed(_largest(plan.graph, peak)),
         "",
         Text(f"Times are simulated, not measured. {_verdict(plan)}"),
         *map(Text, [*card_notes(plan), *whole_step_notes(plan)]),
@@ -132,8 +132,9 @@ def plan_report(plan: Plan, peak: PlannedPeak, placed: Placed, title: str, note:
     return Group(*parts, *([Text(note)] if note else []))
 
 
-def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
-    return [
+def figures_table(plan: Plan, placed: Placed | None = None) -> Table:
+    """The figures of a plan, in words."""
+    rows = [
         *memory_figures(plan, placed),
         (
             "offloaded each step",
@@ -154,6 +155,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         ),
         ("planning took", format_seconds(plan.plan_seconds)),
     ]
+    return Table("All figures of the plan", (Column("figure"), Column("value", Unit.NUMBER)), tuple(rows))
 
 
 def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, str]]:
@@ -212,22 +214,33 @@ def limits_of(plan: Plan) -> list[tuple[str, int]]:
     return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
 
 
-def _breakdown(plan: Plan, peak: PlannedPeak) -> Table:
-    rows = [
-        (kind.value.replace("_", " "), format_bytes(nbytes), percent(nbytes, plan.peak_bytes))
-        for kind, nbytes in peak.by_kind.items()
-    ]
-    return listing((f"the peak, at {peak.at}", "size", "share"), rows, numbers=(1, 2))
+def peak_table(plan: Plan, peak: PlannedPeak) -> Table:
+    """The bytes of the peak by kind."""
+    columns = (
+        Column("kind", short=f"the peak, at {peak.at}"),
+        Column("size", Unit.BYTES, bar=True),
+        Column("share", Unit.SHARE),
+    )
+    kinds = peak.by_kind.items()
+    rows = tuple((kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in kinds)
+    return Table(f"What the peak is made of, at {peak.at}", columns, rows)
 
 
 def _largest(graph: Graph, peak: PlannedPeak) -> Table:
     """A table of the largest tensors, with their source lines if known."""
-    columns = ("largest at the peak", "kind", "shape", "size")
-    rows = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
-    lines = [graph.source(graph.producer.get(t.id)) for t in peak.largest]
-    if not any(lines):
-        return listing(columns, rows, numbers=(3,))
-    return listing((*columns, "line"), [(*row, line) for row, line in zip(rows, lines, strict=True)], numbers=(3,))
+    columns = (
+        Column("largest at the peak"),
+        Column("kind"),
+        Column("shape"),
+        Column("size", Unit.BYTES),
+        Column("line"),
+    )
+    rows = [
+        (_name(t), t.kind.value, "x".join(map(str, t.shape)), t.nbytes, graph.source(graph.producer.get(t.id)))
+        for t in peak.largest
+    ]
+    known = None if any(row[-1] for row in rows) else -1
+    return Table("", columns[:known], tuple(row[:known] for row in rows))
 
 
 def _verdict(plan: Plan) -> str:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from overspill.core.units import format_bytes, format_seconds
+from overspill.core.units import format_bytes
 from overspill.plans.sweep import Sweep, SweepPoint
 
-from .listing import recomputed, whole_columns, yes
+from .listing import percent, recomputed
+from .tables import Column, Table, Unit, printed
 
 FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "fits")  # fmt: skip
 """What a row has of a plan; null where there is none."""
+COLUMNS = {
+    "policy": Column("policy"),
+    "budget_share": Column("share", Unit.SHARE),
+    "budget_bytes": Column("budget", Unit.BYTES, bar=True),
+    "peak_bytes": Column("live", Unit.BYTES),
+    "fits": Column("fits"),
+    "step_seconds": Column("simulated step", Unit.SECONDS, short="step"),
+    "slowdown": Column("slowdown", Unit.RATIO),
+    "lower_bound_seconds": Column("bound", Unit.SECONDS),
+    "gap": Column("gap", Unit.SHARE),
+    "offloaded_bytes": Column("offloaded", Unit.BYTES),
+    "recomputed": Column("recomputed", Unit.NUMBER),
+}
 SMALL_SLOWDOWN = 1.05
 
 
@@ -49,7 +61,11 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
 
 def share_up(share: float) -> str:
     """A share in percent, rounded up, so that it suffices as a budget."""
-    return f"{ceil(1000 * share) / 10:.1f} %"
+    return percent(_up(share), 1)
+
+
+def _up(share: float) -> float:
+    return ceil(1000 * share) / 1000
 
 
 def sweep_verdict(sweep: Sweep) -> str:
@@ -83,7 +99,7 @@ def sweep_report(sweep: Sweep, title: str, note: str | None = None) -> Renderabl
     parts: list[RenderableType] = [
         Text(title),
         "",
-        _table(sweep),
+        printed(sweep_table(sweep), close=True),
         "",
         Text(sweep_verdict(sweep)),
         "",
@@ -96,48 +112,25 @@ def sweep_report(sweep: Sweep, title: str, note: str | None = None) -> Renderabl
     return Group(*parts, *map(Text, remarks), *([Text(note)] if note else []))
 
 
-def _table(sweep: Sweep) -> Table:
-    rows = [point_figures(sweep, point) for point in sweep.points]
-    has_card = any(row["device_bytes"] is not None for row in rows)
-    shows_fit = any(row["fits"] is False for row in rows)
-    several = len({row["policy"] for row in rows}) > 1
-    columns = (
-        *(["policy"] if several else []),
-        *(
-            "share",
-            "budget",
-            *(["live"] if has_card else []),
-            *(["fits"] if shows_fit else []),
-            "step",
-            "slowdown",
-            "bound",
-            "gap",
-            "offloaded",
-        ),
-        "recomputed",
-    )
-    numbers = [index for index, name in enumerate(columns) if name not in {"policy", "fits"}]
-    # Only points with a plan have a row.
-    feasible = [row for row in rows if row["feasible"]]
-    return whole_columns(
-        columns,
-        [_cells(row, has_card=has_card, shows_fit=shows_fit, several=several) for row in feasible],
-        numbers=numbers,
-    )
+def sweep_table(sweep: Sweep) -> Table:
+    """A table of every plan, the largest budget first."""
+    rows = [point_figures(sweep, point) for point in sweep.points if point.plan is not None]
+    # What is the same in all rows has no column; live bytes differ from budgets only of a card.
+    said = {
+        "policy": len({row["policy"] for row in rows}) > 1,
+        "peak_bytes": any(row["device_bytes"] is not None for row in rows),
+        "fits": not all(row["fits"] for row in rows),
+    }
+    keys = [key for key in COLUMNS if said.get(key, True)]
+    shown = [row | _shown(row) for row in rows]
+    cells = tuple(tuple(row[key] for key in keys) for row in shown)
+    return Table("Every plan", tuple(COLUMNS[key] for key in keys), cells)
 
 
-def _cells(row: dict[str, Any], *, has_card: bool, shows_fit: bool, several: bool) -> Sequence[str]:
-    live = [format_bytes(row["peak_bytes"])] if has_card else []
-    return (
-        *([row["policy"]] if several else []),
-        share_up(row["budget_share"]),
-        format_bytes(row["budget_bytes"]),
-        *live,
-        *([yes(row["fits"]) or "no"] if shows_fit else []),
-        format_seconds(row["step_seconds"]),
-        f"{row['slowdown']:.3f}",
-        format_seconds(row["lower_bound_seconds"]),
-        f"{100 * row['gap']:.1f} %",
-        format_bytes(row["offloaded_bytes"]) if row["offloaded_bytes"] else "",
-        recomputed(row["recomputed_flops"], row["recomputed_ops"]),
-    )
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """What a table shows otherwise than JSON: a share that suffices, nothing for what is not there, and words."""
+    return {
+        "budget_share": _up(row["budget_share"]),
+        "offloaded_bytes": row["offloaded_bytes"] or None,
+        "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),
+    }

@@ -10,7 +10,6 @@ from functools import cached_property
 from statistics import median
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from overspill.core import TensorKind
@@ -22,8 +21,9 @@ from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options, placed
 from overspill.runtime.training import Run, same_bits
 
-from .listing import count, format_flops, listing, percent
+from .listing import count, format_flops, percent
 from .plan import stored_by_kind, whole_step_notes
+from .tables import Column, Table, Unit, printed
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def training_report(trained: Trained, note: str | None = None) -> RenderableType
         lines.append(f"DIFFERENT from {_plain(trained)}: {trained.difference}")
     if note:
         lines.append(note)
-    return Group(Text(title_of(trained)), "", _peaks(trained), "", *(Text(line) for line in lines))
+    return Group(Text(title_of(trained)), "", printed(peaks_table(trained)), "", *(Text(line) for line in lines))
 
 
 def title_of(trained: Trained) -> str:
@@ -111,7 +111,8 @@ def title_of(trained: Trained) -> str:
     )
 
 
-def _peaks(trained: Trained) -> Table:
+def peaks_table(trained: Trained) -> Table:
+    """The budget and the peaks, planned and measured, with their shares."""
     run, plan = trained.managed, trained.plan
     whole = plan.unmanaged_needed_bytes
     rows = [
@@ -124,8 +125,9 @@ def _peaks(trained: Trained) -> Table:
     ]
     if trained.reference is not None:
         rows.append(("unmanaged peak (measured)", trained.reference.measured_peak_bytes))
-    cells = [(what, format_bytes(n), percent(n, plan.asked_bytes), percent(n, whole)) for what, n in rows]
-    return listing(("", "size", "of the budget", "of unmanaged"), cells, numbers=(1, 2, 3))
+    cells = tuple((what, n, n / plan.asked_bytes, n / whole if whole else None) for what, n in rows)
+    shares = (Column("of the budget", Unit.SHARE), Column("of unmanaged", Unit.SHARE))
+    return Table("Planned against measured", (Column(""), Column("size", Unit.BYTES, bar=True), *shares), cells)
 
 
 def _of_card(trained: Trained) -> list[tuple[str, int]]:

@@ -3,12 +3,15 @@
 `sections.py` says which there are.
 """
 
+from overspill.report.tables import Column as Column
+from overspill.report.tables import Table as Table
+from overspill.report.tables import Unit as Unit
+
 from .measured import is_of as is_of
 from .measured import last_step as last_step
 from .measured import measured_step as measured_step
 from .measured import with_measured as with_measured
 from .sections import Axis as Axis
-from .sections import Column as Column
 from .sections import Curve as Curve
 from .sections import Figure as Figure
 from .sections import Frames as Frames
@@ -21,9 +24,7 @@ from .sections import Points as Points
 from .sections import Run as Run
 from .sections import Section as Section
 from .sections import Step as Step
-from .sections import Table as Table
 from .sections import Tensors as Tensors
-from .sections import Unit as Unit
 from .sections import Verdict as Verdict
 from .sections import Words as Words
 from .step import addresses as addresses

@@ -8,27 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from overspill.report.tables import Table, Unit
+
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Cell = str | float | bool | None
-"""What stands in a table. None: nothing is known."""
-
-
-class Unit(StrEnum):
-    """How the page formats a number."""
-
-    TEXT = "text"
-    NUMBER = "number"
-    BYTES = "bytes"
-    SECONDS = "seconds"
-    FLOPS = "flops"
-    RATIO = "ratio"  # 1.095
-    SHARE = "share"  # 0.45 is written as 45 %
 
 
 @dataclass(frozen=True)
@@ -50,31 +37,6 @@ class Verdict:
     text: str
     good: bool | None
     figures: tuple[Figure, ...] = ()
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table, with its unit.
-
-    `bar`: each number has a bar behind it, as long as its share of the largest.
-    """
-
-    name: str
-    unit: Unit = Unit.TEXT
-    bar: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table, which a click on a column's head sorts.
-
-    Rows are as given until then.
-    """
-
-    title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,28 +10,12 @@ from typing import Any
 
 from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.comparison import BASELINE, Comparison, Row
-from overspill.report.compare import explanation, remarks, row_figures
-from overspill.report.listing import percent, recomputed
+from overspill.report.compare import COLUMNS, explanation, figures_table, remarks, row_figures
+from overspill.report.listing import percent
 from overspill.report.page import Axis, Column, Curve, Figure, Mark, Page, Point, Points, Table, Unit, Verdict
-from overspill.report.page.sections import Cell
+from overspill.report.tables import Cell
 
 TIME = Axis("simulated step", Unit.SECONDS)
-COLUMNS = {
-    "policy": Column("policy"),
-    "fits": Column("fits"),
-    "device_bytes": Column("card", Unit.BYTES, bar=True),
-    "max_bytes": Column("live", Unit.BYTES, bar=True),
-    "floor_bytes": Column("needs at least", Unit.BYTES),
-    "over_bytes": Column("over the budget", Unit.BYTES),
-    "step_seconds": Column("simulated step", Unit.SECONDS),
-    "slowdown": Column("slowdown", Unit.RATIO),
-    "average_bytes": Column("average", Unit.BYTES),
-    "offloaded_bytes": Column("offloaded", Unit.BYTES),
-    "recomputed": Column("recomputed"),
-    "overlapped_seconds": Column("overlap", Unit.SECONDS),
-    "exposed_transfer_seconds": Column("exposed", Unit.SECONDS),
-    "fragmentation": Column("fragmentation", Unit.SHARE),
-}
 EXPLAINED = (
     "Average is what is live over the time of the step, in the mean. Overlap is the time in which ops ran while something was "
     "moved; exposed is the time in which ops waited, for what was moved or for the host."
@@ -49,16 +33,11 @@ def compare_page(compared: Comparison, title: str | None = None) -> Page:
     """The report of `compared`."""
     name = title or f"policies within {format_bytes(compared.budget_bytes)} on {compared.device.name}"
     rows = [_figures(row, compared) for row in compared]
-    keys = [key for key in COLUMNS if any(row[key] is not None for row in rows)]
-    table = Table(
-        "All figures", tuple(COLUMNS[key] for key in keys), tuple(tuple(row[key] for key in keys) for row in rows)
-    )
-    bound = compared.lower_bound_seconds
-    explained = explanation(rows, compared.device, compared.budget_bytes, bound)
-    notes = [said for said in explained if "parentheses" not in said] + remarks(rows, compared.device)
+    explained = explanation(rows, compared.device, compared.budget_bytes, compared.lower_bound_seconds)
+    notes = explained + remarks(rows, compared.device)
     if any(row["average_bytes"] is not None for row in rows):
         notes.append(EXPLAINED)
-    return Page(name, compare_verdict(compared), (_points(compared), table), tuple(notes))
+    return Page(name, compare_verdict(compared), (_points(compared), figures_table(rows)), tuple(notes))
 
 
 def _figures(row: Row, compared: Comparison) -> dict[str, Any]:
@@ -66,8 +45,7 @@ def _figures(row: Row, compared: Comparison) -> dict[str, Any]:
     figures = row_figures(row, compared.device)
     least = row.least_bytes
     over = None if row.fits or least is None or least <= compared.budget_bytes else least - compared.budget_bytes
-    again = None if row.plan is None else recomputed(row.plan.recomputed_flops, row.plan.recomputed_ops)
-    return figures | {"over_bytes": over, "recomputed": again}
+    return figures | {"over_bytes": over}
 
 
 def compare_verdict(compared: Comparison) -> Verdict:

@@ -14,6 +14,7 @@ from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
 from overspill.estimation.peak import kind_of
 from overspill.estimation.text import line_of, trained, verdict
+from overspill.report.advice import changes_table
 from overspill.report.page import (
     Column,
     Figure,
@@ -44,7 +45,7 @@ def estimate_page(made: Estimate, title: str | None = None, *, asked: bool = Tru
     """
     sections: list[Section] = [_step(made), estimate_table(made), _largest(made), _layers(made)]
     if made.changes and asked:
-        sections.insert(0, _changes(made))
+        sections.insert(0, changes_table(made.changes))
     notes = [
         "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
         "Memory over the step counts tensors and workspaces as requested; context and what the allocator keeps come on top.",
@@ -107,12 +108,6 @@ def _moment(made: Figures) -> str:
     if not peak.op:
         return ""
     return f"The peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}{line_of(peak)}."
-
-
-def _changes(made: Estimate) -> Table:
-    rows = [(c.what, c.minimum_capacity_bytes, c.fits, c.cost) for c in made.changes]
-    columns = (Column("change"), Column("needs then", Unit.BYTES), Column("fits then"), Column("cost"))
-    return Table("What would help, the cheapest first", columns, tuple(rows))
 
 
 def _layers(made: Figures) -> Table:

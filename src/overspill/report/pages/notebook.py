@@ -5,25 +5,13 @@ It has no style but what suits dark and light alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from html import escape
 
-from overspill.core.units import format_bytes, format_seconds
-from overspill.report.listing import format_flops, yes
 from overspill.report.page import Table, Unit, Verdict
 from overspill.report.page.encode import visible
-from overspill.report.page.sections import Cell
+from overspill.report.tables import written
 
 MOST_ROWS = 20
-WRITERS: dict[Unit, Callable[[float], str]] = {
-    Unit.TEXT: str,
-    Unit.NUMBER: "{:g}".format,
-    Unit.BYTES: format_bytes,
-    Unit.SECONDS: format_seconds,
-    Unit.FLOPS: format_flops,
-    Unit.RATIO: "{:.3f}".format,
-    Unit.SHARE: lambda share: f"{100 * share:.1f} %",
-}
 SIGNS = {True: "✓ ", False: "✕ ", None: ""}
 
 
@@ -48,15 +36,6 @@ def short_html(verdict: Verdict, table: Table | None = None) -> str:
         if len(table.rows) > MOST_ROWS:
             parts.append(f"<p>and {len(table.rows) - MOST_ROWS} more</p>")
     return f"<div>{''.join(parts)}</div>"
-
-
-def written(cell: Cell, unit: Unit) -> str:
-    """A cell as text, in its unit."""
-    if cell is None or isinstance(cell, str):
-        return cell or ""
-    if isinstance(cell, bool):
-        return yes(cell) or "no"
-    return WRITERS[unit](cell)
 
 
 def _table(rows: list[list[str]]) -> str:

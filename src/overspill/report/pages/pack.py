@@ -10,7 +10,7 @@ from overspill.placement.packing.base import Solution
 from overspill.placement.packing.verdict import Verdict as Judged
 from overspill.placement.packing.verdict import verdict as judge
 from overspill.report.page import Column, Figure, Page, Section, Table, Unit, Verdict, addresses
-from overspill.report.page.sections import Cell
+from overspill.report.tables import Cell
 
 MOST_BLOCKS = 30
 COLUMNS = (

@@ -11,7 +11,7 @@ from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import count, percent
 from overspill.report.page import Column, Figure, Page, Section, Table, Unit, Verdict, step
-from overspill.report.plan import card_notes, memory_figures, peak_of, too_small, waiting, whole_step_notes
+from overspill.report.plan import card_notes, figures_table, peak_of, peak_table, too_small, whole_step_notes
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -19,17 +19,9 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
 
     Its blocks are where `placer` puts them (None: PyTorch's caching allocator).
     """
-    peak = peak_of(plan)
-    kinds = Table(
-        f"What the peak is made of, at {peak.at}",
-        (Column("kind"), Column("bytes", Unit.BYTES, bar=True), Column("share", Unit.SHARE)),
-        tuple(
-            (kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in peak.by_kind.items()
-        ),
-    )
-    figures = Table("All figures of the plan", (Column("figure"), Column("value")), tuple(_figures(plan)))
     notes = ("Times and memory are simulated, not measured.", *card_notes(plan), *whole_step_notes(plan))
-    sections: tuple[Section, ...] = (step(plan, placer), _beside(plan), *_swaps(plan), kinds, figures)
+    tables = (*_swaps(plan), peak_table(plan, peak_of(plan)), figures_table(plan))
+    sections: tuple[Section, ...] = (step(plan, placer), _beside(plan), *tables)
     return Page(title, plan_verdict(plan), sections, notes)
 
 
@@ -114,15 +106,3 @@ def plan_verdict(plan: Plan) -> Verdict:
             Figure("recomputed each step", count(plan.recomputed_ops, "op"), format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
         ),
     )  # fmt: skip
-
-
-def _figures(plan: Plan) -> list[tuple[str, str]]:
-    return [
-        *memory_figures(plan),
-        ("waiting", waiting(plan.timeline)),
-        (
-            "lower bound of the step",
-            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)",
-        ),
-        ("planning took", format_seconds(plan.plan_seconds)),
-    ]

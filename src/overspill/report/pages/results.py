@@ -17,6 +17,7 @@ from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
 from overspill.report.page import Page, Table, Verdict, check_page, write_page
 from overspill.report.recording import Recording
+from overspill.report.sweep import sweep_table
 
 from .compare import compare_page, compare_table, compare_verdict
 from .estimate import estimate_page, estimate_table, estimate_verdict
@@ -24,7 +25,7 @@ from .notebook import short_html
 from .pack import pack_page, pack_verdict
 from .plan import plan_page, plan_verdict
 from .recording import recording_page, recording_verdict, steps_table
-from .sweep import sweep_page, sweep_table, sweep_verdict_of
+from .sweep import sweep_page, sweep_verdict_of
 
 
 def write_report(found: Reportable, path: Path, title: str | None = None) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from overspill.core.units import format_bytes
 from overspill.plans.sweep import Sweep, SweepPoint
-from overspill.report.listing import recomputed
-from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
-from overspill.report.sweep import point_figures, share_up, sweep_verdict
+from overspill.report.page import Axis, Curve, Figure, Lines, Mark, Page, Point, Points, Unit, Verdict
+from overspill.report.sweep import share_up, sweep_table, sweep_verdict
 
 from .compare import bound_curve
 
@@ -49,28 +48,6 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
         figures.append(Figure(f"{sweep.device.name} has", format_bytes(sweep.device.memory_bytes)))
     text = sweep_verdict(sweep)
     return Verdict(text[0].upper() + text[1:], bool(fitting), tuple(figures))
-
-
-def sweep_table(sweep: Sweep) -> Table:
-    """A table of every plan, the largest budget first."""
-    rows = [point_figures(sweep, point) for point in sweep.points if point.plan is not None]
-    for row in rows:
-        row["recomputed"] = recomputed(row["recomputed_flops"], row["recomputed_ops"])
-    # Live bytes differ from budgets only of a card.
-    columns = {
-        "policy": Column("policy"),
-        "budget_share": Column("share", Unit.SHARE),
-        "budget_bytes": Column("budget", Unit.BYTES, bar=True),
-        **({"peak_bytes": Column("live", Unit.BYTES)} if any(row["device_bytes"] for row in rows) else {}),
-        "step_seconds": Column("simulated step", Unit.SECONDS),
-        "slowdown": Column("slowdown", Unit.RATIO),
-        "lower_bound_seconds": Column("bound", Unit.SECONDS),
-        "gap": Column("gap", Unit.SHARE),
-        "offloaded_bytes": Column("offloaded", Unit.BYTES),
-        "recomputed": Column("recomputed"),
-        "fits": Column(f"fits {sweep.device.name}"),
-    }
-    return Table("Every plan", tuple(columns.values()), tuple(tuple(row[key] for key in columns) for row in rows))
 
 
 def _curves(sweep: Sweep) -> Lines | Points:

@@ -9,7 +9,6 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.report.listing import percent
 from overspill.report.page import (
     Axis,
-    Column,
     Curve,
     Figure,
     Lines,
@@ -17,14 +16,13 @@ from overspill.report.page import (
     Page,
     Section,
     Step,
-    Table,
     Unit,
     Verdict,
     is_of,
     measured_step,
     with_measured,
 )
-from overspill.report.training import Trained, title_of, usual_step_seconds, usual_steps
+from overspill.report.training import Trained, peaks_table, title_of, usual_step_seconds, usual_steps
 
 from .plan import plan_page
 from .recording import views_title
@@ -35,7 +33,7 @@ def training_page(trained: Trained, title: str | None = None) -> Page:
     title = title or title_of(trained)
     planned = plan_page(trained.plan, title, trained.options.placer)
     views, measured = _views(trained, planned.sections)
-    sections: tuple[Section, ...] = (_peaks(trained), _losses(trained), _steps(trained), *views)
+    sections: tuple[Section, ...] = (peaks_table(trained), _losses(trained), _steps(trained), *views)
     notes = (
         "The peak, the losses and the times of steps were measured on this machine; the views of the step are the plan's, simulated"
         + (f", but for those that say {measured}." if measured else "."),
@@ -96,17 +94,6 @@ def _unmanaged(trained: Trained) -> Figure:
     whole = trained.reference.measured_peak_bytes
     share = percent(trained.managed.measured_peak_bytes, whole)
     return Figure("unmanaged peak", format_bytes(whole), f"measured, the run took {share} of it; planned {planned}")
-
-
-def _peaks(trained: Trained) -> Table:
-    run, plan, reference = trained.managed, trained.plan, trained.reference
-    unmanaged = None if reference is None else reference.measured_peak_bytes
-    rows = (
-        ("with Overspill", run.planned_peak_bytes, run.measured_peak_bytes),
-        ("without", plan.unmanaged_peak_bytes, unmanaged),
-    )
-    columns = (Column("peak"), Column("planned", Unit.BYTES, bar=True), Column("measured", Unit.BYTES, bar=True))
-    return Table("Planned against measured", columns, rows)
 
 
 def _losses(trained: Trained) -> Lines:

@@ -1,0 +1,80 @@
+"""A table as data, which a terminal, a notebook and a page show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from overspill.core.units import format_bytes, format_seconds
+
+from .listing import Listing, format_flops, listing, percent, whole_columns, yes
+
+Cell = str | float | bool | None
+"""What stands in a table. None: nothing is known."""
+
+
+class Unit(StrEnum):
+    """How the page formats a number."""
+
+    TEXT = "text"
+    NUMBER = "number"
+    BYTES = "bytes"
+    SECONDS = "seconds"
+    FLOPS = "flops"
+    RATIO = "ratio"  # 1.095
+    SHARE = "share"  # 0.45 is written as 45 %
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, with its unit.
+
+    `bar`: each number has a bar behind it, as long as its share of the largest. `short`: its name in a terminal.
+    """
+
+    name: str
+    unit: Unit = Unit.TEXT
+    bar: bool = False
+    short: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, which a click on a column's head sorts.
+
+    Rows are as given until then.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+WRITERS: dict[Unit, Callable[[float], str]] = {
+    Unit.TEXT: str,
+    Unit.NUMBER: "{:g}".format,
+    Unit.BYTES: format_bytes,
+    Unit.SECONDS: format_seconds,
+    Unit.FLOPS: format_flops,
+    Unit.RATIO: "{:.3f}".format,
+    Unit.SHARE: lambda share: percent(share, 1),
+}
+
+
+def written(cell: Cell, unit: Unit) -> str:
+    """A cell as text, in its unit."""
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    if isinstance(cell, bool):
+        return yes(cell) or "no"
+    return WRITERS[unit](cell)
+
+
+def printed(table: Table, *, close: bool = False) -> Listing:
+    """`table` for a terminal, without its title; with little space between many columns if `close`."""
+    units = [column.unit for column in table.columns]
+    rows = [[written(cell, unit) for cell, unit in zip(row, units, strict=True)] for row in table.rows]
+    numbers = [at for at, unit in enumerate(units) if unit is not Unit.TEXT]
+    return (whole_columns if close else listing)([c.short or c.name for c in table.columns], rows, numbers=numbers)
