@@ -81,7 +81,7 @@ def test_sweep_goes_from_the_unmanaged_peak_to_the_smallest_budget() -> None:
     budgets = [point.budget_bytes for point in found.points]
     assert budgets[0] == found.unmanaged_device_bytes == found.unmanaged_needed_bytes > found.unmanaged_peak_bytes
     assert budgets[-1] >= found.floors["auto"].nbytes
-    with pytest.raises(RequestError, match="1 is too few for a sweep"):
+    with pytest.raises(RequestError, match="too few"):
         overspill.sweep(mlp(), BATCH, points=1)
 
 
@@ -93,7 +93,7 @@ def test_pack_takes_a_trace_or_a_file(tmp_path: Path) -> None:
         solution = overspill.pack(blocks)
         assert solution.layout is not None
         assert (solution.layout.peak_bytes, solution.optimal) == (150, True)
-    with pytest.raises(RequestError, match="is not a positive size"):
+    with pytest.raises(RequestError, match="positive size"):
         overspill.pack(trace, capacity=0)
 
 
@@ -101,12 +101,12 @@ def test_pack_takes_a_trace_or_a_file(tmp_path: Path) -> None:
     ("ask", "said"),
     [
         (lambda: overspill.plan("resnet18"), "pass batch="),
-        (lambda: overspill.plan("resnet18", BATCH, batch=2), "has its own inputs"),
+        (lambda: overspill.plan("resnet18", BATCH, batch=2), "own inputs"),
         (lambda: overspill.plan(mlp()), "pass inputs"),
-        (lambda: overspill.plan(mlp(), 3), "inputs holds no tensor"),
-        (lambda: overspill.plan(list, BATCH), "build returned list, not a module"),
-        (lambda: overspill.compare("resnet18", batch=2, policies=("aut",)), "did you mean 'auto'"),
-        (lambda: overspill.pack(Trace(()), time_limit=0), "no time to search in"),
+        (lambda: overspill.plan(mlp(), 3), "no tensor"),
+        (lambda: overspill.plan(list, BATCH), "returned list"),
+        (lambda: overspill.compare("resnet18", batch=2, policies=("aut",)), "'auto'"),
+        (lambda: overspill.pack(Trace(()), time_limit=0), "no time"),
     ],
 )
 def test_a_wrong_request_is_one_line(ask: object, said: str) -> None:
@@ -122,7 +122,7 @@ def test_a_plan_says_what_it_takes_in_a_terminal() -> None:
 
 def test_a_policy_that_gives_no_schedule_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_named("liveness").__class__, "_plan", lambda *_: None)
-    with pytest.raises(RequestError, match="policy liveness gave None, which is no Schedule"):
+    with pytest.raises(RequestError, match="liveness gave None"):
         overspill.plan(mlp(), BATCH, nn.CrossEntropyLoss(), policy="liveness")
 
 

@@ -92,12 +92,10 @@ def test_the_way_to_train_is_checked_and_freezes() -> None:
     made = {"way": way, "Job": Job, "dataclass": dataclass, "__annotations__": {}, "__name__": __name__}
     exec(f"@dataclass(frozen=True)\nclass More(Job):\n    {declared}", made)
     model, more = NamedModel("resnet18"), made["More"]
-    for wrong, says in (
-        ({"train_last": 0}, "train_last=0 is not"),
-        ({"train_last": 2, "optimizer": None}, "train_last=:"),
-    ):
-        with pytest.raises(RequestError, match=says):
+    for wrong in ({"train_last": 0}, {"train_last": 2, "optimizer": None}):
+        with pytest.raises(RequestError) as refused:
             more(model, **wrong).check_inference()
+        assert refused.value.fields == ("train_last",)
     module, job = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), more(model, train_last=2)
     assert (job.ways(), more(model).ways()) == (["train_last"], [])
     exec(does, {"module": module, "job": job})

@@ -207,3 +207,81 @@ def test_the_files_that_docs_structure_names_are_there() -> None:
     assert len(named) > 40
     assert [name for name in named if name.endswith(".py") and name.rpartition("/")[2] not in files] == []
     assert [name for name in named if name.endswith("/") and name.rstrip("/").rpartition("/")[2] not in folders] == []
+
+
+# What tests ask of errors
+
+
+def rows(values: ast.expr, tables: dict[str, ast.expr]) -> list[ast.expr]:
+    """What a loop or the parameters of a test go through, by name or written there."""
+    if isinstance(values, ast.Call) and isinstance(values.func, ast.Attribute) and values.func.attr == "values":
+        values = tables.get(ast.unparse(values.func.value), values)
+    return values.values if isinstance(values, ast.Dict) else getattr(values, "elts", [])
+
+
+def bindings(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The names that are assigned or looped over, or are parameters of a test, each with a value."""
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    pairs = [(node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value) for node in assigned]
+    yield from pairs
+    tables = {ast.unparse(target): value for target, value in pairs}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For):
+            yield from ((node.target, row) for row in rows(node.iter, tables))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize":
+            names = ast.literal_eval(node.args[0])
+            target = ast.parse(names if isinstance(names, str) else ",".join(names), mode="eval").body
+            yield from ((target, row) for row in rows(node.args[1], tables))
+
+
+def named_values(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """What each name may stand for in a file of tests."""
+    found: dict[str, list[ast.expr]] = {}
+    for target, value in bindings(tree):
+        is_param = isinstance(value, ast.Call) and ast.unparse(value.func) == "pytest.param"
+        values = value.args if is_param else getattr(value, "elts", []) if isinstance(target, ast.Tuple) else [value]
+        for name, one in zip(getattr(target, "elts", [target]), values, strict=False):
+            found.setdefault(ast.unparse(name), []).append(one)
+    return found
+
+
+def long_matches(text: str) -> list[str]:
+    """The patterns in a file of tests that match more than three words of an error's sentence, or are none to be read."""
+    tree, long = ast.parse(text), []
+    values = named_values(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in {"raises", "warns"}:
+            for given in (keyword.value for keyword in node.keywords if keyword.arg == "match"):
+                for pattern in values.get(ast.unparse(given), [given]):
+                    said = re.sub(r"\{[^{}]*\}", "x", ast.unparse(pattern))
+                    words = [
+                        w
+                        for w in re.split(r" +|\.\*", re.sub(r"^r?f?r?|\\\\?[a-z]", "", said))
+                        if re.search("[A-Za-z]", w)
+                    ]
+                    if not isinstance(pattern, ast.Constant | ast.JoinedStr) or len(words) > 3:
+                        long.append(said)
+    return long
+
+
+def test_tests_ask_errors_for_their_type_and_fields_and_match_no_sentence() -> None:
+    files = [path for tests in (ROOT / "tests", PAPERS.parents[1] / "tests") for path in tests.rglob("*.py")]
+    texts = {path: text for path in files if "match=" in (text := path.read_text(encoding="utf-8"))}
+    assert len(texts) > 100
+    assert {path.name: long for path, text in texts.items() if (long := long_matches(text))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "long"),
+    [
+        ("with pytest.raises(E, match='the budget'): pass", 0),
+        ("with pytest.raises(E, match='the budget is below'): pass", 1),
+        ("with pytest.raises(E, match=f'{n} bytes.*are missing'): pass", 1),
+        ("for n, said in ((1, 'a b'), (2, 'a b c d')):\n with pytest.raises(E, match=said): pass", 1),
+        ("@pytest.mark.parametrize(('n', 'said'), [(1, 'a b'), pytest.param(2, 'a b c d')])\ndef f(n, said):\n with pytest.raises(E, match=said): pass", 1),
+        ("T = {'x': (1, 'a b c d')}\n@pytest.mark.parametrize(('n', 'said'), T.values(), ids=T)\ndef f(n, said):\n with pytest.raises(E, match=said): pass", 1),
+        ("with pytest.raises(E, match=str(n)): pass", 1),
+    ],
+)  # fmt: skip
+def test_a_long_match_is_seen_wherever_it_is_written(text: str, long: int) -> None:
+    assert len(long_matches(text)) == long

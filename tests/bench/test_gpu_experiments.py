@@ -127,7 +127,7 @@ def test_a_budget_is_the_peak_of_the_peer_and_a_refusal_is_an_answer(
     setting = gpu.experiment.Setting("cpu", small=True, earlier={"6-gpt2-checkpoint": peer})
     found = gpu.topics.steps.step_time(setting, "gpt2", "overspill", at="6-gpt2-checkpoint")
     assert (found["outcome"], found["budget_bytes"]) == (gpu.topics.jobs.INFEASIBLE, 3000)
-    with pytest.raises(gpu.experiment.Waiting, match="it needs the figures of 6-gpt2-save-on-cpu"):
+    with pytest.raises(gpu.experiment.Waiting, match="6-gpt2-save-on-cpu"):
         gpu.topics.steps.step_time(setting, "gpt2", "overspill", at="6-gpt2-save-on-cpu")
 
 

@@ -38,7 +38,7 @@ def test_a_link_that_lies_where_the_file_is_begun_is_not_followed(
     monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
     for name in ("guessed", str(os.getpid())):
         (tmp_path / f".overspill-{name}.part").symlink_to(victim)
-    with pytest.raises(RequestError, match=r"cannot write .*out: File exists"):
+    with pytest.raises(RequestError, match="out: File exists"):
         write_whole(tmp_path / "out", "new")
     monkeypatch.undo()
     write_whole(tmp_path / "out", "new")
@@ -51,7 +51,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
     try:
-        with pytest.raises(RequestError, match=r"cannot write .*out: File too large"):
+        with pytest.raises(RequestError, match="File too large"):
             write_whole(tmp_path / "out", "x" * (1 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -71,7 +71,7 @@ def test_what_cannot_be_a_file_is_one_line(tmp_path: Path) -> None:
 def test_a_device_is_read_to_its_end_if_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_whole("/dev/null") == b""
     monkeypatch.setattr(files, "MOST_STREAMED_BYTES", 1 << 20)
-    with pytest.raises(RequestError, match=r"gives more than 1.0 MiB"):
+    with pytest.raises(RequestError, match=r"more than 1.0"):
         read_whole("/dev/zero")
     write_whole("/dev/null", "gone")
 

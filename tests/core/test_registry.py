@@ -22,20 +22,20 @@ def test_what_is_registered_is_found_and_listed_in_order() -> None:
 
 
 def test_a_taken_name_is_refused() -> None:
-    with pytest.raises(RequestError, match="there is a colour 'red' already"):
+    with pytest.raises(RequestError, match="'red' already"):
         colours().register("red", 7)
 
 
 def test_an_unknown_name_says_what_was_meant_and_what_there_is() -> None:
-    with pytest.raises(RequestError, match=r"unknown colour 'gren'; did you mean 'green'\? Colours: red, green"):
+    with pytest.raises(RequestError, match=r"'gren'; .* 'green'\? .* red,"):
         colours().named("gren")
-    with pytest.raises(RequestError, match=r"unknown colour 'x'\. Colours: red, green"):
+    with pytest.raises(RequestError, match=r"'x'\. Colours: red"):
         colours().named("x")
 
 
 def test_a_name_of_overspill_papers_says_what_to_install_where_that_is_not_here() -> None:
     registry = Registry("colour", "colours", {"red": 1}, papers=("sepia", "red"))
-    with pytest.raises(RequestError, match=r"the colour 'sepia' needs .*: pip install overspill\[papers\]"):
+    with pytest.raises(RequestError, match=r"'sepia' .* install overspill\[papers\]"):
         registry.named("sepia")
     assert registry.named("red") == 1
     assert "sepia" not in registry
@@ -68,7 +68,7 @@ def test_installed_packages_add_names_through_entry_points() -> None:
     assert list(registry) == ["red", "green", "teal", "bad"]
     assert list(Registry("colour", "colours", {"red": 1}, by_name=True)) == ["bad", "red", "teal"]
     assert registry.named("teal") == 9
-    with pytest.raises(RequestError, match="colour 'bad' of the package more-colours cannot be loaded: AttributeError"):
+    with pytest.raises(RequestError, match=r"'bad' .* more-colours .* AttributeError"):
         registry.named("bad")
     with pytest.raises(RequestError, match="already"):
         registry.register("teal", 1)

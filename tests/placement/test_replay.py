@@ -100,17 +100,17 @@ def test_blocks_of_no_bytes_lie_nowhere(name: str, native: bool) -> None:
 def test_two_to_the_62_bytes_fail_on_every_device(name: str, native: bool) -> None:
     events = Events.from_rows([(ALLOCATE, 0, 2**62, 0)])
     assert replay(events, name, native=native).failed_at == 0
-    with pytest.raises(OutOfMemory, match="cannot serve these events on a device of any size"):
+    with pytest.raises(OutOfMemory, match="any size"):
         minimum_capacity(events, name, native=native)
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([(ALLOCATE, 3, 1), (ALLOCATE, 3, 1)], "event 1 allocates block 3, which is live"),
-        ([(ALLOCATE, 3, 1), (FREE, 3), (FREE, 3)], "event 2 frees block 3, which is not live"),
-        ([(FREE, 0)], "event 0 frees block 0, which is not live"),
-        ([(TRY, 0, 1000), (TRY, 0, 1)], "event 1 allocates block 0, which is live"),
+        ([(ALLOCATE, 3, 1), (ALLOCATE, 3, 1)], "event 1 .*block 3"),
+        ([(ALLOCATE, 3, 1), (FREE, 3), (FREE, 3)], "event 2 .*block 3"),
+        ([(FREE, 0)], "event 0 frees"),
+        ([(TRY, 0, 1000), (TRY, 0, 1)], "event 1 allocates"),
     ],
 )
 def test_events_in_the_wrong_order_are_refused(rows: list[Any], message: str, native: bool) -> None:
@@ -121,15 +121,15 @@ def test_events_in_the_wrong_order_are_refused(rows: list[Any], message: str, na
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (([0], [0], [1], [0, 0]), "arrays of one length, not of 1, 2"),
-        (([3], [0], [1], [0]), "event 0 has an action other than 0, 1 or 2"),
-        (([0, 0], [0, -1], [1, 1], [0, 0]), "event 1 has a negative block"),
-        (([0], [0], [-5], [0]), "event 0 has a negative size"),
-        (([0], [0], [1], [-1]), "event 0 has a negative stream"),
-        (([0], [0], [1.5], [0]), "must be one row of whole numbers, not float64"),
-        (([0], [0], [2**63], [0]), "the nbytes of events must fit int64"),
-        (([0], [2**40], [1], [0]), "event 0 has a block above"),
-        ((3, [0], [1], [0]), "the action of events must be one row"),
+        (([0], [0], [1], [0, 0]), "one length"),
+        (([3], [0], [1], [0]), "action other"),
+        (([0, 0], [0, -1], [1, 1], [0, 0]), "event 1 .*negative block"),
+        (([0], [0], [-5], [0]), "negative size"),
+        (([0], [0], [1], [-1]), "negative stream"),
+        (([0], [0], [1.5], [0]), "not float64"),
+        (([0], [0], [2**63], [0]), "nbytes .*int64"),
+        (([0], [2**40], [1], [0]), "block above"),
+        ((3, [0], [1], [0]), "action .*one row"),
     ],
 )
 def test_malformed_events_are_refused(columns: tuple[Any, ...], message: str) -> None:
@@ -172,7 +172,7 @@ def test_a_layout_is_valid_and_no_higher_than_what_was_reserved(
 
 
 def test_a_trace_without_room_has_no_layout() -> None:
-    with pytest.raises(RequestError, match="cannot place this trace in its address space"):
+    with pytest.raises(RequestError, match="address space"):
         layout_of(Trace((Block(0, 0, 1, 2**62),)))
 
 

@@ -177,7 +177,7 @@ def test_a_block_that_was_placed_elsewhere_is_found_and_replay_goes_on(tmp_path:
 def test_a_missing_allocation_does_not_go_with_the_segments(tmp_path: Path) -> None:
     content = mixed_run()
     del trace_of(content)[positions(content, "free_completed")[0]]
-    with pytest.raises(RequestError, match=r"do not belong together: after event \d+ \(alloc of"):
+    with pytest.raises(RequestError, match=r"after event \d+"):
         replay_snapshot(reread(content, tmp_path))
 
 
@@ -275,7 +275,7 @@ def test_one_device_of_several_is_replayed_at_a_time(tmp_path: Path) -> None:
     for device in (1, 2):
         check(replay_snapshot(read, device))
     for device in (0, 3):
-        with pytest.raises(RequestError, match=r"holds no events of device .; devices with events: 1, 2"):
+        with pytest.raises(RequestError, match="events: 1, 2"):
             replay_snapshot(read, device)
 
 

@@ -153,14 +153,14 @@ def test_a_run_of_nothing_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / "a.pickle"
     write_snapshot(path, Events.from_rows([]))
     assert read_snapshot(path).segments == ()
-    with pytest.raises(RequestError, match=r"holds no events of device 0; torch.cuda.memory._record_memory_history"):
+    with pytest.raises(RequestError, match=r"device 0; .*_record_memory_history"):
         replay_snapshot(read_snapshot(path))
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot write"):
         write_snapshot(tmp_path / "no" / "a.pickle", EVENTS)
-    with pytest.raises(RequestError, match="event 0 frees block 0, which is not live"):
+    with pytest.raises(RequestError, match="event 0 frees"):
         write_snapshot(tmp_path / "a.pickle", Events.from_rows([(FREE, 0, 0, 0)]))
-    with pytest.raises(RequestError, match="event 1 allocates block 0, which is live"):
+    with pytest.raises(RequestError, match="event 1 allocates"):
         write_snapshot(tmp_path / "a.pickle", Events.from_rows([(ALLOCATE, 0, 1, 0)] * 2))

@@ -133,13 +133,13 @@ def test_a_policy_that_fails_has_a_row_that_says_so_and_the_others_have_theirs(
     assert "test_comparison.py, line " in said
     assert rows["lossy"].plan is None
     assert rows["lossy"].error
-    with pytest.raises(PolicyError, match="policy careless raised AttributeError"):
+    with pytest.raises(PolicyError, match=r"careless .*AttributeError"):
         make_plan(graph, DEVICE, "careless", LIMITLESS)
 
 
 def test_an_unknown_name_is_refused_before_anything_is_planned(graph: Graph) -> None:
     told: list[str] = []
-    with pytest.raises(RequestError, match="unknown policy 'lifeness'; did you mean 'liveness'"):
+    with pytest.raises(RequestError, match=r"'lifeness'; .*'liveness'"):
         compare(graph, DEVICE, ("auto", "lifeness"), LIMITLESS, progress=told.append)
     assert told == []
 

@@ -142,7 +142,7 @@ def test_a_curve_that_is_flat_needs_its_ends_alone(graph: Graph) -> None:
 
 
 def test_a_sweep_has_two_ends_and_known_policies(graph: Graph) -> None:
-    with pytest.raises(RequestError, match="1 is too few for a sweep"):
+    with pytest.raises(RequestError, match="too few"):
         sweep(graph, DEVICE, points=1)
-    with pytest.raises(RequestError, match="unknown policy 'lifeness'; did you mean 'liveness'"):
+    with pytest.raises(RequestError, match=r"'lifeness'; .*'liveness'"):
         sweep(graph, DEVICE, ("lifeness",))

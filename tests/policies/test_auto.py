@@ -137,7 +137,7 @@ def test_what_is_random_is_never_recomputed() -> None:
 @pytest.mark.parametrize("text", ["none", "0", "-1", "inf", "nan"])
 def test_an_effort_that_is_no_factor_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERSPILL_EFFORT", text)
-    with pytest.raises(RequestError, match=f"OVERSPILL_EFFORT={text}: it is a factor above 0"):
+    with pytest.raises(RequestError, match=f"OVERSPILL_EFFORT={text}"):
         Auto()
 
 

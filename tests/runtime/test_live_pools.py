@@ -204,13 +204,13 @@ def test_a_budget_in_which_the_pool_does_not_hold_the_plan_is_refused_with_the_l
 
 
 def test_what_cannot_work_together_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match=r"placement='two-ended' with backend='inductor' is for the CPU"):
+    with pytest.raises(RequestError, match=r"placement='two-ended' .*backend='inductor'"):
         check_live("two-ended", "inductor", torch.device("cuda"))
-    with pytest.raises(RequestError, match=r"placement='virtual' is for the CPU and CUDA, not for meta"):
+    with pytest.raises(RequestError, match=r"placement='virtual' .*for meta"):
         check_live("virtual", "eager", torch.device("meta"))
     session = overspill.Session(placement="virtual", store="host")
     model = net()
-    with pytest.raises(RequestError, match="is for compiled models on the CPU"):
+    with pytest.raises(RequestError, match="compiled models"):
         overspill.train_step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), session=session)
 
 

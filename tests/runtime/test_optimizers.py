@@ -218,7 +218,7 @@ class Renamed(torch.optim.SGD):
     "make", [optim.SparseAdam, lambda p: Renamed(p, 0.1), lambda p: optim.Adam(p, capturable=True)]
 )  # fmt: skip
 def test_an_optimizer_that_cannot_be_tried_out_is_no_crash(make: Make) -> None:
-    with pytest.warns(UserWarning, match="could not be tried on tiny parameters"):
+    with pytest.warns(UserWarning, match="tiny parameters"):
         assert optimizer_needs([make(parameters([(10, 10)]))]).state_bytes == 2 * 400
 
 

@@ -174,7 +174,7 @@ def test_no_schedule_may_change_the_order_of_collectives(ranks: list[dict[str, A
     instructions.remove(first)
     late = instructions.index(second)
     check(graph, Schedule("later", (*instructions[:late], first, *instructions[late:])))
-    with pytest.raises(InvalidSchedule, match=r"step.reduce: .* out of order"):
+    with pytest.raises(InvalidSchedule, match=r"step\.reduce: .*of order"):
         check(graph, Schedule("swapped", (*instructions[: late + 1], first, *instructions[late + 1 :])))
 
 

@@ -38,7 +38,7 @@ def test_a_line_that_fails_is_printed_and_counted(release: ModuleType, capsys: p
 
 
 def test_a_command_that_fails_is_a_line_with_its_last_words(release: ModuleType) -> None:
-    with pytest.raises(release.Failed, match="ended with 3: first / last"):
+    with pytest.raises(release.Failed, match=r"with 3: .*last"):
         release.run(sys.executable, "-c", "import sys; print('first\\nlast', file=sys.stderr); sys.exit(3)")
 
 
@@ -54,7 +54,7 @@ def test_pip_would_take_the_wheel_that_is_tried(release: ModuleType, tmp_path: P
     [
         ("overspill/py.typed", "", "it lacks overspill/py.typed"),
         ("overspill/devices/t4.toml", "", "it lacks overspill/devices/t4.toml"),
-        ("overspill/runtime/live/_live.abi3.so", "", "its compiled parts are"),
+        ("overspill/runtime/live/_live.abi3.so", "", "compiled parts"),
         ("", "tests/conftest.py", "it has tests/conftest.py"),
         ("", "", ""),
     ],

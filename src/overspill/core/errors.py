@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,16 @@ class OverspillError(Exception):
 
 
 class RequestError(OverspillError):
-    """The request is wrong: an unknown name, malformed size, or impossible combination."""
+    """The request is wrong: an unknown name, malformed size, or impossible combination.
+
+    Of a Job, `fields` names the ones with a wrong value, or those that do not go together.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, *, fields: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.fields = tuple(fields)
 
 
 class UnsupportedError(OverspillError):

@@ -100,14 +100,16 @@ class Job:
         """Raise RequestError, in one line, for unknown or contradictory options."""
         # Each option by itself.
         if self.batch is not None and self.batch < 1:
-            raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more")
+            raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more", fields=["batch"])
         if isinstance(self.optimizer, str):
             models.check_optimizer(self.optimizer)
         if self.dtype not in DTYPES:
-            raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}")
+            raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}", fields=["dtype"])
         check_values(ways_of(self), self)
         if self.generate < 0:
-            raise RequestError(f"generate={self.generate} is not a number of tokens; give 1 or more")
+            raise RequestError(
+                f"generate={self.generate} is not a number of tokens; give 1 or more", fields=["generate"]
+            )
         # Options together, and those that a script or another framework decides.
         self._check_together()
         if isinstance(self.model, (Script, Source)):
@@ -175,38 +177,32 @@ class Job:
         parallel = self.parallel
         kind = None if parallel is None else parallel.kind
         sharded = parallel is not None and (kind == "fsdp" or parallel.shard_optimizer)
-        # Training or inference.
-        if self.trains and self.quantize and self.lora is None:
-            raise RequestError(
-                f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"
-            )
-        if self.trains and self.generate:
-            raise RequestError("generate= is for inference; leave the optimizer out")
-        # Optimizers and weights on several GPUs.
-        if self.eight_bit and sharded:
-            raise RequestError(
-                f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that are not sharded"
-            )
-        if self.quantize and kind == "fsdp":
-            raise RequestError(f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out")
-        if kind == "tp" and (self.quantize or self.lora):
-            raise RequestError(
-                "tp does not cut adapters and quantised weights here; leave lora= and quantize= out, or take ddp"
-            )
+        first_of(
+            # Training or inference.
+            (self.trains and self.quantize and self.lora is None, ["quantize", "lora"],
+             f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"),
+            (self.trains and self.generate, ["generate", "optimizer"], "generate= is for inference; leave the optimizer out"),
+            # Optimizers and weights on several GPUs.
+            (self.eight_bit and sharded, ["optimizer", "parallel"],
+             f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that are not sharded"),
+            (self.quantize and kind == "fsdp", ["quantize", "parallel"],
+             f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out"),
+            (kind == "tp" and (self.quantize or self.lora), ["parallel", *self.changed("quantize", "lora")],
+             "tp does not cut adapters and quantised weights here; leave lora= and quantize= out, or take ddp"),
+        )  # fmt: skip
         if kind == "pp":
-            self._check_pipeline()
-        # An optimizer on the host.
-        if self.offload_optimizer and sharded:
-            raise RequestError("offload_optimizer= is for whole parameters; fsdp has cpu_offload= for sharded ones")
-        if self.offload_optimizer and self.eight_bit:
-            raise RequestError(f"{self.optimizer} runs on the GPU alone; take adamw, or leave offload_optimizer= out")
-        if self.offload_optimizer and self.dtype == "amp":
-            raise RequestError("offload_optimizer= has no GradScaler; take amp-bfloat16, or leave one out")
-
-    def _check_pipeline(self) -> None:
-        refuse("not with pp here; leave that or pp out", self.changed(*refused_in(PIPELINE, self)))
-        if self.eight_bit:
-            raise RequestError(f"{self.optimizer} does not go with pp here; take adamw, or leave pp out")
+            refuse("not with pp here; leave that or pp out", self.changed(*refused_in(PIPELINE, self)))
+        first_of(
+            (kind == "pp" and self.eight_bit, ["optimizer", "parallel"],
+             f"{self.optimizer} does not go with pp here; take adamw, or leave pp out"),
+            # An optimizer on the host.
+            (self.offload_optimizer and sharded, ["offload_optimizer", "parallel"],
+             "offload_optimizer= is for whole parameters; fsdp has cpu_offload= for sharded ones"),
+            (self.offload_optimizer and self.eight_bit, ["offload_optimizer", "optimizer"],
+             f"{self.optimizer} runs on the GPU alone; take adamw, or leave offload_optimizer= out"),
+            (self.offload_optimizer and self.dtype == "amp", ["offload_optimizer", "dtype"],
+             "offload_optimizer= has no GradScaler; take amp-bfloat16, or leave one out"),
+        )  # fmt: skip
 
     def micro_batch(self, batch: int | None) -> int | None:
         """Samples of `batch` that the model reads at once, rounded up."""
@@ -218,12 +214,13 @@ class Job:
         if pieces == 1:
             return
         if self.batch is None:
-            raise RequestError(f"pass batch=: it is what {pieces} micro-batches have together")
+            raise RequestError(f"pass batch=: it is what {pieces} micro-batches have together", fields=["batch"])
         if self.batch % pieces:
             even = pieces * -(-self.batch // pieces)
             raise RequestError(
                 f"a batch of {self.batch} is no multiple of {pieces} micro-batches, as many as there are GPUs unless said; take "
-                f"{even}, or another micro_batches="
+                f"{even}, or another micro_batches=",
+                fields=["batch", "parallel"],
             )
 
     def stages(self) -> list[Job]:
@@ -242,7 +239,8 @@ class Job:
         """Raise RequestError for training options in a job for inference."""
         if self.parallel is not None and self.parallel.kind != "tp":
             raise RequestError(
-                f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
+                f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU",
+                fields=["parallel", "optimizer"],
             )
         changed = self.changed(*refused_in(INFERENCE, self))
         refuse("only for training, and this is inference; leave one of the two out", changed)
@@ -251,11 +249,13 @@ class Job:
         """Raise RequestError for options that only eager estimates support."""
         if self.parallel is not None:
             raise RequestError(
-                f"a compiled step is estimated on one GPU, not with {self.parallel.kind}; leave one of the two out"
+                f"a compiled step is estimated on one GPU, not with {self.parallel.kind}; leave one of the two out",
+                fields=["parallel"],
             )
         if self.dtype.startswith("amp"):
             raise RequestError(
-                f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype}); take one of these"
+                f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype}); take one of these",
+                fields=["dtype"],
             )
         changed = self.changed(*refused_in(COMPILED, self))
         refuse("estimated of eager PyTorch alone; leave out that or the compiled step", changed)
@@ -272,36 +272,26 @@ class Job:
 
     def check_planned(self, *, whole_step: bool = False) -> None:
         """Raise RequestError for a job that Overspill cannot plan."""
-        if isinstance(self.model, Source):
-            raise RequestError(f"{self.name}: a job of another framework is estimated and not planned; name a model")
-        # A plan is of one GPU's training step in a steady state.
-        if not self.trains or self.optimizer is None:
-            raise RequestError("optimizer=: a plan is of a training step, and this is inference; name an optimizer")
-        if self.dtype == "amp":
-            raise RequestError(
-                "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"
-            )
-        if self.parallel is not None:
-            raise RequestError(
-                f"parallel={self.parallel.kind}: a plan is of one GPU's step; leave it out, or estimate it"
-            )
-        if self.offload_optimizer:
-            raise RequestError(
-                "offload_optimizer=: a plan moves the optimizer's state with whole_step=; take that in its place"
-            )
-        if self.cudnn_benchmark:
-            raise RequestError(
-                "cudnn_benchmark=: its trials are in the first step, and a plan is of a later one; leave it out"
-            )
-        # A plan of the whole step also runs the updates.
-        if whole_step and not self.set_to_none:
-            raise RequestError(
-                "set_to_none=False: a step with whole_step= gives gradients back; leave one of the two out"
-            )
-        if whole_step and self.eight_bit:
-            raise RequestError(
-                f"optimizer={self.optimizer}: whole_step= runs updates of torch.optim alone; leave one of the two out"
-            )
+        several = self.parallel is not None and self.parallel.kind
+        first_of(
+            (isinstance(self.model, Source), ["model"],
+             f"{self.name}: a job of another framework is estimated and not planned; name a model"),
+            # A plan is of one GPU's training step in a steady state.
+            (not self.trains or self.optimizer is None, ["optimizer"],
+             "optimizer=: a plan is of a training step, and this is inference; name an optimizer"),
+            (self.dtype == "amp", ["dtype"],
+             "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"),
+            (several, ["parallel"], f"parallel={several}: a plan is of one GPU's step; leave it out, or estimate it"),
+            (self.offload_optimizer, ["offload_optimizer"],
+             "offload_optimizer=: a plan moves the optimizer's state with whole_step=; take that in its place"),
+            (self.cudnn_benchmark, ["cudnn_benchmark"],
+             "cudnn_benchmark=: its trials are in the first step, and a plan is of a later one; leave it out"),
+            # A plan of the whole step also runs the updates.
+            (whole_step and not self.set_to_none, ["set_to_none"],
+             "set_to_none=False: a step with whole_step= gives gradients back; leave one of the two out"),
+            (whole_step and self.eight_bit, ["optimizer"],
+             f"optimizer={self.optimizer}: whole_step= runs updates of torch.optim alone; leave one of the two out"),
+        )  # fmt: skip
 
     def check_trained(self, *, whole_step: bool = False) -> None:
         """Raise RequestError for a job that cannot be trained here.
@@ -309,18 +299,14 @@ class Job:
         One with 4-bit or 8-bit weights or optimizers, which bitsandbytes computes, is planned but not trained.
         """
         self.check_planned(whole_step=whole_step)
-        if isinstance(self.model, Script):
-            raise RequestError(
-                f"script='{self.name}': estimated and planned, not trained; run it by python, or name a model"
-            )
-        if self.quantize:
-            raise RequestError(
-                f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave it out"
-            )
-        if self.eight_bit:
-            raise RequestError(
-                f"optimizer={self.optimizer}: estimated and planned, not trained, for its updates are bitsandbytes'; take adamw"
-            )
+        first_of(
+            (isinstance(self.model, Script), ["model"],
+             f"script='{self.name}': estimated and planned, not trained; run it by python, or name a model"),
+            (self.quantize, ["quantize"],
+             f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave it out"),
+            (self.eight_bit, ["optimizer"],
+             f"optimizer={self.optimizer}: estimated and planned, not trained, for its updates are bitsandbytes'; take adamw"),
+        )  # fmt: skip
 
     def manner(self, *, whole_step: bool) -> str:
         """How training differs from the plain loop, for a title.
@@ -375,7 +361,14 @@ class Job:
 def refuse(why: str, names: list[str]) -> None:
     """Raise RequestError with the reason `why` if there are `names` of fields."""
     if names:
-        raise RequestError(f"{', '.join(f'{name}=' for name in names)}: {why}")
+        raise RequestError(f"{', '.join(f'{name}=' for name in names)}: {why}", fields=names)
+
+
+def first_of(*rules: tuple[object, Iterable[str], str]) -> None:
+    """Raise RequestError for the first of `rules` that holds: whether it does, which fields it is of, and what is said."""
+    for holds, names, why in rules:
+        if holds:
+            raise RequestError(why, fields=names)
 
 
 def job_of(

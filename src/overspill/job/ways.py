@@ -58,9 +58,9 @@ def check_values(ways: Mapping[str, Way], holder: Any) -> None:
             continue
         if said.positive and not value > 0:
             least = "; give 1 or more" if said.kind is int else ""
-            raise RequestError(f"{name}={value} is not a positive number{least}")
+            raise RequestError(f"{name}={value} is not a positive number{least}", fields=[name])
         if said.choices and value not in said.choices:
-            raise RequestError(f"unknown {name} {value!r}; choices: {', '.join(said.choices)}")
+            raise RequestError(f"unknown {name} {value!r}; choices: {', '.join(said.choices)}", fields=[name])
 
 
 def refused_in(case: str, job: Any) -> Collection[str]:

@@ -44,7 +44,7 @@ def is_eight_bit(name: str) -> bool:
 def check_optimizer(name: str) -> None:
     """Raise RequestError for an unknown optimizer; torch is not imported."""
     if name not in _NAMED:
-        raise RequestError(f"unknown optimizer {name!r}; optimizers: {', '.join(_NAMED)}")
+        raise RequestError(f"unknown optimizer {name!r}; optimizers: {', '.join(_NAMED)}", fields=["optimizer"])
 
 
 def optimizer_named(name: str) -> Callable[[Iterable[Any]], Optimizer]:

@@ -293,7 +293,7 @@ def test_an_op_whose_shapes_torch_only_computes_runs_for_real_if_it_is_small(row
     if rows == 4:
         record(program)
     else:
-        with pytest.raises(UnsupportedError, match=r"multi_margin_loss.* without computing it"):
+        with pytest.raises(UnsupportedError, match="multi_margin_loss"):
             record(program)
 
 

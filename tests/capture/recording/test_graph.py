@@ -54,5 +54,5 @@ def test_liveness_on_it_has_the_peak_that_was_recorded() -> None:
 
 
 def test_an_iteration_that_was_not_recorded_is_refused() -> None:
-    with pytest.raises(RequestError, match="iteration 3 was not recorded; there are 3"):
+    with pytest.raises(RequestError, match="iteration 3"):
         graph_of(recorded("gpt2", "sgd"), "gpt2", iteration=3)

@@ -132,5 +132,5 @@ def test_errors_are_overspills_own() -> None:
     def program(_: Recorder) -> None:
         nn.Linear(3, 4).cuda()(torch.zeros(2, 5, device="cuda"))
 
-    with pytest.raises(OverspillError, match=r"test_records\.py:\d+, in program: .*raised RuntimeError"):
+    with pytest.raises(OverspillError, match=r"test_records\.py:\d+, in program"):
         record(program)

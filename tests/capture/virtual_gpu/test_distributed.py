@@ -163,7 +163,7 @@ def test_impossible_worlds_are_refused_in_one_line(arguments, said, monkeypatch)
 
 def test_a_world_size_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "four")
-    with VirtualGpu(), pytest.raises(RequestError, match="WORLD_SIZE=four is no count"):
+    with VirtualGpu(), pytest.raises(RequestError, match="WORLD_SIZE=four"):
         init_process_group("nccl")
 
 
@@ -181,9 +181,9 @@ def test_a_process_group_of_the_caller_stays_and_is_not_used():
     with callers_own("gloo", dist.HashStore()):
         with VirtualGpu():
             model = nn.Linear(4, 4).cuda()
-            with pytest.raises(RequestError, match="a process group with a network is there already"):
+            with pytest.raises(RequestError, match="there already"):
                 DistributedDataParallel(model)
-            with pytest.raises(RequestError, match="a process group with a network is there already"):
+            with pytest.raises(RequestError, match="there already"):
                 fully_shard(model)
         assert dist.is_initialized()
         assert dist.get_backend() == "gloo"

@@ -105,9 +105,9 @@ class TestBuddy:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"least_bytes": 0}, "least_bytes must be a power of 2, not 0"),
-            ({"segment_bytes": 3 * MIB}, "segment_bytes must be a power of 2"),
-            ({"least_bytes": 4 * MIB}, "must not be above segment_bytes"),
+            ({"least_bytes": 0}, "least_bytes.* not 0"),
+            ({"segment_bytes": 3 * MIB}, "segment_bytes must be"),
+            ({"least_bytes": 4 * MIB}, "above segment_bytes"),
         ],
     )
     def test_wrong_settings_are_refused(self, settings: dict[str, int], message: str) -> None:
@@ -157,5 +157,5 @@ class TestBestFit:
         assert ours.offsets == theirs.offsets
 
     def test_a_step_is_positive(self) -> None:
-        with pytest.raises(RequestError, match="step_bytes must be positive"):
+        with pytest.raises(RequestError, match="step_bytes"):
             BestFitConfig(0)

@@ -82,7 +82,7 @@ def test_the_default_rounding_goes_with_any_segment_size() -> None:
 
 
 def test_unknown_tie_breaks_and_tables_of_another_length_are_refused() -> None:
-    with pytest.raises(RequestError, match="tie_break is 'address', 'oldest' or 'falling'"):
+    with pytest.raises(RequestError, match="tie_break"):
         CachingConfig(tie_break="newest")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="needs 16 numbers, not 2"):
         CachingConfig(roundup_power2_divisions=(1, 2))

@@ -71,7 +71,7 @@ def test_missing_chunks_come_from_the_device(make: Make) -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [0, -2 * MIB, 3 * MIB, 1])
 def test_a_chunk_is_a_multiple_of_2_mib(chunk_bytes: int) -> None:
-    with pytest.raises(RequestError, match="chunk_bytes must be a multiple of 2097152"):
+    with pytest.raises(RequestError, match=r"chunk_bytes .*2097152"):
         ChunkedConfig(chunk_bytes)
 
 

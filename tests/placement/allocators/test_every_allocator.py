@@ -87,7 +87,7 @@ def test_no_bytes_lie_nowhere_and_cost_nothing(make: Make) -> None:
 
 
 def test_two_to_the_62_bytes_find_no_room_even_on_an_unlimited_device(make: Make) -> None:
-    with pytest.raises(OutOfMemory, match=r"finds no room for 4194304.0 TiB: of the address space it holds 0 B"):
+    with pytest.raises(OutOfMemory, match=r"4194304\.0 TiB: .*0 B"):
         make().allocate(2**62)
 
 
@@ -95,7 +95,7 @@ def test_a_second_free_is_refused(make: Make) -> None:
     allocator = make()
     address = allocator.allocate(1000)
     allocator.free(address)
-    with pytest.raises(RequestError, match=f"nothing is allocated at address {address:#x}: it was freed before"):
+    with pytest.raises(RequestError, match=f"{address:#x}: .*freed before"):
         allocator.free(address)
     allocator.check_integrity()
 
@@ -114,13 +114,13 @@ def test_a_negative_size_is_refused(make: Make) -> None:
 
 
 def test_a_negative_capacity_is_refused(name: str, native: bool) -> None:
-    with pytest.raises((RequestError, ValueError), match="a device cannot have -1 bytes"):
+    with pytest.raises((RequestError, ValueError), match="-1 bytes"):
         allocator_named(name, capacity_bytes=-1, native=native)
 
 
 def test_the_settings_of_another_allocator_are_refused(make: Make, name: str) -> None:
     wrong = CachingConfig() if name == "cnmem" else CnmemConfig()
-    with pytest.raises(RequestError, match=f"the {name} allocator takes a .*Config, not a {type(wrong).__name__}"):
+    with pytest.raises(RequestError, match=f"{name} .*Config, .*{type(wrong).__name__}"):
         make(wrong)
 
 
@@ -147,9 +147,7 @@ def test_a_freed_block_is_used_again(make: Make) -> None:
 
 
 def test_an_unknown_name_lists_those_that_exist() -> None:
-    with pytest.raises(
-        RequestError, match=r"unknown allocator 'pytorhc'; did you mean 'pytorch'\? Allocators: best-fit, buddy, "
-    ):
+    with pytest.raises(RequestError, match=r"'pytorhc'; .*'pytorch'\? .*buddy"):
         allocator_named("pytorhc")
 
 

@@ -212,18 +212,18 @@ def test_table_2_training_fails_less_often_with_a_larger_beta() -> None:
 def test_a_pool_cannot_be_sized_by_nothing_or_for_more_than_the_device() -> None:
     with pytest.raises(RequestError, match="at least one"):
         size_pool([])
-    with pytest.raises(OutOfMemory, match=r"fails in a main space of 10\.0 GiB"):
+    with pytest.raises(OutOfMemory, match=r"10\.0 GiB"):
         size_pool(growing(11 << 10))
-    with pytest.raises(OutOfMemory, match=r"2\.0 GiB live at once fails in a main space of 1000\.0 MiB"):
+    with pytest.raises(OutOfMemory, match=r"2\.0 GiB .*1000\.0 MiB"):
         size_pool(growing(500, 2000), capacity_bytes=1000 * MIB)
-    with pytest.raises(OutOfMemory, match="fails in a main space"):
+    with pytest.raises(OutOfMemory, match="main space"):
         size_pool([growing(500)[0], Events.from_rows([(ALLOCATE, 0, 1 << 60, 0)])])
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(RequestError, match="pool_bytes must not be negative"):
+    with pytest.raises(RequestError, match="pool_bytes"):
         TwoEndedConfig(-1)
-    with pytest.raises(RequestError, match="beta_bytes must not be negative"):
+    with pytest.raises(RequestError, match="beta_bytes"):
         TwoEndedConfig(beta_bytes=-1)
 
 
@@ -234,7 +234,7 @@ def test_the_hints_of_a_trace_reach_the_allocator(native: bool) -> None:
     layout = layout_of(trace, "gtbm", pool_of(100), native=native)
     layout.validate(trace)
     assert layout.offsets == (0, 95 * MIB)
-    with pytest.raises(RequestError, match="event 0 has a mobility other than 0, 1, 2"):
+    with pytest.raises(RequestError, match="mobility"):
         Events.from_rows([(ALLOCATE, 0, 1, 0)], [3])
 
 

@@ -112,7 +112,7 @@ def test_a_section_that_is_too_full_is_to_blame_without_a_search() -> None:
 
 
 def test_pins_that_clash_are_refused() -> None:
-    with pytest.raises(RequestError, match="positions 0 and 1 of the trace are pinned onto the same bytes"):
+    with pytest.raises(RequestError, match=r"0 and 1 .*pinned"):
         solve(Trace((Block(0, 0, 4, 4, pinned=0), Block(1, 3, 5, 4, pinned=2), Block(2, 0, 9, 1))))
 
 

@@ -218,7 +218,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.Path, "replace", full)
-    with pytest.raises(RequestError, match=r"cannot write .*out\.csv: No space left on device"):
+    with pytest.raises(RequestError, match=r"out\.csv: No space"):
         write_layout(out, read, Layout("s", (0, 100), 150, 150))
     assert out.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks.csv", "out.csv"]

@@ -83,12 +83,12 @@ def test_conflicts_and_loads_are_those_of_the_definition(trace: Trace) -> None:
 
 def test_pinned_blocks_that_lie_on_one_another_are_refused() -> None:
     trace = Trace((Block(0, 0, 4, 4, pinned=0), Block(1, 8, 9, 4, pinned=0), Block(2, 3, 5, 4, pinned=2)))
-    with pytest.raises(RequestError, match="positions 0 and 2 of the trace are pinned onto the same bytes"):
+    with pytest.raises(RequestError, match=r"0 and 2 .*pinned"):
         greedy().solve(trace)
 
 
 def test_an_unknown_order_is_refused() -> None:
-    with pytest.raises(RequestError, match="no greedy order 'colour' by 'first' fit"):
+    with pytest.raises(RequestError, match=r"'colour' .*'first'"):
         greedy("colour")
     with pytest.raises(RequestError, match="by 'worst' fit"):
         greedy(fit="worst")

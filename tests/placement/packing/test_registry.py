@@ -25,9 +25,9 @@ def test_every_solver_is_registered_under_its_own_name() -> None:
 def test_a_wrong_name_is_told_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "SOLVERS", Registry("solver", "solvers", {DEFAULT: FirstFit()}))
     assert isinstance(solver_named(), FirstFit)
-    with pytest.raises(RequestError, match=r"unknown solver 'portfolo'; did you mean 'portfolio'\? Solvers: portfolio"):
+    with pytest.raises(RequestError, match=r"'portfolo'; .*'portfolio'\? .*portfolio"):
         solver_named("portfolo")
-    with pytest.raises(RequestError, match=r"unknown solver 'tape'\. Solvers: portfolio"):
+    with pytest.raises(RequestError, match=r"'tape'\. Solvers: portfolio"):
         solver_named("tape")
 
 

@@ -128,7 +128,7 @@ def test_blocks_hold_their_place_in_their_gaps() -> None:
 
 
 def test_pinned_blocks_and_unknown_keys_are_refused() -> None:
-    with pytest.raises(RequestError, match="'skyline' does not know pinned blocks"):
+    with pytest.raises(RequestError, match="pinned blocks"):
         skyline().solve(Trace((Block(0, 0, 1, 1, pinned=0),)))
-    with pytest.raises(RequestError, match="no key 'colour'; there are size"):
+    with pytest.raises(RequestError, match=r"'colour'; .*size"):
         skyline("colour")

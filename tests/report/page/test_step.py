@@ -112,5 +112,5 @@ def test_a_layout_alone_has_spans_for_what_lies_between_gaps_and_spaces_above_on
 
 
 def test_a_name_that_places_nothing_is_refused(plan: Plan) -> None:
-    with pytest.raises(RequestError, match="nothing that places blocks"):
+    with pytest.raises(RequestError, match="places blocks"):
         step(plan, "nobody")

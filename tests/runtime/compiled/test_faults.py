@@ -33,7 +33,7 @@ def test_a_disk_that_fills_up_during_training_is_one_clear_error(monkeypatch: py
         return real(file, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(StoreError, match=r"No space left on device.*bytes are missing"):
+    with pytest.raises(StoreError, match="bytes are missing"):
         train(JOB, Options(budget="1GiB", policy="vdnn-all", store_dir=tmp_path))
     assert list(tmp_path.iterdir()) == []
 

@@ -86,17 +86,13 @@ class PartlyEager(Net):
 
 def test_a_model_that_dynamo_skips_is_an_error_that_says_why() -> None:
     model = overspill.compile(LayerDrop(8, 8, 8), budget="1GiB", store="host")
-    with pytest.raises(
-        UnplannedError,
-        match=r"LayerDrop ran without a plan: torch.compile could not trace it .*(random|Data-dependent)",
-    ):
+    with pytest.raises(UnplannedError, match=r"LayerDrop .*(random|Data-dependent)"):
         model(torch.randn(4, 8))
 
 
 def test_a_part_that_runs_without_a_plan_is_named_with_what_it_keeps() -> None:
     model = overspill.compile(PartlyEager(8, 16, 8), budget="smallest", store="host")
-    said = r"a part of PartlyEager ran without a plan.* \(Exp, Sigmoid keep 512 B.*set it aside with reserve='512'"
-    with pytest.raises(UnplannedError, match=said):
+    with pytest.raises(UnplannedError, match=r"PartlyEager .*Sigmoid .*reserve='512'"):
         model(torch.randn(4, 8))
 
 
@@ -109,20 +105,20 @@ def test_a_part_without_a_plan_that_fits_beside_the_plans_is_no_error(options: d
 
 def test_without_gradients_it_is_noticed_too() -> None:
     model = overspill.compile(LayerDrop(8, 8, 8), budget="1GiB", store="host")
-    with torch.no_grad(), pytest.raises(UnplannedError, match="ran without a plan"):
+    with torch.no_grad(), pytest.raises(UnplannedError, match="without a plan"):
         model(torch.randn(4, 8))
 
 
 def test_compilation_that_is_switched_off_is_noticed() -> None:
     model = overspill.compile(Net(8, 16, 8), budget="1GiB", store="host")
-    with torch.compiler.set_stance("force_eager"), pytest.raises(UnplannedError, match="ran without a plan"):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UnplannedError, match="without a plan"):
         model(torch.randn(4, 8))
 
 
 def test_a_model_of_which_only_parts_are_called_is_noticed_and_what_calls_them_can_be_planned() -> None:
     plain, model = twins(lambda: Net(8, 16, 4))
     compiled = overspill.compile(model, budget="1GiB")
-    with pytest.raises(UnplannedError, match=r"two optimizer steps in a row .* overspill\.compile\(loss_fn\)"):
+    with pytest.raises(UnplannedError, match=r"a row .*compile\(loss_fn\)"):
         train(compiled.layers[0], model, [4] * 3)
     plain, model = twins(lambda: Net(8, 16, 4))
 
@@ -140,13 +136,13 @@ def test_who_wants_no_error_is_warned_once_and_trains_on() -> None:
     random.seed(0)
     expected = train(plain, plain, [4, 4, 4])
     random.seed(0)
-    with pytest.warns(UserWarning, match="ran without a plan") as warned:
+    with pytest.warns(UserWarning, match="without a plan") as warned:
         assert train(compiled, model, [4, 4, 4]) == expected
     assert sum("ran without a plan" in str(w.message) for w in warned) == 1
 
 
 def test_another_word_for_it_is_refused() -> None:
-    with pytest.raises(RequestError, match="on_unplanned='ignore': it is 'error' or 'warn'"):
+    with pytest.raises(RequestError, match="on_unplanned='ignore'"):
         overspill.compile(Net(8, 8), on_unplanned="ignore")
 
 
@@ -197,7 +193,7 @@ def test_more_kinds_of_inputs_than_plans_are_an_error_that_says_what_to_do(monke
     monkeypatch.setitem(in_force.SETTINGS, "recompile_limit", 3)
     model = Net(8, 16, 8)
     compiled = overspill.compile(model, budget="1GiB", store="host")
-    with pytest.raises(UnplannedError, match=r"more than 512 kinds of inputs.*pad them to a few lengths"):
+    with pytest.raises(UnplannedError, match="more than 512"):
         train(compiled, model, list(range(2, 9)))
 
 
@@ -205,7 +201,7 @@ def test_by_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MOST_PLANS", 2)
     model = Net(8, 16, 8)
     compiled = torch.compile(model, backend="overspill", options={"budget": "1GiB", "store": "host"})
-    with pytest.raises(UnplannedError, match="pad them to a few lengths"):
+    with pytest.raises(UnplannedError, match="few lengths"):
         train(compiled, model, list(range(2, 9)))
 
 
@@ -372,7 +368,7 @@ def test_two_models_share_one_budget_and_keep_it_together(budget: str | float) -
 
 def test_a_session_has_its_own_options() -> None:
     session = overspill.Session(budget="1GiB")
-    with pytest.raises(RequestError, match="a session has its own budget"):
+    with pytest.raises(RequestError, match="own budget"):
         overspill.compile(Net(8, 8), session=session, budget="2GiB")
 
 
@@ -381,7 +377,7 @@ def test_sessions_that_exceed_the_device_together_are_told_of_one_another(monkey
     compiled = [overspill.compile(model, budget="1MiB", store="host") for model in models]
     train(compiled[0], models[0], [8])
     monkeypatch.setattr("overspill.runtime.compiled.session.usable_bytes", lambda _: 100_000)
-    with pytest.warns(UserWarning, match=r"what several sessions plan adds up to .*one overspill.Session\(budget="):
+    with pytest.warns(UserWarning, match=r"several sessions .*Session\(budget="):
         train(compiled[1], models[1], [8])
     monkeypatch.undo()
     with warnings.catch_warnings():
@@ -403,7 +399,7 @@ def test_by_name_a_skipped_model_is_noticed_before_its_first_update(in_place: bo
         model.compile(backend="overspill", options={"budget": "1GiB", "store": "host"})
     compiled = model if in_place else by_name(model)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(UnplannedError, match=r"LayerDrop trains without a plan: .*overspill\.compile says why"):
+    with pytest.raises(UnplannedError, match=r"LayerDrop .*overspill\.compile"):
         train(compiled, model, [4, 4])
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -413,7 +409,7 @@ def test_by_name_who_wants_no_error_is_warned_once() -> None:
     random.seed(0)
     expected = train(plain, plain, [4, 4, 4])
     random.seed(0)
-    with pytest.warns(UserWarning, match="trains without a plan") as warned:
+    with pytest.warns(UserWarning, match="without a plan") as warned:
         assert train(by_name(model, on_unplanned="warn"), model, [4, 4, 4]) == expected
     assert sum("trains without a plan" in str(w.message) for w in warned) == 1
 
@@ -460,8 +456,6 @@ class Routed(nn.Module):
 
 def test_a_loop_over_experts_is_told_where_it_stands_and_is_not_sent_to_what_refuses_it_too() -> None:
     model = overspill.compile(Routed(), budget="1GiB")
-    with pytest.raises(
-        UnplannedError, match=r"nonzero.*test_in_force.py, line \d+\); let no shape.*grouped_mm"
-    ) as raised:
+    with pytest.raises(UnplannedError, match=r"nonzero.*line \d+\).*grouped_mm") as raised:
         model(torch.randn(8, 4))
     assert "train_step" not in str(raised.value)

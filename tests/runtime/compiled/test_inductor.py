@@ -106,9 +106,7 @@ def test_backward_twice_with_retain_graph(as_it_is: bool) -> None:
     with nullcontext() if as_it_is else torch._functorch.config.patch(donated_buffer=False):
         loss = planned(model, torch.optim.SGD(model.parameters(), 0.1))(torch.randn(32, 16)).sum()
     if as_it_is:  # as torch.compile itself refuses it
-        with pytest.raises(
-            UnsupportedError, match=r"writes over; set torch\._functorch\.config\.donated_buffer = False"
-        ):
+        with pytest.raises(UnsupportedError, match="donated_buffer = False"):
             loss.backward(retain_graph=True)
     else:
         loss.backward(retain_graph=True)
@@ -123,9 +121,9 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
         planned(model, torch.optim.SGD(model.parameters(), 0.1))(torch.randn(32, 16))
     with pytest.raises(InfeasibleBudget, match="below auto's floor"):
         overspill.compile(model, budget="1KiB", backend="inductor", store="host")(torch.randn(32, 16))
-    with pytest.raises(RequestError, match="measured on the eager backend"):
+    with pytest.raises(RequestError, match="eager backend"):
         Options(profile=True, backend="inductor")
-    with pytest.raises(RequestError, match="give backend='inductor' with it"):
+    with pytest.raises(RequestError, match="backend='inductor'"):
         Options(partition=1.0)
     with pytest.raises(RequestError, match="goes from 0 to 1"):
         Options(backend="inductor", partition=2.0)
@@ -161,7 +159,7 @@ def test_a_library_call_that_stock_torch_compile_cannot_run_is_refused_in_a_line
     step = overspill.train_step(
         rnn, lambda rnn, x: rnn(x)[0].sum(), torch.optim.SGD(rnn.parameters()), budget="1GiB", backend="inductor"
     )
-    with pytest.raises(UnsupportedError, match=r"mkldnn_rnn_layer.* cannot be measured \(expected"):
+    with pytest.raises(UnsupportedError, match=r"mkldnn_rnn_layer.*cannot be"):
         step(torch.randn(4, 1, 16))
 
 
@@ -187,7 +185,7 @@ def test_what_inductor_cannot_do_runs_on_the_eager_backend_if_that_is_wanted(
         with pytest.raises(UnsupportedError, match=said):
             planned(model, optimizer)(x)
         call = overspill.compile(model, budget="1MiB", backend="inductor", on_unplanned="warn", store="host")
-        with pytest.warns(UserWarning, match=f"{said}.*runs on the eager backend"):
+        with pytest.warns(UserWarning, match=f"{said}.*eager backend"):
             loss = call(x).sum()
     assert same_bits(loss, model(x).sum())
     (plan,) = call.overspill.plans
@@ -357,7 +355,7 @@ def test_a_graph_break_and_planned_addresses_are_refused_in_a_line() -> None:
 
     model = Net()
     call = overspill.compile(broken, budget="1MiB", backend="inductor", placement="planned")
-    with pytest.raises(UnsupportedError, match="a model in one graph: pass fullgraph=True"):
+    with pytest.raises(UnsupportedError, match="fullgraph=True"):
         call(torch.randn(32, 16))
 
 

@@ -106,7 +106,7 @@ def test_gradients_are_the_loss_s_slope_at_the_masks_that_were_drawn(
 
 
 def test_a_partition_that_would_draw_again_is_refused_in_a_line() -> None:
-    with pytest.raises(UnsupportedError, match=r"budget=0\.0 .* draws random numbers of forward again"):
+    with pytest.raises(UnsupportedError, match=r"budget=0\.0 .*draws random"):
         managed(Dropouts, "1GiB", 0.0)
     torch._dynamo.reset()
     model, x = made(Dropouts)
@@ -139,7 +139,7 @@ def test_every_step_is_that_of_torch_compile(net: type[nn.Module], budget: str |
 @pytest.mark.parametrize("partition", [0.5, 0.25])
 @pytest.mark.parametrize("net", NETS)
 def test_no_partition_is_taken_that_would_draw_again(net: type[nn.Module], partition: float) -> None:
-    with pytest.raises(UnsupportedError, match="draws random numbers of forward again"):
+    with pytest.raises(UnsupportedError, match="draws random"):
         managed(net, "smallest", partition)
 
 

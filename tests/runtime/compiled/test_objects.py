@@ -95,15 +95,12 @@ def test_a_budget_below_the_floor_is_an_infeasible_budget_that_names_graph_and_s
         ),
     }[compiled_by](made())
     x, _ = batch()
-    with pytest.raises(
-        InfeasibleBudget,
-        match=r"\(the training graph, on inputs of \(4, 3, 16, 16\)\); budget=\d+ would do, if no other calls .* enough for all$",
-    ) as training:
+    with pytest.raises(InfeasibleBudget, match="the training graph") as training:
         compiled(x)
     assert "\n" not in str(training.value)
     assert training.value.floor_bytes > training.value.budget_bytes == 64 * 1024
     compiled.eval()
-    with torch.no_grad(), pytest.raises(InfeasibleBudget, match=r"evaluation graph, on inputs of \(64, 3, 16, 16\)"):
+    with torch.no_grad(), pytest.raises(InfeasibleBudget, match="evaluation graph"):
         compiled(x.repeat(16, 1, 1, 1))
 
 
@@ -115,16 +112,14 @@ def test_sizes_that_read_the_same_are_told_in_bytes() -> None:
         overspill.compile(made(), budget="64KiB")(x)
     torch._dynamo.reset()
     least = first.value.floor_bytes
-    with pytest.raises(InfeasibleBudget, match=rf"\({least - 1} bytes\) is below .*\({least} bytes\)"):
+    with pytest.raises(InfeasibleBudget, match=rf"{least - 1} bytes.*{least}"):
         overspill.compile(made(), budget=least - 1)(x)
 
 
 def test_a_floor_that_the_update_sets_names_the_step_that_would_do() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(
-        InfeasibleBudget, match=r"the optimizer's update takes it, which overspill.train_step .--whole-step. would"
-    ):
+    with pytest.raises(InfeasibleBudget, match=r"overspill\.train_step"):
         overspill.compile(model, budget="64KiB", optimizer=optimizer)(torch.randn(2, 256))
 
 
@@ -341,7 +336,7 @@ def test_a_second_backward_is_refused_with_what_to_do(compiled_by: Any) -> None:
     model, plain, x = Smooth(), Smooth(), torch.randn(4, 8)
     plain.load_state_dict(model.state_dict())
     compiled = compiled_by(model)
-    with pytest.raises(OverspillError, match=r"cannot be differentiated again.*compile\(loss_fn\).*_orig_mod") as error:
+    with pytest.raises(OverspillError, match=r"compile\(loss_fn\).*_orig_mod") as error:
         penalty(compiled, x).backward()
     assert "\n" not in str(error.value)
     for call, own in ((plain, plain), (compiled, compiled._orig_mod)):
@@ -448,7 +443,7 @@ def test_a_function_that_updates_buffers_in_forward_and_in_backward_gives_the_sa
 
 
 def test_one_buffer_that_forward_and_backward_both_update_is_refused_with_what_to_do() -> None:
-    with pytest.raises(UnsupportedError, match=r"both update a buffer .* overspill\.train_step"):
+    with pytest.raises(UnsupportedError, match=r"a buffer .*overspill\.train_step"):
         overspill.compile(Scaled(shared=True), budget="1GiB")(torch.randn(4, 8))
 
 

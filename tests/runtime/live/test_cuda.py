@@ -115,7 +115,7 @@ class Pluggable:
 def test_pytorch_is_given_all_four_functions_and_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = LiveAllocator("host", index=62)
     allocator.device = "cuda"
-    with pytest.raises(RequestError, match="no CUDA device here") if not torch.cuda.is_available() else nullcontext():
+    with pytest.raises(RequestError, match="no CUDA device") if not torch.cuda.is_available() else nullcontext():
         allocator.as_pluggable()
     taken: list[Pluggable] = []
 
@@ -131,10 +131,10 @@ def test_pytorch_is_given_all_four_functions_and_may_refuse(monkeypatch: pytest.
     allocator.serve_pytorch()
     assert len(taken[0].functions) == 2
     assert all(taken[0].hooks[name] for name in ("record_stream", "reset", "begin_pool"))
-    with pytest.raises(RequestError, match="be its allocator before it uses the GPU"):
+    with pytest.raises(RequestError, match="before it uses"):
         allocator.serve_pytorch()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RequestError, match="be its allocator before it uses the GPU"):
+    with pytest.raises(RequestError, match="before it uses"):
         allocator.serve_pytorch()
     other = LiveAllocator("host", index=62)
     other.device = "cuda"

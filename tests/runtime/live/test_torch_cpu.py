@@ -105,7 +105,7 @@ def test_the_innermost_of_several_serves() -> None:
 
 def test_out_of_memory_is_pytorchs_own_error() -> None:
     allocator = LiveAllocator("host", capacity_bytes=4 * MIB)
-    with allocator.serving(), pytest.raises(torch.OutOfMemoryError, match="finds no room for 8388608 bytes"):
+    with allocator.serving(), pytest.raises(torch.OutOfMemoryError, match="8388608 bytes"):
         torch.empty(8 * MIB, dtype=torch.uint8)
     with allocator.serving():
         torch.empty(MIB, dtype=torch.uint8)

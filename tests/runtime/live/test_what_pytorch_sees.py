@@ -110,5 +110,5 @@ def test_a_free_after_an_error_of_the_device_does_not_end_the_process(tmp_path: 
 def test_what_asks_pytorchs_own_allocator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_benchmark()
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with pytest.raises(RequestError, match=r"torch\.backends\.cudnn\.benchmark does not work with the live allocator"):
+    with pytest.raises(RequestError, match=r"torch\.backends\.cudnn\.benchmark"):
         check_benchmark()

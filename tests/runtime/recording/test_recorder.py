@@ -288,7 +288,7 @@ def test_times_stay_exact_in_a_recording_of_hours(graph: Graph, device: FakeDevi
 
 def test_a_snapshot_of_a_pool_that_pytorch_does_not_know_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_file, "serving", object)
-    with pytest.raises(RequestError, match=r"live pool on CUDA: leave the placement out, or the snapshot"):
+    with pytest.raises(RequestError, match="live pool"):
         RunRecorder(snapshot=True).start(DEVICE)
 
 

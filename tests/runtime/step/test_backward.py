@@ -258,7 +258,7 @@ def test_what_is_added_once_a_backward_adds_up_over_micro_batches() -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_what_is_added_several_times_is_refused_for_micro_batches(backend: str) -> None:
     both = Both(by_a_function_that_adds_to_grad, accumulate=2, backend=backend)
-    with pytest.raises(UnsupportedError, match=r"gradient of b.weight several times.*or leave accumulate=1"):
+    with pytest.raises(UnsupportedError, match=r"b\.weight .*accumulate=1"):
         both.step(both.x)
 
 
@@ -285,7 +285,7 @@ def draws_again(net: Net, x: Tensor) -> Tensor:
 def test_a_step_that_sets_the_random_state_is_refused_where_that_matters(forward: Forward) -> None:
     both = Both(forward)
     before = torch.get_rng_state()
-    with pytest.raises(UnsupportedError, match=r"sets the state of torch's random generator.*seed between steps"):
+    with pytest.raises(UnsupportedError, match=r"random generator.*seed"):
         both.step(both.x)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -309,9 +309,7 @@ def test_a_capture_that_gives_gradients_to_others_than_autograd_is_refused(monke
     monkeypatch.setattr(_Kept, "backward", staticmethod(loses))
     both = Both(with_a_frozen_start)
     before = copy.deepcopy(both.net.state_dict())
-    with pytest.raises(
-        UnsupportedError, match=r"gives a gradient to a.weight, a.bias, b.weight and 1 others, and the captured"
-    ):
+    with pytest.raises(UnsupportedError, match=r"a\.weight, a\.bias, b\.weight"):
         both.step(both.x)
     assert all(torch.equal(value, before[name]) for name, value in both.net.state_dict().items())
     assert both.net.a.weight.device == CPU

@@ -229,7 +229,7 @@ def test_a_step_that_stops_where_such_a_weight_is_fetched_is_finished_or_given_u
     torch.manual_seed(both.number)
     with pytest.raises(StoreError, match="unfinished"):
         both.step(both.batch())
-    with pytest.raises(RequestError, match="neither the old nor the new"):
+    with pytest.raises(RequestError, match="neither the old"):
         both.model.state_dict()
     if gives_up:
         both.step.abandon()

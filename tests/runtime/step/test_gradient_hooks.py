@@ -131,7 +131,7 @@ def test_hooks_on_weights_that_only_the_user_updates_are_refused() -> None:
     optimizer = torch.optim.SGD(model.middle.parameters(), 0.1)
     model.last.weight.register_hook(torch.neg)
     step = overspill.train_step(model, cross_entropy, optimizer, budget="1GiB", store="host")
-    with pytest.raises(UnsupportedError, match=r"last.weight has a gradient hook.*requires_grad_\(False\)"):
+    with pytest.raises(UnsupportedError, match=r"last\.weight .*requires_grad_\(False\)"):
         step(*batch_for(model))
     model.last.weight.requires_grad_(False)
     step(*batch_for(model))
@@ -139,7 +139,7 @@ def test_hooks_on_weights_that_only_the_user_updates_are_refused() -> None:
 
 def test_hooks_are_refused_with_kernels_of_inductor() -> None:
     sides = Sides(noisy, backend="inductor")
-    with pytest.raises(UnsupportedError, match=r'gradient hook.*use backend="eager"'):
+    with pytest.raises(UnsupportedError, match=r'gradient hook.*backend="eager"'):
         sides.step(*sides.inputs)
 
 
@@ -149,5 +149,5 @@ def noted(model: nn.Module, seen: list[Tensor]) -> None:
 
 def test_hooks_behind_accumulation_are_refused() -> None:
     sides = Sides(lambda model: noted(model, []))
-    with pytest.raises(UnsupportedError, match=r"last.weight has a hook behind.*use register_hook"):
+    with pytest.raises(UnsupportedError, match=r"last\.weight .*use register_hook"):
         sides.step(*sides.inputs)

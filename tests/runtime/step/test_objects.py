@@ -152,7 +152,7 @@ def test_hooks_that_would_find_more_than_fits_are_refused_before_the_step() -> N
     pair = Pair(Mlp)
     pair.train()
     handle = pair.optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(UnsupportedError, match=r"post-hooks are there to see all.* of a budget of .*behind step\("):
+    with pytest.raises(UnsupportedError, match=r"post-hooks .*budget"):
         pair.step(*pair.inputs)
     assert not pair.step.is_unfinished
     handle.remove()
@@ -164,7 +164,7 @@ def test_hooks_before_the_step_of_all_optimizers_are_refused() -> None:
     pair = Pair(Mlp)
     handle = register_optimizer_step_pre_hook(lambda *_: None)
     try:
-        with pytest.raises(UnsupportedError, match=r"all optimizers have step pre-hooks.*clip_norm"):
+        with pytest.raises(UnsupportedError, match=r"pre-hooks.*clip_norm"):
             pair.step(*pair.inputs)
     finally:
         handle.remove()
@@ -213,7 +213,7 @@ def test_a_copy_of_the_model_is_trained_by_a_step_of_its_own() -> None:
 def test_a_step_itself_is_not_copied_or_pickled() -> None:
     pair = Pair(Mlp)
     for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(RequestError, match=r"a train step is not copied.*its model and optimizer.*train_step"):
+        with pytest.raises(RequestError, match=r"not copied.*train_step"):
             attempt(pair.step)
 
 
@@ -336,24 +336,17 @@ def test_what_is_returned_is_within_the_budget_even_if_the_last_steps_is_still_h
 
 
 RETURNS_REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "a number": (
-        lambda *args: (parts(*args)[0], {"epoch": 3}),
-        {},
-        r"returns \[0\]\['epoch'\], a int, besides its loss.*make it a tensor, or leave it out",
-    ),
-    "no loss": (lambda *args: {"total": parts(*args)[0]}, {}, "returns a dict without 'loss'; call its loss that"),
-    "loss not first": (lambda *args: ({"a": 1}, parts(*args)[0]), {}, "the loss is dict|besides its loss"),
-    "micro-batches": (
-        as_tuple,
-        {"accumulate": 2},
-        r"2 tensors besides its loss, of each of 2 micro-batches.*accumulate=1",
-    ),
+    "a number": (lambda *args: (parts(*args)[0], {"epoch": 3}), {}, r"\['epoch'\], a int"),
+    "no loss": (lambda *args: {"total": parts(*args)[0]}, {}, "without 'loss'"),
+    "loss not first": (lambda *args: ({"a": 1}, parts(*args)[0]), {}, "is dict|besides"),
+    "micro-batches": (as_tuple, {"accumulate": 2}, "2 tensors .*accumulate=1"),
 }
 
 
-@pytest.mark.parametrize("name", RETURNS_REFUSED)
-def test_what_cannot_be_returned_is_refused_in_one_line(name: str) -> None:
-    loss_fn, options, message = RETURNS_REFUSED[name]
+@pytest.mark.parametrize(("loss_fn", "options", "message"), RETURNS_REFUSED.values(), ids=RETURNS_REFUSED)
+def test_what_cannot_be_returned_is_refused_in_one_line(
+    loss_fn: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
     model = made()
     step = overspill.train_step(model, loss_fn, OPTIMIZERS["sgd"](model.parameters()), **options)
     with pytest.raises(OverspillError, match=message) as refusal:

@@ -193,7 +193,7 @@ def test_held_signals_are_all_delivered_and_all_handlers_are_back() -> None:
 
     before = [signal.signal(n, raising) for n in numbers]
     try:
-        with pytest.raises(ValueError, match=str(int(signal.SIGUSR2))):
+        with pytest.raises(ValueError, match=f"{signal.SIGUSR2:d}"):
             raise_all()
         assert came == [*numbers]
         assert all(signal.getsignal(n) is raising for n in numbers)
@@ -311,7 +311,7 @@ def test_a_loop_that_another_thread_has_left_open_is_an_error_after_a_while(monk
     thread = threading.Thread(target=lambda: loops.append(next(iter([it := pair.model.parameters(), next(it)]))))
     thread.start()
     thread.join()
-    with pytest.raises(RequestError, match=r"another thread has been in a loop over parameters.*step\.paused\(\)"):
+    with pytest.raises(RequestError, match=r"another thread .*step\.paused\(\)"):
         pair.step(*pair.inputs)
     loops.clear()
     pair.train()
@@ -381,7 +381,7 @@ def test_an_unfinished_step_says_so_to_all_and_a_closed_or_dropped_one_shows_its
     told: list[str] = []
 
     def refused() -> None:
-        with pytest.raises(RequestError, match="the step is unfinished and nothing is lost"):
+        with pytest.raises(RequestError, match="is unfinished"):
             values(pair, read)
         told.append("x")
 
@@ -419,7 +419,7 @@ def test_a_child_reads_what_host_memory_has_and_its_parent_goes_on(read: str) ->
 
     def child() -> bytes:
         found = values(pair, read)
-        with pytest.raises(RequestError, match=r"does not go on in a forked child.*start it by spawn"):
+        with pytest.raises(RequestError, match=r"forked child.*spawn"):
             pair.step(*pair.inputs)
         pair.step.close()
         del pair.step
@@ -437,11 +437,11 @@ def test_a_child_cannot_read_its_parents_file_and_what_it_does_harms_nobody() ->
     pair = small("disk")
 
     def child() -> bytes:
-        with pytest.raises(OverspillError, match=r"the disk store in .* forked from.*synchronize\(\) before the fork"):
+        with pytest.raises(OverspillError, match=r"forked from.*synchronize\(\)"):
             values(pair)
         del pair.step
         gc.collect()
-        with pytest.raises(OverspillError, match=r"the disk store in .* forked from"):
+        with pytest.raises(OverspillError, match="forked from"):
             values(pair)
         return b"told"
 

@@ -87,7 +87,7 @@ def appends(model: Plus, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("change", [counts, caches, draws, draws_with_numpy, appends])
 def test_what_a_graph_would_do_once_is_refused(change: Callable[[Plus, Tensor], Tensor]) -> None:
     state = random.getstate()
-    with pytest.raises(UnsupportedError, match=r"changes Plus\.\w+|random numbers of Python or NumPy") as refusal:
+    with pytest.raises(UnsupportedError, match=r"Plus\.\w+|of Python") as refusal:
         step_of(*made(change))(*batch())
     assert "\n" not in str(refusal.value)
     assert random.getstate() == state
@@ -96,7 +96,7 @@ def test_what_a_graph_would_do_once_is_refused(change: Callable[[Plus, Tensor], 
 def test_an_iterator_that_forward_reads_is_refused() -> None:
     model, optimizer = made(lambda m, y: y * next(m.numbers))
     model.numbers = itertools.count(1)
-    with pytest.raises(UnsupportedError, match=r"Plus\.numbers is an iterator"):
+    with pytest.raises(UnsupportedError, match=r"Plus\.numbers .*iterator"):
         step_of(model, optimizer)(*batch())
 
 
@@ -114,7 +114,7 @@ def test_an_iterator_that_forward_reads_is_refused() -> None:
 def test_what_each_step_would_advance_is_refused_where_it_advances(advancing: Any, draw: Any) -> None:
     model, optimizer = made(lambda m, y: y * draw(m.config["numbers"]))
     model.config = {"numbers": advancing()}
-    with pytest.raises(UnsupportedError, match=r"Plus\.config is an iterator or a random generator"):
+    with pytest.raises(UnsupportedError, match=r"Plus\.config .*iterator"):
         step_of(model, optimizer)(*batch())
     model, optimizer = made(lambda m, y: y * len(m.config))
     model.config = {"numbers": advancing()}
@@ -267,7 +267,7 @@ def test_what_forward_sets_and_nobody_read_is_not_kept() -> None:
         lambda: model.output.mean(0),
         lambda: float(model.output),
     ):
-        with pytest.raises(UnsupportedError, match=r"Plus\.output is set by the model's forward"):
+        with pytest.raises(UnsupportedError, match=r"Plus\.output .*set"):
             use()
     assert isinstance(model.output, NotKept)
     model(batch()[0])
@@ -504,7 +504,7 @@ def test_a_write_through_a_reference_to_what_is_away_is_told(name: str) -> None:
     state.arm()
     with torch.no_grad():
         LOST[name](held)
-    with pytest.raises(RequestError, match=r"written to through a reference .* synchronize\(\)"):
+    with pytest.raises(RequestError, match=r"a reference .*synchronize\(\)"):
         step(*batch())
     step.synchronize()
     assert same_bits(held.detach(), before)

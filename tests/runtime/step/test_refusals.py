@@ -39,25 +39,18 @@ def step_for(model: nn.Module, optimizer: Any = None, loss_fn: Any = cross_entro
 
 
 OPTIMIZERS_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "LBFGS": (torch.optim.LBFGS, "LBFGS.*several times; use one that updates each parameter by itself, such as AdamW"),
-    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam.*sparse; use one"),
-    "closure": (
-        lambda p: NeedsClosure(p, 0.1),
-        r"NeedsClosure.step cannot do without an argument \(closure\); use one",
-    ),
-    "coupled": (lambda p: Coupled(p, 0.1), "Coupled updates a parameter by what other parameters are.*use one"),
-    "capturable": (
-        lambda p: torch.optim.Adam(p, capturable=True),
-        "capturable=True; a planned step needs capturable=False",
-    ),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS.*as AdamW"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam.*sparse; use"),
+    "closure": (lambda p: NeedsClosure(p, 0.1), r"NeedsClosure\.step .*\(closure\)"),
+    "coupled": (lambda p: Coupled(p, 0.1), "Coupled .*other parameters"),
+    "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "needs capturable=False"),
     "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "needs differentiable=False"),
-    "no optimizer": (list, "is a list; give a torch.optim.Optimizer"),
+    "no optimizer": (list, r"a list; .*torch\.optim\.Optimizer"),
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS_REFUSED)
-def test_an_optimizer_that_cannot_be_cut_into_updates_is_named(name: str) -> None:
-    make, message = OPTIMIZERS_REFUSED[name]
+@pytest.mark.parametrize(("make", "message"), OPTIMIZERS_REFUSED.values(), ids=OPTIMIZERS_REFUSED)
+def test_an_optimizer_that_cannot_be_cut_into_updates_is_named(make: Callable[[Any], Any], message: str) -> None:
     model = made()
     with pytest.raises(OverspillError, match=message):
         step_for(model, make(model.parameters()))
@@ -85,13 +78,13 @@ def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def test_step_pre_hooks_are_refused() -> None:
     model = made()
-    with pytest.raises(UnsupportedError, match=r"step pre-hooks.*never where all gradients are there.*clip_norm"):
+    with pytest.raises(UnsupportedError, match=r"step pre-hooks.*clip_norm"):
         step_for(model, hooked(OPTIMIZERS["sgd"](model.parameters())))
 
 
 def test_parameters_of_another_model_are_refused() -> None:
     model = made()
-    with pytest.raises(RequestError, match=r"9 parameters that are not the model's.*make it from model.parameters\(\)"):
+    with pytest.raises(RequestError, match="9 parameters"):
         step_for(model, OPTIMIZERS["sgd"](made().parameters()))
 
 
@@ -114,25 +107,18 @@ def offloaded(model: nn.Module) -> nn.Module:
 
 
 MODELS_REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sparse gradients": (Sparse, "embed makes sparse gradients.*sparse=False"),
-    "complex": (Complex, "weight is complex; keep its real and imaginary parts"),
-    "not initialised": (lambda: nn.LazyLinear(3), "not initialised yet; call the model once"),
-    "no values": (
-        lambda: nn.Linear(2, 2, device="meta"),
-        "parameters of .* on meta, without values; load the model on one device",
-    ),
-    "values that hooks bring": (
-        lambda: offloaded(nn.Linear(2, 2)),
-        "on meta, without values, and accelerate's hooks bring them",
-    ),
-    "two devices": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "on 2 devices.*cpu, meta"),
-    "no parameters": (nn.ReLU, "no parameters to train"),
+    "sparse gradients": (Sparse, "embed .*sparse=False"),
+    "complex": (Complex, "weight is complex"),
+    "not initialised": (lambda: nn.LazyLinear(3), "not initialised"),
+    "no values": (lambda: nn.Linear(2, 2, device="meta"), "on meta, .*load"),
+    "values that hooks bring": (lambda: offloaded(nn.Linear(2, 2)), "on meta, .*accelerate's"),
+    "two devices": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "2 devices.*cpu, meta"),
+    "no parameters": (nn.ReLU, "no parameters"),
 }
 
 
-@pytest.mark.parametrize("name", MODELS_REFUSED)
-def test_a_model_whose_parameters_cannot_move_is_refused(name: str) -> None:
-    make, message = MODELS_REFUSED[name]
+@pytest.mark.parametrize(("make", "message"), MODELS_REFUSED.values(), ids=MODELS_REFUSED)
+def test_a_model_whose_parameters_cannot_move_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     model = make()
     other = torch.optim.SGD(made().parameters(), 0.1)
     with pytest.raises(OverspillError, match=message):
@@ -142,7 +128,7 @@ def test_a_model_whose_parameters_cannot_move_is_refused(name: str) -> None:
 def test_a_second_step_of_the_same_model_is_refused_until_the_first_is_closed() -> None:
     model = made()
     first = step_for(model)
-    with pytest.raises(RequestError, match=r"another train_step has this model; call its close\(\) first"):
+    with pytest.raises(RequestError, match=r"close\(\) first"):
         step_for(model)
     first.close()
     step_for(model).close()
@@ -178,24 +164,20 @@ def stranger_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
-    "not scalar": (vector_loss, r"the loss is a tensor of shape \(8,\); .*mean or sum"),
-    "no tensor": (lambda model, x, y: 3.0, "the loss is float"),
-    "of no parameter": (lambda model, x, y: x.sum(), "no parameter gets a gradient|depends on none"),
-    "item()": (item_loss, r"reads values.*\.item\(\).*torch.where.*overspill.compile"),
-    "if": (branching_loss, "reads values.*torch.where.*overspill.compile"),
-    "nonzero": (nonzero_loss, r"shapes that follow from parameters .*\(.*test_refusals.py, line \d+\)"),
+    "not scalar": (vector_loss, r"shape \(8,\)"),
+    "no tensor": (lambda model, x, y: 3.0, "loss is float"),
+    "of no parameter": (lambda model, x, y: x.sum(), "no parameter|depends on"),
+    "item()": (item_loss, r"\.item\(\).*torch\.where.*overspill\.compile"),
+    "if": (branching_loss, r"reads .*torch\.where.*overspill\.compile"),
+    "nonzero": (nonzero_loss, r"shapes .*\(.*line \d+\)"),
     "numpy": (numpy_loss, r"numpy\(\)"),
-    "another model's state": (
-        stranger_loss,
-        r"neither its model's nor an input.*register it as a buffer",
-    ),
-    "no loss": (None, "the model returns no loss|the loss is"),
+    "another model's state": (stranger_loss, "as a buffer"),
+    "no loss": (None, "no loss|loss is"),
 }
 
 
-@pytest.mark.parametrize("name", LOSSES_REFUSED)
-def test_a_loss_that_cannot_be_captured_is_one_clear_error(name: str) -> None:
-    loss, message = LOSSES_REFUSED[name]
+@pytest.mark.parametrize(("loss", "message"), LOSSES_REFUSED.values(), ids=LOSSES_REFUSED)
+def test_a_loss_that_cannot_be_captured_is_one_clear_error(loss: Any, message: str) -> None:
     model = made()
     step = step_for(model, None, loss)
     inputs = batch_for(model)[: 1 if loss is None else 2]
@@ -211,17 +193,17 @@ def test_inputs_that_cannot_be_right_are_refused() -> None:
     model = made()
     step = step_for(model)
     x, y = batch_for(model)
-    with pytest.raises(RequestError, match=r"input 0 is on meta and the model on cpu; move it with \.to\('cpu'\)"):
+    with pytest.raises(RequestError, match=r"input 0 .*\.to\('cpu'\)"):
         step(x.to("meta"), y)
-    with pytest.raises(RequestError, match=r"input 0 requires a gradient.*detach\(\)"):
+    with pytest.raises(RequestError, match=r"input 0 .*detach\(\)"):
         step(x.requires_grad_(), y)
-    with pytest.raises(RequestError, match="8 samples cannot be split into 3 equal micro-batches"):
+    with pytest.raises(RequestError, match="3 equal micro-batches"):
         step_for(made(), accumulate=3)(x.detach(), y)
 
 
 def test_a_plain_mistake_in_the_model_is_shown_as_it_is() -> None:
     model = made()
-    with pytest.raises(RuntimeError, match=r"reduction dim|mat1 and mat2"):
+    with pytest.raises(RuntimeError, match=r"reduction dim|mat1"):
         step_for(model)(torch.randn(8, 13), torch.randint(0, 5, (8,)))
 
 
@@ -229,7 +211,7 @@ def test_a_parameter_that_was_replaced_is_noticed() -> None:
     pair = Pair(Mlp)
     pair.train(2)
     pair.model.last.weight = nn.Parameter(torch.zeros(5, 32))
-    with pytest.raises(RequestError, match=r"last.weight is not the parameter.*close\(\).*anew"):
+    with pytest.raises(RequestError, match=r"last\.weight .*close\(\).*anew"):
         pair.step(*pair.inputs)
     pair.step.close()
 
@@ -238,7 +220,7 @@ def test_weights_assigned_by_load_state_dict_are_noticed() -> None:
     pair = Pair(Mlp)
     pair.train(2)
     pair.model.load_state_dict(made().state_dict(), assign=True)
-    with pytest.raises(RequestError, match=r"not the parameter that the step was made for"):
+    with pytest.raises(RequestError, match="not the parameter"):
         pair.step(*pair.inputs)
 
 
@@ -246,7 +228,7 @@ def test_a_model_of_another_dtype_is_noticed() -> None:
     pair = Pair(Mlp)
     pair.train(2)
     pair.model.double()
-    with pytest.raises(RequestError, match=r"first.weight was float32 \(32, 12\) on cpu and is now float64.*anew"):
+    with pytest.raises(RequestError, match=r"first\.weight .*float64.*anew"):
         pair.step(pair.inputs[0].double(), pair.inputs[1])
 
 
@@ -275,17 +257,17 @@ def test_a_buffer_that_is_assigned_anew_is_refused() -> None:
             return super().forward(x)
 
     model = made(Counting)
-    with pytest.raises(UnsupportedError, match=r"assigns seen anew in its forward; change it in place, with copy_\(\)"):
+    with pytest.raises(UnsupportedError, match=r"seen anew .*copy_\(\)"):
         step_for(model)(*batch_for(model))
 
 
 def test_checksums_are_for_the_cpu() -> None:
-    with pytest.raises(RequestError, match="checksum=True is for the CPU"):
+    with pytest.raises(RequestError, match="checksum=True"):
         make_engine(HostStore(), torch.device("cuda"), checksum=True)
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"accumulate": 0}, "accumulate=0 is not a positive number"),
+    ({"accumulate": 0}, "accumulate=0"),
     ({"clip_norm": -1.0}, "clip_norm=-1.0"),
     ({"policy": "best"}, "unknown policy"),
     ({"store": "tape"}, "unknown store"),
@@ -305,15 +287,13 @@ def test_nested_tensors_are_refused(backend: str) -> None:
 
     model, parts = nn.Linear(4, 4), (torch.randn(3, 4), torch.randn(5, 4))
     step = step_for(model, loss_fn=pads, budget="1GiB", backend=backend)
-    with pytest.raises(
-        UnsupportedError, match=r"makes a nested tensor \(.*test_refusals.py, line \d+\).*pad its parts"
-    ):
+    with pytest.raises(UnsupportedError, match=r"nested tensor \(.*line \d+"):
         step(*parts)
-    with pytest.raises(UnsupportedError, match=r"input 0 is a nested tensor.*pad its parts"):
+    with pytest.raises(UnsupportedError, match=r"input 0 .*nested"):
         step(torch.nested.nested_tensor([*parts], layout=torch.jagged), parts[0])
     torch._dynamo.reset()
     compiled = overspill.compile(nn.Linear(4, 4), budget="1GiB", backend=backend)
-    with pytest.raises(UnsupportedError, match=r"the model gets a nested tensor.*pad its parts"):
+    with pytest.raises(UnsupportedError, match=r"model .*nested tensor"):
         compiled(torch.nested.nested_tensor([*parts], layout=torch.jagged))
 
 
@@ -324,7 +304,5 @@ def test_data_that_forward_assigns_is_refused() -> None:
         return cross_entropy(model, x, y)
 
     model = made()
-    with pytest.raises(
-        UnsupportedError, match=r"assigns the data of a tensor \(.*test_refusals.py, line \d+\); change it in place"
-    ):
+    with pytest.raises(UnsupportedError, match=r"the data .*line \d+"):
         step_for(model, loss_fn=clips, budget="1GiB")(*batch_for(model))

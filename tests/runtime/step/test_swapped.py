@@ -83,9 +83,7 @@ def test_references_from_outside_are_refused_where_backward_reads_them() -> None
         return lambda model, x: RunsAgain.apply(lambda h: h @ weight.t(), model[:2](x)).square().mean()  # type: ignore[index]
 
     _, step, _ = pair(reads)
-    with pytest.raises(
-        UnsupportedError, match=r"reads 2.weight by a reference that was taken outside.*take it from the model"
-    ):
+    with pytest.raises(UnsupportedError, match=r"2\.weight .*a reference"):
         step(torch.rand(8, 2))
 
 

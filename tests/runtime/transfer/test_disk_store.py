@@ -76,14 +76,14 @@ def test_short_writes_and_short_reads_are_continued(store: DiskStore, monkeypatc
 def test_a_disk_that_takes_no_more_is_a_store_error(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:1000], at) if at < 2000 else 0)
-    with pytest.raises(StoreError, match=f"took only 2000 of {NBYTES} bytes"):
+    with pytest.raises(StoreError, match="only 2000"):
         store.write(store.allocate(NBYTES), some_bytes())
 
 
 def test_a_file_that_ends_early_is_a_store_error(store: DiskStore) -> None:
     slot = store.allocate(NBYTES)
     os.ftruncate(store._file, PAGE_BYTES)
-    with pytest.raises(StoreError, match=f"gave only {PAGE_BYTES} of {NBYTES} bytes"):
+    with pytest.raises(StoreError, match=f"only {PAGE_BYTES}"):
         store.read(slot, torch.empty(NBYTES, dtype=torch.uint8))
 
 
@@ -141,7 +141,7 @@ def test_a_full_disk_is_a_store_error_even_when_the_directory_has_gone(
 
 
 def test_a_directory_that_is_missing_is_a_wrong_request(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"missing: No such file or directory; .*--store-dir"):
+    with pytest.raises(RequestError, match=r"missing: .*--store-dir"):
         DiskStore(tmp_path / "missing")
 
 

@@ -63,9 +63,9 @@ def test_a_paper_is_found_by_its_name_and_aliases(name: str) -> None:
 
 
 def test_an_unknown_paper_or_table_names_those_that_exist() -> None:
-    with pytest.raises(RequestError, match=r"did you mean 'vdnn'.*vdnn, dymem, window, placement"):
+    with pytest.raises(RequestError, match=r"'vdnn'.*dymem, window"):
         paper_named("vdn")
-    with pytest.raises(RequestError, match=r"Fig\. 13, Fig\. 14, Fig\. 15, §4\.3\.1, Table 1, Table 2"):
+    with pytest.raises(RequestError, match=r"Fig\. 13, .*Table 1"):
         claims_of(paper_named("dymem"), "Table 9")
 
 

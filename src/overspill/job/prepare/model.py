@@ -37,7 +37,8 @@ def prepare(module: nn.Module, job: Job) -> None:
     """
     if job.channels_last and {4} != {parameter.dim() for parameter in module.parameters() if parameter.dim() > 3}:
         raise RequestError(
-            f"{type(module).__name__} has no convolutions of images to lie channels-last; leave channels_last= out"
+            f"{type(module).__name__} has no convolutions of images to lie channels-last; leave channels_last= out",
+            fields=["channels_last"],
         )
     dtype, memory_format = whole_dtype(job.dtype), torch.channels_last if job.channels_last else None
     if dtype is not None or memory_format is not None:
@@ -79,7 +80,8 @@ def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
     """
     if device.kind == "cpu" and job.attention in ("efficient", "cudnn"):
         raise RequestError(
-            f"attention={job.attention}: a kernel of GPUs, and device={device.name} is none; take flash or math"
+            f"attention={job.attention}: a kernel of GPUs, and device={device.name} is none; take flash or math",
+            fields=["attention"],
         )
     # Run on fake tensors: torch refuses a kernel that does not suit the call.
     seen = _Calls()
@@ -91,7 +93,8 @@ def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
             raise
         raise RequestError(
             f"attention={job.attention}: that kernel does not take the model's attention, with its dropout, mask or sizes, "
-            f"on device={device.name}; leave it out"
+            f"on device={device.name}; leave it out",
+            fields=["attention"],
         ) from None
     if F.scaled_dot_product_attention not in seen.functions:
         raise no_attention(job)
@@ -100,7 +103,8 @@ def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
 def no_attention(job: Job) -> RequestError:
     """The error for a model without attention that the kernel is for."""
     return RequestError(
-        f"the model calls no scaled_dot_product_attention, which attention={job.attention} would be for; leave it out"
+        f"the model calls no scaled_dot_product_attention, which attention={job.attention} would be for; leave it out",
+        fields=["attention"],
     )
 
 

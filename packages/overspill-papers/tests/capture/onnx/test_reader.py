@@ -65,13 +65,13 @@ def test_inference_has_no_loss_and_no_gradients(net: Path) -> None:
 
 
 def test_what_is_wrong_is_told(net: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no input 'z'; its inputs: x"):
+    with pytest.raises(RequestError, match=r"'z'; .*x"):
         read(net, 4, {"z": (1,)}, trains=True)
     (tmp_path / "bad.onnx").write_bytes(b"nonsense")
-    with pytest.raises(RequestError, match="is not a model of ONNX"):
+    with pytest.raises(RequestError, match="model of ONNX"):
         read(tmp_path / "bad.onnx", 4, {}, trains=True)
     with pytest.raises(RequestError, match="no such file"):
         read(tmp_path / "absent.onnx", 4, {}, trains=True)
     odd = model(tmp_path / "odd.onnx", [onnx.helper.make_node("Det", ["x"], ["y"])], {}, ("y", ["batch", 3]))
-    with pytest.raises(UnsupportedError, match="operator Det of ONNX"):
+    with pytest.raises(UnsupportedError, match="operator Det"):
         read(odd, 4, {}, trains=True)
