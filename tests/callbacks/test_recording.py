@@ -112,8 +112,7 @@ def check_files(recording: Recording, folder: Path) -> None:
     [
         ("compile", "eager"),
         ("train_step", "eager"),
-        ("compile", "inductor"),
-        pytest.param("train_step", "inductor", marks=pytest.mark.long),
+        *(pytest.param(door, "inductor", marks=pytest.mark.long) for door in DOORS),
     ],
 )
 def test_steps_of_plans_that_are_there_already_are_recorded_and_no_number_changes(
@@ -279,7 +278,7 @@ def test_when_it_ends_nothing_of_it_is_left(door: str) -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_record_of_some_steps_does_not_grow_in_a_hundred(door: str) -> None:
+def test_a_record_of_some_steps_does_not_grow_in_forty(door: str) -> None:
     loop = Loop(door)
     loop.steps(2)
     with overspill.record(loop.trained, steps=2) as recording:
@@ -287,9 +286,9 @@ def test_a_record_of_some_steps_does_not_grow_in_a_hundred(door: str) -> None:
         assert not any(isinstance(x, RunRecorder) for x in left_behind(loop)), "it is over, and plain graphs run"
         gc.collect()
         before = len(gc.get_objects())
-        loop.steps(100)
+        loop.steps(40)
         gc.collect()
-        assert len(gc.get_objects()) < before + 500
+        assert len(gc.get_objects()) < before + 200
     assert len(recording.step_seconds) == 2
     assert {change.step for change in recording.record.changes} <= {0, 1, 2}
 
@@ -306,10 +305,10 @@ def test_recording_again_and_again_keeps_nothing() -> None:
         once()
     gc.collect()
     before = len(gc.get_objects())
-    for _ in range(20):
+    for _ in range(10):
         once()
     gc.collect()
-    assert len(gc.get_objects()) < before + 100
+    assert len(gc.get_objects()) < before + 50
 
 
 def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
@@ -318,7 +317,7 @@ def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
     monkeypatch.setattr("overspill.callbacks.recording.RunRecorder", partial(RunRecorder, most_entries=150))
     loop, plain = Loop("train_step"), Loop("train_step")
     loop.steps(1)
-    with pytest.warns(UserWarning, match="the record is full after 2 steps, the last in part"):  # noqa: SIM117
+    with pytest.warns(UserWarning, match="full after 2"):  # noqa: SIM117
         with overspill.record(loop.trained) as recording:
             loop.steps(5)
     plain.steps(6)
@@ -362,7 +361,7 @@ def test_a_step_that_the_store_has_stopped_goes_on_with_the_same_bits(
 
     monkeypatch.setattr(store, "write", failing)
     with overspill.record(ours.trained) as recording:
-        with pytest.raises(StoreError, match="the disk is full"):
+        with pytest.raises(StoreError, match="disk is full"):
             ours.steps(1)
         if inside:
             ours.losses.append(ours.trained.resume().item())
@@ -376,16 +375,16 @@ def test_a_step_that_the_store_has_stopped_goes_on_with_the_same_bits(
 
 def test_what_cannot_be_recorded_is_said_in_a_line() -> None:
     loop = Loop("train_step")
-    with pytest.raises(RequestError, match="Linear has nothing of Overspill"), overspill.record(nn.Linear(2, 2)):
+    with pytest.raises(RequestError, match="Linear"), overspill.record(nn.Linear(2, 2)):
         pass
-    with pytest.raises(RequestError, match="steps=0 is not a positive number"), overspill.record(loop.trained, steps=0):
+    with pytest.raises(RequestError, match="steps=0"), overspill.record(loop.trained, steps=0):
         pass
     with overspill.record(loop.trained) as recording:
-        with pytest.raises(RequestError, match="under way; ask for its results behind the `with`"):
+        with pytest.raises(RequestError, match="under way"):
             recording.trace("run.json")
         with pytest.raises(RequestError, match="being recorded already"), overspill.record(loop.trained):
             pass
-    with pytest.raises(RequestError, match="nothing was recorded: no planned step ran"):
+    with pytest.raises(RequestError, match="nothing was recorded"):
         recording.report("run.html")
     assert left_behind_of(loop) == []
 
