@@ -45,7 +45,7 @@ def searched(graph: Graph, device: Device, budget: int, effort: Effort) -> BestP
 
 
 @given(long_networks() | tangles(), devices(), SHARES, st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_seconds_bytes_moved_and_peak_of_a_plan_are_those_of_its_schedule(
     graph: Graph, device: Device, share: float, moving: bool
 ) -> None:
@@ -146,9 +146,9 @@ def test_an_annealing_without_a_start_or_of_another_graph_is_refused() -> None:
     assert annealing.best is None
     with pytest.raises(ValueError, match="has no start"):
         annealing.anneal(1, 1, 0.0, 0.0, 0.0)
-    with pytest.raises(ValueError, match="one flag a tensor"):
+    with pytest.raises(ValueError, match="flag a tensor"):
         annealing.begin(flags((), other))
     with pytest.raises(ValueError, match="another graph"):
         Annealing(planner, RematGroups(other, ()).native)
-    with pytest.raises(ValueError, match="one flag a tensor"):
+    with pytest.raises(ValueError, match="flag a tensor"):
         annealing.begin(np.zeros(1, dtype=bool))
