@@ -34,7 +34,8 @@ class Plan(Reportable):
     `unmanaged_device_bytes` the same of the unmanaged step, of which budgets are shares, `estimated_bytes` what plain PyTorch is
     estimated to take of the card for it (a plan's figure has room for an allocator out of luck besides),
     `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` the size of the card that was asked for.
-    `groups` are updates that one call of the optimizer carries out.
+    `groups` are updates that one call of the optimizer carries out. `usual_seconds` are those of the unmanaged step of the
+    graph that PyTorch runs, where the plan's is another (in pieces of rows, or by another partition).
     """
 
     graph: Graph
@@ -55,6 +56,7 @@ class Plan(Reportable):
     estimated_bytes: int | None = None
     library_bytes: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
+    usual_seconds: float | None = None
 
     @cached_property
     def lower_bound_seconds(self) -> float:
@@ -133,7 +135,7 @@ class Plan(Reportable):
     @property
     def in_core_seconds(self) -> float:
         """Simulated seconds of the unmanaged step."""
-        return self.unmanaged_timeline.step_seconds
+        return self.unmanaged_timeline.step_seconds if self.usual_seconds is None else self.usual_seconds
 
     @property
     def slowdown(self) -> float:

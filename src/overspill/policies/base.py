@@ -34,6 +34,8 @@ class Policy(ABC):
     recomputes: ClassVar[bool] = False
     plans_for_budget: ClassVar[bool] = False
     """Whether the plan adapts to the budget; otherwise there is one schedule, which fits or does not."""
+    in_pieces: ClassVar[bool] = False
+    """Whether it takes a step with its large row-wise chains in pieces of rows, where that is faster."""
     unlimited: ClassVar[bool] = False
     """Whether the policy assumes unlimited memory: no budget is too small for it."""
 

@@ -109,6 +109,11 @@ class Options:
         return self.backend == "inductor" and self.placement == PLANNED
 
     @property
+    def in_pieces(self) -> bool:
+        """Whether large row-wise chains may be planned in pieces of rows."""
+        return policy_named(self.policy).in_pieces
+
+    @property
     def placer(self) -> str | None:
         """The allocator or solver that plans are placed by, in place of a placement with real addresses."""
         return None if self.placement is None else SIMULATED_BY.get(self.placement, self.placement)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.elsewhere import captured_for
+from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.trace import trace
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.capture.recording.graph import graph_of
@@ -41,6 +42,7 @@ from overspill.plans.sweep import Sweep
 
 from . import accelerator, batches
 from .compiled.compile import compile_in
+from .compiled.partitions import Partitioned
 from .compiled.session import Session
 from .hardware import allocator_config, elsewhere
 from .live.allocator import serving
@@ -108,11 +110,27 @@ def preview(job: Job, options: Options) -> Plan:
         with _whole_step(job, options, device) as (step, batch):
             return step.preview(*batch)
     if options.backend == "eager":
-        options, graph, device = captured(job, options)
-        return plan_graph(options, graph, device, budget_for(options, graph, device, CPU))
+        return _preview_eager(job, options, device)
     from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
     return _of_programs(job, _estimated(job, options, device), device, TrainStep.preview, plan_unrun)
+
+
+def _preview_eager(job: Job, options: Options, device: Device) -> Plan:
+    """The plan of a job with eager's kernels: of the step as it is, or in pieces of rows."""
+    if isinstance(job.model, Script):
+        options, graph, device = captured(job, options)
+        return plan_graph(options, graph, device, budget_for(options, graph, device, CPU))
+    captures = _captures_for(job, options, device)
+    options = _estimated(job, options, device)
+
+    if not options.in_pieces:
+        captures = Partitioned([next(iter(captures))])
+
+    def planned(nbytes: int) -> Plan:
+        return captures.best_plan(lambda step: plan_graph(options, step.graph, device, nbytes), options.times)
+
+    return planned(budget_for(options, captures.graph, device, CPU, planned))
 
 
 def compare_job(
@@ -190,12 +208,24 @@ def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
     """The Graph of one step of a model's job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU."""
     device = _device_of(options)
     if options.backend == "eager":
-        with captured_for(device):
-            graph = step_graph(job, options.reserve, device, whole_step=options.whole_step)
-        return with_algorithms(graph, device) if device.kind == "cuda" else graph, device
+        return _captures_for(job, options, device).graph, device
     from .compiled.unrun import graph_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
     return _of_programs(job, options, device, TrainStep.graph, graph_unrun), device
+
+
+def _captures_for(job: Job, options: Options, device: Device) -> Partitioned[Captured]:
+    """Captures of one step with eager's kernels as on `device`, with menus on a GPU."""
+
+    def found() -> Iterator[Captured]:
+        made = _captures(job, options.reserve, device, whole_step=options.whole_step)
+        while True:
+            with captured_for(device):
+                if (step := next(made, None)) is None:
+                    return
+            yield replace(step, graph=with_algorithms(step.graph, device)) if device.kind == "cuda" else step
+
+    return Partitioned(found())
 
 
 T = TypeVar("T")
@@ -248,12 +278,22 @@ def step_graph(
 
     Of several micro-batches it is that of the last, which has the update.
     """
+    return next(_captures(job, reserve, device, whole_step=whole_step)).graph
+
+
+def _captures(job: Job, reserve: str | float | None, device: Device | None, *, whole_step: bool) -> Iterator[Captured]:
+    """Captures of the step of `step_graph`: as PyTorch runs it, then in pieces of rows."""
     if whole_step:
         with _whole_step(job, Options(), device) as (step, batch):
-            return step.graph(*batch)
-    with _fakes(job, device) as (model, batch, optimizer):
-        around = partial(surroundings_of_job, job, parameters=model.parameters(), optimizer=optimizer, reserve=reserve)
-        return trace(model, next(batches.split(batch, job.accumulate)), around).graph
+            made: Iterator[Captured] = iter(step.captures(*batch))
+    else:
+        with _fakes(job, device) as (model, batch, optimizer):
+            around = partial(
+                surroundings_of_job, job, parameters=model.parameters(), optimizer=optimizer, reserve=reserve
+            )
+            steps = Partitioned(trace(model, next(batches.split(batch, job.accumulate)), around))
+        made = iter(steps)
+    yield from made
 
 
 def train(

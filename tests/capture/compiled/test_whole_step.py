@@ -22,7 +22,7 @@ from overspill.capture.compiled.whole_step import (
     GradientOps,
     ParameterUpdate,
     StateInfo,
-    capture_step,
+    trace_step,
 )
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import UnsupportedError
@@ -58,7 +58,7 @@ def captured(ops: GradientOps, elsewhere: Any = ()) -> CapturedStep:
     def step(*given: Tensor) -> Tensor:
         return functional_call(model, dict(zip(names, given, strict=False)), (given[-1],))
 
-    return capture_step(step, model, [*infos, InputInfo(TensorKind.INPUT, "x")], values, ops, elsewhere=elsewhere)  # type: ignore[arg-type]
+    return trace_step(step, model, [*infos, InputInfo(TensorKind.INPUT, "x")], values, ops).captured(elsewhere)  # type: ignore[arg-type]
 
 
 def updates(state: int = 1) -> tuple[ParameterUpdate, ...]:
@@ -126,7 +126,8 @@ def test_an_update_without_a_gradient_is_left_out() -> None:
         return functional_call(model, dict(zip(dict(model.named_parameters()), given, strict=False)), (given[-1],))
 
     infos = [InputInfo(TensorKind.PARAMETER, n, movable=True) for n, _ in model.named_parameters()]
-    found = capture_step(step, model, [*infos, InputInfo(TensorKind.INPUT, "x")], values, GradientOps(updates()))  # type: ignore[arg-type]
+    traced = trace_step(step, model, [*infos, InputInfo(TensorKind.INPUT, "x")], values, GradientOps(updates()))  # type: ignore[arg-type]
+    found = traced.captured()
     assert [u.parameter for u in found.updates] == [0]
 
 
@@ -134,4 +135,4 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         values = [torch.empty(3, requires_grad=True)]
     with pytest.raises(UnsupportedError, match=r"shape \(3,\)"):
-        capture_step(lambda w: 2 * w, nn.Module(), [InputInfo(TensorKind.PARAMETER, "w")], values, GradientOps())  # type: ignore[arg-type]
+        trace_step(lambda w: 2 * w, nn.Module(), [InputInfo(TensorKind.PARAMETER, "w")], values, GradientOps())  # type: ignore[arg-type]

@@ -296,7 +296,12 @@ class CaptureOfStep:
             made_again = {v.untyped_storage()._cdata for v in results_without_statistics(node)}
             writes = tuple(self.tensor_of[key] for key in storages(node) if key in made_again)
         mutated = {self.tensor_of[key] for key in self.joint.mutated_storages if key in self.tensor_of}
-        if mutated & set(reads) or any(len(self.joint.roots.get(key, ())) > 1 for key in storages(node)):
+        given = {tensor for tensor in mutated if self.tensors[tensor].persistent}
+        if (
+            given & set(reads)
+            or mutated & set(writes)
+            or any(len(self.joint.roots.get(key, ())) > 1 for key in storages(node))
+        ):
             return (), ()
         return reads, writes
 
@@ -407,6 +412,8 @@ def _flops(node: fx.Node) -> int:
 
 def _moved_bytes(node: fx.Node) -> int:
     """Bytes that a node reads and writes: each tensor's view, at most its storage."""
+    if node.target is torch.ops.aten.empty.memory_format:
+        return 0
     total = 0
     for value in tree_leaves([n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]):
         if isinstance(value, torch.Tensor):

@@ -24,6 +24,8 @@ SOURCES = ("_param_name_to_source", "_dynamo_source")
 """Attributes in which Dynamo keeps where a module's parameters and inputs come from."""
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 """AOTAutograd's key in a node's meta: saved for backward without autograd's check for in-place changes."""
+SNAPSHOT = "overspill_snapshot"
+"""Key in a node's meta: it is the copy of an input that backward reads and forward updates."""
 StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 
@@ -45,6 +47,10 @@ class JointGraph:
             self._split()
         self._find_roots()
 
+    def copied(self) -> JointGraph:
+        """The same graph, to be changed."""
+        return JointGraph(copied(self.module), len(self.forward_outputs))
+
     def _read_outputs(self, num_forward_outputs: int) -> None:
         output = self.module.graph.find_nodes(op="output")[0]
         outputs = tree_leaves(output.args)
@@ -56,7 +62,7 @@ class JointGraph:
         placeholders = self.module.graph.find_nodes(op="placeholder")
         self.primals = [n for n in placeholders if "tangents" not in str(n.target)]
         self.tangents = [n for n in placeholders if "tangents" in str(n.target)]
-        self.snapshots: list[fx.Node] = []
+        self.snapshots = [n for n in self.module.graph.nodes if SNAPSHOT in n.meta]
 
     @cached_property
     def write_backs(self) -> dict[fx.Node, fx.Node]:
@@ -111,7 +117,7 @@ class JointGraph:
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             snapshot = graph.call_function(torch.ops.aten.clone.default, (primal,))
         with mode:
-            snapshot.meta = {"val": primal.meta["val"].clone(), "partitioner_tag": "must_be_in_forward"}
+            snapshot.meta = {"val": primal.meta["val"].clone(), "partitioner_tag": "must_be_in_forward", SNAPSHOT: True}
         self.snapshots.append(snapshot)
         # Views that backward reads are made again, of the clone.
         copies = {primal: snapshot}

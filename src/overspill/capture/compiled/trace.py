@@ -23,30 +23,33 @@ from overspill.core.errors import OverspillError
 
 from .casts import Casts
 from .graph import Captured, InputInfo, Surroundings, capture
-from .joint import JointGraph
+from .joint import JointGraph, copied
 from .kernels import eager_kernels
+from .pieces import in_pieces
 
 SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
 """Other bytes on the device during the step, given a joint graph and the parameters that it reads."""
 
 
-def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Captured:
+def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Iterator[Captured]:
     """The Graph of one training step, and its FX graph; `step(*batch)` returns the loss.
+
+    Then, when it is asked for, the same in pieces of rows, if it has chains worth it.
 
     Call it with a module and a batch of fake tensors, inside their FakeTensorMode: Dynamo's graph is called on them
     once, which computes nothing. Raises OverspillError if nothing requires a gradient, and Dynamo's errors if the
     module is not a single graph.
     """
-    found: list[Captured] = []
+    found: list[tuple[JointGraph, list[InputInfo], Surroundings]] = []
 
     def compile_graph(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         inputs = describe_inputs(module, examples)
         parameters = [e for e in examples if isinstance(e, nn.Parameter)]
 
         def partition(joint: fx.GraphModule, values: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-            # Captured as it comes: the partition that AOTAutograd goes on with may change the graph.
-            graph = JointGraph(joint, num_fwd_outputs)
-            found.append(capture(graph, inputs, surroundings_of(graph, parameters)))
+            # A copy: the partition that AOTAutograd goes on with may change the graph.
+            graph = JointGraph(copied(joint), num_fwd_outputs)
+            found.append((graph, inputs, surroundings_of(graph, parameters)))
             return default_partition(joint, values, num_fwd_outputs=num_fwd_outputs, **options)
 
         # Let AOTAutograd trace backward; its partition hands over the joint graph.
@@ -63,7 +66,10 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
         raise OverspillError(
             f"{type(model).__name__} gave no graph that could be planned; does its loss need gradients?"
         )
-    return found[0]
+    joint, inputs, around = found[0]
+    yield capture(joint, inputs, around)
+    if (divided := in_pieces(joint)) is not None:
+        yield capture(divided, inputs, around)
 
 
 @contextmanager

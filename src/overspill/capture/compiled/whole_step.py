@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .backward import Backward
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
 from .known_values import KnownValues
+from .pieces import in_pieces
 from .step_joint import joint_of_step, returned
 
 NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
@@ -45,6 +47,8 @@ class Mutation:
         return f"the {self.op.removeprefix('step.')} of {self.layer or 'a gradient'}"
 
 
+Elsewhere = tuple[tuple[TensorKind, int], ...]
+"""Bytes on the device all the while outside the graph, by kind."""
 AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE})
 """Ops that run as soon as their gradient is complete, not after all of backward."""
 
@@ -116,30 +120,52 @@ class CapturedStep(Captured):
         return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
 
 
-def capture_step(
+@dataclass(frozen=True)
+class TracedStep:
+    """The joint graph of a training step, and what it takes to make the step's Graph around it."""
+
+    joint: JointGraph
+    inputs: Sequence[InputInfo]
+    values: Sequence[FakeTensor]
+    ops: GradientOps
+    name: str = "step"
+
+    def captured(self, elsewhere: Elsewhere = ()) -> CapturedStep:
+        """The captured step; `elsewhere` is on the device during all of it, and none of its ops touches that."""
+        return self._around(self.joint, elsewhere)
+
+    def ways(self) -> Iterator[Callable[[Elsewhere], CapturedStep]]:
+        """Functions as `captured`: of the step as it was traced, and of that in pieces of rows if it has chains worth it."""
+        yield self.captured
+        if (divided := in_pieces(self.joint)) is not None:
+            yield partial(self._around, divided)
+
+    def _around(self, joint: JointGraph, elsewhere: Elsewhere) -> CapturedStep:
+        around = around_step(self.values, elsewhere)
+        return CaptureOfWholeStep(joint.copied(), list(self.inputs), self.ops, self.name, around).build()
+
+
+def trace_step(
     step: Callable[..., Tensor | tuple[Tensor, ...]],
     module: nn.Module,
     inputs: Sequence[InputInfo],
     values: Sequence[FakeTensor],
     ops: GradientOps,
     name: str = "step",
-    elsewhere: tuple[tuple[TensorKind, int], ...] = (),
     named: Callable[[str], str] = str,
-) -> CapturedStep:
-    """Capture one training step as a Graph, on fake tensors: nothing is computed.
+) -> TracedStep:
+    """Trace one training step on fake tensors: nothing is computed.
 
     `step(*values)` returns the scalar loss, or a tuple of it and of other tensors without gradients. `values` are fake
     tensors of one mode, described by `inputs`: parameters and buffers of `module`, and what the caller passes at each
-    step. Ops have the names of layers of `module`, which `named` makes of their paths. `elsewhere` are bytes by kind
-    that are on the device during the whole step and that none of its ops touches. Raises UnsupportedError for a step
-    that cannot be captured.
+    step. Ops have the names of layers of `module`, which `named` makes of their paths. Raises UnsupportedError for a
+    step that cannot be captured.
     """
     backward = Backward([info.name for info in inputs], several=ops.accumulate is not None)
-    joint = joint_of_step(step, module, values, backward, named)
-    return CaptureOfWholeStep(joint, list(inputs), ops, name, around_step(values, elsewhere)).build()
+    return TracedStep(joint_of_step(step, module, values, backward, named), inputs, values, ops, name)
 
 
-def around_step(values: Sequence[FakeTensor], elsewhere: tuple[tuple[TensorKind, int], ...]) -> Surroundings:
+def around_step(values: Sequence[FakeTensor], elsewhere: Elsewhere) -> Surroundings:
     """Other bytes on the device: `elsewhere`, and those of the guard program."""
     mode = values[0].fake_mode
     guards = mode.guards().nbytes if isinstance(mode, KnownValues) else 0

@@ -33,7 +33,7 @@ def capture_step_of_programs(
     """The Graph of one training step around `programs`, made by Inductor from `traced`.
 
     The loss is divided by `share` after the programs, as in a loop over as many micro-batches. The last results are
-    what `checks` are of. Otherwise as `capture_step`. Raises UnsupportedError.
+    what `checks` are of. Otherwise as `TracedStep.captured`. Raises UnsupportedError.
     """
     joint = joint_of_step(programs, traced, share, checks)
     around = around_step([node.meta["val"] for node in traced.primals], elsewhere)

@@ -36,6 +36,7 @@ class Auto(Policy):
     offloads = True
     recomputes = True
     plans_for_budget = True
+    in_pieces = True
 
     def __init__(self, *, memory_optimal: bool = False, effort: Effort | None = None) -> None:
         """`effort`: how long to search; None for the default."""

@@ -12,10 +12,10 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from overspill.capture.compiled.graph import Captured, capture
 from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.known_values import nested
+from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.core import Device, Graph
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
@@ -295,16 +296,34 @@ class _GraphCompiler:
         """AOTAutograd's partitioner: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
         self.gradients = JointGradients(graph)
-        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
+        captured, plan = self._plan(graph)
         # Open the store and lower the plan.
         device = torch_device(self.examples)
-        engine = self.session.engine_for(self.planned.plan, device)
-        forward, backward = self._lowered(captured, self.planned.plan, engine)
+        engine = self.session.engine_for(plan, device)
+        forward, backward = self._lowered(captured, plan, engine)
         self._again = partial(self._for_layout, engine, forward)
         # Measure op times if asked.
         if self.session.options.profile:
             self.timer = self.session.timer = OpTimer(captured.graph, device)
         return forward, backward
+
+    def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
+        """The session's plan of `graph`, and the capture that it is of: as it is, or in pieces of rows."""
+        divided = cache(in_pieces)
+
+        def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
+            yield capture(joint, *around)
+            if self.session.options.in_pieces and (other := divided(joint)) is not None:
+                yield capture(other, *around)
+
+        def how(*given: Any) -> Partitioned[Captured]:
+            return Partitioned(captures(*given))
+
+        def make(options: Options, captured: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
+            return captured.best_plan(lambda one: plan_captured(options, one, device, budget_bytes), options.times)
+
+        found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
+        return found.of(self.planned.plan.graph), self.planned.plan
 
     def _lowered(
         self, captured: Captured, plan: Plan, engine: int, arena: Arena = NO_ARENA
@@ -331,18 +350,19 @@ class _GraphCompiler:
             self._traced(self.fakes, partition)
         # Carry the plan over, if forward is still the same.
         assert self.planned is not None
-        plan, captured = self.planned.plan, self.session.captured_again(self.planned, found[0])
-        if (schedule := carried_over(plan.schedule, plan.graph, captured.graph)) is None:
-            return None
-        plan = replace(plan, graph=captured.graph, schedule=schedule)
-        again, backward = self._lowered(captured, plan, engine)
-        return self._boxed(backward, None, captured.graph) if same_steps(again, forward) else None
+        plan = self.planned.plan
+        for captured in self.session.captured_again(self.planned, found[0]):
+            if (schedule := carried_over(plan.schedule, plan.graph, captured.graph)) is not None:
+                again, backward = self._lowered(
+                    captured, replace(plan, graph=captured.graph, schedule=schedule), engine
+                )
+                return self._boxed(backward, None, captured.graph) if same_steps(again, forward) else None
+        return None
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """Plan and lower a forward without backward (evaluation under no_grad)."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
-        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
-        plan = self.planned.plan
+        captured, plan = self._plan(graph)
         engine = self.session.engine_for(plan, torch_device(self.examples))
         (module,) = self._lowered(captured, plan, engine)
         return self._boxed(module, _inputs)

@@ -1,20 +1,26 @@
-"""The best plan over several forward-backward partitions of one joint graph.
+"""The best plan over several captures of one step.
 
-What forward saves for backward, and what backward recomputes within its own kernels, is decided before there are
-kernels: by PyTorch's min-cut partitioner, which saves less for a smaller `activation_memory_budget`. So each partition
-gives programs of its own, and a plan of its own. Making programs takes as long as compiling does. Other partitions than
-the usual one are made only where its plan is slower than the unmanaged step, or there is none, and only as long as
-saving less is faster.
+With eager's kernels these are the step as it was traced, and the same with its large row-wise chains in pieces of rows
+(`capture/compiled/pieces.py`). With Inductor's, which fuses such chains, they are of forward-backward partitions: what
+forward saves for backward, and what backward recomputes within its own kernels, is decided before there are kernels, by
+PyTorch's min-cut partitioner, which saves less for a smaller `activation_memory_budget`. So each partition gives
+programs of its own, and a plan of its own. Making programs takes as long as compiling does. Other captures than the
+usual one are made only where its plan is slower than the unmanaged step, or there is none, and only as long as the next
+one is faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Generic
 
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
+from overspill.costs import MeasuredTimes, op_seconds
 from overspill.plans.plan import Plan
+from overspill.policies.in_core import Liveness
+from overspill.simulate import check, simulate
 
 from .beside import C
 
@@ -25,7 +31,7 @@ SLOWER = 1.02
 
 
 class Partitioned(Generic[C]):
-    """Captures of a step, one per partition, the usual one first.
+    """Captures of a step, the usual one first.
 
     The others are made when they are first asked for.
     """
@@ -44,7 +50,7 @@ class Partitioned(Generic[C]):
 
     @property
     def graph(self) -> Graph:
-        """The usual partition's graph, as stock torch.compile runs it.
+        """The usual graph, as PyTorch or stock torch.compile runs it.
 
         Budgets given as shares are shares of its peak.
         """
@@ -54,11 +60,11 @@ class Partitioned(Generic[C]):
         """The capture that `graph` belongs to."""
         return next(captured for captured in self._found if captured.graph is graph)
 
-    def best_plan(self, plan: Callable[[C], Plan]) -> Plan:
-        """The fastest plan of all partitions, by simulation.
+    def best_plan(self, plan: Callable[[C], Plan], times: MeasuredTimes | None = None) -> Plan:
+        """The fastest plan of all captures, by simulation, beside what the usual one takes unmanaged.
 
-        A plan within SLOWER of the unmanaged step ends the search. Raises InfeasibleBudget where no partition has a
-        plan, with the least floor.
+        A plan within SLOWER of the unmanaged step ends the search. `times` are the measured ones that it is made with. Raises
+        InfeasibleBudget where no capture has a plan, with the least floor.
         """
         best: Plan | None = None
         refusal: InfeasibleBudget | None = None
@@ -71,7 +77,7 @@ class Partitioned(Generic[C]):
                 if refusal is None or error.floor_bytes < refusal.floor_bytes:
                     refusal = error
                 continue
-            # Stop when a plan is good enough, or saving less is no longer faster.
+            # Stop when a plan is good enough, or the next is not faster.
             if captured is self._found[0]:
                 enough = SLOWER * found.in_core_seconds
             if best is not None and found.step_seconds >= best.step_seconds:
@@ -82,4 +88,11 @@ class Partitioned(Generic[C]):
         if best is None:
             assert refusal is not None
             raise refusal
-        return best
+        return best if best.graph is self.graph else _beside(self.graph, best, times)
+
+
+def _beside(usual: Graph, plan: Plan, times: MeasuredTimes | None) -> Plan:
+    """`plan` with the figures of an unmanaged step of `usual`."""
+    plain = Liveness().plan(usual, plan.device)
+    seconds = simulate(usual, plain, plan.device, op_seconds(usual, plan.device, times)).step_seconds
+    return replace(plan, unmanaged_peak_bytes=check(usual, plain).peak_bytes, usual_seconds=seconds)

@@ -345,11 +345,11 @@ class Session(PlannedPeaks):
         self._tell_of_other_sessions(where)
         return captured, planned
 
-    def captured_again(self, planned: Planned, joint: JointGraph) -> Captured:
-        """The graph of `planned`, captured from another trace of the same part."""
+    def captured_again(self, planned: Planned, joint: JointGraph) -> Iterable[Captured]:
+        """The captures that `planned` was chosen from, of another trace of the same part."""
         problem = replace(self._problems[planned.kind], joint=joint)
-        captured: Captured = problem.captured(planned.room, planned.plan.budget_bytes)
-        return captured
+        captures: Iterable[Captured] = problem.captured(planned.room, planned.plan.budget_bytes)
+        return captures
 
     def _made(
         self, problem: GraphProblem[C], kind: GraphKey, room: Room, budget: int, retained: int

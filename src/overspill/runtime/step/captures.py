@@ -23,10 +23,12 @@ from overspill.capture.compiled.joint import storage_bytes
 from overspill.capture.compiled.known_values import ChangesStranger, Held, KnownValues
 from overspill.capture.compiled.whole_step import (
     CapturedStep,
+    Elsewhere,
     GradientOps,
     ParameterUpdate,
     StateInfo,
-    capture_step,
+    TracedStep,
+    trace_step,
 )
 from overspill.capture.programs.whole_step import capture_step_of_programs
 from overspill.core import TensorKind
@@ -47,8 +49,6 @@ from .swapped import Strangers, Swapped
 from .updates import NormClipping
 from .watching import watched
 
-Elsewhere = tuple[tuple[TensorKind, int], ...]
-"""Bytes on the device all the while outside the graph, by kind."""
 CAPTURES = ForkedLock()
 """One thread at a time captures, since it patches torch's classes, which all threads share."""
 MOST_TRIES = 4
@@ -176,16 +176,19 @@ class StepCaptures:
         ops: GradientOps,
         elsewhere: Elsewhere,
     ) -> tuple[Iterator[Capturing], PythonState]:
-        """Capture `function` as aten ops; with the Python state it read."""
+        """Capture `function` as aten ops, then in pieces of rows; with the Python state it read.
 
-        def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
+        Several processes, which have to agree, do not use pieces.
+        """
+
+        def traced(step: Step) -> TracedStep:
             with told(compiles=False):
-                return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere, named=readable)
+                return trace_step(step, self.state.module, infos, values, ops, named=readable)
 
-        found, python = watched(
-            lambda begin: captured(after(begin, function), elsewhere), lambda found: found.joint.module.code
-        )
-        return iter([(found, partial(captured, function))]), python
+        found, python = watched(lambda begin: traced(after(begin, function)), lambda found: found.joint.module.code)
+        several = self.options.in_pieces and self.processes.size == 1
+        ways = found.ways() if several else (found.captured,)
+        return ((way(elsewhere), way) for way in ways), python
 
     def _capture_programs(
         self,

@@ -18,9 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
-from overspill.capture.compiled.whole_step import (
-    CapturedStep,
-)
+from overspill.capture.compiled.whole_step import CapturedStep, Elsewhere
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.costs import MeasuredTimes
@@ -48,7 +46,7 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
 
-from .captures import Elsewhere, FoundStep, StepCaptures
+from .captures import FoundStep, StepCaptures
 from .gathered import gathered
 from .python_state import PythonState
 from .residency import bring_for_others
@@ -161,10 +159,10 @@ class StepPlans:
         seconds = {key: value for times in found for key, value in times.seconds.items()}
         return MeasuredTimes(found[0].device, seconds) if found else None
 
-    def graph(self, inputs: tuple[Any, ...]) -> Graph:
-        """The Graph of a step on `inputs`; of several micro-batches, the last."""
+    def captures(self, inputs: tuple[Any, ...]) -> Partitioned[CapturedStep]:
+        """The captures of a step on `inputs`; of several micro-batches, the last."""
         *_, part = batches.split(inputs, self.gradients.accumulate)
-        return self._capture(part, self._elsewhere(part, inputs), last=True).steps.graph
+        return self._capture(part, self._elsewhere(part, inputs), last=True).steps
 
     def preview(self, inputs: tuple[Any, ...]) -> Plan:
         """The plan of a step on `inputs`, without lowering it.
@@ -398,7 +396,8 @@ class StepPlans:
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
         """A function from bytes to the best plan of `steps`."""
         device = device_for(self.options, self.state.where)
-        return lambda nbytes: steps.best_plan(lambda step: plan_graph(self.options, step.graph, device, nbytes))
+        times = self.options.times
+        return lambda nbytes: steps.best_plan(lambda step: plan_graph(self.options, step.graph, device, nbytes), times)
 
     def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
         """The budget in bytes.

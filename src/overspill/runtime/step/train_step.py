@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
@@ -26,6 +27,7 @@ from overspill.job import GradientOptions
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
+from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.driver import ProgramRun
 from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
 from overspill.runtime.live.steps import PoolReport
@@ -347,7 +349,11 @@ class TrainStep(PlannedPeaks):
 
         Of several micro-batches, that of the last.
         """
-        return self._state.gate.alone(lambda: self._plans.graph(inputs))
+        return self.captures(*inputs).graph
+
+    def captures(self, *inputs: Any) -> Partitioned[CapturedStep]:
+        """The captures of a step on `inputs`, among which a plan may choose."""
+        return self._state.gate.alone(lambda: self._plans.captures(inputs))
 
     def preview(self, *inputs: Any) -> Plan:
         """The plan of a step on `inputs`, which may be fake like the model.

@@ -1,0 +1,442 @@
+"""Run row-wise ops in pieces of rows, so that their temporaries have the size of a piece.
+
+A *chain* is a connected group of row-wise nodes over the same rows: casts and other pointwise ops, softmax over what is
+no row, the loss of a classifier and its gradient. Its inner results are read by no other node. The chain's nodes of
+forward, and those of backward, become loops over pieces, unrolled: slices of the chain's inputs, the same nodes on
+them, and copies into slices of what others read. What backward reads of the chain's forward is computed again there,
+piece by piece. Pieces are ordinary nodes: plans, checks and lowering know nothing of them.
+
+Each row sees the same kernel on the same numbers, and so has the same bits; an op is here only where its kernels give a
+row the same bits wherever it lies (`tests/capture/compiled/test_pieces.py`). Softmax on CUDA sums a row by how it is
+aligned: pieces begin where rows are aligned as in the whole (`ALIGNED_BYTES`; PyTorch 2.13,
+aten/src/ATen/native/cuda/PersistentSoftmax.cuh, SoftMax.cu). On the CPU a vectorised function may round otherwise than
+the scalar one that does the end of a loop, so there only pointwise ops that IEEE 754 rounds exactly are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import gcd, lcm, prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .elsewhere import CAPABILITY
+from .joint import JointGraph, copied, is_repeatable, storage_bytes
+
+aten = torch.ops.aten
+
+EXACT = frozenset({
+    aten._to_copy.default, aten.clone.default, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+    aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.abs.default, aten.relu.default, aten.threshold_backward.default,
+    aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
+    aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor, aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar,
+    aten.logical_and.default, aten.logical_or.default, aten.logical_not.default,
+})  # fmt: skip
+"""Pointwise ops whose result does not depend on where an element lies, on any device."""
+SOFTMAX = {
+    aten._log_softmax.default: (1, 1), aten._softmax.default: (1, 1),
+    aten._log_softmax_backward_data.default: (2, 2), aten._softmax_backward_data.default: (2, 2),
+}  # fmt: skip
+"""Softmax and its gradient: how many arguments have rows, and the position of the argument `dim`."""
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default})
+"""Views that a chain may have within; rows stay what they are."""
+LOSS, LOSS_GRADIENT = aten.nll_loss_forward.default, aten.nll_loss_backward.default
+IGNORED = -100
+"""The `ignore_index` of the loss over picked numbers."""
+
+ALIGNED_BYTES = 16
+"""The largest access of CUDA's softmax kernels."""
+SHARE = 8
+"""A piece's temporaries are at most one part in so many of what the chain reads and writes."""
+WORTH = 4
+"""A chain is split if its largest op needs at least one part in so many of what the largest other op does."""
+
+
+def in_pieces(joint: JointGraph) -> JointGraph | None:
+    """The same step with its large chains in pieces of rows; None if there is none worth it.
+
+    `joint` stays as it is.
+    """
+    module = copied(joint.module)
+    again = JointGraph(module, len(joint.forward_outputs))
+    least = _largest_need(again) // WORTH
+    done = False
+    taken: set[fx.Node] = set()
+    for seed in sorted(_ops(again), key=_need, reverse=True):
+        if _need(seed) < max(least, 1):
+            break
+        if seed not in taken and (chain := _Chain.around(again, seed, taken)) is not None:
+            taken |= chain.nodes
+            done |= chain.split()
+    if not done:
+        return None
+    module.graph.lint()
+    return JointGraph(module, len(joint.forward_outputs))
+
+
+def _ops(joint: JointGraph) -> list[fx.Node]:
+    return [n for n in (*joint.forward, *joint.backward) if joint.is_op(n)]
+
+
+def _need(node: fx.Node) -> int:
+    """Bytes of all storages that a node reads and makes."""
+    found: dict[int, int] = {}
+    for n in (node, *node.all_input_nodes):
+        found.update(storage_bytes(n))
+    return sum(found.values())
+
+
+def _largest_need(joint: JointGraph) -> int:
+    return max(map(_need, _ops(joint)), default=0)
+
+
+def _nbytes(node: fx.Node) -> int:
+    """Bytes of the elements of a result that is one tensor."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _lead(shape: Sequence[int], rows: int) -> int:
+    """How many dimensions count `rows`; 0 if no number of them does."""
+    return next((count for count in range(1, len(shape) + 1) if prod(shape[:count]) == rows), 0)
+
+
+def _has_rows(node: fx.Node, rows: int) -> bool:
+    return isinstance(value := node.meta.get("val"), Tensor) and _lead(value.shape, rows) > 0
+
+
+def _rows_of(node: fx.Node) -> int:
+    """The rows of a seed: of softmax and a loss what they do not go over, of others all but the last dimension."""
+    value = node.args[0].meta["val"] if node.target is LOSS else node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+    ends = node.args[SOFTMAX[node.target][1]] % max(value.dim(), 1) if node.target in SOFTMAX else -1
+    return prod(value.shape[:ends]) if value.dim() > 1 else 0
+
+
+def _is_row_wise(node: fx.Node, rows: int) -> bool:
+    """Whether each of so many rows of the result follows from the same row of what has rows, and all of the rest."""
+    value = node.meta.get("val")
+    if rows < 2 or node.op != "call_function":
+        return False
+    if node.target is LOSS:
+        scores, _, weight = node.args[:3]
+        return weight is None and scores.meta["val"].shape[:-1] == (rows,)
+    if not isinstance(value, Tensor) or not (lead := _lead(value.shape, rows)):
+        return False
+    if node.target in SOFTMAX:
+        return bool(node.args[SOFTMAX[node.target][1]] % value.dim() >= lead)
+    if node.target in VIEWS:
+        return _has_rows(node.args[0], rows)
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    return (node.target is LOSS_GRADIENT and value.dim() == 2 and lead == 1) or (
+        _is_pointwise(node)
+        and all(isinstance(v, Tensor) and _alike(v.shape, value.shape, lead, rows) is not None for v in inputs)
+    )
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target, kept = node.target, (None, torch.preserve_format, torch.contiguous_format)
+    if node.kwargs.get("memory_format") not in kept or not is_repeatable(node):
+        return False
+    on_cpu = node.meta["val"].device.type == "cpu" and not CAPABILITY.get()
+    return target in EXACT or (not on_cpu and torch.Tag.pointwise in target.tags)
+
+
+def _alike(shape: Sequence[int], result: Sequence[int], lead: int, rows: int) -> bool | None:
+    """Whether an input of a pointwise op has the result's rows, or none; None: some of them."""
+    aligned = [1] * (len(result) - len(shape)) + list(shape)
+    pairs = [(mine, whole) for mine, whole in zip(aligned[:lead], result[:lead], strict=True) if whole != 1]
+    if all(mine == 1 for mine, _ in pairs):
+        return False
+    as_rows = all(mine == whole for mine, whole in pairs)
+    return True if as_rows and len(shape) - _lead(shape, rows) == len(result) - lead else None
+
+
+def _row_inputs(node: fx.Node, rows: int) -> list[fx.Node]:
+    """The inputs of a row-wise node that have its rows."""
+    if node.target is LOSS:
+        return list(node.args[:2])
+    if node.target is LOSS_GRADIENT:
+        return [n for n in node.args[:3] if n.meta["val"].dim()]
+    if node.target in SOFTMAX:
+        return list(node.args[: SOFTMAX[node.target][0]])
+    value = node.meta["val"]
+    lead = _lead(value.shape, rows)
+    return [
+        n for n in node.all_input_nodes if node.target in VIEWS or _alike(n.meta["val"].shape, value.shape, lead, rows)
+    ]
+
+
+def _only_casts(node: fx.Node) -> bool:
+    """Whether a copy of the input into another dtype is the same."""
+    return node.target is aten._to_copy.default
+
+
+class _Chain:
+    """A chain of `joint`: `nodes` over the same `rows`, views among them."""
+
+    def __init__(self, joint: JointGraph, rows: int, nodes: set[fx.Node]) -> None:
+        self.joint = joint
+        self.graph = joint.module.graph
+        self.rows = rows
+        self.nodes = nodes
+
+    @classmethod
+    def around(cls, joint: JointGraph, seed: fx.Node, taken: set[fx.Node]) -> _Chain | None:
+        """The largest chain with `seed`, or None if it is in none."""
+        if not _is_row_wise(seed, rows := _rows_of(seed)):
+            return None
+        live = set(joint.forward) | set(joint.backward)
+        found, pending = {seed}, [seed]
+        while pending:
+            node = pending.pop()
+            for near in (*node.all_input_nodes, *node.users):
+                if near in live and near not in taken and near not in found and _is_row_wise(near, rows):
+                    found.add(near)
+                    pending.append(near)
+        chain = cls(joint, rows, found)
+        return chain if chain._narrowed(seed) else None
+
+    def _narrowed(self, seed: fx.Node) -> bool:
+        """Take out what does not fit; returns whether there is a chain with `seed` left."""
+        while out := [n for n in self.nodes if not self._fits(n)]:
+            self.nodes.difference_update(out)
+        # What is left may have fallen apart.
+        near, pending = set(), [seed] if seed in self.nodes else []
+        while pending:
+            if (node := pending.pop()) in self.nodes and node not in near:
+                near.add(node)
+                pending += [*node.all_input_nodes, *node.users]
+        self.nodes = near
+        return bool(near)
+
+    def _fits(self, node: fx.Node) -> bool:
+        """Whether `node` may be in the chain as it is now."""
+        # Inner results have no other reader; what others read is made whole.
+        if node.target is not LOSS and not all(user in self.nodes for user in node.users):
+            has_inner = any(user in self.nodes for user in node.users)
+            if has_inner or node.target in VIEWS or not node.meta["val"].is_contiguous():
+                return False
+        cut = _row_inputs(node, self.rows)
+        return all(
+            (source in cut) if source in self.nodes else (source not in cut or self._is_cut(source))
+            for source in node.all_input_nodes
+        )
+
+    def _is_cut(self, source: fx.Node) -> bool:
+        """Whether rows of an input can be had by views."""
+        value = source.meta["val"]
+        lead = _lead(value.shape, self.rows)
+        with value.fake_mode:
+            try:
+                value.view(self.rows, *value.shape[lead:])
+            except RuntimeError:
+                return False
+        return True
+
+    def split(self) -> bool:
+        """Put the chain's parts of forward and backward in pieces; returns whether any is."""
+        order = {node: position for position, node in enumerate(self.graph.nodes)}
+        backward = self.joint.backward_set
+        done = False
+        for is_backward in (False, True):
+            ends = [n for n in self.nodes if (n in backward) is is_backward and self._is_end(n)]
+            part = sorted(self._behind(ends), key=order.__getitem__)
+            if ends and _Part(self, part, ends, order, is_backward).split():
+                done = True
+        for node in sorted(self.nodes, key=order.__getitem__, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)
+        return done
+
+    def _is_end(self, node: fx.Node) -> bool:
+        return node.target is LOSS or any(user not in self.nodes for user in node.users)
+
+    def _behind(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
+        """The nodes of the chain that `ends` follow from, with these."""
+        found: set[fx.Node] = set()
+        pending = list(ends)
+        while pending:
+            if (node := pending.pop()) in self.nodes and node not in found:
+                found.add(node)
+                pending += _row_inputs(node, self.rows)
+        return found
+
+
+class _Part:
+    """The nodes of a chain that run in forward or in backward, in order, with the `ends` that others read."""
+
+    def __init__(
+        self,
+        chain: _Chain,
+        nodes: Sequence[fx.Node],
+        ends: Sequence[fx.Node],
+        order: dict[fx.Node, int],
+        is_backward: bool,
+    ) -> None:
+        self.chain = chain
+        self.rows = chain.rows
+        self.graph = chain.graph
+        self.nodes = nodes
+        self.ends = ends
+        self.order = order
+        self.tag = "is_backward" if is_backward else "is_forward"
+        self.inner = [n for n in nodes if n not in ends or n.target is LOSS]
+        self.again = [n for n in nodes if is_backward and n not in chain.joint.backward_set]
+        ops = [n for n in self.inner if chain.joint.is_op(n) and n.target is not LOSS]
+        self.temporary_bytes = sum(_nbytes(n) for n in ops)
+        self.inputs = {s for n in nodes for s in n.all_input_nodes if s not in nodes}
+        self.kept_bytes = sum(map(_nbytes, self.inputs)) + sum(_nbytes(n) for n in ends if n.target is not LOSS)
+
+    def split(self) -> bool:
+        """Put pieces in the place of the part, where they take less memory; returns whether it did."""
+        size = self._size()
+        if size >= self.rows or not all(is_repeatable(n) or n.target in VIEWS for n in self.again):
+            return False
+        # A loop stands where all inputs are there, and no end has been read.
+        last = max(self.order[n] for n in (*self.inputs, *(n for n in self.nodes if n not in self.again)))
+        if any(self.order[user] <= last for end in self.ends for user in end.users if user not in self.nodes):
+            return False
+        at = next(n for n, position in self.order.items() if position == last)
+        # Forward's results could not be computed again in backward: only where they are small.
+        ends = sum(_nbytes(n) for n in self.ends if n.target is not LOSS)
+        if self.tag == "is_forward" and ends * SHARE > self.temporary_bytes:
+            return False
+        _Loop(self, at.next, size).unroll()
+        return True
+
+    def _size(self) -> int:
+        """Rows of a piece."""
+        pieces = -(-self.temporary_bytes * SHARE // max(self.kept_bytes, 1))
+        step = lcm(*(_alignment(n, self.rows) for n in (*self.nodes, *self.inputs) if _has_rows(n, self.rows)))
+        size = -(-self.rows // max(pieces, 1))
+        return -(-size // step) * step
+
+
+def _alignment(node: fx.Node, rows: int) -> int:
+    """So many rows of a result are a whole number of `ALIGNED_BYTES`."""
+    return ALIGNED_BYTES // gcd(ALIGNED_BYTES, _nbytes(node) // rows)
+
+
+class _Loop:
+    """The unrolled loop over pieces of one part, in front of node `at`."""
+
+    def __init__(self, part: _Part, at: fx.Node, size: int) -> None:
+        self.part = part
+        self.graph = part.graph
+        self.rows = part.rows
+        self.at = at
+        self.size = size
+        self.mode = next(n.meta["val"] for n in part.nodes if isinstance(n.meta["val"], Tensor)).fake_mode
+        self.flat: dict[fx.Node, fx.Node] = {}
+        self.results: dict[fx.Node, fx.Node] = {}
+        self.targets: dict[fx.Node, fx.Node] = {}
+
+    def unroll(self) -> None:
+        part = self.part
+        with self.graph.inserting_before(self.at):
+            for end in part.ends:
+                like = (end.args[0] if end.target is LOSS else end).meta["val"]
+                shape = [self.rows, 1] if end.target is LOSS else list(like.shape)
+                made = {"dtype": like.dtype, "device": like.device}
+                self.results[end] = self._call(aten.empty.memory_format, (shape,), made, end)
+                if end.target is not LOSS:
+                    self.results[end].meta["val"] = end.meta["val"]  # of which readers have views
+                else:
+                    self.targets[end] = self._targets(end)
+            for start in range(0, self.rows, self.size):
+                self._piece(start, min(start + self.size, self.rows))
+            for end in part.ends:
+                new = self.results[end]
+                if end.target is LOSS:
+                    new = self._loss(end, new)
+                end.replace_all_uses_with(new, delete_user_cb=lambda user: user not in part.chain.nodes)
+
+    def _piece(self, start: int, stop: int) -> None:
+        values: dict[fx.Node, Any] = {}
+
+        def of(source: fx.Node, reader: fx.Node) -> fx.Node:
+            if source in values:
+                return values[source]
+            if source in _row_inputs(reader, self.rows):
+                values[source] = self._slice(self._flat(source, source), start, stop, reader)
+                return values[source]
+            return self._rowless(source, reader)
+
+        for node in self.part.nodes:
+            if node.target is LOSS:
+                scores, targets = of(node.args[0], node), self._slice(self.targets[node], start, stop, node)
+                made = self._call(aten.gather.default, (scores, 1, targets), {}, node)
+            elif node.target in VIEWS:
+                source = of(node.args[0], node)
+                shape = self._shape(node, stop - start)
+                same = tuple(source.meta["val"].shape) == tuple(shape)
+                values[node] = source if same else self._call(aten.view.default, (source, shape), {}, node)
+                continue
+            elif node in self.part.ends and _only_casts(node):
+                made = of(node.args[0], node)  # the copy casts
+            else:
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: of(n, node))  # noqa: B023
+                if node.target in SOFTMAX:
+                    position = SOFTMAX[node.target][1]
+                    dim = node.args[position] % node.meta["val"].dim() - _lead(node.meta["val"].shape, self.rows) + 1
+                    args = (*args[:position], dim, *args[position + 1 :])
+                made = self._call(node.target, args, kwargs, node)
+            values[node] = made
+            if node in self.part.ends:
+                into = self._slice(self._flat(self.results[node], node), start, stop, node)
+                self._call(aten.copy_.default, (into, made), {}, node)
+
+    def _shape(self, node: fx.Node, rows: int) -> list[int]:
+        shape = node.meta["val"].shape
+        return [rows, *shape[_lead(shape, self.rows) :]]
+
+    def _flat(self, node: fx.Node, of: fx.Node) -> fx.Node:
+        """A view of `node` with one dimension of rows."""
+        if node not in self.flat:
+            value = node.meta["val"]
+            shape = [self.rows, *value.shape[_lead(value.shape, self.rows) :]]
+            same = tuple(shape) == tuple(value.shape)
+            self.flat[node] = node if same else self._call(aten.view.default, (node, shape), {}, of)
+        return self.flat[node]
+
+    def _rowless(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """An input that all rows read, with no more dimensions than a row has."""
+        value, rest = source.meta["val"], len(self._shape(reader, 1)) - 1
+        if reader.target not in SOFTMAX and reader.target is not LOSS_GRADIENT and value.dim() > rest:
+            return self._call(aten.view.default, (source, list(value.shape[value.dim() - rest :])), {}, reader)
+        return source
+
+    def _slice(self, node: fx.Node, start: int, stop: int, of: fx.Node) -> fx.Node:
+        return self._call(aten.slice.Tensor, (node, 0, start, stop), {}, of)
+
+    def _targets(self, loss: fx.Node) -> fx.Node:
+        """The classes to pick, one column; any for rows that are ignored."""
+        given, ignored = loss.args[1], loss.args[4]
+        mask = self._call(aten.eq.Scalar, (given, ignored), {}, loss)
+        picked = self._call(aten.masked_fill.Scalar, (given, mask, 0), {}, loss)
+        return self._call(aten.view.default, (picked, [self.rows, 1]), {}, loss)
+
+    def _loss(self, loss: fx.Node, picked: fx.Node) -> fx.Node:
+        """The loss over the picked numbers: the same kernel adds up the same numbers in the same order."""
+        given, ignored = loss.args[1], loss.args[4]
+        mask = self._call(aten.eq.Scalar, (given, ignored), {}, loss)
+        only = self._call(aten.zeros_like.default, (given,), {}, loss)
+        classes = self._call(aten.masked_fill.Scalar, (only, mask, IGNORED), {}, loss)
+        made = self._call(LOSS, (picked, classes, None, loss.args[3], IGNORED), {}, loss)
+        made.meta["val"] = loss.meta["val"]
+        return made
+
+    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], of: fx.Node) -> fx.Node:
+        """A new node in the place of `of`, whose layer and lines it has."""
+        node = self.graph.call_function(target, args, kwargs)
+        given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            value = target(*given, **named)
+        node.meta = {**of.meta, "val": value, "partitioner_tag": self.part.tag}
+        node.meta.pop("tensor_meta", None)
+        return node
