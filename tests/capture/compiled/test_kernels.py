@@ -37,7 +37,7 @@ class Function(nn.Module):
 
 def captured(function: Any, *shape: int) -> Captured:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return trace(Function(function, *shape), (), lambda *_: Surroundings())
+        return next(trace(Function(function, *shape), (), lambda *_: Surroundings()))
 
 
 def targets(found: Captured) -> set[Any]:
@@ -68,7 +68,7 @@ def test_a_recurrent_layer_is_one_op_in_each_direction_and_its_workspace_has_its
             return self.layer(x)[0].sum()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        found, again = (trace(Net(), (torch.zeros(5, 3, 6),), lambda *_: Surroundings()) for _ in range(2))
+        found, again = (next(trace(Net(), (torch.zeros(5, 3, 6),), lambda *_: Surroundings())) for _ in range(2))
     assert found.graph.tensors == again.graph.tensors  # though PyTorch has results of ops in a cache then
     (node,) = found.joint.module.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default)
     args = fx.node.map_arg(node.args, lambda n: n.meta["val"])

@@ -16,6 +16,7 @@ the scalar one that does the end of a loop, so there only pointwise ops that IEE
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from math import gcd, lcm, prod
 from typing import Any
 
@@ -171,6 +172,14 @@ def _row_inputs(node: fx.Node, rows: int) -> list[fx.Node]:
     ]
 
 
+def _is_cut(node: fx.Node, rows: int) -> bool:
+    """Whether pieces of rows of an input are views of it."""
+    value = node.meta["val"]
+    lead = _lead(value.shape, rows)
+    steps = [(n, step) for n, step in zip(value.shape[:lead], value.stride()[:lead], strict=True) if n > 1]
+    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(steps))
+
+
 def _only_casts(node: fx.Node) -> bool:
     """Whether a copy of the input into another dtype is the same."""
     return node.target is aten._to_copy.default
@@ -223,20 +232,9 @@ class _Chain:
                 return False
         cut = _row_inputs(node, self.rows)
         return all(
-            (source in cut) if source in self.nodes else (source not in cut or self._is_cut(source))
+            (source in cut) if source in self.nodes else (source not in cut or _is_cut(source, self.rows))
             for source in node.all_input_nodes
         )
-
-    def _is_cut(self, source: fx.Node) -> bool:
-        """Whether rows of an input can be had by views."""
-        value = source.meta["val"]
-        lead = _lead(value.shape, self.rows)
-        with value.fake_mode:
-            try:
-                value.view(self.rows, *value.shape[lead:])
-            except RuntimeError:
-                return False
-        return True
 
     def split(self) -> bool:
         """Put the chain's parts of forward and backward in pieces; returns whether any is."""
