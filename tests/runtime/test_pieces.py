@@ -1,0 +1,151 @@
+"""Language models whose losses run in pieces of rows: the bits of plain PyTorch within less memory, either way in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.runtime.step.whole_steps import CPU
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import overspill
+from overspill.capture.compiled import pieces
+from overspill.policies import POLICIES
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.options import Options
+from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.training import same_bits
+
+WORDS, WIDTH = 600, 16
+
+
+class Model(nn.Module):
+    """Embedding, attention with a padding mask, and a head over all words; with targets it returns its loss."""
+
+    def __init__(self, *, tied: bool, loss: Callable[[Tensor, Tensor], Tensor], autocast: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.block = nn.TransformerEncoderLayer(
+            WIDTH, 2, 32, dropout=0.0 if autocast else 0.1, batch_first=True, norm_first=True
+        )
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.loss, self.autocast = loss, autocast
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, self.autocast):
+            scores = self.head(self.block(self.embed(words), src_key_padding_mask=targets == -100))
+            return self.loss(scores, targets)
+
+
+def usual(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
+
+
+def smoothed(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten(), label_smoothing=0.1)
+
+
+def with_z_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    return usual(scores, targets) + 1e-4 * scores.float().logsumexp(-1).square().mean()
+
+
+def summed(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum") / (targets != -100).sum()
+
+
+CASES = {
+    "usual, in bfloat16": (usual, True, True),
+    "usual, not tied": (usual, False, False),
+    "smoothed": (smoothed, True, False),
+    "with z-loss": (with_z_loss, True, True),
+    "summed": (summed, True, False),
+}
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(rows)
+    words, targets = (torch.randint(0, WORDS, (3, rows), generator=drawn) for _ in range(2))
+    targets[0, 2 * rows // 3 :] = -100
+    return words, targets
+
+
+def trained(step: Callable[..., Tensor], rows: int, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    losses, given = [], batch(rows)
+    for index in range(3):
+        torch.manual_seed(index)
+        loss = step(*given)
+        if optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def three(case: str) -> tuple[nn.Module, nn.Module, nn.Module]:
+    loss, tied, autocast = CASES[case]
+    torch.manual_seed(0)
+    model = Model(tied=tied, loss=loss, autocast=autocast)
+    return model, copy.deepcopy(model), copy.deepcopy(model)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+@pytest.mark.parametrize("rows", [64, 37])
+@pytest.mark.parametrize("case", CASES)
+def test_the_smallest_budget_gives_the_bits_of_plain_pytorch_within_the_plan(case: str, rows: int) -> None:
+    plain, whole, compiled = three(case)
+    expected = trained(plain, rows, adam(plain))
+    # The whole step.
+    step = overspill.train_step(whole, lambda m, *given: m(*given), adam(whole), budget="smallest", store="host")
+    step.tracker = LiveBytes(CPU)
+    found = trained(step, rows)
+    assert step.tracker.peak_bytes <= step.peak_bytes
+    # The compiled model, with its loss inside.
+    session = Session(budget="smallest", store="host")
+    session.tracker = LiveBytes(CPU)
+    again = trained(overspill.compile(compiled, session=session), rows, adam(compiled))
+    for losses, model in ((found, whole), (again, compiled)):
+        assert all(same_bits(*pair) for pair in zip(losses, expected, strict=True))
+        assert all(same_bits(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def floors(case: str, rows: int) -> tuple[int, int]:
+    """The smallest budgets of a whole step and of a compiled model."""
+    _, whole, compiled = three(case)
+    step = overspill.train_step(whole, lambda m, *given: m(*given), adam(whole), store="host")
+    session = Session(budget="smallest", store="host")
+    trained(overspill.compile(compiled, session=session), rows, adam(compiled))
+    return step.smallest_budget(*batch(rows)), session.plans[0].peak_bytes
+
+
+def test_the_floor_falls_where_the_loss_holds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    within = floors("usual, in bfloat16", 64)
+    monkeypatch.setattr(pieces, "SHARE", 0)  # one piece
+    for less, more in zip(within, floors("usual, in bfloat16", 64), strict=True):
+        assert less < 0.7 * more
+
+
+def test_a_plan_in_pieces_is_compared_with_the_step_of_plain_pytorch() -> None:
+    _, whole, other = three("usual, in bfloat16")
+    step = overspill.train_step(whole, lambda m, *given: m(*given), adam(whole), budget="smallest", store="host")
+    step(*batch(64))
+    (plan,) = step.plans
+    usual_graph = step.graph(*batch(64))
+    assert len(plan.graph.ops) > len(usual_graph.ops)
+    assert plan.in_core_seconds < plan.unmanaged_timeline.step_seconds
+    roomy = overspill.train_step(other, lambda m, *given: m(*given), adam(other), budget="1GiB", store="host")
+    roomy(*batch(64))
+    assert roomy.plans[0].graph.without_frames() == usual_graph.without_frames()
+    assert roomy.plans[0].unmanaged_peak_bytes == plan.unmanaged_peak_bytes
+
+
+def test_policies_of_papers_get_the_step_as_it_is() -> None:
+    assert [name for name in POLICIES if Options(policy=name).in_pieces] == ["auto"]
