@@ -17,7 +17,7 @@ from tests.cli.commands import Overspill
 from overspill.cli.failures import in_options
 from overspill.runtime import training
 
-TRAIN = "train nets:deep --batch 512"
+TRAIN = "train nets:shallow --batch 512"
 TIGHT = f"{TRAIN} --budget 80%"
 
 
@@ -131,7 +131,7 @@ def test_a_budget_below_the_floor_is_infeasible_and_the_floor_that_is_named_work
     overspill: Overspill, store_dir: Path, command: str
 ) -> None:
     extra = f"--store-dir {store_dir} --steps 1" if command == "train" else ""
-    done = overspill(f"{command} nets:deep --batch 512 --budget 10KiB --json {extra}")
+    done = overspill(f"{command} nets:shallow --batch 512 --budget 10KiB --json {extra}")
     assert done.code == 1
     assert "infeasible: budget 10.0 KiB is below auto's floor" in done.error
     answer = done.answer
@@ -140,7 +140,7 @@ def test_a_budget_below_the_floor_is_infeasible_and_the_floor_that_is_named_work
     assert answer["budget_bytes"] == 10240
     assert "parameters" in answer["cause"]
     assert not list(store_dir.iterdir())
-    again = overspill(f"{command} nets:deep --batch 512 --budget {answer['floor_bytes']} --json {extra}")
+    again = overspill(f"{command} nets:shallow --batch 512 --budget {answer['floor_bytes']} --json {extra}")
     assert again.code == 0
     assert not list(store_dir.iterdir())
 

@@ -34,7 +34,7 @@ TRAIN_KEYS = {
 PACK_KEYS = {
     "solver", "blocks", "peak_bytes", "lower_bound_bytes", "bound_bytes", "gap", "optimal", "seconds", "feasible",
 }  # fmt: skip
-TIGHT = "train nets:deep --batch 512 --budget 80%"
+TIGHT = "train nets:shallow --batch 512 --budget 80%"
 
 
 def assert_units(value: Any, name: str = "") -> None:
@@ -104,7 +104,7 @@ def test_train_tells_a_reader_the_peaks_the_losses_and_that_they_are_identical(o
     assert "Planned against measured" in page
     assert "measured peak" in done.out
     assert (
-        "identical: losses and all 32 tensors of weights and buffers are equal to plain PyTorch to the last bit"
+        "identical: losses and all 8 tensors of weights and buffers are equal to plain PyTorch to the last bit"
         in " ".join(done.out.split())  # the terminal's width breaks lines
     )
     assert "simulated" in done.out
@@ -153,12 +153,12 @@ def test_a_run_that_differs_from_plain_training_is_a_clear_negative(
         return run
 
     monkeypatch.setattr(training, "train_plain", shifted)
-    done = overspill("train nets:deep --batch 4 --check --json")
+    done = overspill("train nets:shallow --batch 4 --check --json")
     assert done.code == 1
     assert done.answer["identical"] is False
     assert done.answer["differing_tensors"] == ["model.0.weight"]
     assert "the loss of step 2 is" in done.error
-    assert "1 of 32 tensors of weights and buffers differ (model.0.weight)" in done.error
+    assert "1 of 8 tensors of weights and buffers differ (model.0.weight)" in done.error
 
 
 def test_what_the_users_code_prints_does_not_mix_with_the_json(overspill: Overspill) -> None:
@@ -172,7 +172,7 @@ def test_a_loss_that_is_no_number_is_null_in_json(overspill: Overspill) -> None:
     assert answer["losses"] == [None]
 
 
-@pytest.mark.parametrize("command", ["plan nets:deep --batch 4", "train nets:deep --batch 4 --steps 1"])
+@pytest.mark.parametrize("command", ["plan nets:shallow --batch 4", "train nets:shallow --batch 4 --steps 1"])
 def test_the_plan_is_saved_where_asked(overspill: Overspill, tmp_path: Path, command: str) -> None:
     assert overspill(f"{command} --out plan.json").code == 0
     assert Schedule.load(tmp_path / "plan.json").policy == "auto"

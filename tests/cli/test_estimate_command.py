@@ -18,7 +18,7 @@ KEYS = {
 
 
 def test_it_gives_the_keys_of_the_contract(overspill: Overspill) -> None:
-    done = overspill("estimate resnet18 --small --batch 8 --optimizer adamw --gpu t4 --json")
+    done = overspill("estimate alexnet --small --batch 8 --optimizer adamw --gpu t4 --json")
     answer = done.answer
     assert done.code == 0
     assert answer.keys() >= KEYS
@@ -54,29 +54,29 @@ def test_without_a_gpu_there_is_no_verdict_but_a_list_of_those_it_fits(overspill
 
 
 def test_what_does_not_fit_exits_with_1_and_says_what_would_help(overspill: Overspill) -> None:
-    job = "gpt2 --small --batch 50000 --optimizer adamw --gpu t4"
+    job = "nets:shallow --batch 20000000 --optimizer adamw --gpu t4"
     done = overspill(f"estimate {job}")
     assert done.code == 1
-    assert done.out.splitlines()[0].startswith("does not fit: gpt2, batch 50000, needs ")
+    assert done.out.splitlines()[0].startswith("does not fit: nets:shallow, batch 20000000, ")
     assert "what would help, cheapest first:" in done.out
     done = overspill(f"estimate {job} --json")
     assert done.code == 1
     assert done.answer["fits"] is False
     assert done.answer["minimum_capacity_bytes"] > done.answer["capacity_bytes"]
-    assert 0 < done.answer["largest_batch"] < 50000
+    assert 0 < done.answer["largest_batch"] < 20000000
     assert done.answer["changes"]
 
 
 def test_what_fits_says_so_first(overspill: Overspill) -> None:
-    done = overspill("estimate unet --small --batch 2 --gpu h100 --report page.html")
-    assert "Fits: unet, batch 2, takes" in Path("page.html").read_text(encoding="utf-8")
+    done = overspill("estimate alexnet --small --batch 2 --gpu h100 --report page.html")
+    assert "Fits: alexnet, batch 2, takes" in Path("page.html").read_text(encoding="utf-8")
     assert done.code == 0
-    assert done.out.startswith("fits: unet, batch 2, takes ")
+    assert done.out.startswith("fits: alexnet, batch 2, takes ")
 
 
 def test_inference_takes_less_than_training(overspill: Overspill) -> None:
-    training = overspill("estimate gpt2 --small --batch 8 --json").answer
-    inference = overspill("estimate gpt2 --small --batch 8 --inference --json").answer
+    training = overspill("estimate alexnet --small --batch 8 --json").answer
+    inference = overspill("estimate alexnet --small --batch 8 --inference --json").answer
     assert inference["peak_requested_bytes"] < training["peak_requested_bytes"]
     assert inference["optimizer"] is None
 
@@ -111,7 +111,7 @@ def test_options_of_sharding_and_of_generation(overspill: Overspill) -> None:
     ],
 )
 def test_other_allocators_take_at_least_what_is_requested(overspill: Overspill, allocator: str) -> None:
-    answer = overspill(f"estimate resnet18 --small --batch 8 --allocator {allocator} --gpu t4 --json").answer
+    answer = overspill(f"estimate alexnet --small --batch 8 --allocator {allocator} --gpu t4 --json").answer
     assert answer["allocator"] == allocator
     assert answer["peak_requested_bytes"] <= answer["peak_reserved_bytes"]
 

@@ -179,7 +179,7 @@ def test_a_file_of_any_name_is_used_and_its_name_printed_harmlessly(
 
 
 def test_what_torch_says_comes_without_its_cpp_frames(overspill: Overspill) -> None:
-    done = overspill("estimate resnet18 --batch 2 --image-size 99999999999")
+    done = overspill("estimate alexnet --batch 2 --image-size 99999999999")
     assert done.code == 2
     assert "frame #0" not in done.error
     assert len(done.error) < 400

@@ -24,7 +24,7 @@ ASKED = {
     "plan": "alexnet --small --batch 16 --budget 100% --gpu titan-x",
     "compare": "alexnet --small --batch 16 --gpu t4 --policies in-core --placers best-fit",
     "sweep": "alexnet --small --batch 16 --gpu t4 --points 2",
-    "train": "nets:deep --batch 4 --steps 1 --store host --check",
+    "train": "nets:shallow --batch 4 --steps 1 --store host --check",
     "pack": "blocks.csv",
     "models": "",
     "policies": "",

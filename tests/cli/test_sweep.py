@@ -11,7 +11,7 @@ from tests.cli.test_contract import assert_units
 
 from overspill.devices import load_device
 
-SWEEP = "sweep nets:deep --batch 512 --points 3"
+SWEEP = "sweep nets:shallow --batch 512 --points 3"
 
 
 def test_sweep_gives_the_keys_of_the_contract_and_a_share_that_plan_takes(overspill: Overspill) -> None:
@@ -25,7 +25,7 @@ def test_sweep_gives_the_keys_of_the_contract_and_a_share_that_plan_takes(oversp
     assert auto[-1]["budget_bytes"] >= answer["floors"][0]["floor_bytes"]
     assert all(row["lower_bound_seconds"] <= row["step_seconds"] for row in auto)
     share = f"{100 * auto[-1]['budget_share']:.1f}%"
-    plan = overspill(f"plan nets:deep --batch 512 --budget {share} --json").answer
+    plan = overspill(f"plan nets:shallow --batch 512 --budget {share} --json").answer
     for key in ("budget_bytes", "peak_bytes", "step_seconds"):
         assert plan[key] == auto[-1][key]
 
@@ -46,12 +46,12 @@ def test_a_reader_sees_the_curve_and_what_holds_it_up(overspill: Overspill) -> N
     assert "report saved to page.html" in done.out
     assert "What less memory costs" in Path("page.html").read_text(encoding="utf-8")
     text = " ".join(done.out.split())
-    assert "nets:deep, batch 512, sgd on cpu, at every budget: simulated" in text
+    assert "nets:shallow, batch 512, sgd on cpu, at every budget: simulated" in text
     assert "100.0 %" in text
     assert "times as long" in text
     assert "auto: not below" in text
     first, second, *_, last = done.err.splitlines()
-    assert (first, second) == ("capturing nets:deep for cpu", "planning the smallest of auto")
+    assert (first, second) == ("capturing nets:shallow for cpu", "planning the smallest of auto")
     assert last.startswith("proving the bound within ")
 
 

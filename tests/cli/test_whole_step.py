@@ -99,12 +99,3 @@ def test_an_infeasible_budget_names_one_that_works(overspill: Overspill) -> None
     assert refused.answer["stored_bytes"] is None
     words = f"train nets:shallow --batch 8 --whole-step --steps 1 --store host --budget {refused.answer['floor_bytes']}"
     assert overspill(words).code == 0
-
-
-def test_plan_and_compare_offer_the_same_algorithms_on_a_gpu(overspill: Overspill) -> None:
-    words = "alexnet --small --batch 16 --gpu titan-x --json"
-    (row,) = overspill(f"compare {words} --policies liveness").answer["rows"]
-    plan = overspill(f"plan {words} --policy liveness").answer
-    assert (plan["peak_bytes"], plan["step_seconds"]) == (row["max_bytes"], row["step_seconds"])
-    smallest = overspill(f"plan {words} --policy liveness:m").answer
-    assert smallest["step_seconds"] > plan["step_seconds"]

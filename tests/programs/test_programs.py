@@ -12,10 +12,7 @@ from tests.programs.expected import REFUSALS
 from tests.programs.harness import COMPILE, INDUCTOR, Budgeted, Made, Memory, Program
 from torch import nn
 
-QUICK = (
-    ("twins", "compile"),
-    ("tied-autoencoder", "train_step"),
-)
+QUICK = (("tied-autoencoder", "train_step"),)
 """Those that do not wait for the long suite."""
 BY_INDUCTOR = (
     "gan", "vae", "dcgan", "diffusion", "tied-autoencoder", "vit", "convnext", "unet", "segmentation",

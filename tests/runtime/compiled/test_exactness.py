@@ -1,4 +1,4 @@
-"""Every small model trained by `overspill.compile` in the smallest budget equals plain PyTorch, with both stores and two optimizers."""
+"""Small models trained by `overspill.compile` in the smallest budget equals plain PyTorch, with both stores and two optimizers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.variants import OTHERS_AND_DEEP_LONG
+from tests.models.variants import OWN
 from tests.runtime.compiled.lowered import built_in
 
 from overspill.capture.compiled.graph import HANDLE_BYTES
@@ -23,6 +23,8 @@ from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.stores import DiskStore, HostStore
 
 State = dict[str, torch.Tensor]
+QUICK = ("resnet18", "lstm")
+"""Those that do not wait for the long suite; `test_schedules.py` has more by any schedule."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,9 @@ def steps(
     return losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("model", OTHERS_AND_DEEP_LONG)
+@pytest.mark.parametrize(
+    "model", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OWN]
+)
 def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, tmp_path: Path) -> None:
     module, batch = built_in(model)
     plain, start = copy.deepcopy(module), copy.deepcopy(module.state_dict())
