@@ -22,7 +22,7 @@ def recorded(name: str, optimizer: str) -> Recording:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "vgg11", *(pytest.param(name, marks=pytest.mark.long) for name in ("resnet18", "unet"))]
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("vgg11", "resnet18", "unet"))]
 )
 def test_its_persistent_tensors_and_gradients_are_those_of_the_compiled_capture(name: str) -> None:
     eager = graph_of(recorded(name, "momentum"), name)
