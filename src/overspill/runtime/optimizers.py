@@ -1,7 +1,7 @@
 """Bytes of an optimizer's state and temporaries, from steps on tiny parameters.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): the tables `_global_optimizer_pre_hooks` and
-`_global_optimizer_post_hooks` of torch.optim.optimizer; `_disable_current_modes`.
+`_global_optimizer_post_hooks` of torch.optim.optimizer; what `Optimizer.profile_hook_step` wraps; `_disable_current_modes`.
 """
 
 from __future__ import annotations
@@ -184,9 +184,13 @@ def temporary_bytes(optimizer: Optimizer) -> int:
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """Step an optimizer of ours without calling the user's global hooks."""
+    """Step an optimizer of ours without calling the user's global hooks.
+
+    Nor does a profiler get a range for it, which takes as long as the kernels of a small step.
+    """
+    step = type(optimizer).step
     with no_global_hooks():
-        optimizer.step()
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 @contextmanager

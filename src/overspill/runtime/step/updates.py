@@ -80,7 +80,7 @@ class ParameterState:
 class _Part(NamedTuple):
     """Rows of one parameter with their gradient and state, for one update.
 
-    `owned` describes the parameter; `given` is the rows' state.
+    `owned` describes the parameter; `given` is the rows' state, and `rest` the other state.
     """
 
     owned: ParameterState
@@ -88,6 +88,7 @@ class _Part(NamedTuple):
     gradient: Tensor
     scale: Tensor | None
     given: dict[str, Tensor]
+    rest: dict[str, Any]
 
 
 class OptimizerUpdates:
@@ -150,10 +151,16 @@ class OptimizerUpdates:
         self, owned: ParameterState, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor
     ) -> None:
         """Update `parameter` slice by slice."""
-        after: dict[str, Any] = {}
+        given = dict(zip(owned.shaped, state, strict=True))
+        after, rest = {}, owned.rest
         for rows in self._slices(parameter, owned.group, new=not owned.order):
-            given = {key: tensor[rows] for key, tensor in zip(owned.shaped, state, strict=True)}
-            (after,) = self._update_parts([_Part(owned, parameter[rows], gradient[rows], scale, given)])
+            if rows is ...:
+                part = _Part(owned, parameter, gradient, scale, given, rest)
+            else:  # each slice begins with the state that the first had, as its step count
+                before = {key: v.clone() if isinstance(v, Tensor) else v for key, v in rest.items()}
+                sliced = {key: tensor[rows] for key, tensor in given.items()}
+                part = _Part(owned, parameter[rows], gradient[rows], scale, sliced, before)
+            (after,) = self._update_parts([part])
         owned.keep(after)
 
     def is_elementwise(self, parameter: Tensor) -> bool:
@@ -181,7 +188,7 @@ class OptimizerUpdates:
                     self.update(owned, *arguments)
                 return
             parts = [
-                _Part(owned, parameter, gradient, scale, dict(zip(owned.shaped, state, strict=True)))
+                _Part(owned, parameter, gradient, scale, dict(zip(owned.shaped, state, strict=True)), owned.rest)
                 for owned, (parameter, gradient, scale, *state) in zip(owners, given, strict=True)
             ]
             for owned, after in zip(owners, self._update_parts(parts), strict=True):
@@ -195,22 +202,24 @@ class OptimizerUpdates:
         Without the tensors of the parameter's shape, which are updated in place.
         """
         # Hand the optimizer a parameter with gradient and state for each part.
-        stepping, states = [], []
-        for owned, rows, gradient, scale, given in parts:
+        groups: dict[int, dict[str, Any]] = {}
+        states: dict[Tensor, dict[str, Any]] = {}
+        for owned, rows, gradient, scale, given, rest in parts:
             part = rows.detach().requires_grad_()
             part.grad = self._gradient(gradient, scale)
-            rest = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
+            if id(owned.group) not in groups:
+                groups[id(owned.group)] = {**owned.group, "params": []}
+            groups[id(owned.group)]["params"].append(part)
             before = given | rest
-            stepping.append(part)
-            states.append({key: before[key] for key in owned.order})
-        found = self._stepped([part.owned.group for part in parts], stepping, states)
+            states[part] = {key: before[key] for key in owned.order}
+        self._step(list(groups.values()), states)
         # Copy the new state back where the optimizer did not work in place.
-        for part, after in zip(parts, found, strict=True):
+        for part, after in zip(parts, states.values(), strict=True):
             for key, tensor in part.given.items():
                 if after[key] is not tensor:
                     tensor.copy_(after[key])
                 after[key] = None
-        return found
+        return list(states.values())
 
     def _gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
@@ -219,26 +228,20 @@ class OptimizerUpdates:
             gradient = gradient.clamp(-self.clip_value, self.clip_value)
         return gradient
 
-    def _stepped(
-        self, groups: Sequence[dict[str, Any]], parts: Sequence[Tensor], states: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The states after a step on `parts` of these parameter groups."""
+    def _step(self, groups: list[dict[str, Any]], states: dict[Tensor, dict[str, Any]]) -> None:
+        """Step on the parameters of `groups`; `states`, by parameter, are then those after it."""
         if self._slice_optimizer is None:
-            self._slice_optimizer = optimizer_like(self.optimizer, groups[0], [parts[0]])
+            self._slice_optimizer = optimizer_like(self.optimizer, groups[0], groups[0]["params"])
         # Lend a copy of the optimizer these parameters, and take them away after the step.
         optimizer = self._slice_optimizer
-        of_group: dict[int, dict[str, Any]] = {}
-        for group, part in zip(groups, parts, strict=True):
-            of_group.setdefault(id(group), {**group, "params": []})["params"].append(part)
-        optimizer.param_groups[:] = of_group.values()
-        optimizer.state = defaultdict(dict, {part: state for part, state in zip(parts, states, strict=True) if state})
+        optimizer.param_groups[:] = groups
+        optimizer.state = defaultdict(dict, {part: state for part, state in states.items() if state})
         with torch.enable_grad():  # as a training loop calls it
             quiet_step(optimizer)
-        after = [dict(optimizer.state[part]) for part in parts]
-        optimizer.state.clear()
+        states.update((part, optimizer.state[part]) for part in states)
+        optimizer.state = defaultdict(dict)
         optimizer.param_groups[1:] = []
         optimizer.param_groups[0]["params"] = []
-        return after
 
     def _slices(self, parameter: Tensor, group: dict[str, Any], *, new: bool) -> Iterator[Any]:
         """Row slices of `parameter` to update one at a time.
