@@ -1,8 +1,7 @@
 """Runs lowered graphs instruction by instruction, dropping each value at its last use.
 
-It serves compiled models and whole steps. The values that generated code would hold in local variables are in a table
-here; the position is a number. A run that an error stopped holds every tensor that it had taken, and can go on from the
-instruction that failed, which is carried out again.
+It serves compiled models and whole steps, by a function that `generated.py` writes. A run that an error stopped holds
+every tensor that it had taken, and can go on from the instruction that failed, which is carried out again.
 """
 
 from __future__ import annotations
@@ -11,15 +10,17 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from overspill.capture.compiled.whole_step import MUTATION, UPDATE, Mutation
+from overspill.capture.compiled.whole_step import MUTATION
 from overspill.runtime.lower import HANDLE_PREFIX, HOLDS
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
+
+from .generated import Generated, Instruction, generated
 
 aten = torch.ops.aten
 DIRECT: dict[Any, Callable[..., Any]] = {
@@ -45,20 +46,19 @@ class Form(Enum):
     ARRIVING = "arriving"
 
 
-class _Instruction(NamedTuple):
-    """One node: what is called with what, and the values dead after it.
+class Instructions(list[Instruction]):
+    """Instructions, and the function that was written last to carry them out from the first one on."""
 
-    `changes`: it changes what the step was given: a buffer, a sum of gradients, or what its `mutation` says.
-    """
+    def __init__(self, each: Iterable[Instruction]) -> None:
+        super().__init__(each)
+        self._generated: Generated | None = None
 
-    node: fx.Node
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    nested: bool
-    done_with: tuple[fx.Node, ...]
-    mutation: Mutation | None
-    changes: bool
+    def function(self, program: LoweredProgram, *, asks: bool) -> Generated:
+        """The function that carries out all of them as they are now."""
+        found = self._generated
+        if found is None or found.asks != asks or found.instructions != self:
+            found = self._generated = generated(program, self, 0, program.inputs, asks=asks)
+        return found
 
 
 class LoweredProgram:
@@ -79,24 +79,23 @@ class LoweredProgram:
             if node.op != "get_attr":  # constants stay
                 done_with.setdefault(last_user.get(node, node), []).append(node)
         # One instruction for each call.
-        self.instructions = [
-            _Instruction(
+        self.instructions = Instructions(
+            Instruction(
                 n,
                 _called(n),
                 n.args,
                 dict(n.kwargs),
-                _nested(n),
                 tuple(done_with.get(n, ())),
                 n.meta.get(MUTATION),
                 MUTATION in n.meta or n.target is aten.copy_.default,
             )
             for n in nodes
             if callable(n.target)
-        ]
+        )
 
-    def wrapped(self, wrap: Callable[[fx.Node, Callable[..., Any]], Callable[..., Any]]) -> list[_Instruction]:
+    def wrapped(self, wrap: Callable[[fx.Node, Callable[..., Any]], Callable[..., Any]]) -> Instructions:
         """The instructions, with each target replaced by `wrap`'s."""
-        return [i._replace(target=wrap(i.node, i.target)) for i in self.instructions]
+        return Instructions(i._replace(target=wrap(i.node, i.target)) for i in self.instructions)
 
     @cached_property
     def forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
@@ -124,11 +123,9 @@ class ProgramRun:
 
     def __init__(self, program: LoweredProgram, args: list[Any]) -> None:
         self.program = program
-        self.values: dict[fx.Node, Any] = dict(program.constants)
-        self.values.update(zip(program.inputs, args, strict=True))
+        self._live: Sequence[fx.Node] = program.inputs
+        self._values = list(args)
         args.clear()
-        for node in program.unused:
-            del self.values[node]
         self.position = 0
         self.changed = False
         """Whether a parameter has been updated."""
@@ -138,39 +135,27 @@ class ProgramRun:
         """What an error stopped half-way and cannot be repeated."""
 
     def go_on(
-        self, may_go_on: Callable[[], None] | None = None, instructions: Sequence[_Instruction] | None = None
+        self, may_go_on: Callable[[], None] | None = None, instructions: Instructions | None = None
     ) -> tuple[Any, ...]:
         """Run the remaining instructions; returns the results.
 
-        `instructions`: others in place of the program's own. `may_go_on`, if given, is called before each and may
-        raise. After an error, call this again: the instruction that raised is then the first to be carried out.
+        `instructions`: others in place of the program's own. `may_go_on`, if given, is called before each op and
+        transfer, and may raise. After an error, call this again: the instruction that raised is then the first to be
+        carried out.
         """
-        instructions = self.program.instructions if instructions is None else instructions
-        values, is_node = self.values, fx.Node
-        for position in range(self.position, len(instructions)):
-            if may_go_on is not None:
-                may_go_on()
-            node, target, args, kwargs, nested, done_with, mutation, changes = instructions[position]
-            self.mutated |= changes
-            if mutation is not None:
-                self.lost = str(mutation)
-                self.changed |= mutation.op == UPDATE
-            # No variable here may hold a value: each has to die at its last use.
-            if nested:
-                values[node] = target(
-                    *fx.node.map_arg(args, values.__getitem__), **fx.node.map_arg(kwargs, values.__getitem__)
-                )
-            else:
-                values[node] = target(*[values[a] if type(a) is is_node else a for a in args], **kwargs)
-            # Done: advance, then drop what is dead.
-            self.position = position + 1  # before `lost` is withdrawn, so that nothing is ever done twice
-            if mutation is not None:
-                self.lost = ""
-            for dead in done_with:
-                del values[dead]
-        results = tuple(values[r] if isinstance(r, is_node) else r for r in self.program.results)
-        values.clear()
-        return results
+        each = self.program.instructions if instructions is None else instructions
+        asks = may_go_on is not None
+        if self.position == 0:
+            function = each.function(self.program, asks=asks)
+        else:
+            function = generated(self.program, each, self.position, self._live, asks=asks)
+        try:
+            return function.run(self, self._values, may_go_on)
+        except BaseException as error:
+            if (found := function.stopped(error.__traceback__)) is not None:
+                self.position, values = found
+                self._live, self._values = list(values), list(values.values())
+            raise
 
     def where(self) -> tuple[int | None, str]:
         """The tensor that the next instruction moves: an input's position, or a name.
@@ -193,15 +178,16 @@ class ProgramRun:
 
         Transfers are cancelled. An input on its way back is given as a handle of what the store has.
         """
-        found = {position: self._now(self.program.inputs[position], engine) for position in wanted}
-        for node, value in self.values.items():
+        values = dict(zip(self._live, self._values, strict=True))
+        self._values.clear()
+        found = {position: self._now(self.program.inputs[position], values, engine) for position in wanted}
+        for node, value in values.items():
             if node.target is prefetch and engine is not None:
                 engine.cancel(value)
-        self.values.clear()
         return found
 
-    def _now(self, node: fx.Node, engine: TransferEngine | None) -> tuple[Form, Any]:
-        live = [(form, self.values[n]) for n, form in reversed(self.program.forms[node]) if n in self.values]
+    def _now(self, node: fx.Node, values: dict[fx.Node, Any], engine: TransferEngine | None) -> tuple[Form, Any]:
+        live = [(form, values[n]) for n, form in reversed(self.program.forms[node]) if n in values]
         for wanted in (Form.TENSOR, Form.HANDLE):  # a tensor is what a handle is, or newer
             for form, value in live:
                 if form is wanted:
@@ -216,17 +202,3 @@ def _called(node: fx.Node) -> Any:
     if node.target in OF_TENSORS and not all(isinstance(a, fx.Node) for a in node.args):
         return node.target
     return DIRECT.get(node.target, node.target)
-
-
-def _nested(node: fx.Node) -> bool:
-    """Whether a value stands anywhere but directly among the arguments."""
-    direct = {a for a in node.args if isinstance(a, fx.Node)}
-    return any(n not in direct for n in node.all_input_nodes) or any(
-        isinstance(a, (list, tuple, dict, slice)) and _holds_node(a) for a in (*node.args, *node.kwargs.values())
-    )
-
-
-def _holds_node(argument: Any) -> bool:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return bool(found)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from overspill.core import Graph
-from overspill.runtime.driver import LoweredProgram, ProgramRun
+from overspill.runtime.driver import Instructions, LoweredProgram, ProgramRun
 from overspill.runtime.lower import DOES, TOGETHER
 
 from .record import Label
@@ -47,7 +47,7 @@ def label_of(node: fx.Node, graph: Graph) -> Label | None:
     return Label(graph, verb, target, node.meta.get(TOGETHER, 0))
 
 
-def told_instructions(program: LoweredProgram, graph: Graph, recorder: RunRecorder) -> list[Any]:
+def told_instructions(program: LoweredProgram, graph: Graph, recorder: RunRecorder) -> Instructions:
     """The instructions of `program`, wrapped to report to `recorder`."""
 
     def wrap(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
