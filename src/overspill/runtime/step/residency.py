@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -96,13 +97,14 @@ class Resident:
 
     def _let_go(self) -> None:
         """Give the object its placeholder as data."""
+        tensor = self.tensor
         if torch._C._get_dispatch_mode(_FAKE) is not None:
-            self.tensor.data = self.spec.placeholder()
+            tensor.data = self.spec.placeholder()
         else:
             if self._placeholder is None:  # made once, for this happens at every step
                 self._placeholder = self.spec.placeholder()
-            self.tensor.data = self._placeholder
-        self._seen = self.tensor._version
+            tensor.data = self._placeholder
+        self._seen = tensor._version
         self.away = True
 
     def is_replaced(self) -> bool:
@@ -129,11 +131,18 @@ class Resident:
 
     def take(self) -> Tensor:
         """Take the data out of the object; only if it is on the device."""
-        data, self.hidden = self.here, None
+        data = self.hidden if self.away else self.tensor.data
+        self.hidden = None
         assert data is not None
         if not self.away:
             self._let_go()
         return data
+
+    def take_handle(self) -> Tensor:
+        """Take the handle of the store's copy out of it; only if there is one."""
+        handle, self.handle = self.handle, None
+        assert handle is not None
+        return handle
 
     def put(self, data: Tensor) -> None:
         """Give the object its data; the store's copy, if any, is dropped."""
@@ -312,6 +321,10 @@ class Guarded(dict[str, Any]):
     def arm(self, bring: Callable[[], None] | None) -> None:
         """Call `bring` before the next read; None: nothing is away."""
         self._bring = bring
+
+    def holds(self, values: tuple[Any, ...]) -> bool:
+        """Whether these very objects are in it."""
+        return len(self) == len(values) and all(map(is_, dict.values(self), values))
 
     def disarm(self) -> None:
         """Be an ordinary dictionary from now on."""

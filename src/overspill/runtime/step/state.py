@@ -155,6 +155,7 @@ class StepState:
                 "make it from model.parameters() of this model"
             )
         # Adopt the state of each parameter whose settings or state have changed.
+        settings = {id(group): settings_of(group) for group in self.optimizer.param_groups}
         for name, parameter in self.parameters.items():
             group = groups.get(id(parameter))
             if group is None:
@@ -167,7 +168,7 @@ class StepState:
             owned = self.owned.get(name)
             if (
                 owned is not None
-                and owned.settings == settings_of(group)
+                and owned.settings == settings[id(group)]
                 and (state is guard or not (state or owned.order))
             ):
                 owned.group = group
@@ -179,7 +180,7 @@ class StepState:
         if (owned := self.owned.pop(name, None)) is None:
             return
         self.stale = True
-        residents = [f"{name}.{key}" for key in owned.shaped]
+        residents = owned.residents(name)
         self.bring(residents)
         for resident in residents:
             del self.residency.residents[resident]
@@ -286,23 +287,32 @@ class StepState:
 
     def arm(self) -> None:
         """Let the guards bring back what is away now."""
+        asks = bool(self.advice())
         for guard in self.guards.values():
             names = [self.names[id(p)] for p in dict.values(guard) if p is not None]
-            guard.arm(self._bringer(names))
-        # The optimizer gets a guarded dictionary for each parameter's state.
+            guard.arm(self._bringer(names, asks=asks))
+        # The optimizer gets a guarded dictionary for each parameter's state, which serves until it has another.
         for name, owned in self.owned.items():
             if owned.order:
-                content = {
-                    key: self.residency[f"{name}.{key}"].tensor if key in owned.shaped else owned.rest[key]
-                    for key in owned.order
-                }
-                guard = self.state_guards[name] = Guarded(content, self.gate)
-                self.optimizer.state[self.parameters[name]] = guard
-                guard.arm(self._bringer([f"{name}.{key}" for key in owned.shaped]))
+                found = self.state_guards.get(name)
+                if found is None or not found.holds(owned.content):
+                    found = self._guard_state(name, owned)
+                found.arm(self._bringer(owned.residents(name), asks=asks))
 
-    def _bringer(self, names: Sequence[str]) -> Callable[[], None] | None:
-        away = [name for name in names if name in self.residency and self.residency[name].away]
-        return (lambda: self.bring(away)) if away or self.advice() else None
+    def _guard_state(self, name: str, owned: ParameterState) -> Guarded:
+        content = {
+            key: self.residency[f"{name}.{key}"].tensor if key in owned.shaped else owned.rest[key]
+            for key in owned.order
+        }
+        owned.content = tuple(content.values())
+        guard = self.state_guards[name] = Guarded(content, self.gate)
+        self.optimizer.state[self.parameters[name]] = guard
+        return guard
+
+    def _bringer(self, names: Sequence[str], *, asks: bool) -> Callable[[], None] | None:
+        residents = self.residency.residents
+        away = [name for name in names if name in residents and residents[name].away]
+        return (lambda: self.bring(away)) if away or asks else None
 
     def bring(self, names: Iterable[str]) -> None:
         """Bring these to the device.

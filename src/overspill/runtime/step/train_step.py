@@ -428,13 +428,14 @@ class TrainStep(PlannedPeaks):
         # Put the results where they belong: residents, then the loss and other outputs.
         count = len(compiled.results.places)
         others, results = results[:count], results[count:]
+        residents = self._state.residency.residents
         for name, value in zip(compiled.moving, results, strict=True):
             if name in compiled.stored:
-                self._state.residency[name].stored(value)
+                residents[name].stored(value)
             elif name in compiled.copied:
-                self._state.residency[name].hidden = value
+                residents[name].hidden = value
             else:
-                self._state.residency[name].put(value)
+                residents[name].put(value)
         results.clear()  # should anything hold this frame, it holds no tensors
         call.loss = loss if call.loss is None else call.loss + loss
         call.returned = compiled.results.filled(call.loss, others)
@@ -454,8 +455,16 @@ class TrainStep(PlannedPeaks):
                 self._move(compiled, self._state.engine)
         # Collect the program's arguments.
         given = [*self._state.buffers.values(), *batches.tensors(part)]
-        args = [self._taken(what, compiled) if isinstance(what, str) else given[what] for what in compiled.takes]
-        args += [self._state.residency[name].handle for name in compiled.copied]
+        residents = self._state.residency.residents
+        args: list[Any] = []
+        for what in compiled.takes:
+            if isinstance(what, int):
+                args.append(given[what])
+            elif (resident := residents.get(what)) is None:
+                args.append(self._state.parameters[what].data)
+            else:
+                args.append(resident.take_handle() if what in compiled.stored else resident.take())
+        args += [residents[name].handle for name in compiled.copied]
         if self.recorder is not None:
             self.recorder.given(compiled.plan.graph, compiled.program.held, args)
             self.recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
@@ -474,17 +483,6 @@ class TrainStep(PlannedPeaks):
         here = [name for name in compiled.moving if name not in compiled.stored]
         self._state.residency.bring((name for name in here if name not in compiled.copied), engine)
         self._state.residency.copy(compiled.copied, engine)
-
-    def _taken(self, name: str, compiled: Compiled) -> Tensor:
-        """The tensor or handle of a resident, handed over to the step."""
-        if name not in self._state.residency:
-            return self._state.parameters[name].data
-        resident = self._state.residency[name]
-        if name in compiled.stored:
-            assert resident.handle is not None
-            handle, resident.handle = resident.handle, None
-            return handle
-        return resident.take()
 
 
 def train_step(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ class ParameterState:
 
     `shaped` names the state tensors of the parameter's shape, with their dtypes, and `rest` is the other state. `order`
     are the names of all, in the optimizer's own order; empty until it has made them, be it at once, as Adagrad does, or
-    at its first step. `settings` are the group's settings that decide which state there is.
+    at its first step. `settings` are the group's settings that decide which state there is. `content` is what the user's
+    optimizer has of it, empty until it is given that.
     """
 
     def __init__(
@@ -54,20 +56,27 @@ class ParameterState:
         self.shaped = shaped
         self.rest: dict[str, Any] = {}
         self.order: list[str] = []
+        self.content: tuple[Any, ...] = ()
         if state:
             self.keep(state)
 
     def take_over(self, other: ParameterState) -> None:
         """Take the group and state of `other`."""
-        self.group, self.rest, self.order = other.group, other.rest, other.order
+        self.group, self.rest, self.order, self.content = other.group, other.rest, other.order, ()
+
+    def residents(self, name: str) -> list[str]:
+        """Where the state lies that moves, if this is the parameter of that `name`."""
+        return [f"{name}.{key}" for key in self.shaped]
 
     def keep(self, state: dict[str, Any]) -> None:
         """Store the state that the optimizer has made.
 
         Tensors of the parameter's shape are kept elsewhere, as residents.
         """
-        self.order = list(state)
-        self.rest = {key: value for key, value in state.items() if key not in self.shaped}
+        rest = {key: value for key, value in state.items() if key not in self.shaped}
+        if self.order != [*state] or not all(map(is_, rest.values(), self.rest.values())):
+            self.content = ()
+        self.order, self.rest = [*state], rest
 
     def run(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor) -> None:
         """Update `parameter` in place.
