@@ -43,6 +43,7 @@ from .arena import Arena, storage_at, tensor_at
 from .halves import crossing, split
 from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
 from .transfer import ops
+from .views import reshaped, same_as
 
 HANDLE_PREFIX = "handle_of_"
 """Prefix of the names of a whole step's inputs that are handles."""
@@ -249,7 +250,7 @@ class _Emitter:
         memory = [self.memory] if self.memory is not None and saved else []  # a reference keeps the memory
         extra = [*checked, *memory, *(self.handles[t] for t in handles), *unchecked]
         outputs = [
-            self.returned.get(n) or self.resolve(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs
+            self.returned.get(n) or self.own(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs
         ]
         descs = [*self.joint.forward_descs, *(SavedForBackwardsAOTOutput(i) for i in range(len(extra)))]
         return self._finish([*outputs, *extra], descs)
@@ -265,7 +266,7 @@ class _Emitter:
         """The graph of a whole step: `returned`, then `persistent` as tensors or handles."""
         tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
         kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
-        return self._finish([*map(self.resolve, returned), *kept], [])
+        return self._finish([*map(self.own, returned), *kept], [])
 
     def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
         if self.memory is not None:
@@ -342,7 +343,7 @@ class _Emitter:
             handed = {WRITE_BACK: self.joint.write_backs.values(), GRADIENTS: self.joint.backward_outputs}.get(
                 op.name, ()
             )
-            self.returned.update({n: self.resolve(n) for n in handed if isinstance(n, fx.Node)})
+            self.returned.update({n: self.own(n) for n in handed if isinstance(n, fx.Node)})
             return
         does = Verb.RUN, op.id
         new = self._copy(node, does)
@@ -466,7 +467,17 @@ class _Emitter:
         return roots[0]
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """A captured node's variable here: its root's, or a new view of it."""
+        """A variable with a captured node's value, for an op that reads it."""
+        return self.own(self._first_same(node))
+
+    def _first_same(self, node: fx.Node) -> fx.Node:
+        """`node`, or the first that it is the same view as."""
+        while node not in self.values and node not in self.views and (same := same_as(node)) is not None:
+            node = same
+        return node
+
+    def own(self, node: fx.Node) -> fx.Node:
+        """A captured node's own variable here: its root's, or a new view of it."""
         if node in self.values:
             return self.values[node]
         if node in self.views:
@@ -477,7 +488,16 @@ class _Emitter:
         # A view, or a plain value, is made again from its inputs.
         if not (self.joint.is_view(node) or self._is_plain(node)):
             raise InvalidSchedule(f"{node.name} is not on the device where the schedule reads it")
-        new = self.graph.node_copy(node, self.resolve)
+        of_shape = reshaped(node) is not None
+
+        def source(before: fx.Node) -> fx.Node:
+            before = self._first_same(before)
+            # A shape of a shape is one call, unless the first is there.
+            while of_shape and before not in self.values and before not in self.views and (n := reshaped(before)):
+                before = self._first_same(n)
+            return self.own(before)
+
+        new = self.graph.node_copy(node, source)
         new.meta = dict(node.meta)
         self.views[node] = new
         for key in storages(node):
