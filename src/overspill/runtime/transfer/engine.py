@@ -189,12 +189,12 @@ class TransferEngine:
         storage = tensor.untyped_storage()
         key = storage._cdata
         ticket, stored = self._arriving[key]
-        # Without the ticket: if the wait fails, the next one starts the copy again.
-        self._arriving[key] = (None, stored)
         begun = time.perf_counter()
         try:
             (ticket or self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))).wait()
         except BaseException:
+            # Without the ticket: the next wait starts the copy again.
+            self._arriving[key] = (None, stored)
             # Who gives up gives no notice, and another storage may get this one's address.
             weakref.finalize(storage, _forget_arrival, weakref.ref(self), key)
             raise

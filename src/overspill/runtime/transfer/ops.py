@@ -8,7 +8,7 @@ consumers read that.
 from __future__ import annotations
 
 import itertools
-from weakref import WeakValueDictionary
+import weakref
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,7 +18,7 @@ from overspill.core.errors import OverspillError
 
 from .engine import TransferEngine
 
-_ENGINES: WeakValueDictionary[int, TransferEngine] = WeakValueDictionary()
+_ENGINES: dict[int, weakref.ref[TransferEngine]] = {}
 _numbers = itertools.count(1)
 
 
@@ -28,7 +28,8 @@ def register_engine(engine: TransferEngine) -> int:
     The caller keeps the engine alive.
     """
     number = next(_numbers)
-    _ENGINES[number] = engine
+    known = _ENGINES  # which a module that is torn down no longer names
+    known[number] = weakref.ref(engine, lambda _: known.pop(number, None))
     return number
 
 
@@ -37,10 +38,9 @@ def engine_numbered(number: int) -> TransferEngine:
 
     Raises OverspillError where it has been closed.
     """
-    try:
-        return _ENGINES[number]
-    except KeyError:
-        raise OverspillError("the store of this compiled model has been closed; compile the model again") from None
+    if (known := _ENGINES.get(number)) is not None and (engine := known()) is not None:
+        return engine
+    raise OverspillError("the store of this compiled model has been closed; compile the model again")
 
 
 def offload(source: Tensor, engine: int) -> Tensor:

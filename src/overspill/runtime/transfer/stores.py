@@ -306,6 +306,7 @@ class PinnedStore(HostStore):
     def __init__(self, pages: PageLock | None = None) -> None:
         super().__init__()
         self._pages = pages or PageLock()
+        self._addresses: list[int] = []
         self._streams: list[DeviceStream] = []
         self._end = weakref.finalize(self, _unlock, self._chunks, self._pages, self._streams, os.getpid())
 
@@ -313,6 +314,7 @@ class PinnedStore(HostStore):
         chunk = super()._allocate_chunk(nbytes)
         if (status := self._pages.lock(chunk)) != 0:
             raise RuntimeError(f"host memory could not be locked: error {status}")
+        self._addresses.append(chunk.data_ptr())
         return chunk
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:
@@ -326,7 +328,7 @@ class PinnedStore(HostStore):
         return lanes
 
     def _address(self, slot: Slot) -> int:
-        return int(self._chunks[slot.chunk].data_ptr()) + slot.offset
+        return self._addresses[slot.chunk] + slot.offset
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Enqueue the copy to the host on the current stream."""
