@@ -229,6 +229,25 @@ def test_what_is_set_at_the_first_call_and_changes_nothing_is_no_matter() -> Non
     assert (model.config.kind, model.ready, len(step.plans)) == ("set", True, 1)
 
 
+def test_a_list_that_forward_makes_anew_of_the_same_is_no_change() -> None:
+    def anchored(model: Plus, y: Tensor) -> Tensor:
+        model.anchors = [anchor.to(y.dtype) for anchor in model.anchors]  # as torchvision's detectors do
+        return y + sum(model.anchors)
+
+    sides = [made(anchored) for _ in range(2)]
+    step = step_of(*sides[1])
+    for anchors in ([torch.ones(3)], [torch.ones(3), torch.arange(3.0)]):
+        for model, _ in sides:
+            model.anchors = list(anchors)
+        for _ in range(2):
+            loss = F.cross_entropy(sides[0][0](batch()[0]), batch()[1])
+            loss.backward()
+            sides[0][1].step()
+            sides[0][1].zero_grad()
+            assert same_bits(step(*batch()), loss.detach())
+    assert len(step.plans) == 2
+
+
 def test_what_is_otherwise_at_the_first_call_is_refused() -> None:
     def starts(model: Plus, y: Tensor) -> Tensor:
         if not model.started:

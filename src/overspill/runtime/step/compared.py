@@ -98,7 +98,7 @@ def array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or equal plain values.
+    """Whether two values are one object, equal plain values, or tuples or lists of such.
 
     Of one type; 0.0 is not -0.0, and NaN is NaN.
     """
@@ -110,6 +110,6 @@ def same(one: Any, other: Any) -> bool:
         return repr(one) == repr(other)
     if isinstance(one, types.MethodType):
         return one.__self__ is other.__self__ and one.__func__ is other.__func__
-    if isinstance(one, (tuple, frozenset)):
+    if isinstance(one, (tuple, list, frozenset)):
         return len(one) == len(other) and (one == other if isinstance(one, frozenset) else all(map(same, one, other)))
     return isinstance(one, (int, str, bytes, torch.dtype, torch.device)) and bool(one == other)
