@@ -77,12 +77,16 @@ def test_a_step_reads_what_another_step_has_in_its_store(backend: str) -> None:
         return critic(model(code)).square().mean()
 
     judges = overspill.train_step(critic, nn.MSELoss(), adam(critic), budget="smallest", store="host", backend=backend)
-    generates = overspill.train_step(generator, judged, adam(generator), budget="1GiB", store="host", backend=backend)
+    descent = torch.optim.SGD(generator.parameters(), 1.0)
+    generates = overspill.train_step(generator, judged, descent, budget="1GiB", store="host", backend=backend)
     for step in range(3):
         judges(*batch(step))
         assert any(weight.isnan().all() for weight in weights)  # by references of before: some are away
         code, before = torch.randn(16, 16), copy.deepcopy(generator)
-        torch.testing.assert_close(generates(code), judged(before, code).detach())
+        loss = judged(before, code)
+        loss.backward()
+        torch.testing.assert_close(generates(code), loss.detach())
+        torch.testing.assert_close(generator.weight, before.weight - before.weight.grad)
 
 
 def test_what_does_not_fit_beside_the_other_step_is_refused() -> None:

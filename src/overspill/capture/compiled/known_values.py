@@ -217,7 +217,8 @@ class KnownValues(FakeTensorMode):
         """Record how `made` is computed, if it follows from known tensors."""
         if torch.Tag.nondeterministic_seeded in func.tags and not self._depth:
             self._note_draw(func, args, kwargs, made)
-            return
+            if self._knows_draws:
+                return
         if func._schema.is_mutable:
             # Nodes are of ops that change nothing; traced programs have hardly any others.
             self._changed.update(_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))

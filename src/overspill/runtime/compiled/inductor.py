@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -297,7 +297,8 @@ class _Compiler:
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
         compiled = compile_fx_inner(module, inputs, **options)
-        program = _program_of(compiled, BACKWARD if is_backward else FORWARD)
+        traced = module if self.joint is None else self.joint.module
+        program = _program_of(compiled, BACKWARD if is_backward else FORWARD, traced)
         # Keep the program; with the second one of a pair the step is known.
         if is_backward:
             assert self._forward is not None
@@ -345,14 +346,15 @@ class _Compiler:
         self._lowered = CallsOfPlan(captured, modules, self._unchecked)
 
 
-def _program_of(compiled: Any, prefix: str) -> Program:
-    """The program that Inductor wrote.
+def _program_of(compiled: Any, prefix: str, traced: fx.GraphModule) -> Program:
+    """The program that Inductor wrote, which reads the tensors of `traced` where they are.
 
-    Raises UnsupportedError where it wrote none in Python.
+    AOTAutograd compiles a copy of backward, with copies of these. Raises UnsupportedError where it wrote none in Python.
     """
     source, namespace = getattr(compiled, "source_code", None), namespace_of(compiled)
     if source is None or not namespace or "async_compile" not in source:
         raise UnsupportedError(
             'Inductor wrote no Python program (cpp_wrapper, or CUDA graphs, perhaps); use backend="eager"'
         )
-    return Program.read(source, namespace, prefix)
+    names = [name for name, value in namespace.items() if isinstance(value, Tensor) and hasattr(traced, name)]
+    return Program.read(source, namespace | {name: getattr(traced, name) for name in names}, prefix)
