@@ -65,15 +65,15 @@ COMMANDS: dict[str, Callable[[Job], Any]] = {
     "estimate": recorded,
     "plan": planned,
     "plan --whole-step": lambda job: planned(job, whole_step=True),
-    "train": trained,
 }
 SLOW: dict[str, Callable[[Job], Any]] = {
+    "train": trained,
     "plan --backend inductor": lambda job: planned(job, backend="inductor"),
     "plan --whole-step --backend inductor": lambda job: planned(job, whole_step=True, backend="inductor"),
 }
 
 
-OTHERWISE = {("attention", command): {"attention": "flash"} for command in ("train", *SLOW)}
+OTHERWISE = {("attention", command): {"attention": "flash"} for command in SLOW}
 """On a CPU, where Inductor's programs are made, math is the kernel of a model with dropout anyway."""
 
 
