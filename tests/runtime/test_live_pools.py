@@ -1,4 +1,4 @@
-"""Real training steps on the CPU from our pools: the same bits, within the budget, through squeeze, restart and reoptimisation."""
+"""Real training steps on the CPU from our pools: the same bits, within the budget, through squeeze and restart."""
 
 from __future__ import annotations
 
@@ -78,12 +78,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.filterwarnings("ignore:steps keep the addresses")
-@every_placement_quickly("planned")
+@every_placement_quickly("virtual")
 def test_a_compiled_model_trains_from_the_pool_with_the_same_bits(placement: str) -> None:
     sizes = [2048] * 5
     expected, state = loop(plain := net(), plain, sizes)
-    budget = 48 * MIB if placement == "planned" else 40 * MIB
+    budget = 40 * MIB
     managed = overspill.compile(model := net(), budget=str(budget), store="host", placement=placement)
     losses, found = loop(model, managed, sizes)
     assert losses == expected
@@ -94,14 +93,11 @@ def test_a_compiled_model_trains_from_the_pool_with_the_same_bits(placement: str
     assert pool.name == placement
     assert 0 < pool.peak_bytes <= pool.capacity_bytes < budget
     assert pool.served_share > 0.5
-    if placement == "planned":
-        assert pool.planned_share > 0.25  # of five steps two are planned
     if placement == "two-ended":
         assert pool.squeezes == 1
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:steps keep the addresses")
 @every_placement_quickly("two-ended")
 def test_a_whole_step_trains_from_the_pool_with_the_same_bits(placement: str) -> None:
     sizes = [2048] * 5
@@ -110,7 +106,7 @@ def test_a_whole_step_trains_from_the_pool_with_the_same_bits(placement: str) ->
     assert losses == expected
     assert same(found, state)
     assert 0 < pool.peak_bytes <= pool.capacity_bytes < 32 * MIB
-    assert pool.served_share > (0.5 if placement == "planned" else 0.9)  # an arena beside weights that stay leaves less
+    assert pool.served_share > 0.9
 
 
 @pytest.mark.long
@@ -141,47 +137,7 @@ def test_compiled_models_go_on_beside_the_main_space_and_have_more_in_the_next_s
 
 
 @pytest.mark.long
-def test_another_batch_is_solved_anew_and_training_goes_on() -> None:
-    """Profile-guided placement, section 4.3: a step that is not the recorded one is served, recorded and solved."""
-    sizes = [512] * 5 + [1024] * 7
-    expected, state = loop(plain := net(), plain, sizes)
-    losses, found, pool = whole(net(), sizes, budget="64MiB", placement="planned")
-    assert losses == expected
-    assert same(found, state)
-    assert pool.reoptimisations == 1
-    assert pool.planned_share > 0.3
-
-
-@pytest.mark.long
-def test_an_evaluation_between_steps_does_not_disturb_planned_addresses() -> None:
-    """Section 4.3's interrupt and resume: what is not part of each step is neither recorded nor planned."""
-    managed = overspill.compile(model := net(), budget="64MiB", store="host", placement="planned")
-
-    def evaluated(inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            managed(inputs[:100])
-        return managed(inputs)
-
-    loop(model, evaluated, [1024] * 6)
-    assert managed.overspill.pool.reoptimisations == 0
-    assert not managed.overspill.steps.allocator.statistics().needs_reoptimisation
-
-
-@pytest.mark.long
-def test_sentences_of_varied_lengths_are_trained_on_with_planned_addresses() -> None:
-    job = Job(lambda: load("seq2seq-varied", small=True), 4)
-    options = Options(budget="64MiB", store="host", placement="planned", whole_step=True)
-    managed = train(job, options, steps=9)
-    assert managed.identical_to(train_plain(job, options, steps=9))
-    assert managed.pool is not None
-    assert managed.pool.reoptimisations >= 1
-    assert len(set(managed.losses)) == 9
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "placement", ["two-ended", "virtual"]
-)  # for planned addresses a program has an arena of its own
+@pytest.mark.parametrize("placement", ["two-ended", "virtual"])
 def test_inductors_kernels_run_from_the_pool(placement: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from .graph import Tensor as Tensor
 from .graph import TensorKind as TensorKind
 from .graph import numbered as numbered
 from .layout import Layout as Layout
+from .layout import Places as Places
 from .schedule import Instruction as Instruction
 from .schedule import Schedule as Schedule
 from .schedule import Verb as Verb

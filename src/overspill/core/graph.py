@@ -97,6 +97,8 @@ class Op:
     `frames` are the innermost lines of Python that ran it, by position in the graph's `frames`: one for an op, several
     for a fused kernel, none if unknown.
 
+    `given` are those of `writes` that it can write into memory that it is given, in place of taking memory itself.
+
     `checkpoint` is the number of the program's own checkpoint that computes it again in backward; 0: none does.
     """
 
@@ -116,6 +118,7 @@ class Op:
     algorithms: tuple[Algorithm, ...] = ()
     frames: tuple[int, ...] = ()
     checkpoint: int = 0
+    given: tuple[int, ...] = ()
 
     def workspace_of(self, algorithm: int) -> int:
         """Workspace in bytes of an algorithm, by number.

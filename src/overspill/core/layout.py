@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import InvalidLayout
 from .saved import Saved
@@ -50,6 +50,27 @@ class Layout(Saved):
             raise InvalidLayout(f"the layout reaches {top} bytes but claims a peak of {self.peak_bytes}")
         if self.lower_bound_bytes != trace.lower_bound_bytes:
             raise InvalidLayout(f"lower bound {self.lower_bound_bytes} is not the trace's {trace.lower_bound_bytes}")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the blocks of a schedule lie in an arena of `arena_bytes`.
+
+    `offsets` in bytes by tensor and by the position in the schedule that allocates it. `outside_bytes` is the most that
+    is live outside the arena at any time, and `retained_bytes` how much of that is there between forward and backward,
+    without persistent tensors. `between` are the offsets of tensors that lie in the arena between steps.
+    """
+
+    offsets: dict[tuple[int, int], int]
+    arena_bytes: int
+    outside_bytes: int
+    retained_bytes: int = 0
+    between: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes needed of the device: the arena, which always stays, and the rest."""
+        return self.arena_bytes + self.outside_bytes
 
 
 def _refuse_overlaps(placed: Sequence[tuple[int, Block]]) -> None:

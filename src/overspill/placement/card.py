@@ -19,10 +19,11 @@ from overspill.plans.plan import NO_LIMIT_BYTES, Plan, make_plan
 from overspill.policies.in_core import Liveness
 
 from .allocators.caching_config import CachingConfig
+from .arena import in_arena, plan_in_arena
 from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of
 from .card_search import CardSearch, Tried
-from .packing import DEFAULT
-from .place import place_plan
+from .packing import DEFAULT, solver_named
+from .place import SEARCH, place_plan
 from .replay import minimum_capacity, replay
 
 T = TypeVar("T")
@@ -42,14 +43,15 @@ class Card:
 
     `context_bytes` are the driver's and those of loaded kernels, `handle_bytes` what the libraries keep of the
     allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
-    blocks get planned addresses (`runtime/live/`): until these are known the allocator gives back what it can at the
-    limit. `estimated_bytes` are those of the unmanaged job, where it was estimated.
+    blocks lie in an arena (`arena.py`), and the allocator has it and the rest; with a `pool` all lie in one like this
+    (`runtime/live/`). `estimated_bytes` are those of the unmanaged job, where it was estimated.
     """
 
     context_bytes: int
     handle_bytes: tuple[int, ...] = ()
     config: CachingConfig = field(default_factory=CachingConfig)
     solver: str | None = None
+    pool: str | None = None
     estimated_bytes: int | None = None
 
     def reserved_bytes(self, plan: Plan) -> int:
@@ -60,35 +62,49 @@ class Card:
         allocator chooses among equals. The least of that may cost one more segment of the largest size. So the most
         over several ways counts.
         """
-        if self.solver is not None:
-            return self._planned_bytes(plan, self.solver)
+        if self.pool is not None:
+            return self._pool_bytes(plan, self.pool)
         has_elastic = any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
         steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
         found = []
         for share, backwards in product(SHARES if has_elastic else SHARES[-1:], (False, True)):
             events = events_of(
-                plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups, backwards=backwards
+                plan.graph,
+                plan.schedule,
+                self.handle_bytes,
+                share,
+                steps,
+                plan.groups,
+                backwards=backwards,
+                places=plan.places,
             )
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
                 found.append(replay(events, "pytorch", config=config).peak_device_bytes)
         return max(found) + SPARE_BYTES
 
-    def _planned_bytes(self, plan: Plan, solver: str) -> int:
-        """Bytes with planned addresses.
+    def _pool_bytes(self, plan: Plan, pool: str) -> int:
+        """Bytes with a pool that serves all blocks.
 
-        The least with which the first steps survive, and then the arena, what libraries keep, and what is not in it.
+        What it takes, with what libraries keep; and no less than the caching allocator needs to survive.
         """
         events = events_of(plan.graph, plan.schedule, self.handle_bytes, groups=plan.groups)
         first = minimum_capacity(events, "pytorch", self.config)
         threads = 1 if plan.graph.whole_step else 2
-        arena = place_plan(plan, solver).peak_bytes
-        return max(first, arena + threads * sum(self.handle_bytes)) + SPARE_BYTES
+        taken = place_plan(plan, pool).peak_bytes
+        return max(first, taken + threads * sum(self.handle_bytes)) + SPARE_BYTES
+
+    def placed(self, plan: Plan) -> Plan:
+        """`plan` with its blocks at addresses, and what the allocator takes for the arena and the rest."""
+        if self.solver is not None:
+            plan = replace(in_arena(plan, solver_named(self.solver), SEARCH), peak_bytes=plan.peak_bytes)
+        return replace(plan, reserved_bytes=self.reserved_bytes(plan))
 
     def measured(self, plan: Plan) -> Plan:
         """`plan` with the card bytes that it and the unmanaged step need."""
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
-        counted = self._counted(plan, self.reserved_bytes(plan), plan.device_budget_bytes)
+        plan = self.placed(plan)
+        counted = self._counted(plan, plan.taken_bytes, plan.device_budget_bytes)
         return replace(counted, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes)
 
     def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
@@ -124,10 +140,15 @@ class Card:
         Raises InfeasibleBudget with the size of a card that would do.
         """
         begun = time.perf_counter()
-        search = CardSearch(budget_bytes - self.context_bytes, make, self.reserved_bytes)
-        if (found := search.fastest()) is None:
-            raise _too_small(self, budget_bytes, *search.from_floor())
-        plan = self._counted(found.plan, found.reserved_bytes, budget_bytes)
+        room = budget_bytes - self.context_bytes
+        search = CardSearch(room, make, self.placed)
+        found = search.fastest() if self.solver is None else Tried(*plan_in_arena(make, room, self.placed))
+        if found is None or found.plan.taken_bytes > room:
+            least, fewest, cause = search.from_floor()
+            if least.plan.taken_bytes > room:
+                raise _too_small(self, budget_bytes, least, fewest, cause)
+            found = least
+        plan = self._counted(found.plan, found.plan.taken_bytes, budget_bytes)
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
         took = time.perf_counter() - begun  # with all the plans that were made for it
         told = replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes, plan_seconds=took)
@@ -139,15 +160,15 @@ def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T],
 
     The card has `budget_bytes`; `fewest` is the plan with the fewest live bytes.
     """
-    floor_bytes, live_bytes = least.reserved_bytes + card.context_bytes, least.plan.peak_bytes
+    floor_bytes, live_bytes = least.plan.taken_bytes + card.context_bytes, least.plan.peak_bytes
     needed, budget = format_apart(floor_bytes, budget_bytes)
     at_least = "" if least is fewest else f"at least {format_bytes(fewest.plan.peak_bytes)}"
     # Settings that would need a smaller card.
-    changes = _changes(card, fewest.plan, least.reserved_bytes)
+    changes = _changes(card, fewest.plan, least.plan.taken_bytes)
     instead = ", ".join(f"with {change.what} {format_bytes(change.nbytes)} would do" for change in changes)
     return InfeasibleBudget(
         f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(card.context_bytes)} for the "
-        f"context and {format_bytes(least.reserved_bytes)} in PyTorch's allocator, for "
+        f"context and {format_bytes(least.plan.taken_bytes)} in PyTorch's allocator, for "
         f"{format_bytes(live_bytes)} of live bytes ({at_least}{at_least and ': '}{cause}), library workspaces and fragmentation; "
         f"raise the budget or make the batch smaller{instead and '; '}{instead}",
         budget_bytes=budget_bytes,
@@ -155,7 +176,7 @@ def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T],
         cause=f"{at_least} of live tensors: {cause}" if at_least else cause,
         parts=(
             Amount("context", card.context_bytes),
-            Amount("reserved by PyTorch's allocator", least.reserved_bytes),
+            Amount("reserved by PyTorch's allocator", least.plan.taken_bytes),
             Amount("of that live tensors", live_bytes),
         ),
         changes=changes,
@@ -173,5 +194,5 @@ def _changes(card: Card, plan: Plan, reserved_bytes: int) -> tuple[Amount, ...]:
     if not card.config.expandable_segments:
         expanding = replace(card.config, expandable_segments=True, max_split_bytes=None)
         ways.append((replace(card, config=expanding), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"))
-    found = sorted((other.reserved_bytes(plan), what) for other, what in ways)
+    found = sorted((other.placed(plan).taken_bytes, what) for other, what in ways)
     return tuple(Amount(what, nbytes + card.context_bytes) for nbytes, what in found if nbytes < reserved_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
+from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, TensorKind, Verb
 
 from .events import ALLOCATE, FREE, Events
 
@@ -30,15 +30,17 @@ def events_of(
     groups: Iterable[tuple[int, ...]] = (),
     *,
     backwards: bool = False,
+    places: Places | None = None,
 ) -> Events:
     """The allocations and frees of the first `steps` of `schedule`, in order.
 
     They begin with the model and its batch on an empty device. Handles of libraries are made at the first matrix
     product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take a `share` of their workspaces. The updates
     of each of `groups` have their temporaries at once, but for the first time, which makes the state. Ops allocate
-    their results in order, but for those in BACKWARDS; or all `backwards`, with their workspaces first.
+    their results in order, but for those in BACKWARDS; or all `backwards`, with their workspaces first. What has one of
+    `places` lies in an arena, which is one block.
     """
-    return _Run(graph, schedule, tuple(handle_bytes), share, groups, backwards=backwards).events(steps)
+    return _Run(graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards).events(steps)
 
 
 class _Run:
@@ -51,10 +53,13 @@ class _Run:
         handle_bytes: tuple[int, ...],
         share: float,
         groups: Iterable[tuple[int, ...]],
+        places: Places | None,
         *,
         backwards: bool,
     ) -> None:
         self.backwards = backwards
+        self.places = places
+        self.position = 0
         self.graph = graph
         self.schedule = schedule
         self.handle_bytes = handle_bytes
@@ -72,6 +77,9 @@ class _Run:
     def events(self, steps: int) -> Events:
         """The events of the first `steps`."""
         present = [t for t in self.graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
+        if self.places is not None:
+            self.live.update((tensor, []) for tensor in self.places.between)
+            self.take("arena", [self.places.arena_bytes])
         for tensor in sorted(present, key=lambda t: t.kind is TensorKind.INPUT):  # the model is there before its batch
             self.take_tensor(tensor.id)
         for stored in self.schedule.stored:
@@ -86,8 +94,8 @@ class _Run:
     def step(self) -> None:
         """Add the events of one step."""
         backward = False
-        for instruction in self.schedule.instructions:
-            target = instruction.target
+        for position, instruction in enumerate(self.schedule.instructions):
+            self.position, target = position, instruction.target
             if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
                 op = self.graph.ops[target]
                 runs = instruction.verb is Verb.RUN
@@ -161,6 +169,9 @@ class _Run:
         One that stands for several has blocks of the parameters' sizes.
         """
         if tensor in self.live:
+            return
+        if self.places is not None and (tensor, self.position) in self.places.offsets:
+            self.live[tensor] = []
             return
         it = self.graph.tensors[tensor]
         several = it.persistent and not it.movable and it.kind in (TensorKind.OPTIMIZER_STATE, TensorKind.GRADIENT)

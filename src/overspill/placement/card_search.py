@@ -25,23 +25,22 @@ FROM_FLOOR = 16
 
 
 class Tried(NamedTuple, Generic[T]):
-    """A plan, what else `make` gave, and bytes that PyTorch's allocator takes."""
+    """A placed plan, and what else `make` gave."""
 
     answer: T
     plan: Plan
-    reserved_bytes: int
 
 
 class CardSearch(Generic[T]):
     """Plans for a card with `room_bytes` besides its context.
 
-    `make` makes them for live bytes; `reserved` gives the bytes that the allocator takes.
+    `make` makes them for live bytes; `placed` adds the bytes that the allocator takes.
     """
 
-    def __init__(self, room_bytes: int, make: Callable[[int], tuple[T, Plan]], reserved: Callable[[Plan], int]) -> None:
+    def __init__(self, room_bytes: int, make: Callable[[int], tuple[T, Plan]], placed: Callable[[Plan], Plan]) -> None:
         self._room_bytes = room_bytes
         self._make = make
-        self._reserved = reserved
+        self._placed = placed
         self._tried: dict[int, Tried[T]] = {}
 
     def fastest(self) -> Tried[T] | None:
@@ -54,7 +53,7 @@ class CardSearch(Generic[T]):
             self.from_floor()
         else:
             self._upwards(low)
-        fitting = [tried for tried in self._tried.values() if tried.reserved_bytes <= self._room_bytes]
+        fitting = [tried for tried in self._tried.values() if tried.plan.taken_bytes <= self._room_bytes]
         return min(fitting, key=lambda tried: tried.plan.step_seconds, default=None)
 
     def from_floor(self) -> tuple[Tried[T], Tried[T], str]:
@@ -69,9 +68,9 @@ class CardSearch(Generic[T]):
             fewest, cause = self._at(error.floor_bytes), error.cause
         least = fewest
         for _, live in zip(range(FROM_FLOOR), upwards_from(least.plan.peak_bytes), strict=False):
-            if live >= min(least.reserved_bytes, least.plan.unmanaged_peak_bytes):  # where nothing smaller can come
+            if live >= min(least.plan.taken_bytes, least.plan.unmanaged_peak_bytes):  # where nothing smaller can come
                 break
-            least = min(self._at(live), least, key=lambda tried: tried.reserved_bytes)
+            least = min(self._at(live), least, key=lambda tried: tried.plan.taken_bytes)
         return least, fewest, cause
 
     def _largest_that_fits(self) -> int:
@@ -82,7 +81,7 @@ class CardSearch(Generic[T]):
         asked, low, over = on_grid(self._room_bytes), 0, self._room_bytes
         for _ in range(HALVINGS):
             tried = self._at(asked)
-            excess = tried.reserved_bytes - self._room_bytes
+            excess = tried.plan.taken_bytes - self._room_bytes
             if excess <= 0:
                 low = max(low, asked)
             else:
@@ -106,7 +105,7 @@ class CardSearch(Generic[T]):
     def _at(self, live_bytes: int) -> Tried[T]:
         if live_bytes not in self._tried:
             answer, plan = self._make(live_bytes)
-            self._tried[live_bytes] = Tried(answer, plan, self._reserved(plan))
+            self._tried[live_bytes] = Tried(answer, self._placed(plan))
         return self._tried[live_bytes]
 
 

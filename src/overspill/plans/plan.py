@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
-from overspill.core import Device, Graph, Phase, Schedule, Timeline, Verb
+from overspill.core import Device, Graph, Phase, Places, Schedule, Timeline, Verb
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
@@ -35,7 +35,8 @@ class Plan(Reportable):
     estimated to take of the card for it (a plan's figure has room for an allocator out of luck besides),
     `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` the size of the card that was asked for.
     `groups` are updates that one call of the optimizer carries out. `usual_seconds` are those of the unmanaged step of the
-    graph that PyTorch runs, where the plan's is another (in pieces of rows, or by another partition).
+    graph that PyTorch runs, where the plan's is another (in pieces of rows, or by another partition). With planned
+    addresses `places` has them.
     """
 
     graph: Graph
@@ -57,6 +58,7 @@ class Plan(Reportable):
     library_bytes: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     usual_seconds: float | None = None
+    places: Places | None = None
 
     @cached_property
     def lower_bound_seconds(self) -> float:
@@ -102,6 +104,11 @@ class Plan(Reportable):
     def needed_bytes(self) -> int:
         """Bytes that the plan needs: live, or of a card, as the budget is."""
         return self.peak_bytes if self.device_bytes is None else self.device_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that the plan takes: by PyTorch's allocator of a card, or live."""
+        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
 
     @property
     def unmanaged_needed_bytes(self) -> int:
@@ -221,10 +228,10 @@ def smallest_budget(plan_within: Callable[[int], Plan]) -> int:
         return error.floor_bytes
 
 
-def retained_bytes(graph: Graph, schedule: Schedule, besides: Container[int] = ()) -> int:
+def retained_bytes(graph: Graph, schedule: Schedule) -> int:
     """Bytes that `schedule` keeps on the device from forward to backward.
 
-    Persistent tensors and tensors `besides` do not count.
+    Persistent tensors do not count.
     """
     present: set[int] = set()
     for instruction in schedule.instructions:
@@ -237,7 +244,7 @@ def retained_bytes(graph: Graph, schedule: Schedule, besides: Container[int] = (
             present.discard(target)
         elif instruction.verb is Verb.PREFETCH and not graph.tensors[target].persistent:
             present.add(target)
-    return sum(graph.tensors[t].nbytes for t in present if t not in besides)
+    return sum(graph.tensors[t].nbytes for t in present)
 
 
 def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:

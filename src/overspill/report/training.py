@@ -179,11 +179,6 @@ def _pool(pool: PoolReport | None) -> list[str]:
             f"main space {format_bytes(pool.main_bytes)} in the end, squeezed {_times_of(pool.squeezes)}; steps begun again "
             f"{_times_of(pool.restarts)}, gone on beside it {_times_of(pool.resumptions)}; {pool.overflows} blocks had no room there"
         )
-    if pool.planned_share is not None:
-        share = 100 * pool.planned_share
-        parts.append(
-            f"{share:.1f} % of all requests got planned addresses, solved anew {_times_of(pool.reoptimisations)}"
-        )
     return ["; ".join(parts)]
 
 

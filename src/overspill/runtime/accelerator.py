@@ -183,6 +183,12 @@ def reserved_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).memory_reserved(device))
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give what PyTorch's allocator holds and nothing uses back to the device."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
 def reset_peaks(device: torch.device) -> None:
     """Reset `peak_bytes`."""
     torch.accelerator.reset_peak_memory_stats(device)

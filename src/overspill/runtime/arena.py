@@ -1,9 +1,6 @@
-"""Planned addresses for compiled programs: buffers lie in one solved arena.
+"""The memory of planned addresses: one arena for a call, or a step, in which its blocks lie.
 
-Every buffer that a program allocates, and every tensor that comes back from the store, is a block with its lifetime in
-the schedule, forward and backward together. What leaves the step (outputs, gradients) is not, for its owner decides how
-long it lives, and neither is what library calls allocate for themselves. So a call has one arena from its forward to
-the end of its backward, and all of that arena is what it keeps between them.
+`placement/arena.py` says which blocks those are, and where. The arena is memory of PyTorch's allocator.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._construct_storage_from_data_pointer`, so
 that each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
@@ -12,48 +9,17 @@ that each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from overspill.capture.compiled.graph import Captured
-from overspill.capture.programs.functions import allocated_as
-from overspill.core import Block, Schedule, Trace, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.core.units import format_apart
-from overspill.placement.packing import Limits, Solver
-from overspill.placement.place import REPLANS
-from overspill.plans.plan import Plan, retained_bytes
-from overspill.simulate import trace_of
+from overspill.core import Places
+from overspill.plans.plan import Plan
 
+from .accelerator import empty_cache
 from .transfer.forks import ForkedLock
-
-ALIGNMENT = 64
-"""Alignment of addresses in bytes, as PyTorch's CPU allocator gives."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where blocks lie in the arena.
-
-    `offsets` in bytes by tensor and by the position in the schedule that allocates it. `outside_bytes` is the most that
-    is live outside the arena at any time, and `retained_bytes` how much of that is there between forward and backward,
-    without persistent tensors.
-    """
-
-    offsets: dict[tuple[int, int], int]
-    arena_bytes: int
-    outside_bytes: int
-    retained_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes needed of the device: the arena, which always stays, and the rest."""
-        return self.arena_bytes + self.outside_bytes
-
 
 NOWHERE = Places({}, 0, 0)
 
@@ -63,96 +29,6 @@ class Arena(NamedTuple):
 
     places: Places = NOWHERE
     take: Callable[[], Tensor] | None = None
-
-
-def places_of(captured: Captured, schedule: Schedule, solver: Solver, limits: Limits) -> Places:
-    """Addresses of the program's buffers under `schedule`.
-
-    The solver's layout is checked before it is used. Raises RequestError where it has none.
-    """
-    allocations = list(_allocations(captured, schedule))
-    wanted = {(captured.graph.tensors[tensor].name, at): (tensor, at) for tensor, at in allocations}
-    inside: list[Block] = []
-    outside: list[Block] = []
-    keys: list[tuple[int, int]] = []
-    # Blocks that the program allocates go into the arena; others stay outside.
-    for block in trace_of(captured.graph, schedule).blocks:
-        if (key := wanted.get((block.name, block.start))) is None:
-            outside.append(replace(block, id=len(outside)))
-        else:
-            inside.append(replace(block, id=len(inside), alignment=ALIGNMENT))
-            keys.append(key)
-    layout = solver.solve(Trace(tuple(inside)), limits).layout
-    if layout is None:
-        raise RequestError(f"the solver {solver.name!r} found no layout within its time")
-    beside = Trace(tuple(outside)).lower_bound_bytes
-    retained = retained_bytes(captured.graph, schedule, besides=_allocated(captured) & {t for t, _ in allocations})
-    return Places(dict(zip(keys, layout.offsets, strict=True)), layout.peak_bytes, beside, retained)
-
-
-def _allocations(captured: Captured, schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Each allocation of a buffer of the program: tensor, and position in the schedule."""
-    graph = captured.graph
-    own, allocated = _own(captured), _allocated(captured)
-    here: set[int] = set()
-    # A tensor is allocated where it is made or prefetched, and not there yet.
-    for position, instruction in enumerate(schedule.instructions):
-        target = instruction.target
-        made: tuple[int, ...] = ()
-        if instruction.verb is Verb.FREE:
-            here.discard(target)
-        elif instruction.verb is Verb.PREFETCH and target in own:
-            made = (target,)
-        elif instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
-            made = tuple(t for t in graph.ops[target].writes if t in allocated)
-        yield from ((t, position) for t in made if t not in here and graph.tensors[t].nbytes)
-        here.update(made)
-
-
-def _own(captured: Captured) -> dict[int, fx.Node]:
-    """Tensors of the step alone that have one root, with that node."""
-    others = captured.handed_out() | {t.id for t in captured.graph.tensors if t.persistent}
-    roots = {t: captured.joint.roots.get(key, []) for key, t in captured.tensor_of.items()}
-    return {t: of[0] for t, of in roots.items() if len(of) == 1 and t not in others}
-
-
-def _allocated(captured: Captured) -> set[int]:
-    """Own tensors whose memory the program itself allocates."""
-    return {tensor for tensor, root in _own(captured).items() if allocated_as(root)}
-
-
-def plan_in_arena(
-    captured: Captured, make: Callable[[int], Plan], budget_bytes: int, solver: Solver, limits: Limits
-) -> tuple[Plan, Places]:
-    """A plan from `make` whose arena and other bytes fit in `budget_bytes`.
-
-    With its places. Raises InfeasibleBudget, with the least that was found.
-    """
-    asked, least = budget_bytes, None
-    for left in reversed(range(REPLANS)):
-        try:
-            plan, is_least = make(max(1, asked)), False
-        except InfeasibleBudget as error:
-            plan, is_least = make(error.floor_bytes), True
-        # Solve for addresses: if they fit, done; else plan again within fewer bytes.
-        places = places_of(captured, plan.schedule, solver, limits)
-        if places.total_bytes <= budget_bytes:
-            kept = places.arena_bytes + places.retained_bytes
-            return replace(plan, budget_bytes=budget_bytes, peak_bytes=places.total_bytes, retained_bytes=kept), places
-        least = min(places.total_bytes, least or places.total_bytes)
-        if is_least:
-            break
-        less = min(asked, plan.peak_bytes) - (places.total_bytes - budget_bytes)
-        asked = less if left > 1 else 1  # the last to try is what has the least live bytes
-    # None fits: name the smallest that was found.
-    assert least is not None
-    budget, taken = format_apart(budget_bytes, least)
-    raise InfeasibleBudget(
-        f"infeasible: with planned addresses the buffers of no plan lie within {budget}; the least that one took is {taken}",
-        budget_bytes=budget_bytes,
-        floor_bytes=least,
-        cause="an arena that stays until the end of backward",
-    )
 
 
 _OURS = 2
@@ -168,6 +44,12 @@ class Arenas:
     def __init__(self) -> None:
         self._memories: list[Tensor] = []
         self._lock = ForkedLock()
+
+    def of(self, plan: Plan, device: torch.device) -> Arena:
+        """The arena of a plan that has places, or none."""
+        if plan.places is None or not plan.places.offsets:
+            return Arena()
+        return Arena(plan.places, self.taker(plan.places.arena_bytes, device))
 
     def taker(self, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         """A function that lowered graphs call for their arena.
@@ -213,11 +95,55 @@ def _is_taken(memory: Tensor) -> bool:
     return torch._C._storage_Use_Count(memory.untyped_storage()._cdata) > _OURS
 
 
+class StepArena:
+    """The arena of a train step, in which weights and state lie between steps too.
+
+    It stays from step to step, as long as plans need one of its size.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+
+    def of(self, plan: Plan) -> Arena:
+        """The arena of a plan that has places, or none."""
+        return Arena() if plan.places is None else Arena(plan.places, self.taken)
+
+    def taken(self) -> Tensor:
+        """Its memory."""
+        assert self.memory is not None  # before a step begins
+        return self.memory
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return 0 if self.memory is None else self.memory.nbytes
+
+    def renew(self, nbytes: int, device: torch.device) -> None:
+        """Give its memory back, and take as much as that."""
+        self.memory = None
+        empty_cache(device)
+        if nbytes:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in it."""
+        return self.memory is not None and 0 <= tensor.data_ptr() - self.memory.data_ptr() < self.memory.nbytes
+
+    def has_at(self, offset: int, tensor: Tensor) -> bool:
+        """Whether `tensor` lies at `offset`."""
+        return self.memory is not None and tensor.data_ptr() == self.memory.data_ptr() + offset
+
+
 def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
     """A storage for bytes at `offset` of the arena, kept alive by the caller."""
     at = arena.data_ptr() + offset
     found: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(at, arena.device, nbytes)
     return found
+
+
+def kept_storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
+    """A storage for bytes at `offset` of the arena, which it keeps alive."""
+    return torch.from_dlpack(arena[offset : offset + nbytes]).untyped_storage()
 
 
 def tensor_at(

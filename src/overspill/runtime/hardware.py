@@ -98,8 +98,8 @@ def card_bytes(device: Device) -> int:
     return usable_bytes(where) - _to_come(software_named(), device).central + device.context_bytes
 
 
-def card_of(device: Device, solver: str | None = None, software: Software | None = None) -> Card:
-    """The GPU as a Card, with planned addresses by `solver` if given.
+def card_of(device: Device, software: Software | None = None) -> Card:
+    """The GPU as a Card.
 
     `software`: None for that here. Raises UnsupportedError where nobody knows what PyTorch's allocator takes.
     """
@@ -111,8 +111,7 @@ def card_of(device: Device, solver: str | None = None, software: Software | None
         blas.own_bytes,
         lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
     )  # in the order in which they come up
-    config = allocator_config() if solver is None else CachingConfig()  # that of the live allocator's pool
-    return Card(device.context_bytes, tuple(filter(None, handles)), config, solver)
+    return Card(device.context_bytes, tuple(filter(None, handles)), allocator_config())
 
 
 def allocator_config() -> CachingConfig:

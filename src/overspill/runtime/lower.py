@@ -30,6 +30,7 @@ from overspill.capture.compiled.batch_norm import (
     recomputes_without_statistics,
     results_without_statistics,
 )
+from overspill.capture.compiled.given import into_given
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, StorageKey, storages
 from overspill.capture.compiled.kernels import RUN_AS
@@ -39,7 +40,7 @@ from overspill.capture.programs.functions import ProgramFunction, allocated_as
 from overspill.core import Graph, Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
-from .arena import Arena, storage_at, tensor_at
+from .arena import Arena, kept_storage_at, storage_at, tensor_at
 from .halves import crossing, split
 from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
 from .transfer import ops
@@ -107,15 +108,16 @@ def lower_step(
     groups: Iterable[tuple[int, ...]],
     together: Together,
     made: MadeBy = NOTHING_TOLD,
+    arena: Arena = NO_ARENA,
 ) -> fx.GraphModule:
     """The single graph of a whole step.
 
     The updates of each of `groups`, which follow one another, are one call. It takes the captured primals, and the
     handles of those that are `copied`; it returns the loss, the step's other results, and the persistent tensors that
     may move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store
-    between steps. `made` is as for `lower`.
+    between steps. `made` and `arena` are as for `lower`.
     """
-    emitter = _Emitter(captured, engine, backward=False, made=made)
+    emitter = _Emitter(captured, engine, backward=False, made=made, arena=arena)
     emitter.groups = {group[0]: group for group in groups}
     emitter.together = together
     # Inputs: tensors, handles of what is in the store, handles of what is in both.
@@ -225,7 +227,7 @@ class _Emitter:
         for root in (r for r in kept if not r.meta.get(NO_VERSION_CHECK)):
             self.values[root] = self._place_root(root)
         if forward.memory is not None and kept:
-            self.memory = self._place(forward.memory.name, {})
+            self.memory = self._place(forward.memory.name, forward.memory.meta)
         for tensor in handles:
             handle = forward.handles[tensor]
             self.handles[tensor] = self._place(handle.name, handle.meta)
@@ -324,7 +326,9 @@ class _Emitter:
             self._touch(target)
         elif verb is Verb.PREFETCH:
             root = self._only_root(target)
-            given = self.handles[target], self.engine, *self._place_in_arena(storage_at, target)
+            lasts = target in self.arena.places.between
+            into = self._place_in_arena(kept_storage_at if lasts else storage_at, target)
+            given = self.handles[target], self.engine, *into
             arriving = self._call(ops.prefetch, given, f"arriving_{root.name}")
             arriving.meta.update(val=root.meta["val"], **{DOES: (verb, target)})
             self.arriving[target] = arriving
@@ -387,10 +391,7 @@ class _Emitter:
         self._touch(*op.recompute_reads, *op.recompute_writes)
 
     def _copy(self, node: fx.Node, does: tuple[Verb, int]) -> fx.Node:
-        given = self._given(node)
-        new = self.graph.node_copy(node, self.resolve)
-        if given:
-            new.target, new.args = node.target.given(list(given)), (*given.values(), *new.args)
+        new = self._in_place(node) or self._in_given(node) or self.graph.node_copy(node, self.resolve)
         new.target = RUN_AS.get(new.target, new.target)
         if not reduces_in_place(node):
             return new
@@ -399,18 +400,37 @@ class _Emitter:
         new.meta = {**node.meta, **alone.meta, "val": node.meta["val"]}
         return alone
 
-    def _given(self, node: fx.Node) -> dict[str, fx.Node]:
-        """Arena memory that a call is to write its results to, by argument name."""
+    def _in_place(self, node: fx.Node) -> fx.Node | None:
+        """A call of an op that makes its result at its place in the arena, if it has one."""
+        offsets, keys = self.arena.places.offsets, storages(node)
+        if len(keys) != 1 or (self.captured.tensor_of.get(keys[0]), self.position) not in offsets:
+            return None
+        if (how := into_given(node)) is None:
+            return None
+        (memory,) = self._given(node)
+        args, kwargs = fx.node.map_arg((how.args, how.kwargs), self.resolve)
+        args, kwargs = (args, {**kwargs, how.name: memory}) if how.name else ((memory, *args), kwargs)
+        new = self.graph.create_node("call_function", how.target, args, kwargs, name=node.name)
+        new.meta = dict(node.meta)
+        return new
+
+    def _in_given(self, node: fx.Node) -> fx.Node | None:
+        """A call of a program that writes its results to their places, if any has one."""
         if not (self.arena.places.offsets and isinstance(node.target, ProgramFunction)):
-            return {}
-        found: dict[str, fx.Node] = {}
-        for root in self._results(node):
-            name, value = allocated_as(root), root.meta["val"]
-            if name is not None:
-                layout = tuple(value.shape), value.stride(), value.dtype
-                (tensor,) = (self.captured.tensor_of[key] for key in storages(root))
-                found.update((name, at) for at in self._place_in_arena(tensor_at, tensor, *layout))
-        return found
+            return None
+        roots = {allocated_as(root): root for root in self._results(node)}
+        places = {name: at for name, root in roots.items() if name is not None for at in self._given(root)}
+        if not places:
+            return None
+        new = self.graph.node_copy(node, self.resolve)
+        new.target, new.args = node.target.given(list(places)), (*places.values(), *new.args)
+        return new
+
+    def _given(self, root: fx.Node) -> list[fx.Node]:
+        """The memory of a new tensor at its place in the arena; empty if it has none."""
+        value = root.meta["val"]
+        (tensor,) = (self.captured.tensor_of[key] for key in storages(root))
+        return self._place_in_arena(tensor_at, tensor, tuple(value.shape), value.stride(), value.dtype)
 
     def _place_in_arena(self, what: Callable[..., Any], tensor: int, *layout: Any) -> list[fx.Node]:
         """A call of `what` for the tensor's present place; empty if it has none."""
@@ -420,6 +440,8 @@ class _Emitter:
         if self.memory is None:
             assert self.arena.take is not None
             self.memory = self._call(self.arena.take, (), "arena")
+            with self.fake_mode:
+                self.memory.meta["val"] = torch.empty(self.arena.places.arena_bytes, dtype=torch.uint8)
         placed = self.captured.graph.tensors[tensor]
         return [self._call(what, (self.memory, offset, placed.nbytes, *layout), f"place_{placed.name}")]
 

@@ -17,20 +17,23 @@ from overspill.core import Device, Graph, Verb
 from overspill.core.budget import Budget
 from overspill.core.device import ELSEWHERE
 from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.core.units import parse_bytes
+from overspill.core.units import format_apart, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
+from overspill.placement.allocators.caching import CachingAllocator
+from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.arena import in_arena, plan_in_arena
 from overspill.placement.card import Card
-from overspill.placement.packing import DEFAULT
-from overspill.placement.place import Placed, check_placer, place_plan, plan_within
+from overspill.placement.packing import DEFAULT, solver_named
+from overspill.placement.place import SEARCH, Placed, check_placer, place_plan, plan_within
 from overspill.plans.comparison import Comparison, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import policy_named
 
 from .hardware import card_bytes, card_of, device_noun, usable_bytes
-from .live.need import LIVE_PLACEMENTS, PLANNED, TWO_ENDED, VIRTUAL, placed_live
+from .live.need import LIVE_PLACEMENTS, TWO_ENDED, VIRTUAL, placed_live
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
 from .transfer.stores import STORES, make_store, whole_pages
@@ -39,8 +42,10 @@ T = TypeVar("T")
 BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
 """What is done where a call runs without a plan."""
+PLANNED, PYTORCH = "planned", CachingAllocator.name
+"""Placements: addresses in an arena, the default on CUDA; and PyTorch's caching allocator alone."""
 SIMULATED_BY = {PLANNED: DEFAULT, TWO_ENDED: "gtbm", VIRTUAL: "chunked"}
-"""By a placement with real addresses, the allocator or solver that says what it takes of a card."""
+"""By a placement with real addresses, the allocator or solver that says what it takes."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,6 @@ class Options:
             raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
 
     @property
-    def has_arena(self) -> bool:
-        """Whether the buffers of compiled programs lie in an arena of ours."""
-        return self.backend == "inductor" and self.placement == PLANNED
-
     @property
     def in_pieces(self) -> bool:
         """Whether large row-wise chains may be planned in pieces of rows."""
@@ -166,12 +167,20 @@ def is_of_card(options: Options, device: Device) -> bool:
     With another allocator or solver it is what that takes.
     """
     live = options.placement in LIVE_PLACEMENTS and options.backend == "eager"
-    return device.index is not None and (options.placement is None or live)
+    return device.index is not None and (options.placement in (None, PLANNED, PYTORCH) or live)
+
+
+def has_arena(options: Options, device: Device) -> bool:
+    """Whether a step's blocks lie at planned addresses in one arena: where that is asked for, and else on CUDA."""
+    return options.placement == PLANNED or (options.placement is None and device.index is not None)
 
 
 def card_for(options: Options, device: Device) -> Card:
     """The card that plans are for. Raises UnsupportedError."""
-    return replace(card_of(device, options.placer, options.software), estimated_bytes=options.estimated_bytes)
+    card = replace(card_of(device, options.software), estimated_bytes=options.estimated_bytes)
+    if options.placement in LIVE_PLACEMENTS:
+        return replace(card, pool=options.placer, config=CachingConfig())  # that of the live allocator's pool
+    return replace(card, solver=DEFAULT if has_arena(options, device) else None)
 
 
 def within_budget(
@@ -191,6 +200,9 @@ def measured_again(options: Options, plan: Plan) -> Plan | None:
         assert made.device_bytes is not None
         most = made.device_budget_bytes
         return made if most is None or made.device_bytes <= most else None
+    if has_arena(options, plan.device):
+        made = in_arena(plan, solver_named(), SEARCH)
+        return made if made.peak_bytes <= plan.budget_bytes else None
     if options.placer is not None and placed(options, plan.budget_bytes, plan).peak_bytes > plan.budget_bytes:
         return None
     return plan
@@ -201,7 +213,7 @@ def placed(options: Options, budget_bytes: int, plan: Plan) -> Placed:
 
     Without either it is PyTorch's caching allocator.
     """
-    if options.placement in LIVE_PLACEMENTS and plan.device.kind == "cpu" and not options.has_arena:
+    if options.placement in LIVE_PLACEMENTS and plan.device.kind == "cpu":
         return placed_live(plan, options.placement, budget_bytes)
     return place_plan(plan, options.placer)
 
@@ -252,8 +264,28 @@ def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int)
     """The plan of `graph` whose live bytes, or those where it is placed, are within a budget. Raises InfeasibleBudget."""
     if options.placer is None or is_of_card(options, device):
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
+    if has_arena(options, device):
+        return _in_arena(options, graph, device, budget_bytes)
     where, name = partial(placed, options, budget_bytes), options.placement or options.placer
     return plan_within(graph, device, options.policy, budget_bytes, name, options.times, where).plan
+
+
+def _in_arena(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
+    """The plan whose arena, with what is live beside it, lies within a budget. Raises InfeasibleBudget."""
+
+    def make(nbytes: int) -> tuple[None, Plan]:
+        return None, make_plan(graph, device, options.policy, nbytes, options.times)
+
+    _, plan = plan_in_arena(make, budget_bytes, lambda plan: in_arena(plan, solver_named(), SEARCH))
+    if plan.peak_bytes <= budget_bytes:
+        return replace(plan, budget_bytes=budget_bytes)
+    budget, taken = format_apart(budget_bytes, plan.peak_bytes)
+    raise InfeasibleBudget(
+        f"infeasible: with planned addresses no plan lies within {budget}; the least that one took is {taken}",
+        budget_bytes=budget_bytes,
+        floor_bytes=plan.peak_bytes,
+        cause="an arena that stays until the end of the step",
+    )
 
 
 @contextmanager

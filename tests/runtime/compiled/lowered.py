@@ -21,18 +21,22 @@ from overspill.capture.compiled.graph import HANDLE_BYTES, Captured, InputInfo, 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.capture.programs.joint import JointOfPrograms
-from overspill.core import Device, Graph, Phase, Schedule, Verb
+from overspill.core import Device, Graph, Phase, Places, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.models import load
 from overspill.models.step import TrainingStep
+from overspill.placement.arena import places_of
+from overspill.placement.packing import solver_named
+from overspill.placement.place import SEARCH
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES
+from overspill.runtime.arena import Arena, Arenas
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.compiled.planned import GraphFrame
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.driver import LoweredProgram
-from overspill.runtime.lower import lower
+from overspill.runtime.lower import NO_ARENA, lower
 from overspill.runtime.options import Options
 from overspill.runtime.recording.told import run as run_program
 from overspill.runtime.tracker import LiveBytes
@@ -149,12 +153,15 @@ def built_in(model: str) -> tuple[TrainingStep, tuple[Tensor, ...]]:
     return TrainingStep(job), job.make_batch(2)
 
 
-def run(step: Step, schedule: Schedule, store: Store) -> Ran:
-    """One step of `schedule`, with an engine of its own over `store`."""
+def run(step: Step, schedule: Schedule, store: Store, places: Places | None = None) -> Ran:
+    """One step of `schedule`, with an engine of its own over `store`, and at `places` of an arena."""
     joint = step.captured.joint
     engine = make_engine(store, CPU)
+    arenas = Arenas()
+    arena = NO_ARENA if places is None else Arena(places, arenas.taker(places.arena_bytes, CPU))
     try:
-        forward, backward = map(LoweredProgram, lower(step.captured, schedule, register_engine(engine)))
+        lowered = lower(step.captured, schedule, register_engine(engine), arena=arena)
+        forward, backward = map(LoweredProgram, lowered)
         tracker = LiveBytes(CPU)
         inputs = [v.detach().clone() if isinstance(v, Tensor) and not v.requires_grad else v for v in step.inputs]
         primals = [inputs[_position(node, i)] for i, node in enumerate(joint.primals)]
@@ -172,7 +179,8 @@ def run(step: Step, schedule: Schedule, store: Store) -> Ran:
             tracker.add(gradients)
         slots = engine.stored_count
         numbers = Numbers(loss, _gradients(joint, gradients), _updated(step, inputs))
-        by_calls = isinstance(joint, JointOfPrograms)  # no dispatch mode sees what compiled kernels are given
+        # No dispatch mode sees what compiled kernels are given, nor what is taken for an arena.
+        by_calls = isinstance(joint, JointOfPrograms) or places is not None
         peak = begun + peak_of(allocated.changes)[0] if by_calls else tracker.peak_bytes
         return Ran(numbers, engine.offloaded_bytes, engine.prefetched_bytes, peak, slots)
     finally:
@@ -240,16 +248,17 @@ def moved_bytes(graph: Graph, schedule: Schedule, verb: Verb) -> int:
     return total
 
 
-def check_schedule(step: Step, random: Random, store: Store) -> float:
+def check_schedule(step: Step, random: Random, store: Store, *, in_arena: bool = False) -> float:
     """One step by another schedule has the numbers of plain PyTorch, moves what it says, and takes no more; the share that it takes."""
     schedule = draw(step.graph, random)
-    planned = check(step.graph, schedule)
-    ran = run(step, schedule, store)
+    places = places_of(step.graph, schedule, (), solver_named(), SEARCH) if in_arena else None
+    peak = check(step.graph, schedule).peak_bytes if places is None else places.total_bytes
+    ran = run(step, schedule, store, places)
     assert step.plain.differences(ran.numbers) == []
     assert ran.offloaded_bytes == moved_bytes(step.graph, schedule, Verb.OFFLOAD)
     assert ran.prefetched_bytes == moved_bytes(step.graph, schedule, Verb.PREFETCH)
     assert ran.slots_left == 0
-    assert ran.peak_bytes <= planned.peak_bytes
+    assert ran.peak_bytes <= peak
     # A step of many small tensors has room for more handles than it uses.
     handles = HANDLE_BYTES * sum(t.movable for t in step.graph.tensors)
-    return (ran.peak_bytes + handles) / planned.peak_bytes
+    return (ran.peak_bytes + handles) / peak

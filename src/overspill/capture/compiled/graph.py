@@ -17,6 +17,7 @@ from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
+from .given import into_given
 from .joint import JointGraph, StorageKey, is_random, is_repeatable, mutated_args, storage_bytes, storages
 from .lines import NodeLines
 from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
@@ -258,6 +259,7 @@ class CaptureOfStep:
             flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=scratch_bytes(node),
             recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
             frames=frames, checkpoint=self._checkpoint(node) if in_forward else 0,
+            given=() if into_given(node) is None else tuple(self.tensor_of[key] for key in keys if sizes[key] == values[key].nbytes),
         )  # fmt: skip
 
     def _checkpoint(self, node: fx.Node) -> int:

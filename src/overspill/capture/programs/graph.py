@@ -89,8 +89,17 @@ class CallsOfPrograms(CaptureOfStep):
             name, name, layer_type_of(name), phase, reads, writes,
             flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=call.workspace_bytes + self._dropped_bytes(call),
             recomputable=again, recompute_reads=reads if again else (), recompute_writes=writes if again else (),
-            frames=tuple(frames),
+            frames=tuple(frames), given=self._allocated(call),
         )  # fmt: skip
+
+    def _allocated(self, call: Call) -> tuple[int, ...]:
+        """Tensors that the program itself allocates for `call`, and no library call does."""
+        programs = self.programs
+        return tuple(
+            self.tensor_of[key]
+            for key in call.writes
+            if len(programs.roots[key]) == 1 and programs.roots[key][0] in programs.allocations
+        )
 
     def _dropped_bytes(self, call: Call) -> int:
         """Bytes that a library call returns and the program drops."""

@@ -36,14 +36,12 @@ from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.core import Device, Graph
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
-from overspill.placement.packing import solver_named
-from overspill.placement.place import SEARCH
 from overspill.planning.carried_over import carried_over
 from overspill.plans.plan import Plan
-from overspill.runtime.arena import NOWHERE, Arena, Places, plan_in_arena
+from overspill.runtime.arena import Arena
 from overspill.runtime.batches import kind
 from overspill.runtime.driver import LoweredProgram
-from overspill.runtime.lower import NO_ARENA, lower, lower_inference
+from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
@@ -51,7 +49,7 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.recording.told import run as run_program
 
-from .calls import Lowered
+from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
@@ -245,11 +243,6 @@ class _GraphCompiler:
     def _by_inductor(self) -> Compiled:
         from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
-        if self.session.options.has_arena and self.frame.broken:
-            raise UnsupportedError(
-                "the model has a graph break, and planned addresses are for a model in one graph: pass fullgraph=True, "
-                'which says where it breaks, or leave placement="planned" out'
-            )
         partition = self.session.options.partition
         return compile_with_inductor(self.module, self.examples, self._plan_programs, self._running, partition)
 
@@ -258,37 +251,23 @@ class _GraphCompiler:
 
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
         """The captured programs and their lowered graphs, for `compile_with_inductor`."""
-        placed: list[tuple[Plan, Places]] = []
 
         def make(options: Options, partitioned: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
-            def planned(captured: Captured) -> Plan:
-                if not options.has_arena:
-                    return plan_captured(options, captured, device, budget_bytes)
-                live = replace(options, placement=None)
-                found = plan_in_arena(
-                    captured,
-                    lambda nbytes: plan_captured(live, captured, device, nbytes),
-                    budget_bytes,
-                    solver_named(),
-                    SEARCH,
-                )
-                placed.append(found)
-                return found[0]
-
-            return partitioned.best_plan(planned)
+            return partitioned.best_plan(lambda captured: plan_captured(options, captured, device, budget_bytes))
 
         # Plan every partition that is worth it; `make` picks the fastest.
         partitioned, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how, make)
         plan = self.planned.plan
         captured = partitioned.of(plan.graph)
         self.planned.partition = captured.partition
-        # Reserve the store and, with planned addresses, the arena; then lower.
+        return captured, self._lowered(captured, plan, *self._prepared(plan))
+
+    def _prepared(self, plan: Plan) -> tuple[int, Arena]:
+        """The number of an engine with room for `plan` in its store, and the plan's arena."""
         device = torch_device(self.examples)
-        engine = self.session.engine_for(plan, device)
-        places = next((places for made, places in placed if made.schedule is plan.schedule), NOWHERE)
-        self.has_arena = bool(places.offsets)
-        arena = Arena(places, self.session.arenas.taker(places.arena_bytes, device))
-        return captured, self._lowered(captured, plan, engine, arena)
+        arena = self.session.arenas.of(plan, device)
+        self.has_arena = arena.take is not None
+        return self.session.engine_for(plan, device), arena
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -298,13 +277,12 @@ class _GraphCompiler:
         self.gradients = JointGradients(graph)
         captured, plan = self._plan(graph)
         # Open the store and lower the plan.
-        device = torch_device(self.examples)
-        engine = self.session.engine_for(plan, device)
-        forward, backward = self._lowered(captured, plan, engine)
-        self._again = partial(self._for_layout, engine, forward)
+        engine, arena = self._prepared(plan)
+        forward, backward = self._lowered(captured, plan, engine, arena)
+        self._again = partial(self._for_layout, engine, arena, forward)
         # Measure op times if asked.
         if self.session.options.profile:
-            self.timer = self.session.timer = OpTimer(captured.graph, device)
+            self.timer = self.session.timer = OpTimer(captured.graph, torch_device(self.examples))
         return forward, backward
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
@@ -325,14 +303,12 @@ class _GraphCompiler:
         found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
         return found.of(self.planned.plan.graph), self.planned.plan
 
-    def _lowered(
-        self, captured: Captured, plan: Plan, engine: int, arena: Arena = NO_ARENA
-    ) -> tuple[fx.GraphModule, ...]:
+    def _lowered(self, captured: Captured, plan: Plan, engine: int, arena: Arena) -> tuple[fx.GraphModule, ...]:
         """Forward and backward graphs of `plan`; forward alone in inference."""
         how = captured, plan.schedule, engine, made_by(captured, plan, self.session.steps), arena
         return lower(*how) if captured.joint.backward_outputs else (lower_inference(*how),)
 
-    def _for_layout(self, engine: int, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
+    def _for_layout(self, engine: int, arena: Arena, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
         """A backward for gradients with other strides, by the same plan.
 
         None where that plan does not fit the new trace.
@@ -352,19 +328,20 @@ class _GraphCompiler:
         assert self.planned is not None
         plan = self.planned.plan
         for captured in self.session.captured_again(self.planned, found[0]):
-            if (schedule := carried_over(plan.schedule, plan.graph, captured.graph)) is not None:
-                again, backward = self._lowered(
-                    captured, replace(plan, graph=captured.graph, schedule=schedule), engine
-                )
-                return self._boxed(backward, None, captured.graph) if same_steps(again, forward) else None
+            if (schedule := carried_over(plan.schedule, plan.graph, captured.graph)) is None:
+                continue
+            if arena.take is not None and schedule.instructions != plan.schedule.instructions:
+                return None  # forward's blocks lie where its own backward has room beside them
+            carried = replace(plan, graph=captured.graph, schedule=schedule)
+            again, backward = self._lowered(captured, carried, engine, arena)
+            return self._boxed(backward, None, captured.graph) if same_steps(again, forward) else None
         return None
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """Plan and lower a forward without backward (evaluation under no_grad)."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
         captured, plan = self._plan(graph)
-        engine = self.session.engine_for(plan, torch_device(self.examples))
-        (module,) = self._lowered(captured, plan, engine)
+        (module,) = self._lowered(captured, plan, *self._prepared(plan))
         return self._boxed(module, _inputs)
 
     def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
@@ -373,6 +350,8 @@ class _GraphCompiler:
         backwards: dict[Layout | None, Compiled | None] = {None: compiled}
 
         def run(args: list[Any]) -> Any:
+            if self.has_arena and torch._C._autograd._get_current_graph_task_keep_graph():
+                raise UnsupportedError(WRITES_OVER.format(LEAVE_OUT))
             given, layout = gradients.given()
             # Unusual strides, or gradients that are None, get a backward of their own.
             if layout is not None and layout not in backwards:

@@ -21,7 +21,7 @@ from overspill.planning.gaps import swappable_gaps
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanaged_peak
 from overspill.policies.in_core import Liveness
-from overspill.runtime.options import Options, unmanaged_bytes
+from overspill.runtime.options import PYTORCH, Options, has_arena, is_of_card, unmanaged_bytes
 
 from .pending import GraphKey
 
@@ -88,7 +88,7 @@ class GraphProblem(Generic[C]):
         found = self.capture(self.joint, self.inputs, around)
         # Reserve what the call must not keep between forward and backward.
         keep = self.least_bytes if self.broken else room.keep_bytes
-        if keep is None or self.options.has_arena:
+        if keep is None or has_arena(self.options, self.device):
             return found
         rest = budget - room.pending_bytes - keep - sum(t.nbytes for t in found.graph.tensors if t.persistent)
         return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
@@ -97,12 +97,18 @@ class GraphProblem(Generic[C]):
         """The captured graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
         plan, within = self.plan(self.options, captured, self.device, budget), budget
-        if room.keep_bytes is not None and self.options.has_arena:
+        if room.keep_bytes is not None and has_arena(self.options, self.device):
             # It keeps all of its arena: that is to be as much smaller as it keeps too much.
             while (over := plan.retained_bytes - room.pending_bytes - room.keep_bytes) > 0:
                 within = min(within, plan.peak_bytes) - over
                 plan = replace(self.plan(self.options, captured, self.device, max(1, within)), budget_bytes=budget)
         return captured, plan
+
+    def as_one_of_several(self) -> GraphProblem[C]:
+        """The problem of a call that is not alone: on a card it has no arena, which it would keep whole."""
+        if not is_of_card(self.options, self.device) or not has_arena(self.options, self.device):
+            return self
+        return replace(self, options=replace(self.options, placement=PYTORCH))
 
     def floor_bytes(self, room: Room) -> int:
         """The smallest feasible budget in bytes."""

@@ -24,6 +24,10 @@ Lowered = tuple[Captured, tuple[fx.GraphModule, ...]]
 """The captured step and its lowered graphs: forward, and backward where there is one."""
 
 
+WRITES_OVER = "backward(retain_graph=True) would read what this backward writes over; {}"
+LEAVE_OUT = 'pass placement="pytorch", or on the CPU leave placement="planned" out'
+
+
 class CallsOfPlan:
     """A lowered forward and its backward.
 
@@ -57,9 +61,7 @@ class CallsOfPlan:
         Raises UnsupportedError where it would run twice, and cannot.
         """
         if self._cure and torch._C._autograd._get_current_graph_task_keep_graph():
-            raise UnsupportedError(
-                f"backward(retain_graph=True) would read what this backward writes over; {self._cure}"
-            )
+            raise UnsupportedError(WRITES_OVER.format(self._cure))
         del args[self._saved : self._saved + len(self._padding)]
         return run(self._programs[1], self._graph, recorder, args)
 
@@ -67,7 +69,7 @@ class CallsOfPlan:
 def _no_second_time(joint: JointGraph, modules: Sequence[fx.GraphModule]) -> str:
     """The remedy where backward overwrites what it reads; else an empty string."""
     if any(node.target is tensor_at or node.target is storage_at for m in modules for node in m.graph.nodes):
-        return 'leave placement="planned" out'
+        return LEAVE_OUT
     made = {key for node in joint.forward for key in storages(node)} - {k for n in joint.primals for k in storages(n)}
     if any(key in made for node in joint.backward for changed in mutated_args(node) for key in storages(changed)):
         return "set torch._functorch.config.donated_buffer = False before the model is called, as for torch.compile"

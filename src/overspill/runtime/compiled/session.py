@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import Device, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan
@@ -34,6 +34,7 @@ from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.pools import check_live, live_steps
 from overspill.runtime.live.steps import LiveSteps, PoolReport
 from overspill.runtime.options import (
+    PLANNED,
     Options,
     device_for,
     infeasible_for,
@@ -322,6 +323,13 @@ class Session(PlannedPeaks):
         )
         problem = GraphProblem(joint, inputs, surroundings, self.options, device, frame.broken, capture, make)
         room = self._rooms.get(kind, Room(pending_bytes=others))
+        if frame.broken and self.options.placement == PLANNED:
+            raise UnsupportedError(
+                "the model has a graph break, and planned addresses are for a model in one graph: pass fullgraph=True, "
+                'which says where it breaks, or leave placement="planned" out'
+            )
+        if frame.broken:
+            problem = problem.as_one_of_several()
         budget = self._budget.bytes_for(problem, room, kind, where, is_settled=kind in self._rooms, plans=self.plans)
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
         with infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)):
@@ -338,7 +346,7 @@ class Session(PlannedPeaks):
         self._planned.append(planned)
         self._check_whole(budget, here, frame)
         if trains:
-            self._problems[kind] = problem
+            self._problems[kind] = problem.as_one_of_several()
             self._keeps[kind] = planned.retained_bytes
             # An evaluation before training may have taken more than what is now the budget.
             self.outdated |= any(p.plan.peak_bytes > budget for p in self._planned)
@@ -396,7 +404,9 @@ class Session(PlannedPeaks):
 
         Raises InfeasibleBudget.
         """
-        return within_budget(self.options, problem.device, budget, lambda live: problem.planned(room, live))
+        if room != ALONE:
+            problem = problem.as_one_of_several()
+        return within_budget(problem.options, problem.device, budget, lambda live: problem.planned(room, live))
 
     def _known_beside(self, kind: GraphKey) -> Counter[GraphKey]:
         """Concurrent calls that a call of `kind` must leave room for.

@@ -9,10 +9,8 @@ import time
 from dataclasses import dataclass, replace
 
 from overspill.core import Graph, Mobility, Tensor, TensorKind, Trace
-from overspill.core.errors import RequestError
 from overspill.placement.events import FREE, Events
-from overspill.placement.packing import DEFAULT, solver_named
-from overspill.placement.place import SEARCH, Placed
+from overspill.placement.place import Placed
 from overspill.placement.simulated_device import round_up
 from overspill.plans.plan import Plan
 from overspill.simulate import trace_of
@@ -21,9 +19,9 @@ from .allocator import CHUNK_BYTES, LiveAllocator, Statistics
 from .groups import forget_groups, staying, tell_group
 from .recorded import ALIGNMENT_BYTES
 
-TWO_ENDED, VIRTUAL, PLANNED = "two-ended", "virtual", "planned"
-LIVE_PLACEMENTS = (PLANNED, TWO_ENDED, VIRTUAL)
-"""Placements that give tensors real addresses."""
+TWO_ENDED, VIRTUAL = "two-ended", "virtual"
+LIVE_PLACEMENTS = (TWO_ENDED, VIRTUAL)
+"""Placements in a pool of ours that serves PyTorch."""
 CHUNKS = 400
 """The paper's card of 16 GB over its chunk of 40 MiB."""
 PAGE_BYTES = 4096
@@ -76,13 +74,7 @@ def need_of(plan: Plan, placement: str, budget_bytes: int) -> Need:
         found = _run(LiveAllocator("host", TWO_ENDED, main_bytes=max(ample, 1)), trace)
         return Need(found.main_bytes - found.least_gap_bytes, found.peak_reserved_bytes - found.main_bytes)
     chunk = chunk_bytes(budget_bytes)
-    first = _run(LiveAllocator("host", VIRTUAL, chunk_bytes=chunk), trace).peak_reserved_bytes
-    if placement == VIRTUAL:
-        return Need(0, first)
-    layout = solver_named(DEFAULT).solve(trace, SEARCH).layout
-    if layout is None:
-        raise RequestError(f"the solver {DEFAULT!r} found no layout within its time")
-    return Need(0, max(first, layout.peak_bytes))
+    return Need(0, _run(LiveAllocator("host", VIRTUAL, chunk_bytes=chunk), trace).peak_reserved_bytes)
 
 
 def _inside(plan: Plan) -> Trace:

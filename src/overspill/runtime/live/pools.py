@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 
 from overspill.core.errors import RequestError
-from overspill.placement.packing import solver_named
 from overspill.placement.simulated_device import PAGE_BYTES
 
 from .allocator import LiveAllocator, serving
-from .need import LIVE_PLACEMENTS, PLANNED, TWO_ENDED, VIRTUAL, chunk_bytes
-from .planned_steps import PlannedSteps
+from .need import LIVE_PLACEMENTS, TWO_ENDED, VIRTUAL, chunk_bytes
 from .steps import LiveSteps
 from .two_ended_steps import TwoEndedSteps
 
@@ -27,13 +25,10 @@ def check_live(placement: str | None, backend: str, where: torch.device) -> bool
     """
     if placement not in LIVE_PLACEMENTS:
         return False
-    if backend == "inductor":
-        if placement == PLANNED:  # the program's own arena
-            return False
-        if where.type == "cuda":
-            raise RequestError(
-                f"placement={placement!r} with backend='inductor' is for the CPU; on CUDA take backend='eager', or placement='planned'"
-            )
+    if backend == "inductor" and where.type == "cuda":
+        raise RequestError(
+            f"placement={placement!r} with backend='inductor' is for the CPU; on CUDA take backend='eager', or placement='planned'"
+        )
     if where.type not in ("cpu", "cuda"):
         raise RequestError(f"placement={placement!r} is for the CPU and CUDA, not for {where.type}")
     return True
@@ -46,8 +41,6 @@ def live_steps(placement: str, where: torch.device, budget_bytes: int = 0, *, re
     RequestError where PyTorch has begun to use the GPU, unless a pool of ours for the same placement serves it.
     """
     allocator = _on_host(placement, budget_bytes) if where.type == "cpu" else _on_cuda(placement, where.index or 0)
-    if placement == PLANNED:
-        return PlannedSteps(allocator, solver_named())
     if placement == TWO_ENDED:
         return TwoEndedSteps(allocator, restarts=restarts)
     return LiveSteps(allocator)
@@ -56,7 +49,6 @@ def live_steps(placement: str, where: torch.device, budget_bytes: int = 0, *, re
 def _on_host(placement: str, budget_bytes: int) -> LiveAllocator:
     if placement == TWO_ENDED:
         return LiveAllocator("host", TWO_ENDED, main_bytes=FIRST_MAIN_BYTES)
-    # Until addresses are planned, chunks fit into any budget.
     return LiveAllocator("host", VIRTUAL, chunk_bytes=chunk_bytes(budget_bytes))
 
 
@@ -67,8 +59,7 @@ def _on_cuda(placement: str, index: int) -> LiveAllocator:
                 f"PyTorch has its memory from the pool of placement={other!r} in this process, for good; {placement!r} needs another process"
             )
         return found
-    pool = placement if placement in (TWO_ENDED, VIRTUAL) else "best-fit"
-    allocator = LiveAllocator("cuda", pool, index=index, main_bytes=FIRST_MAIN_BYTES, chunk_bytes=PAGE_BYTES)
+    allocator = LiveAllocator("cuda", placement, index=index, main_bytes=FIRST_MAIN_BYTES, chunk_bytes=PAGE_BYTES)
     allocator.serve_pytorch()
     _LEADING[id(allocator)] = placement
     return allocator

@@ -22,8 +22,7 @@ class PoolReport:
     step's requested bytes that came from the pool, and `spilled_peak_bytes` the most at once that found no room there
     and came from PyTorch's allocator: scratch of kernels, which a budget on the CPU does not count. Of the two-ended
     pool: `main_bytes` in the end, and how often it was squeezed, steps were started again or went on with more memory,
-    and blocks overflowed. Of planned addresses: how often they were solved again, and the share of requests that got
-    theirs.
+    and blocks overflowed.
     """
 
     name: str
@@ -36,8 +35,6 @@ class PoolReport:
     restarts: int = 0
     resumptions: int = 0
     overflows: int = 0
-    reoptimisations: int = 0
-    planned_share: float | None = None
 
 
 class LiveSteps:

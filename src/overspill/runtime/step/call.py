@@ -17,6 +17,7 @@ from overspill.runtime.driver import Form, ProgramRun
 from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.transfer.engine import first_line
 
+from .in_arena import leave
 from .plans import Compiled, StepPlans
 from .state import StepState
 
@@ -104,7 +105,7 @@ class Underway:
         return steps.enlarge()
 
     def abandon(self, state: StepState) -> None:
-        """Give up the call; its tensors go back to `state` as they are now."""
+        """Give up the call; its tensors go back to `state` as they are now, out of the arena."""
         call, self.call = self.call, None
         if call is None:
             return
@@ -117,7 +118,7 @@ class Underway:
                 if form is Form.HANDLE:
                     resident.stored(value)
                 else:
-                    resident.put(value)
+                    resident.put(value if call.compiled.plan.places is None else value.clone())
         state.forget_sums()
         state.arm()
 
@@ -133,6 +134,7 @@ def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle])
     plans.clear()
     state.forget_sums()
     if state.engine is not None:
+        leave(state.residency, plans.arena, state.engine, state.where)
         state.engine.close()
         state.engine = None
 

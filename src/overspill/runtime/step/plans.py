@@ -25,6 +25,7 @@ from overspill.costs import MeasuredTimes
 from overspill.job import GradientOptions
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
+from overspill.runtime.arena import StepArena
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.live.pools import check_live, live_steps
@@ -74,8 +75,9 @@ class Compiled:
     name, or a position among what is given at each step (buffers, tensors of the caller). Its results are the loss, the
     other tensors of `results`, and the residents `moving`. `stored` are those in the store when it begins;
     `kept_in_store` are also there, unknown to the graph. Those `copied` are on the device and in the store; their
-    handles are the last inputs. It is valid while `python` has not changed and `guards` hold for inputs and buffers. It
-    reads the tensors `outside` where they are: another step's model may have them in its store.
+    handles are the last inputs; those `between` lie at these offsets of the arena between steps. It is valid while
+    `python` has not changed and `guards` hold for inputs and buffers. It reads the tensors `outside` where they are:
+    another step's model may have them in its store.
     """
 
     plan: Plan
@@ -85,6 +87,7 @@ class Compiled:
     stored: frozenset[str]
     kept_in_store: frozenset[str]
     copied: tuple[str, ...]
+    between: dict[str, int]
     results: Results
     python: PythonState
     guards: Guards
@@ -119,6 +122,7 @@ class StepPlans:
         self._fixed_budget: int | None = None
         self.steps: LiveSteps | None = None
         """Drives the live pool through the steps, if the placement has one."""
+        self.arena = StepArena()
         self._told = False
         self._timers: list[tuple[str, OpTimer]] = []
 
@@ -348,6 +352,8 @@ class StepPlans:
             if self.state.engine is None:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
+            coming = () if plan.places is None else plan.places.between  # to the arena, by way of the store
+            kept_bytes += sum(whole_pages(plan.graph.tensors[tensor].nbytes) for tensor in coming)
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
         self.place_live(budget)
         if self.steps is not None:
@@ -356,7 +362,15 @@ class StepPlans:
         made = made_by(captured, plan, self.steps)
         together = self.state.updates.together
         program = LoweredProgram(
-            lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, made)
+            lower_step(
+                captured,
+                plan.schedule,
+                self.state.engine_number,
+                plan.groups,
+                together,
+                made,
+                self.arena.of(plan),
+            )
         )
         self._instrument(program, plan)
         # Match the graph's inputs with the residents by name.
@@ -371,6 +385,7 @@ class StepPlans:
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
             kept_in_store or frozenset(),
             tuple(name_of[tensor] for tensor in copied(captured.graph, plan.schedule)),
+            {} if plan.places is None else {name_of[tensor]: at for tensor, at in plan.places.between.items()},
             found.results,
             found.python,
             found.known.settled(),

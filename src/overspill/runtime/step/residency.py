@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -48,6 +49,10 @@ class Spec:
     def empty(self) -> Tensor:
         """An uninitialised tensor of this spec."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+    def within(self, memory: torch.UntypedStorage) -> Tensor:
+        """A tensor of this spec in `memory`."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(memory, 0, self.size, self.stride)
 
     def like(self, dtype: torch.dtype) -> Spec:
         """The same spec with another dtype."""
@@ -207,10 +212,15 @@ class Residency:
                 "is lost; call the step's synchronize() first, or write through the model's own attribute"
             )
 
-    def bring(self, names: Iterable[str], engine: TransferEngine) -> None:
+    def bring(
+        self,
+        names: Iterable[str],
+        engine: TransferEngine,
+        into: Mapping[str, Callable[[int], torch.UntypedStorage]] = MappingProxyType({}),
+    ) -> None:
         """Bring these to the device.
 
-        Raises StoreError; what could not be read stays in the store.
+        `into` has functions for the memory, by number of bytes, where it is not fresh memory. Raises StoreError; what could not be read stays in the store.
         """
         coming = []
         failure: StoreError | None = None
@@ -219,10 +229,13 @@ class Residency:
             for resident in map(self.residents.__getitem__, names):
                 if resident.hidden is not None:
                     resident.put(resident.hidden)
-                elif resident.handle is not None:
-                    coming.append((resident, engine.prefetch(resident.handle)))
+                    continue
+                spec = resident.spec
+                memory = into[resident.name](spec.nbytes) if resident.name in into else None
+                if resident.handle is not None:
+                    coming.append((resident, engine.prefetch(resident.handle, memory)))
                 elif resident.away:
-                    resident.put(resident.spec.empty())
+                    resident.put(spec.empty() if memory is None else spec.within(memory))
             for resident, data in coming:
                 try:
                     engine.await_prefetch(data)

@@ -243,14 +243,15 @@ class StepState:
             found += [value for value in owned.rest.values() if isinstance(value, Tensor)]
         return found
 
-    def renew(self) -> int:
-        """Reallocate all movable tensors on the device; returns their bytes.
+    def renew(self, holds: Callable[[Tensor], bool] = lambda _: False) -> int:
+        """Reallocate all movable tensors on the device, but for those that an arena `holds`; returns the bytes of all.
 
         For counting what PyTorch's allocator hands out, which must see each tensor's allocation and its release.
         """
         present = self.present()
         for tensor in present:
-            tensor.data = tensor.data.clone()
+            if not holds(tensor):
+                tensor.data = tensor.data.clone()
         return sum(tensor.nbytes for tensor in present)
 
     def trains(self, name: str) -> bool:

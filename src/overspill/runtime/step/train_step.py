@@ -43,6 +43,7 @@ from overspill.runtime.transfer.host_memory import give_back
 
 from .call import UNFINISHED, StepCall, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer, step_post_hooks
+from .in_arena import settle
 from .plans import LOSS_BYTES, Compiled, StepPlans
 from .residency import readable
 from .shown import optimizer_hooks
@@ -337,10 +338,11 @@ class TrainStep(PlannedPeaks):
         end. A dispatch mode could not see what compiled kernels are given.
         """
         found: list[int] = []
-        present = self._state.gate.alone(self._state.present_bytes)
+        arena = self._plans.arena
+        present = self._state.gate.alone(self._state.present_bytes) + arena.nbytes
         with allocations() as allocated:
             with self._plans.running():
-                renewed = self._state.gate.alone(self._state.renew)
+                renewed = self._state.gate.alone(lambda: self._state.renew(arena.holds))
             yield found
         found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
 
@@ -480,6 +482,9 @@ class TrainStep(PlannedPeaks):
         if (steps := self._plans.steps) is not None and not steps.holds_model:
             self._state.renew()  # a live pool has all that moves from the first step on
             steps.holds_model = True
+        places = compiled.plan.places
+        nbytes = 0 if places is None else places.arena_bytes
+        settle(self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where)
         here = [name for name in compiled.moving if name not in compiled.stored]
         self._state.residency.bring((name for name in here if name not in compiled.copied), engine)
         self._state.residency.copy(compiled.copied, engine)

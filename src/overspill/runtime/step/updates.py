@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.elsewhere import CAPABILITY
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.runtime.optimizers import optimizer_like, quiet_step, scaled, temporary_bytes
 
@@ -178,7 +179,7 @@ class OptimizerUpdates:
         In half precision on the CPU they do not: there `add` with a factor rounds vectorised elements otherwise than
         the rest.
         """
-        return self._elementwise and (parameter.itemsize >= 4 or parameter.device.type != "cpu")
+        return self._elementwise and (parameter.itemsize >= 4 or _kind_of_device(parameter) != "cpu")
 
     def is_whole(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         """Whether `parameter` is updated in one piece, so may be gathered.
@@ -258,7 +259,7 @@ class OptimizerUpdates:
         They are smaller while its state is `new`, which takes room of its own.
         """
         nbytes = parameter.nbytes
-        limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
+        limit = min(SLICE_BYTES.get(_kind_of_device(parameter), nbytes), nbytes)
         if new and (needs := self._probed(parameter, group)).first_share > needs.share:
             limit = int(limit * needs.share / needs.first_share)
         if not self.is_elementwise(parameter) or nbytes <= limit or parameter.dim() == 0:
@@ -299,6 +300,11 @@ class OptimizerUpdates:
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
             *(peak / probe.nbytes + others for peak in peaks),
         )
+
+
+def _kind_of_device(parameter: Tensor) -> str:
+    """Where `parameter` is updated: on CUDA, too, where a step for a GPU elsewhere is captured."""
+    return "cuda" if CAPABILITY.get() else parameter.device.type
 
 
 def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:

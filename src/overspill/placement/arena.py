@@ -1,0 +1,150 @@
+"""Planned addresses: a step's blocks lie in one arena, at addresses solved before it starts.
+
+In it is every tensor that comes back from the store, and every result that an op makes in memory that it is given, with
+its lifetime in the schedule, forward and backward together. What leaves the step (outputs, gradients) is not, for its
+owner decides how long it lives, nor what ops and libraries allocate for themselves. Weights and state that a whole step
+moves are, between steps too. So a step has one arena from its beginning to its end, and all of that arena is what a call
+keeps between forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from overspill.capture.compiled.graph import GRADIENTS
+from overspill.capture.compiled.whole_step import ACCUMULATE
+from overspill.core import Block, Graph, Phase, Places, Schedule, Trace, Verb
+from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.plans.plan import Plan
+from overspill.simulate import owned_trace
+
+from .packing import Limits, Solver
+from .place import REPLANS
+
+T = TypeVar("T")
+ALIGNMENT = 512
+"""Alignment of addresses in bytes, as PyTorch's CUDA allocator gives, by which libraries choose their kernels."""
+
+
+def places_of(
+    graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]], solver: Solver, limits: Limits
+) -> Places:
+    """Addresses of the arena's blocks under `schedule`.
+
+    The solver's layout is checked before it is used. Raises RequestError where it has none.
+    """
+    inside: list[Block] = []
+    outside: list[Block] = []
+    keys: list[tuple[int, int]] = []
+    backward = _first_backward(graph, schedule)
+    retained = 0
+    trace, owners = owned_trace(graph, schedule, groups)
+    blocks = list(zip(trace.blocks, owners, strict=True))
+    residents = _residents(graph, schedule, blocks)
+    ends = {tensor: block.gaps[0][1] if block.gaps else 0 for tensor, block in residents.items()}
+    may_lie = _may_lie(graph, schedule)
+    for block, tensor in blocks:
+        if tensor in ends and block.start in (0, ends[tensor]):
+            continue
+        if block.nbytes and tensor in may_lie | ends.keys() and _is_given(graph, schedule, block.start, tensor):
+            inside.append(block)
+            keys.append((tensor, block.start))
+            continue
+        outside.append(replace(block, id=len(outside)))
+        if tensor >= 0 and not graph.tensors[tensor].persistent and block.start < backward <= block.end:
+            retained += block.nbytes
+    keys += ((tensor, ends[tensor]) for tensor in residents)
+    inside += residents.values()
+    numbered = Trace(tuple(replace(block, id=i, alignment=ALIGNMENT) for i, block in enumerate(inside)))
+    layout = solver.solve(numbered, limits).layout
+    if layout is None:
+        raise RequestError(f"the solver {solver.name!r} found no layout within its time")
+    offsets = dict(zip(keys, layout.offsets, strict=True))
+    between = {tensor: block.pinned for tensor, block in residents.items() if block.pinned is not None}
+    return Places(offsets, layout.peak_bytes, Trace(tuple(outside)).lower_bound_bytes, retained, between)
+
+
+def _residents(graph: Graph, schedule: Schedule, blocks: Iterable[tuple[Block, int]]) -> dict[int, Block]:
+    """One block for each tensor that is on the device between steps, with a gap while it is not.
+
+    Where its last block in one step lies is that of its first in the next. They lie at the bottom of the arena, those
+    that are away for longer higher up, so that what takes their place then finds it in one piece. A step of several
+    micro-batches has none, for its graphs would have other places.
+    """
+    if not graph.whole_step or any(op.name == ACCUMULATE for op in graph.ops):
+        return {}
+    found: dict[int, list[Block]] = defaultdict(list)
+    for block, tensor in blocks:
+        if tensor >= 0 and graph.tensors[tensor].persistent and graph.tensors[tensor].movable and block.nbytes:
+            found[tensor].append(block)
+    made: list[tuple[int, Block]] = []
+    for tensor, of in found.items():
+        if tensor not in schedule.stored:
+            first, last = min(of, key=lambda block: block.start), max(of, key=lambda block: block.start)
+            gaps = ((first.end, last.start),) if first is not last else ()
+            made.append((tensor, replace(first, end=last.end, gaps=gaps)))
+    # From the bottom upwards.
+    offset, placed = 0, {}
+    for tensor, block in sorted(made, key=lambda one: sum(end - start for start, end in one[1].gaps)):
+        placed[tensor] = replace(block, pinned=offset)
+        offset = -(-(offset + block.nbytes) // ALIGNMENT) * ALIGNMENT
+    return placed
+
+
+def _may_lie(graph: Graph, schedule: Schedule) -> set[int]:
+    """Tensors that nothing outside of the step ever sees on the device."""
+    handed = {tensor for op in graph.ops if op.name == GRADIENTS for tensor in op.reads}
+    stored = set(schedule.stored)
+    return {t.id for t in graph.tensors if t.movable and t.id not in handed and (not t.persistent or t.id in stored)}
+
+
+def _is_given(graph: Graph, schedule: Schedule, position: int, tensor: int) -> bool:
+    """Whether the instruction there, which allocates `tensor`, can be given memory for it."""
+    instruction = schedule.instructions[position]
+    return instruction.verb is Verb.PREFETCH or tensor in graph.ops[instruction.target].given
+
+
+def _first_backward(graph: Graph, schedule: Schedule) -> int:
+    """The position of the first op that is not of forward."""
+    runs = (at for at, i in enumerate(schedule.instructions) if i.verb is Verb.RUN)
+    phases = ((at, graph.ops[schedule.instructions[at].target].phase) for at in runs)
+    return next((at for at, phase in phases if phase is not Phase.FORWARD), len(schedule.instructions))
+
+
+def plan_in_arena(
+    make: Callable[[int], tuple[T, Plan]], room_bytes: int, placed: Callable[[Plan], Plan]
+) -> tuple[T, Plan]:
+    """What `make` gives for live bytes, with a plan that takes no more than `room_bytes` once it is `placed`.
+
+    A plan that takes more is made again for as much less. If none fits, the one that takes the least.
+    """
+    asked, least = room_bytes, None
+    for left in reversed(range(REPLANS)):
+        try:
+            (answer, plan), is_least = make(max(1, asked)), False
+        except InfeasibleBudget as error:
+            (answer, plan), is_least = make(error.floor_bytes), True
+        # Solve for addresses: if they fit, done; else plan again within fewer bytes.
+        found = placed(plan)
+        if least is None or found.taken_bytes < least[1].taken_bytes:
+            least = answer, found
+        over = found.taken_bytes - room_bytes
+        if over <= 0 or is_least:
+            break
+        less = min(asked, plan.peak_bytes) - over
+        asked = less if left > 1 else 1  # the last to try is what has the least live bytes
+    assert least is not None
+    return least
+
+
+def in_arena(plan: Plan, solver: Solver, limits: Limits) -> Plan:
+    """`plan` with the places of its blocks in an arena, all of which it retains.
+
+    Its peak is then that of the arena and of what is live beside it.
+    """
+    places = places_of(plan.graph, plan.schedule, plan.groups, solver, limits)
+    kept = places.arena_bytes + places.retained_bytes
+    return replace(plan, places=places, retained_bytes=kept, peak_bytes=places.total_bytes)
