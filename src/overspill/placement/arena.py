@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from overspill.capture.compiled.given import scratch_in_pieces
 from overspill.capture.compiled.graph import GRADIENTS
 from overspill.capture.compiled.whole_step import ACCUMULATE
 from overspill.core import Block, Graph, Phase, Places, Schedule, Trace, Verb
@@ -52,6 +53,10 @@ def places_of(
         if block.nbytes and tensor in may_lie | ends.keys() and _is_given(graph, schedule, block.start, tensor):
             inside.append(block)
             keys.append((tensor, block.start))
+            instruction = schedule.instructions[block.start]
+            if instruction.verb is not Verb.PREFETCH:
+                scratch = scratch_in_pieces(graph, graph.ops[instruction.target], tensor)
+                outside.append(Block(len(outside), block.start, block.start + 1, scratch))
             continue
         outside.append(replace(block, id=len(outside)))
         if tensor >= 0 and not graph.tensors[tensor].persistent and block.start < backward <= block.end:

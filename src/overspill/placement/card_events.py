@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from overspill.capture.compiled.given import scratch_in_pieces
 from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, TensorKind, Verb
 
 from .events import ALLOCATE, FREE, Events
@@ -120,6 +121,9 @@ class _Run:
         if op.name in ELASTIC:
             workspace_bytes = int(self.share * workspace_bytes)
         temporaries = self.temporaries(op, workspace_bytes)
+        if self.places is not None:
+            placed = (t for t in writes if (t, self.position) in self.places.offsets)
+            temporaries += (scratch_in_pieces(self.graph, op, t) for t in placed)
         # Gathered updates have all their temporaries at the first of them.
         if op.id in self.groups and not self.is_first:
             group = self.groups[op.id]

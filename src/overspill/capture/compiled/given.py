@@ -9,11 +9,14 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._dis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+from overspill.core import Graph, Op
 
 from .joint import is_random
 from .kernels import RUN_AS
@@ -41,26 +44,87 @@ def into_given(node: fx.Node) -> Given | None:
         return None
     if op in RUN_AS or is_random(node) or reduces_in_place(node):
         return None
-    # A copy, or a number everywhere; else the same kernel with `out=`.
-    if op in COPIES and node.args[0].meta["val"].device == value.device:
-        found: Given | None = Given(Tensor.copy_, (node.args[0],), {})
-    elif op in FILLED or op in FULL:
-        found = Given(Tensor.fill_, (FILLED[op] if op in FILLED else node.args[1],), {})
-    elif op is aten.relu.default:  # which calls it (PyTorch 2.13, aten/src/ATen/native/Activation.cpp)
-        found = Given(aten.clamp_min.out, (node.args[0], 0), {}, "out")
-    else:
-        found = _with_out(node, "CUDA" if value.is_cuda and torch.backends.cuda.is_built() else "CPU")
-    return found
+    # What another op does just so; else the same kernel with `out=`.
+    if op in COPIES:
+        alike = node.args[0].meta["val"].device == value.device
+        return Given(Tensor.copy_, (node.args[0],), {}) if alike else None
+    if op in FILLED or op in FULL:
+        return Given(Tensor.fill_, (FILLED[op] if op in FILLED else node.args[1],), {})
+    if op in BY_HAND and not node.kwargs:
+        return Given(BY_HAND[op], node.args, {})
+    return _with_out(node, "CUDA" if value.is_cuda and torch.backends.cuda.is_built() else "CPU")
 
 
 def _with_out(node: fx.Node, backend: str) -> Given | None:
-    if (out := out_overload(node.target, backend)) is None:
+    op, args = node.target, node.args
+    if op is aten.relu.default:
+        op, args = aten.clamp_min.default, (*args, 0)
+    if op in OF_NUMBERS and len(args) == 2:
+        op = OF_NUMBERS[op]
+    if (out := out_overload(op, backend)) is None:
         return None
     target, name = out
     takes = {argument.name for argument in target._schema.arguments}
-    return Given(target, node.args, {key: value for key, value in node.kwargs.items() if key in takes}, name)
+    return Given(target, args, {key: value for key, value in node.kwargs.items() if key in takes}, name)
 
 
+def _slice_backward(into: Tensor, gradient: Tensor, _: Any, dim: int, start: int, end: int, step: int) -> Tensor:
+    into.zero_()
+    aten.slice.Tensor(into, dim, start, end, step).copy_(gradient)
+    return into
+
+
+def _select_backward(into: Tensor, gradient: Tensor, _: Any, dim: int, index: int) -> Tensor:
+    into.zero_()
+    into.select(dim, index).copy_(gradient)
+    return into
+
+
+def _masked_fill(into: Tensor, x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return into.copy_(x).masked_fill_(mask, value)
+
+
+def _embedding(into: Tensor, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
+    torch.index_select(weight, 0, indices.reshape(-1), out=into.view(-1, weight.shape[1]))
+    return into
+
+
+PIECE_BYTES = 32 << 20
+"""Most bytes of a gradient of an embedding that are computed at a time."""
+
+
+def scratch_in_pieces(graph: Graph, op: Op, tensor: int) -> int:
+    """Bytes that `op` takes besides to make `tensor` in given memory piece by piece."""
+    nbytes = graph.tensors[tensor].nbytes
+    if op.name != "embedding_dense_backward" or not nbytes:
+        return 0
+    read = sum(graph.tensors[t].nbytes for t in op.reads)
+    return min(nbytes, PIECE_BYTES) * (nbytes + read) // nbytes
+
+
+def _embedding_backward(into: Tensor, gradient: Tensor, *how: Any) -> Tensor:
+    """The gradient of an embedding, some columns at a time: each is summed by itself."""
+    width, columns = into.shape[-1], max(1, PIECE_BYTES // (into.shape[0] * into.itemsize))
+    for start in range(0, width, columns):
+        some = slice(start, start + columns)
+        into[:, some] = aten.embedding_dense_backward.default(gradient[..., some], *how)
+    return into
+
+
+BY_HAND: dict[Any, Callable[..., Tensor]] = {
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
+"""What these ops do (PyTorch 2.13, aten/src/ATen/native: TensorShape.cpp, TensorAdvancedIndexing.cpp, Embedding.cpp)."""
+OF_NUMBERS = {
+    aten.mul.Scalar: aten.mul.Tensor, aten.div.Scalar: aten.div.Tensor, aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+}  # fmt: skip
+"""Ops that call another one with their number as a tensor; and `relu` is `clamp_min` of 0 (BinaryOps.cpp, Activation.cpp)."""
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 FULL = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
 FILLED = {
