@@ -33,6 +33,10 @@ SHARES = (0.0, 0.5, 1.0)
 """Shares of the likely workspaces of ELASTIC ops that are tried."""
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
 """Orders among equal free blocks that are tried."""
+LOOSE = 1.05
+"""Share of its live bytes that a plan in an arena may take before the caching allocator is tried too."""
+NEAR = 1.02
+"""Slowdown up to which it is not: there is little to be gained."""
 SPARE_BYTES = 4 << 20
 """Two small segments, for scalars and other small blocks that no plan counts."""
 
@@ -43,14 +47,15 @@ class Card:
 
     `context_bytes` are the driver's and those of loaded kernels, `handle_bytes` what the libraries keep of the
     allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
-    blocks lie in an arena (`arena.py`), and the allocator has it and the rest; with a `pool` all lie in one like this
-    (`runtime/live/`). `estimated_bytes` are those of the unmanaged job, where it was estimated.
+    blocks lie in an arena (`arena.py`), and the allocator has it and the rest: `always`, or where that is faster than the
+    allocator alone. With a `pool` all lie in one like this (`runtime/live/`). `estimated_bytes` are those of the unmanaged job, where it was estimated.
     """
 
     context_bytes: int
     handle_bytes: tuple[int, ...] = ()
     config: CachingConfig = field(default_factory=CachingConfig)
     solver: str | None = None
+    always: bool = True
     pool: str | None = None
     estimated_bytes: int | None = None
 
@@ -103,7 +108,8 @@ class Card:
     def measured(self, plan: Plan) -> Plan:
         """`plan` with the card bytes that it and the unmanaged step need."""
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
-        plan = self.placed(plan)
+        alone = plan.places is None and plan.reserved_bytes is not None
+        plan = (replace(self, solver=None) if alone else self).placed(plan)
         counted = self._counted(plan, plan.taken_bytes, plan.device_budget_bytes)
         return replace(counted, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes)
 
@@ -141,10 +147,8 @@ class Card:
         """
         begun = time.perf_counter()
         room = budget_bytes - self.context_bytes
-        search = CardSearch(room, make, self.placed)
-        found = search.fastest() if self.solver is None else Tried(*plan_in_arena(make, room, self.placed))
-        if found is None or found.plan.taken_bytes > room:
-            least, fewest, cause = search.from_floor()
+        if (found := self._fastest(room, make)) is None:
+            least, fewest, cause = CardSearch(room, make, self.placed).from_floor()
             if least.plan.taken_bytes > room:
                 raise _too_small(self, budget_bytes, least, fewest, cause)
             found = least
@@ -153,6 +157,20 @@ class Card:
         took = time.perf_counter() - begun  # with all the plans that were made for it
         told = replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes, plan_seconds=took)
         return found.answer, told
+
+    def _fastest(self, room_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> Tried[T] | None:
+        """The fastest plan found that fits, or None."""
+        if self.solver is None:
+            return CardSearch(room_bytes, make, self.placed).fastest()
+        inside = Tried(*plan_in_arena(make, room_bytes, self.placed))
+        fits = inside.plan.taken_bytes <= room_bytes
+        tight = inside.plan.taken_bytes <= LOOSE * inside.plan.peak_bytes or inside.plan.slowdown <= NEAR
+        if self.always or (fits and tight):
+            return inside if fits else None
+        # Much lies beside the arena, as the results of convolutions do: it may cost more than it is worth.
+        plainly = replace(self, solver=None)._fastest(room_bytes, make)
+        found = [tried for tried in (inside if fits else None, plainly) if tried is not None]
+        return min(found, key=lambda tried: tried.plan.step_seconds, default=None)
 
 
 def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T], cause: str) -> InfeasibleBudget:

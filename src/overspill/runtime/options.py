@@ -180,7 +180,7 @@ def card_for(options: Options, device: Device) -> Card:
     card = replace(card_of(device, options.software), estimated_bytes=options.estimated_bytes)
     if options.placement in LIVE_PLACEMENTS:
         return replace(card, pool=options.placer, config=CachingConfig())  # that of the live allocator's pool
-    return replace(card, solver=DEFAULT if has_arena(options, device) else None)
+    return replace(card, solver=DEFAULT if has_arena(options, device) else None, always=options.placement == PLANNED)
 
 
 def within_budget(
