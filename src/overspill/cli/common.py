@@ -49,8 +49,8 @@ PlacerName = Annotated[
     typer.Option(
         "--placement",
         metavar="NAME",
-        help="An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned, two-ended and "
-        "virtual train from a pool of ours.  [default: live bytes count]",
+        help="An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned is an arena, "
+        "two-ended and virtual train from a pool of ours.  [default: live bytes count; on a GPU, planned]",
         show_default=False,
         autocompletion=complete.placer,
     ),

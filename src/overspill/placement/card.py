@@ -148,7 +148,9 @@ class Card:
         begun = time.perf_counter()
         room = budget_bytes - self.context_bytes
         if (found := self._fastest(room, make)) is None:
-            least, fewest, cause = CardSearch(room, make, self.placed).from_floor()
+            ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
+            floors = (CardSearch(room, make, way.placed).from_floor() for way in ways)
+            least, fewest, cause = min(floors, key=lambda floor: floor[0].plan.taken_bytes)
             if least.plan.taken_bytes > room:
                 raise _too_small(self, budget_bytes, least, fewest, cause)
             found = least

@@ -69,9 +69,9 @@ def compile(  # noqa: A001 - named as torch.compile is
         reserve: Memory for what you compute between forward and backward outside the model, as a size; None: worked out.
         times: Op times that were measured before, in place of estimates.
         placement: The budget then holds for where blocks lie, not only for their bytes: the name of an allocator or solver.
-            Three are real pools of ours, on the CPU for what planned graphs allocate, on CUDA for all that PyTorch
-            does, so that `compile` comes before the model is on the GPU: `planned` (from the fourth step on the addresses that
-            the default solver finds), `two-ended` and `virtual` (docs/placement.md).
+            `planned` gives blocks addresses in an arena, which is the default on CUDA; `pytorch` is PyTorch's allocator alone.
+            Two are real pools of ours, on the CPU for what planned graphs allocate, on CUDA for all that PyTorch
+            does, so that `compile` comes before the model is on the GPU: `two-ended` and `virtual` (docs/placement.md).
         checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
         on_unplanned: A call that runs without a plan is an UnplannedError (`"error"`), or a warning (`"warn"`).
         partition: With `backend="inductor"`, 0 to 1: stay with the partition for this `activation_memory_budget`; 1 is

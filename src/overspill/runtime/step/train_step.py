@@ -536,7 +536,8 @@ def train_step(
             (docs/compiled.md).
         device: The device to plan for; by default the one that the tensors are on.
         times: Op times that were measured before.
-        placement: An allocator or solver within whose peak the plan must stay, or a pool of ours.
+        placement: An allocator or solver within whose peak the plan must stay, or a pool of ours; `planned`, the default on
+            CUDA, has weights, state and blocks in an arena (docs/placement.md).
         checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
         partition: With `inductor`, the `activation_memory_budget` to stay with; None: several are tried.
         session: Share this session's budget: while one model runs, the others keep their parameters and optimizer states.
