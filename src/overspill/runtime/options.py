@@ -109,7 +109,6 @@ class Options:
             raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
 
     @property
-    @property
     def in_pieces(self) -> bool:
         """Whether large row-wise chains may be planned in pieces of rows."""
         return policy_named(self.policy).in_pieces
