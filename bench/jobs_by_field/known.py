@@ -45,14 +45,27 @@ KNOWN: dict[tuple[str, str], Known] = {
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),
     ("retinanet", "compile"): Known(REFUSED, UNPLANNED, "what reads values runs beside the plans, and needs reserve="),
-    **{
-        (name, f"{way}-inductor"): DERIVED for name in ("gradient-penalty", "pinn") for way in ("compile", "train_step")
-    },
+    **{(name, "train_step-inductor"): DERIVED for name in ("forces", "gradient-penalty", "pinn")},
+    ("pinn", "compile-inductor"): DERIVED,
+    ("dlrm-sparse", "train_step-inductor"): Known(
+        PLAIN_FAILS, "InductorError", "stock torch.compile does not take sparse gradients"
+    ),
+    ("wav2vec2", "train_step-inductor"): Known(
+        REFUSED,
+        UNSUPPORTED,
+        "its LayerDrop reads random numbers, which Inductor's kernels draw; and it draws its masks by NumPy",
+    ),
     ("gat", "train_step-inductor"): Known(
         OTHER_BITS,
         "",
         "stock torch.compile breaks the graph where self loops are taken out, and so has other kernels; without that it has the same bits",
     ),
+    **{
+        (name, "train_step-inductor"): Known(
+            OTHER_BITS, "", "stock torch.compile breaks the graph at the CTC loss, and so has other kernels"
+        )
+        for name in ("ctc-gru", "ctc-lstm")
+    },
     ("segformer", "train_step-inductor"): Known(
         OTHER_BITS,
         "",
