@@ -32,23 +32,25 @@ class Annealing {
     std::shared_ptr<const Attempt> best() const { return best_; }
     std::size_t tensors() const { return groups_.near.size(); }
 
-    // A start: several plans, each of which avoids the stalls and slow algorithms of the one before.
-    void begin(Flags recompute) {
+    // A start: the least seconds of its plan, and where that is not far from the best of plans that avoid the stalls and
+    // slow algorithms of the one before; never where it does not fit.
+    Seconds begin(Flags recompute, Flags kept) {
         auto penalty = std::make_shared<const std::vector<Seconds>>(most_penalty_.size(), 0.0);
-        Decision decision{std::move(recompute), Flags(groups_.near.size(), 0), std::move(penalty)};
-        Made before;
-        for (int repair = 0; repair < kRepairs; ++repair) {
-            const Made made = attempt(std::move(decision), nullptr, false);
-            if (!made || (before && made->plan.cost() >= before->plan.cost())) break;
-            before = made;
+        const Flags none(groups_.near.size(), 0);
+        Made made = attempt({std::move(recompute), none, std::move(kept), std::move(penalty)}, nullptr, false);
+        if (!made) return kNever;
+        for (int repair = 0;; ++repair) {
             if (!best_ || made->plan.cost() < best_->plan.cost()) best_ = made;
-            const std::vector<Seconds>& stall_seconds = made->plan.stall_seconds;
-            if (std::ranges::all_of(stall_seconds, [](Seconds s) { return s == 0; })) break;
-            decision = made->decision;
+            if (repair == kRepairs || made->plan.seconds > kFar * best_->plan.seconds) break;
+            Decision decision = made->decision;
             std::vector<Seconds> more = *decision.penalty;
-            for (std::size_t i = 0; i < more.size(); ++i) more[i] += stall_seconds[i];
+            for (std::size_t i = 0; i < more.size(); ++i) more[i] += made->plan.stall_seconds[i];
             decision.penalty = std::make_shared<const std::vector<Seconds>>(std::move(more));
+            const Made now = attempt(std::move(decision), made.get(), false);
+            if (!now || now->plan.cost() >= made->plan.cost()) break;
+            made = now;
         }
+        return made->plan.seconds;
     }
 
     // Changes of the best plan, drawn with a fixed seed, of which early ones may cost up to about `temperature`
@@ -80,7 +82,8 @@ class Annealing {
   private:
     using Made = std::shared_ptr<const Attempt>;
 
-    static constexpr int kRepairs = 3;  // how often a start is made again with its stalls as penalties
+    static constexpr int kRepairs = 3;     // how often a start is made again with its stalls as penalties
+    static constexpr double kFar = 1.2;  // … unless it takes so much longer than the best
     static constexpr double kKeeping =
         0.9;  // how often a change of what is recomputed keeps the swaps of the plan before
 
@@ -97,7 +100,7 @@ class Annealing {
         if (near && near->decision.same_program(decision))
             scheduler = near->scheduler;
         else
-            scheduler = planner_.fitting(decision.recompute, decision.drop_after_use);
+            scheduler = planner_.fitting(decision.recompute, decision.drop_after_use, decision.kept);
         if (!scheduler) return nullptr;
         decision.tidy();
         const Flags first = keeps ? scheduler->as_chosen(*near->scheduler, near->plan) : scheduler->none();

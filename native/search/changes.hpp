@@ -16,14 +16,15 @@
 
 namespace overspill::search {
 
-// What is recomputed, what of it is dropped after each use (flags by tensor), and penalties of the greedy choice:
-// seconds that swaps of a tensor and slower algorithms of an op are counted to cost more (`ListScheduler::what`).
+// What is recomputed, what of it is dropped after each use, what else is kept for that (flags by tensor), and penalties
+// of the greedy choice: seconds that swaps of a tensor and slower algorithms of an op are counted to cost more
+// (`ListScheduler::what`).
 struct Decision {
-    Flags recompute, drop_after_use;
+    Flags recompute, drop_after_use, kept;
     std::shared_ptr<const std::vector<Seconds>> penalty;
 
     bool same_program(const Decision& other) const {
-        return recompute == other.recompute && drop_after_use == other.drop_after_use;
+        return recompute == other.recompute && drop_after_use == other.drop_after_use && kept == other.kept;
     }
 
     bool penalised_like(const Decision& other) const { return penalty == other.penalty; }

@@ -138,9 +138,10 @@ void make_annealing(Annealing* at, const Planner& planner, const RematGroups& gr
     new (at) Annealing(planner, groups);
 }
 
-void begin(Annealing& annealing, const Column<bool>& recompute) {
-    must(recompute.shape(0) == annealing.tensors(), "there must be one flag a tensor");
-    annealing.begin(flags_of(recompute));
+Seconds begin(Annealing& annealing, const Column<bool>& recompute, const Column<bool>& kept) {
+    must(recompute.shape(0) == annealing.tensors() && kept.shape(0) == annealing.tensors(),
+         "there must be one flag a tensor");
+    return annealing.begin(flags_of(recompute), flags_of(kept));
 }
 
 void anneal(Annealing& annealing, std::int64_t most, std::int64_t most_evaluations, double perturbation_rate,
@@ -196,12 +197,14 @@ NB_MODULE(_search, module) {
             "recompute", [](const Attempt& self) { return those(self.decision.recompute); }, kNew)
         .def_prop_ro(
             "drop_after_use", [](const Attempt& self) { return those(self.decision.drop_after_use); }, kNew)
+        .def_prop_ro(
+            "kept", [](const Attempt& self) { return those(self.decision.kept); }, kNew)
         .def_ro("scheduler", &Attempt::scheduler)
         .def_ro("plan", &Attempt::plan);
     nb::class_<Annealing>(module, "Annealing")
         .def("__init__", &make_annealing, nb::arg("planner"), nb::arg("groups"))
         .def_prop_ro("best", &Annealing::best)
-        .def("begin", &begin, nb::arg("recompute"))
+        .def("begin", &begin, nb::arg("recompute"), nb::arg("kept"))
         .def("anneal", &anneal, nb::arg("attempts"), nb::arg("evaluations"), nb::arg("perturbation_rate"),
              nb::arg("temperature_seconds"), nb::arg("target_seconds"));
 }

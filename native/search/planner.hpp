@@ -34,11 +34,11 @@ class Planner {
         return found;
     }
 
-    // A scheduler of the program that recomputes `dropped`, which become those for which there is room where they are
+    // A scheduler of the program that recomputes `dropped`, from what is `kept` where that is read, which become those for which there is room where they are
     // made again; none where no program fits.
-    std::shared_ptr<const ListScheduler> fitting(Flags& dropped, const Flags& drop_after_use) const {
+    std::shared_ptr<const ListScheduler> fitting(Flags& dropped, const Flags& drop_after_use, const Flags& kept) const {
         while (true) {
-            const Program program(*graph_, dropped, drop_after_use);
+            const Program program(*graph_, dropped, drop_after_use, kept);
             const std::vector<Bytes> alone = program.alone();
             Flags around(alone.size() + 2, 0);
             bool over = false;

@@ -132,8 +132,12 @@ struct Gap {
 // Puts recomputations in front of the backward ops that need them, each as late as it can be.
 class Recomputations {
   public:
-    Recomputations(const Graph& graph, const Flags& dropped, const Flags& drop_after_use)
-        : graph_(graph), dropped_(dropped), drop_after_use_(drop_after_use), rematerialized_(graph.nbytes.size(), 0) {}
+    Recomputations(const Graph& graph, const Flags& dropped, const Flags& drop_after_use, const Flags& kept)
+        : graph_(graph),
+          dropped_(dropped),
+          drop_after_use_(drop_after_use),
+          kept_(kept),
+          rematerialized_(graph.nbytes.size(), 0) {}
 
     std::vector<Step> steps() {
         std::vector<Step> steps;
@@ -152,6 +156,7 @@ class Recomputations {
     const Graph& graph_;
     const Flags& dropped_;
     const Flags& drop_after_use_;
+    const Flags& kept_;
     Flags rematerialized_;
     std::vector<Index> dropping_, pending_;
 
@@ -159,7 +164,7 @@ class Recomputations {
     bool missing(Index tensor, Index now) const { return graph_.can_rematerialize[tensor] && gone(tensor, now); }
 
     bool gone(Index tensor, Index now) const {
-        if (graph_.persistent[tensor] || rematerialized_[tensor]) return false;
+        if (graph_.persistent[tensor] || rematerialized_[tensor] || kept_[tensor]) return false;
         return graph_.forward[graph_.producer[tensor]] && (dropped_[tensor] || graph_.last_use[tensor] < now);
     }
 
@@ -197,8 +202,8 @@ class Program {
     std::vector<Bytes> live;  // when nothing is away but what is rematerialized, with the algorithms chosen
     Index end_of_forward = 0;
 
-    Program(const Graph& graph, const Flags& dropped, const Flags& drop_after_use)
-        : steps(Recomputations(graph, dropped, drop_after_use).steps()), graph_(graph) {
+    Program(const Graph& graph, const Flags& dropped, const Flags& drop_after_use, const Flags& kept)
+        : steps(Recomputations(graph, dropped, drop_after_use, kept).steps()), graph_(graph) {
         find_live(find_gaps());
     }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -78,8 +79,8 @@ class Choice {
           cost_(cost),
           open_(static_cast<std::size_t>(among.size()), 1),
           excess_steps_(steps.ticks, excess(first)),
-          room_out_(steps.in_forward),
-          room_back_(steps.in_backward) {
+          room_out_{steps.in_forward, steps.in_backward},
+          room_back_{steps.in_forward, steps.in_backward} {
         out_.reserve(static_cast<std::size_t>(among.size()));
         for (const Candidate& candidate : among.all()) out_.push_back(candidate.out);
         for (Index i = 0; i < among_.size(); ++i)
@@ -118,7 +119,7 @@ class Choice {
     std::vector<Seconds> out_;
     Flags open_;
     Excess excess_steps_;
-    Seconds room_out_, room_back_;
+    std::array<Seconds, 2> room_out_, room_back_;  // of the link in forward and in backward
     std::vector<Index> taken_;
     std::vector<Index> cheaper_;  // open candidates that the last one taken has made cheaper
 
@@ -145,8 +146,8 @@ class Choice {
             excess_steps_.within(c.spans[0]) + (c.spans[1].end ? excess_steps_.within(c.spans[1]) : 0);
         const double area = static_cast<double>(c.nbytes) * static_cast<double>(time);
         if (!(area > 0)) return kNever;
-        const Seconds exposed =
-            std::max(out_[index] - std::max(0.0, room_out_), 0.0) + std::max(c.back - std::max(0.0, room_back_), 0.0);
+        const Seconds exposed = std::max(out_[index] - std::max(0.0, room_out_[c.leaves_in_backward]), 0.0) +
+                                std::max(c.back - std::max(0.0, room_back_[c.returns_in_backward]), 0.0);
         return (cost_[index] + exposed) / area;
     }
 
@@ -160,8 +161,8 @@ class Choice {
     void mark(Index index) {
         const Candidate& c = among_[index];
         open_[index] = 0;
-        room_out_ -= out_[index];
-        room_back_ -= c.back;
+        room_out_[c.leaves_in_backward] -= out_[index];
+        room_back_[c.returns_in_backward] -= c.back;
         taken_.push_back(index);
         cheaper_.clear();
         if (c.swap < 0) return;

@@ -59,6 +59,7 @@ struct Candidate {
     Seconds cost, out, back;
     Index swap, slower;
     Part part{};
+    bool leaves_in_backward = false, returns_in_backward = false;
 };
 
 // When each step starts if none waits, and at last when the program ends.
@@ -97,9 +98,10 @@ struct Steps {
     std::vector<std::int64_t> ticks;  // for the time relieved
     std::vector<Bytes> live;
     Lists of_op;
+    Index end_of_forward;
     Seconds in_forward = 0, in_backward = 0;
 
-    Steps(const Graph& graph, const Program& program) : live(program.live) {
+    Steps(const Graph& graph, const Program& program) : live(program.live), end_of_forward(program.end_of_forward) {
         std::vector<std::pair<Index, Index>> running;
         for (Index i = 0; i < program.length(); ++i) {
             op.push_back(program.steps[i].op);
@@ -195,9 +197,14 @@ class Candidates {
                 leaving = {Span{first, gone}, Span{}};
                 arriving = {Span{needed, last}, Span{}};
             }
+            const std::size_t before = all_.size();
             offer(Part::kAway, away, swap.nbytes, disturbed, out, back, t);
             offer(Part::kLeaving, leaving, swap.nbytes, disturbed + out, 0, 0, t);
             offer(Part::kArriving, arriving, swap.nbytes, disturbed + back, 0, 0, t);
+            for (std::size_t c = before; c < all_.size(); ++c) {
+                all_[c].leaves_in_backward = swap.start >= steps.end_of_forward;
+                all_[c].returns_in_backward = swap.end >= steps.end_of_forward;
+            }
         }
     }
 

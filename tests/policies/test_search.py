@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.bounds.exhaustive import shortest
 from tests.policies.plans import with_moving_state
-from tests.simulate.graphs import DEVICE, Layer, devices, long_networks, network, networks, tangles
+from tests.simulate.graphs import DEVICE, Build, Layer, devices, long_networks, network, networks, tangles
 from torch import Tensor, nn
 
 import overspill
-from overspill.core import Device, Graph, Verb
+from overspill.core import Device, Graph, Phase, TensorKind, Verb
 from overspill.costs import op_seconds
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.effort import Effort
@@ -26,6 +26,7 @@ from overspill.policies.auto._search import Annealing
 from overspill.policies.auto.native import flags, native_graph, planner_of
 from overspill.policies.auto.remat_groups import RematGroups
 from overspill.policies.auto.search import BestPlan, Search
+from overspill.policies.auto.starts import Start, Starts
 from overspill.simulate import check, simulate
 
 STARTS_ONLY = Effort(evaluations=1)
@@ -120,6 +121,21 @@ def test_groups_alike_are_of_as_many_bytes_by_the_same_kind_of_op() -> None:
     assert groups.alike == [[0, 2, 4], [1], [0, 2, 4], [3], [0, 2, 4]]
 
 
+def test_what_is_cheap_to_make_is_made_from_an_input_that_is_kept_where_that_is_dear() -> None:
+    build = Build()
+    image = build.tensor(8, TensorKind.INPUT, persistent=True)
+    dear, cheap = build.tensor(1_000), build.tensor(1_000_000)
+    build.op([image], [dear], again=True)
+    build.op([dear], [cheap], again=True)
+    build.op([cheap], [], Phase.BACKWARD)
+    graph = build.graph()
+    start = Starts(graph, (1.0, 0.001, 0.1), [frozenset({cheap})]).first(1)
+    assert start == Start(recompute=(cheap,), kept=(dear,))
+    for kept, again in (((), [0, 1]), (start.kept, [1])):
+        steps = StepProgram(graph, start.recompute, kept=kept).steps
+        assert [step.op for step in steps if step.recompute] == again
+
+
 def test_control_c_ends_a_long_search() -> None:
     class Interrupted(Exception):
         pass
@@ -147,8 +163,8 @@ def test_an_annealing_without_a_start_or_of_another_graph_is_refused() -> None:
     with pytest.raises(ValueError, match="has no start"):
         annealing.anneal(1, 1, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="flag a tensor"):
-        annealing.begin(flags((), other))
+        annealing.begin(flags((), graph), flags((), other))
     with pytest.raises(ValueError, match="another graph"):
         Annealing(planner, RematGroups(other, ()).native)
     with pytest.raises(ValueError, match="flag a tensor"):
-        annealing.begin(np.zeros(1, dtype=bool))
+        annealing.begin(np.zeros(1, dtype=bool), flags((), graph))

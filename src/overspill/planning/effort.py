@@ -15,12 +15,12 @@ VARIABLE = "OVERSPILL_EFFORT"
 class Effort:
     """Limits of search and bound in counts, not seconds, so that plans are reproducible.
 
-    `evaluations`: candidates that the search evaluates in all; the default takes up to two seconds on one core.
+    `evaluations`: candidates that the search evaluates in all; the default takes up to three seconds on one core.
     `attempts_per_tensor`: plans tried for each tensor that may be recomputed. `simplex_iterations`: what branch and
     bound in the lower bound may take.
     """
 
-    evaluations: int = 6_000_000
+    evaluations: int = 8_000_000
     attempts_per_tensor: int = 500
     simplex_iterations: int = 20_000
 

@@ -63,8 +63,8 @@ class Gap(NamedTuple):
 class StepProgram:
     """The steps of `graph` with tensors `recompute` dropped after forward and recomputed in backward.
 
-    What such a recomputation reads and is gone by then is recomputed as well, or kept if that is not possible.
-    Recomputed tensors stay until their last use, those in `drop_after_use` only until the op that needed them has run.
+    What such a recomputation reads and is gone by then is recomputed as well, or kept if that is not possible or the
+    tensor is among `kept`. Recomputed tensors stay until their last use, those in `drop_after_use` only until the op that needed them has run.
     `algorithms` has the number of the algorithm for ops that do not take their fastest.
     """
 
@@ -74,10 +74,12 @@ class StepProgram:
         recompute: Collection[int] = (),
         algorithms: Mapping[int, int] | None = None,
         drop_after_use: Collection[int] = (),
+        kept: Collection[int] = (),
     ) -> None:
         self.graph = graph
         self.algorithms = dict(algorithms or {})
-        self.steps = tuple(_Recomputations(graph, frozenset(recompute), frozenset(drop_after_use)).steps())
+        made = _Recomputations(graph, frozenset(recompute), frozenset(drop_after_use), frozenset(kept))
+        self.steps = tuple(made.steps())
         self.length = len(self.steps)
         # Where each tensor is touched, made and written; outputs are touched at the end.
         touches: list[list[int]] = [[] for _ in graph.tensors]
@@ -217,10 +219,13 @@ class StepProgram:
 class _Recomputations:
     """Inserts recomputations before the backward ops that need them, each as late as possible."""
 
-    def __init__(self, graph: Graph, dropped: frozenset[int], drop_after_use: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, graph: Graph, dropped: frozenset[int], drop_after_use: frozenset[int], kept: frozenset[int]
+    ) -> None:
         self.graph = graph
         self.dropped = dropped
         self.drop_after_use = drop_after_use & dropped
+        self.kept = kept
         self.rematerialized: set[int] = set()
         self.last_use = [uses[-1] if uses else -1 for uses in graph.uses]
         for tensor in graph.outputs:
@@ -238,7 +243,7 @@ class _Recomputations:
 
     def _gone(self, tensor: int, now: int) -> bool:
         """Whether `tensor` is gone when op `now` is about to run."""
-        if self.graph.tensors[tensor].persistent or tensor in self.rematerialized:
+        if self.graph.tensors[tensor].persistent or tensor in self.rematerialized or tensor in self.kept:
             return False
         made_in_forward = self.graph.ops[self.graph.producer[tensor]].phase is Phase.FORWARD
         return made_in_forward and (tensor in self.dropped or self.last_use[tensor] < now)

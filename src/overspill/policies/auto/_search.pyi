@@ -62,10 +62,11 @@ class RematGroups:
     ) -> None: ...
 
 class Attempt:
-    """A plan that fits, what it recomputes, and what of that is dropped after each use."""
+    """A plan that fits, what it recomputes, what of that is dropped after each use, and what else is kept for it."""
 
     recompute: NDArray[np.int32]
     drop_after_use: NDArray[np.int32]
+    kept: NDArray[np.int32]
     scheduler: ListScheduler
     plan: TimedPlan
 
@@ -76,8 +77,8 @@ class Annealing:
     @property
     def best(self) -> Attempt | None:
         """The best plan so far."""
-    def begin(self, recompute: NDArray[np.bool_]) -> None:
-        """Start from the plan that recomputes these tensors (one flag a tensor), and repair its stalls."""
+    def begin(self, recompute: NDArray[np.bool_], kept: NDArray[np.bool_]) -> float:
+        """Seconds of the plan that recomputes and keeps these tensors (one flag a tensor), infinite if it does not fit."""
     def anneal(
         self,
         attempts: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overspill.core import Device, Schedule
@@ -15,6 +15,7 @@ from overspill.policies.checkpoint import dropped_sets
 from . import _search
 from .native import flags, native_graph, planner_of, schedule_of
 from .remat_groups import RematGroups, by_op
+from .starts import Start, Starts
 
 GOOD_ENOUGH = 1.002
 """A plan within this factor of the ops' own time ends the search."""
@@ -36,8 +37,10 @@ class BestPlan:
 
     def schedule(self, policy: str) -> Schedule:
         """The schedule of this plan."""
-        recompute, dropped = self.made.recompute.tolist(), self.made.drop_after_use.tolist()
-        program = StepProgram(self.program.graph, recompute, self.program.algorithms, dropped)
+        made, before = self.made, self.program
+        program = StepProgram(
+            before.graph, made.recompute.tolist(), before.algorithms, made.drop_after_use.tolist(), made.kept.tolist()
+        )
         return schedule_of(self.made.scheduler, self.made.plan, program, policy, self.budget_bytes)
 
 
@@ -64,11 +67,11 @@ class Search:
         For the least memory without recomputation fits.
         """
         target = GOOD_ENOUGH * sum(self.seconds)
-        # Try a few fixed starts, then anneal from the best.
-        for recompute in self._starts():
-            self.annealing.begin(flags(recompute, self.graph))
-            if (best := self.annealing.best) is not None and best.plan.seconds <= target:
-                break
+        # Try some starts, unless the first is good enough, then anneal from the best.
+        if self._begin(Start((), ())) > target:
+            for dropped in dropped_sets(self.graph, self.seconds):
+                self._begin(Start(dropped, ()))
+            Starts(self.graph, self.seconds, by_op(self.graph, self.droppable)).best(self._begin)
         self.annealing.anneal(
             attempts=self.effort.attempts_per_tensor * (1 + len(self.droppable)),
             evaluations=self.effort.evaluations,
@@ -80,10 +83,9 @@ class Search:
         assert best is not None
         return BestPlan(best, self.program, self.budget_bytes)
 
-    def _starts(self) -> Iterator[Sequence[int]]:
-        """Tensors to recompute at first: none, then what checkpointing would drop, in several sizes."""
-        yield ()
-        yield from dropped_sets(self.graph, self.seconds)
+    def _begin(self, start: Start) -> float:
+        """Seconds of the plan of a start."""
+        return self.annealing.begin(flags(start.recompute, self.graph), flags(start.kept, self.graph))
 
     def _groups(self) -> RematGroups:
         """Saved outputs of an op as one group, without those too small to matter."""
