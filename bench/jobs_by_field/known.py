@@ -45,7 +45,7 @@ KNOWN: dict[tuple[str, str], Known] = {
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),
     ("retinanet", "compile"): Known(REFUSED, UNPLANNED, "what reads values runs beside the plans, and needs reserve="),
-    **{(name, "train_step-inductor"): DERIVED for name in ("forces", "gradient-penalty", "pinn")},
+    **{(name, "train_step-inductor"): DERIVED for name in ("forces", "gradient-penalty", "maml", "pinn")},
     ("pinn", "compile-inductor"): DERIVED,
     ("dlrm-sparse", "train_step-inductor"): Known(
         PLAIN_FAILS, "InductorError", "stock torch.compile does not take sparse gradients"
