@@ -112,3 +112,10 @@ def test_micro_batches_by_train_step() -> None:
 def test_a_small_model_by_train_step_with_inductor(model: type[nn.Module]) -> None:
     with drawn(0) as policy:
         check_steps(Pair(model, size=32, options={"policy": policy, "backend": "inductor", "partition": 1.0}), 12)
+
+
+@pytest.mark.long
+def test_a_small_model_by_train_step_with_inductor_at_planned_addresses() -> None:
+    with drawn(0) as policy:
+        given = {"policy": policy, "backend": "inductor", "partition": 1.0, "placement": "planned", "budget": "4MiB"}
+        check_steps(Pair(Mlp, size=32, options=given), 6)
