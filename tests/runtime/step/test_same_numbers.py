@@ -52,6 +52,19 @@ class Dropped(nn.Module):
         return F.dropout(self.second(y), self.share).float().square().mean()
 
 
+class Transposed(nn.Module):
+    """Numbers drawn into tensors whose rows are not adjacent, by dropout and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).transpose(0, 1).bfloat16()
+        noise = torch.empty_like(y).bernoulli_(0.4) + torch.empty_like(y).normal_() + torch.empty_like(y).uniform_()
+        return (F.dropout(y, 0.3) * (noise + torch.empty_like(y).exponential_())).float().square().mean()
+
+
 class Experts(nn.Module):
     """Four experts, each with its rows."""
 
@@ -145,6 +158,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "dropout in float32 whose factor rounds twice": (lambda: Dropped(0.15, torch.float32), nullcontext),
     "dropout in bfloat16": (lambda: Dropped(0.3, torch.bfloat16), nullcontext),
     "dropout in float16": (lambda: Dropped(0.3, torch.float16), nullcontext),
+    "draws into rows that are not adjacent": (Transposed, nullcontext),
     "autocast with a region without": (Mixed, mixed_precision),
     "no autocast": (Mixed, nullcontext),
     "linear equations": (Solved, nullcontext),

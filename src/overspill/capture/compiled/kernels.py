@@ -36,7 +36,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .casts import CAST, Casts
-from .strides import strides_kept
+from .strides import in_order_of, strides_kept
 
 aten = torch.ops.aten
 
@@ -167,9 +167,21 @@ def _sigmoid_in_rows(x: Tensor) -> Tensor:
         return aten.sigmoid_(x)
 
 
+def _bernoulli_in_order(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    """In-place draws in the order of memory, as in eager.
+
+    Dropout draws its mask so. A new tensor, as a trace has it, would get them in the order of its elements.
+    """
+    if x.is_contiguous():
+        with no_python_dispatcher():
+            return aten.bernoulli_.float(x, p, generator=generator)
+    return x.copy_(in_order_of(x, lambda shape: x.new_empty(shape).bernoulli_(p, generator=generator)))
+
+
 REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
     aten.cudnn_batch_norm.default: {DispatchKey.Autograd: _cudnn_batch_norm},
     aten.dropout.default: dict.fromkeys(KEYS, _dropout),
+    aten.bernoulli_.float: {DispatchKey.Autograd: _bernoulli_in_order},
     aten.sigmoid_.default: {DispatchKey.Autograd: _sigmoid_in_rows},
 }
 """Python kernels of our own, by op and dispatch key."""

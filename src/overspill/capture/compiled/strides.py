@@ -58,9 +58,20 @@ def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
     """`value` with its dimensions laid out in the order of `strides`, copied if they are in another."""
     if _same_places(value, strides):
         return value
-    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(value.dim())]
+    order, back = _orders(strides)
     return value.permute(order).contiguous().permute(back)
+
+
+def in_order_of(like: Tensor, make: Callable[[list[int]], Tensor]) -> Tensor:
+    """What `make` makes of sizes, with the shape of `like` and its dimensions laid out in the same order."""
+    order, back = _orders(like.stride())
+    return make([like.shape[dim] for dim in order]).permute(back)
+
+
+def _orders(strides: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The dimensions from the largest stride to the smallest, and for each its position there."""
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return order, [order.index(dim) for dim in range(len(strides))]
 
 
 def _same_places(value: Tensor, strides: Sequence[int]) -> bool:
