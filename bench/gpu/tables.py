@@ -85,11 +85,11 @@ def live(found: Found) -> str:
             else f"exit code {ended['exit_code']}" + ", said something" * bool(ended["standard_error"])
         )
         same = None if trained is None or "identical" not in trained else "yes" if trained["identical"] else "no"
-        rows.append((pool, same, trained and trained.get("planned"), refused and refused["raised"], clean))
+        rows.append((pool, same, trained and trained.get("requests"), refused and refused["raised"], clean))
     head = (
         "pool",
         "losses of PyTorch's allocator",
-        "requests at planned addresses",
+        "requests",
         "out of memory raises",
         "ends with live blocks",
     )

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from gpu.experiment import Figures, NotHere, Setting
-from overspill.placement.packing import solver_named
 from overspill.runtime.live.allocator import LiveAllocator
-from overspill.runtime.live.planned_steps import PlannedSteps
+from overspill.runtime.live.steps import LiveSteps
 
 NONE = "none"
 STEPS = 8
@@ -31,12 +30,12 @@ SANITIZER_SECONDS = 240
 
 
 def losses(_: Setting, pool: str) -> Figures:
-    """The losses of a network with a copy on a second stream, with memory from `pool` and then at planned addresses."""
+    """The losses of a network with a copy on a second stream, with memory from `pool`."""
     steps = _serving(pool)
     found = _trained(WIDTH, steps)
     if steps is None:
         return {"losses": found}
-    return {"losses": found, "plans": steps.plans, **asdict(steps.allocator.statistics())}
+    return {"losses": found, **asdict(steps.allocator.statistics())}
 
 
 def compared(setting: Setting, pool: str) -> Figures:
@@ -101,16 +100,16 @@ def sanitized(_: Setting, pool: str) -> Figures:
     return {"exit_code": done.returncode, "summary": summary[-1:], "tail": "\n".join(lines[-15:])}
 
 
-def _serving(pool: str) -> PlannedSteps | None:
+def _serving(pool: str) -> LiveSteps | None:
     """PyTorch's memory from `pool` from now on; None for PyTorch's own allocator."""
     if pool == NONE:
         return None
     allocator = LiveAllocator("cuda", pool, main_bytes=MAIN_BYTES, chunk_bytes=CHUNK_BYTES)
     allocator.serve_pytorch()
-    return PlannedSteps(allocator, solver_named())
+    return LiveSteps(allocator)
 
 
-def _trained(width: int, steps: PlannedSteps | None, *, keep: bool = False) -> list[float]:
+def _trained(width: int, steps: LiveSteps | None, *, keep: bool = False) -> list[float]:
     """The losses of a small network whose inputs are copied to the host on a second stream."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -143,11 +142,11 @@ _KEPT: list[object] = []
 
 
 def _alone(pool: str) -> None:
-    """Print the losses of training on `pool`, whose steps must have come to planned addresses."""
+    """Print the losses of training on `pool`, which must have served PyTorch."""
     steps = _serving(pool)
     print(_trained(WIDTH, steps))
-    if steps is not None and not steps.allocator.statistics().planned:
-        sys.exit(f"no request of the pool {pool} got a planned address")
+    if steps is not None and not steps.allocator.statistics().requests:
+        sys.exit(f"nothing was asked of the pool {pool}")
 
 
 if __name__ == "__main__":
