@@ -41,6 +41,9 @@ KNOWN: dict[tuple[str, str], Known] = {
     ("gradient-hooks", "compile"): Known(
         OTHER_BITS, "", "hooks on weights run in another order, and draw other numbers"
     ),
+    ("gradient-hooks", "train_step-inductor"): Known(
+        REFUSED, UNSUPPORTED, "torch.compile calls hooks on weights beside its kernels"
+    ),
     ("mamba", "compile"): Known(
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),
