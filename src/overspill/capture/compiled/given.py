@@ -50,6 +50,8 @@ def into_given(node: fx.Node) -> Given | None:
         return Given(Tensor.copy_, (node.args[0],), {}) if alike else None
     if op in FILLED or op in FULL:
         return Given(Tensor.fill_, (FILLED[op] if op in FILLED else node.args[1],), {})
+    if op is aten.empty.memory_format:
+        return Given(_as_it_is, (), {})
     if op in BY_HAND and not node.kwargs:
         return Given(BY_HAND[op], node.args, {})
     return _with_out(node, "CUDA" if value.is_cuda and torch.backends.cuda.is_built() else "CPU")
@@ -66,6 +68,10 @@ def _with_out(node: fx.Node, backend: str) -> Given | None:
     target, name = out
     takes = {argument.name for argument in target._schema.arguments}
     return Given(target, args, {key: value for key, value in node.kwargs.items() if key in takes}, name)
+
+
+def _as_it_is(into: Tensor) -> Tensor:
+    return into
 
 
 def _slice_backward(into: Tensor, gradient: Tensor, _: Any, dim: int, start: int, end: int, step: int) -> Tensor:
