@@ -102,8 +102,8 @@ MUTATIONS = (
     Mutation(
         "a slice of a parameter is updated with the state of another",
         "runtime/step/updates.py",
-        "given = {key: tensor[rows] for",
-        "given = {key: tensor.flip(0)[rows] if tensor.dim() else tensor[rows] for",
+        "sliced = {key: tensor[rows] for",
+        "sliced = {key: tensor.flip(0)[rows] if tensor.dim() else tensor[rows] for",
         ("tests/runtime/step",),
     ),
     Mutation(
@@ -220,9 +220,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an update that was stopped half-way is done again",
-        "runtime/driver.py",
-        "                self.lost = str(mutation)\n",
-        "                pass\n",
+        "runtime/generated.py",
+        '            before.append(f"    progress.lost = {str(mutation)!r}")\n',
+        "            pass\n",
         ("tests/runtime/step/test_faults.py",),
     ),
     Mutation(

@@ -27,6 +27,7 @@ from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.models import optimizer_named
 from overspill.plans.plan import Plan
+from overspill.runtime.compiled import partitions
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.training import same_bits
@@ -239,8 +240,8 @@ def captured(partition: float) -> Captured:
     return cast("Captured", SimpleNamespace(graph=graph, partition=partition))
 
 
-def fake_plan(seconds: float, unmanaged: float = 1.0) -> Plan:
-    return cast("Plan", SimpleNamespace(step_seconds=seconds, in_core_seconds=unmanaged))
+def fake_plan(of: Captured, seconds: float) -> Plan:
+    return cast("Plan", SimpleNamespace(step_seconds=seconds, in_core_seconds=1.0, graph=of.graph))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,10 @@ def fake_plan(seconds: float, unmanaged: float = 1.0) -> Plan:
         ([None, 2.0], 2.0, 2),
     ],
 )
-def test_other_partitions_are_made_as_long_as_they_help(times: list[float | None], chosen: float, made: int) -> None:
+def test_other_partitions_are_made_as_long_as_they_help(
+    times: list[float | None], chosen: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "_beside", lambda usual, plan, times: plan)
     begun = []
 
     def programs() -> Iterator[Captured]:
@@ -264,7 +268,7 @@ def test_other_partitions_are_made_as_long_as_they_help(times: list[float | None
         seconds = times[int(of.partition)]
         if seconds is None:
             raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
-        return fake_plan(seconds)
+        return fake_plan(of, seconds)
 
     assert Partitioned(programs()).best_plan(plan).step_seconds == chosen
     assert len(begun) == made

@@ -50,9 +50,7 @@ def into_given(node: fx.Node) -> Given | None:
         return Given(Tensor.copy_, (node.args[0],), {}) if alike else None
     if op in FILLED or op in FULL:
         return Given(Tensor.fill_, (FILLED[op] if op in FILLED else node.args[1],), {})
-    if op is aten.empty.memory_format:
-        return Given(_as_it_is, (), {})
-    if op in BY_HAND and not node.kwargs:
+    if op in BY_HAND and (op is aten.empty.memory_format or not node.kwargs):
         return Given(BY_HAND[op], node.args, {})
     return _with_out(node, "CUDA" if value.is_cuda and torch.backends.cuda.is_built() else "CPU")
 
@@ -70,7 +68,7 @@ def _with_out(node: fx.Node, backend: str) -> Given | None:
     return Given(target, args, {key: value for key, value in node.kwargs.items() if key in takes}, name)
 
 
-def _as_it_is(into: Tensor) -> Tensor:
+def _as_it_is(into: Tensor, *_: Any) -> Tensor:
     return into
 
 
@@ -118,6 +116,7 @@ def _embedding_backward(into: Tensor, gradient: Tensor, *how: Any) -> Tensor:
 
 
 BY_HAND: dict[Any, Callable[..., Tensor]] = {
+    aten.empty.memory_format: _as_it_is,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.masked_fill.Scalar: _masked_fill,

@@ -287,11 +287,11 @@ class _GraphCompiler:
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
         """The session's plan of `graph`, and the capture that it is of: as it is, or in pieces of rows."""
-        divided = cache(in_pieces)
+        divided, may_divide = cache(in_pieces), self.session.options.in_pieces  # the session keeps these, not `self`
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
             yield capture(joint, *around)
-            if self.session.options.in_pieces and (other := divided(joint)) is not None:
+            if may_divide and (other := divided(joint)) is not None:
                 yield capture(other, *around)
 
         def how(*given: Any) -> Partitioned[Captured]:
@@ -348,9 +348,10 @@ class _GraphCompiler:
         compiled, gradients = self._boxed(module, _inputs), self.gradients
         assert gradients is not None  # there is no backward without a partition
         backwards: dict[Layout | None, Compiled | None] = {None: compiled}
+        has_arena = self.has_arena
 
         def run(args: list[Any]) -> Any:
-            if self.has_arena and torch._C._autograd._get_current_graph_task_keep_graph():
+            if has_arena and torch._C._autograd._get_current_graph_task_keep_graph():
                 raise UnsupportedError(WRITES_OVER.format(LEAVE_OUT))
             given, layout = gradients.given()
             # Unusual strides, or gradients that are None, get a backward of their own.

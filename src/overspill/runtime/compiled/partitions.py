@@ -75,7 +75,7 @@ class Partitioned(Generic[C]):
             # Remember the refusal with the least floor.
             except InfeasibleBudget as error:
                 if refusal is None or error.floor_bytes < refusal.floor_bytes:
-                    refusal = error
+                    refusal = error.with_traceback(None)
                 continue
             # Stop when a plan is good enough, or the next is not faster.
             if captured is self._found[0]:
@@ -87,7 +87,10 @@ class Partitioned(Generic[C]):
                 break
         if best is None:
             assert refusal is not None
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # whose traceback would keep this frame, and what its callers hold, until garbage is collected
         return best if best.graph is self.graph else _beside(self.graph, best, times)
 
 
