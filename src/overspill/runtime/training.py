@@ -121,16 +121,25 @@ def _preview_eager(job: Job, options: Options, device: Device) -> Plan:
     if isinstance(job.model, Script):
         options, graph, device = captured(job, options)
         return plan_graph(options, graph, device, budget_for(options, graph, device, CPU))
+    options, graph, planned = planner_for(job, options)
+    return planned(budget_for(options, graph, device, CPU, planned))
+
+
+def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[int], Plan]]:
+    """`options` with what the job is estimated to take, its step's graph, and what plans it for a budget in bytes.
+
+    The step is as eager PyTorch runs it; plans are of that, or of the same in pieces of rows where that is faster.
+    """
+    device = _device_of(options)
     captures = _captures_for(job, options, device)
     options = _estimated(job, options, device)
-
     if not options.in_pieces:
         captures = Partitioned([next(iter(captures))])
 
     def planned(nbytes: int) -> Plan:
         return captures.best_plan(lambda step: plan_graph(options, step.graph, device, nbytes), options.times)
 
-    return planned(budget_for(options, captures.graph, device, CPU, planned))
+    return options, captures.graph, planned
 
 
 def compare_job(
