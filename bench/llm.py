@@ -49,6 +49,7 @@ from overspill.planning.timing import releases
 from overspill.plans.plan import NO_LIMIT_BYTES, make_plan
 from overspill.policies import POLICIES
 from overspill.policies.base import Policy
+from overspill.policies.in_core import checkpointed
 from overspill.runtime.hardware import elsewhere
 from overspill.runtime.options import Options, card_for
 from overspill.runtime.training import captured, planner_for
@@ -56,6 +57,8 @@ from overspill.runtime.training import captured, planner_for
 SHARES = (0.9, 0.75, 0.55, 0.4)
 AHEAD = 2
 """Saved tensors before whose use the next is fetched, where people offload."""
+NEAR = 0.02
+"""What backward reads within so much of the step after forward stays: libraries leave the head and the loss alone."""
 PIECE = 1024
 """Tokens of a piece of a loss in pieces."""
 OURS, PLAIN = "auto", "liveness"
@@ -208,9 +211,10 @@ class OffloadSaved(Policy):
     offloads = True
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        program = StepProgram(graph)
+        program = StepProgram(graph, checkpointed(graph))
         clock = np.concatenate([[0.0], np.cumsum(program.durations(seconds))])
-        gaps = sorted(saved_gaps(program).values(), key=lambda gap: gap.end)
+        far = program.length * NEAR
+        gaps = sorted((g for g in saved_gaps(program).values() if g.end - g.start > far), key=lambda gap: gap.end)
         released = releases(program, gaps, program.live_bytes().copy(), clock, device, NO_LIMIT_BYTES)
         ends = [gap.end for gap in gaps]
         transfers = []
