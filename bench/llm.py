@@ -186,7 +186,6 @@ MIXTRAL = (
     "mixtral,vocab_size=32000,num_hidden_layers=12,hidden_size=2048,intermediate_size=4096,num_attention_heads=32,"
     "num_key_value_heads=8,num_local_experts=8,num_experts_per_tok=2"
 )
-VIT_L = "vit,hidden_size=1024,num_hidden_layers=24,num_attention_heads=16,intermediate_size=4096,image_size=224,patch_size=16"
 JOBS = {
     "llama-1b": Trained(_of(LLAMA_1B, 4096), 1, "rtx4090"),
     "llama-8b": Trained(_of(LLAMA_8B, 8192), 1, "h100"),
@@ -197,7 +196,6 @@ JOBS = {
     "gpt2": Trained(_of("gpt2,n_positions=1024", 1024), 8, "rtx3060", dtype="amp-bfloat16"),
     "sd-unet": Trained(_unet, 8, "rtx4090", in_pieces=False, dtype="amp-bfloat16"),
     "whisper": Trained(_whisper, 2, "rtx4090", in_pieces=False),
-    "vit-l": Trained(lambda *, pieces: models.load(f"hf:{VIT_L}"), 64, "rtx4090", in_pieces=False),  # noqa: ARG005
 }  # fmt: skip
 
 
