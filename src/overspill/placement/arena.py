@@ -46,11 +46,11 @@ def places_of(
     blocks = list(zip(trace.blocks, owners, strict=True))
     residents = _residents(graph, schedule, blocks)
     ends = {tensor: block.gaps[0][1] if block.gaps else 0 for tensor, block in residents.items()}
-    may_lie = _may_lie(graph, schedule)
+    may_lie = _may_lie(graph, schedule) | ends.keys()
     for block, tensor in blocks:
         if tensor in ends and block.start in (0, ends[tensor]):
             continue
-        if block.nbytes and tensor in may_lie | ends.keys() and _is_given(graph, schedule, block.start, tensor):
+        if block.nbytes and tensor in may_lie and _is_given(graph, schedule, block.start, tensor):
             inside.append(block)
             keys.append((tensor, block.start))
             instruction = schedule.instructions[block.start]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Literal, TypeVar
 
@@ -74,15 +75,9 @@ class Card:
         found = []
         for share, backwards in product(SHARES if has_elastic else SHARES[-1:], (False, True)):
             events = events_of(
-                plan.graph,
-                plan.schedule,
-                self.handle_bytes,
-                share,
-                steps,
-                plan.groups,
-                backwards=backwards,
-                places=plan.places,
-            )
+                plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups,
+                backwards=backwards, places=plan.places,
+            )  # fmt: skip
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
                 found.append(replay(events, "pytorch", config=config).peak_device_bytes)
@@ -146,10 +141,11 @@ class Card:
         Raises InfeasibleBudget with the size of a card that would do.
         """
         begun = time.perf_counter()
-        room = budget_bytes - self.context_bytes
-        if (found := self._fastest(room, make)) is None:
-            ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
-            floors = (CardSearch(room, make, way.placed).from_floor() for way in ways)
+        room, made = budget_bytes - self.context_bytes, cache(make)  # all searches share its plans
+        ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
+        searches = [CardSearch(room, made, way.placed) for way in ways]
+        if (found := self._fastest(room, made, searches[-1])) is None:
+            floors = (search.from_floor() for search in searches)
             least, fewest, cause = min(floors, key=lambda floor: floor[0].plan.taken_bytes)
             if least.plan.taken_bytes > room:
                 raise _too_small(self, budget_bytes, least, fewest, cause)
@@ -160,18 +156,19 @@ class Card:
         told = replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes, plan_seconds=took)
         return found.answer, told
 
-    def _fastest(self, room_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> Tried[T] | None:
-        """The fastest plan found that fits, or None."""
+    def _fastest(
+        self, room_bytes: int, make: Callable[[int], tuple[T, Plan]], search: CardSearch[T]
+    ) -> Tried[T] | None:
+        """The fastest plan found that fits, or None; `search` is for one in the caching allocator alone."""
         if self.solver is None:
-            return CardSearch(room_bytes, make, self.placed).fastest()
+            return search.fastest()
         inside = Tried(*plan_in_arena(make, room_bytes, self.placed))
         fits = inside.plan.taken_bytes <= room_bytes
         tight = inside.plan.taken_bytes <= LOOSE * inside.plan.peak_bytes or inside.plan.slowdown <= NEAR
         if self.always or (fits and tight):
             return inside if fits else None
         # Much lies beside the arena, as the results of convolutions do: it may cost more than it is worth.
-        plainly = replace(self, solver=None)._fastest(room_bytes, make)
-        found = [tried for tried in (inside if fits else None, plainly) if tried is not None]
+        found = [tried for tried in (inside if fits else None, search.fastest()) if tried is not None]
         return min(found, key=lambda tried: tried.plan.step_seconds, default=None)
 
 
