@@ -25,6 +25,8 @@ def settle(
 
     What lies elsewhere goes to the store first, so that there is room for the arena. Raises StoreError.
     """
+    if not nbytes and not arena.nbytes:
+        return
     suits = arena.nbytes == nbytes
     leaving = []
     for name, resident in residency.residents.items():

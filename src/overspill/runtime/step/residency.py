@@ -346,7 +346,8 @@ class Guarded(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 
-    def _fetch(self, *, loops: bool = False) -> Reading | None:
+    def fetch(self, *, loops: bool = False) -> Reading | None:
+        """Bring back what it holds, for a read; `loops`: for one that goes on, of which it returns the Reading."""
         gate = self._gate
         if gate is None or (self._bring is None and (torch.compiler.is_compiling() or gate.is_open())):
             return None
@@ -357,43 +358,39 @@ class Guarded(dict[str, Any]):
             self._bring()
             self._bring = None
 
-    def fetch(self) -> None:
-        """Bring back what it holds, as a read does."""
-        self._fetch()
-
     def __getitem__(self, key: str) -> Any:
-        self._fetch()
+        self.fetch()
         return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[str]:  # so that dict(...) and {**...} do not pass the guards
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        self._fetch()
+        self.fetch()
         return super().get(key, default)
 
     def items(self) -> Any:
-        reading = self._fetch(loops=True)
+        reading = self.fetch(loops=True)
         return super().items() if reading is None else During(super().items(), reading)
 
     def values(self) -> Any:
-        reading = self._fetch(loops=True)
+        reading = self.fetch(loops=True)
         return super().values() if reading is None else During(super().values(), reading)
 
     def copy(self) -> dict[str, Any]:
-        self._fetch()
+        self.fetch()
         return dict(super().items())
 
     def pop(self, *args: Any) -> Any:
-        self._fetch()
+        self.fetch()
         return super().pop(*args)
 
     def popitem(self) -> tuple[str, Any]:
-        self._fetch()
+        self.fetch()
         return super().popitem()
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        self._fetch()
+        self.fetch()
         return super().setdefault(key, default)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
