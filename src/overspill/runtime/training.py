@@ -133,8 +133,6 @@ def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[i
     device = _device_of(options)
     captures = _captures_for(job, options, device)
     options = _estimated(job, options, device)
-    if not options.in_pieces:
-        captures = Partitioned([next(iter(captures))])
 
     def planned(nbytes: int) -> Plan:
         return captures.best_plan(lambda step: plan_graph(options, step.graph, device, nbytes), options.times)
@@ -224,7 +222,7 @@ def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
 
 
 def _captures_for(job: Job, options: Options, device: Device) -> Partitioned[Captured]:
-    """Captures of one step with eager's kernels as on `device`, with menus on a GPU."""
+    """Captures of one step with eager's kernels as on `device`, with menus on a GPU; in pieces too, if `options` are."""
 
     def found() -> Iterator[Captured]:
         made = _captures(job, options.reserve, device, whole_step=options.whole_step)
@@ -233,6 +231,8 @@ def _captures_for(job: Job, options: Options, device: Device) -> Partitioned[Cap
                 if (step := next(made, None)) is None:
                     return
             yield replace(step, graph=with_algorithms(step.graph, device)) if device.kind == "cuda" else step
+            if not options.in_pieces:
+                return
 
     return Partitioned(found())
 
@@ -515,7 +515,7 @@ def _leave_nothing(device: str) -> None:
     """Before a run is measured: what runs before it have left in cycles and in the allocator's cache is given back."""
     if torch.device(device).type == "cuda" and torch.cuda.is_initialized():
         gc.collect()
-        torch.cuda.empty_cache()
+        accelerator.empty_cache(torch.device(device))
 
 
 @contextmanager
