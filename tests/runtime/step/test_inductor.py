@@ -87,7 +87,7 @@ def test_what_inductor_cannot_plan_is_refused_in_a_line() -> None:
     with torch._inductor.config.patch(cpp_wrapper=True), pytest.raises(UnsupportedError, match='use backend="eager"'):
         step()(*inputs)
     with pytest.raises(UnsupportedError, match="reads values"):
-        step(lambda model, x, y: cross_entropy(model, x, y) * x.sum().item())(*inputs)
+        step(lambda model, x, y: cross_entropy(model, x, y) * model(x).sum().item())(*inputs)
     with pytest.raises(InfeasibleBudget, match="below auto's floor"):
         step(budget="1KiB")(*inputs)
     with pytest.raises(RequestError, match="unknown backend"):
