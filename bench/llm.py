@@ -52,7 +52,7 @@ from overspill.policies.base import Policy
 from overspill.policies.in_core import checkpointed
 from overspill.runtime.hardware import elsewhere
 from overspill.runtime.options import Options, card_for
-from overspill.runtime.training import captured, planner_for
+from overspill.runtime.preview import captured, planner_for
 
 SHARES = (0.9, 0.75, 0.55, 0.4)
 AHEAD = 2

@@ -45,8 +45,8 @@ from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
+from overspill.runtime.preview import step_graph
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.training import step_graph
 
 SIMULATED = (("gpt2", 4), ("resnet50", 32), ("bert-base", 8), ("vgg16-vdnn", 32))
 GPUS = ("rtx4090", "a100-80gb", "h200", "cpu")

@@ -22,7 +22,7 @@ from overspill.placement import allocator_named
 from overspill.placement.packing import solver_named
 from overspill.policies import policy_named
 from overspill.runtime.options import Options
-from overspill.runtime.training import preview
+from overspill.runtime.preview import preview
 from overspill.runtime.transfer.stores import make_store
 
 

@@ -82,7 +82,7 @@ def test_the_planned_share_of_the_unmanaged_peak_is_feasible_and_auto_moves_fewe
     from overspill.job import Job
     from overspill.models import load
     from overspill.runtime.options import Options
-    from overspill.runtime.training import preview
+    from overspill.runtime.preview import preview
 
     job = Job(lambda: load(model), batch)
     plan = preview(job, Options(budget=share))

@@ -69,7 +69,7 @@ def plan(
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
-    from .runtime.training import preview  # noqa: PLC0415
+    from .runtime.preview import preview  # noqa: PLC0415
 
     options = Options(
         budget, policy, device=_device(device), placement=placement, times=times, backend=backend,
@@ -120,7 +120,7 @@ def compare(
     from .costs.releases import software_named  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
-    from .runtime.training import compare_job  # noqa: PLC0415
+    from .runtime.preview import compare_job  # noqa: PLC0415
 
     names = tuple(POLICIES.loaded()[0] if policies is None else policies)
     for name in names:
@@ -174,7 +174,7 @@ def sweep(
     from .plans.sweep import POINTS, check_points  # noqa: PLC0415 - needs numpy and HiGHS
     from .policies import policy_named  # noqa: PLC0415
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
-    from .runtime.training import sweep_job  # noqa: PLC0415
+    from .runtime.preview import sweep_job  # noqa: PLC0415
 
     names, asked = tuple(policies), POINTS if points is None else points
     for name in names:

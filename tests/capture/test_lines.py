@@ -24,7 +24,7 @@ from overspill.core.frames import stack_of
 from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.runtime.options import Options
-from overspill.runtime.training import preview
+from overspill.runtime.preview import preview
 
 from .marked import NAME, Again, Net, line, loss_of, train
 

@@ -24,7 +24,8 @@ from overspill.estimation import programs
 from overspill.job import Job
 from overspill.models import BuiltModel, load
 from overspill.runtime.options import Options
-from overspill.runtime.training import preview, train, train_plain
+from overspill.runtime.preview import preview
+from overspill.runtime.training import train, train_plain
 
 BATCH = 4
 CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)

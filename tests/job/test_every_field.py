@@ -21,7 +21,8 @@ from overspill.estimation.programs import program_of
 from overspill.job import Job, NamedModel, Parallel
 from overspill.job.ways import ways_of
 from overspill.runtime.options import Options
-from overspill.runtime.training import graph_for, train
+from overspill.runtime.preview import graph_for
+from overspill.runtime.training import train
 
 ROOT = Path(__file__).parents[2]
 TEXT = NamedModel("decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=32")

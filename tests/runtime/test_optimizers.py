@@ -16,8 +16,8 @@ from overspill.core import Phase
 from overspill.job import Job, NamedModel
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs, unwrapped
 from overspill.runtime.options import Options
+from overspill.runtime.preview import graph_for
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.training import graph_for
 
 optim = torch.optim
 Make = Callable[[Any], Optimizer]

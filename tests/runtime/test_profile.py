@@ -12,8 +12,9 @@ from overspill.models import load
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
+from overspill.runtime.preview import preview
 from overspill.runtime.profile import OpTimer
-from overspill.runtime.training import preview, train, train_plain
+from overspill.runtime.training import train, train_plain
 
 JOB = Job(lambda: load("resnet18", small=True), 2, "momentum")
 

@@ -105,7 +105,7 @@ def compare(
         from overspill.costs.releases import software_named
         from overspill.plans.comparison import BASELINE
         from overspill.runtime.options import Options
-        from overspill.runtime.training import compare_job
+        from overspill.runtime.preview import compare_job
 
         # Capture once, and plan with each policy.
         options = Options(

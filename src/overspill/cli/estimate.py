@@ -223,7 +223,7 @@ def _plan(job: Job, limit: Budget, device: Device) -> Plan | InfeasibleBudget:
     It is within `limit` on `device`.
     """
     from overspill.runtime.options import Options
-    from overspill.runtime.training import preview
+    from overspill.runtime.preview import preview
 
     try:
         return preview(job, Options(limit, device=device, backend="inductor"))

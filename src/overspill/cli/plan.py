@@ -97,7 +97,7 @@ def plan(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.runtime.options import Options
-        from overspill.runtime.training import preview
+        from overspill.runtime.preview import preview
 
         narrator.now(f"capturing and planning {job.name} for {device.name}")
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"

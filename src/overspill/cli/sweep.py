@@ -73,7 +73,7 @@ def sweep(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.runtime.options import Options
-        from overspill.runtime.training import sweep_job
+        from overspill.runtime.preview import sweep_job
 
         # Capture once, and plan for many budgets.
         options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend)

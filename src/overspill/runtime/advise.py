@@ -13,7 +13,7 @@ from overspill.job import Job
 from overspill.plans.plan import Plan
 
 from .options import Options, store_bytes
-from .training import preview
+from .preview import preview
 
 _COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train_step(…)"
 

@@ -1,65 +1,46 @@
-"""Training jobs: plan one without memory, or run it within a budget and prove the numbers."""
+"""Training jobs: run one within a budget, and prove the numbers."""
 
 from __future__ import annotations
 
 import gc
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from overspill.capture.compiled.elsewhere import captured_for
-from overspill.capture.compiled.graph import Captured
-from overspill.capture.compiled.trace import trace
 from overspill.capture.programs.allocations import allocations, peak_of
-from overspill.capture.recording.graph import graph_of
-from overspill.core import Device, Graph, Phase
-from overspill.core.device import ELSEWHERE
-from overspill.core.errors import RequestError, StoreError, UnsupportedError, is_out_of_memory
-from overspill.costs import MeasuredTimes, with_algorithms
-from overspill.costs.releases import software_named
+from overspill.core import Phase
+from overspill.core.errors import RequestError, StoreError, is_out_of_memory
+from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
-from overspill.estimation.api import Setting, of_recording
-from overspill.estimation.api import of_job as estimate_of
-from overspill.estimation.estimate import Estimate
-from overspill.estimation.script import record_script
-from overspill.job import Job, Script
-from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch
-from overspill.models.step import TrainingStep, clip, under_autocast
-from overspill.plans.comparison import Comparison
+from overspill.job import Job
+from overspill.job.prepare import attention_kernel
+from overspill.models.step import TrainingStep, clip
 from overspill.plans.plan import Plan
-from overspill.plans.sweep import Sweep
 
 from . import accelerator, batches
 from .compiled.compile import compile_in
-from .compiled.partitions import Partitioned
 from .compiled.session import Session
-from .hardware import allocator_config, elsewhere
 from .live.allocator import serving
 from .live.pools import check_live, live_steps
 from .live.steps import PoolReport
-from .options import Options, budget_for, compare_on, device_for, is_of_card, plan_graph, sweep_on
+from .options import Options
+from .preview import SEED, prepared_step
 from .recording.attach import recording
 from .recording.record import RunRecord
 from .recording.recorder import RunRecorder
 from .recording.sources import sources_of
 from .step.train_step import TrainStep
-from .step.updates import as_on
-from .surroundings import surroundings_of_job
 from .tracker import LiveBytes
 
-SEED = 0
-CPU = torch.device("cpu")
 STEPS = 3
 """How many steps are trained where nobody says it."""
 
@@ -96,213 +77,6 @@ class Run:
             and self.state.keys() == other.state.keys()
             and all(same_bits(value, other.state[name]) for name, value in self.state.items())
         )
-
-
-def preview(job: Job, options: Options) -> Plan:
-    """The plan of a job, made on fake tensors: no memory, no run. For a CPU it is the plan that the run would make.
-
-    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_for`, and a budget is that of
-    its card, as in training there. With Inductor's
-    kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
-    """
-    device = _device_of(options)
-    if options.whole_step and options.backend == "eager" and device.kind == "cpu":
-        with _whole_step(job, options, device) as (step, batch):
-            return step.preview(*batch)
-    if options.backend == "eager":
-        return _preview_eager(job, options, device)
-    from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
-
-    return _of_programs(job, _estimated(job, options, device), device, TrainStep.preview, plan_unrun)
-
-
-def _preview_eager(job: Job, options: Options, device: Device) -> Plan:
-    """The plan of a job with eager's kernels: of the step as it is, or in pieces of rows."""
-    if isinstance(job.model, Script):
-        options, graph, device = captured(job, options)
-        return plan_graph(options, graph, device, budget_for(options, graph, device, CPU))
-    options, graph, planned = planner_for(job, options)
-    return planned(budget_for(options, graph, device, CPU, planned))
-
-
-def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[int], Plan]]:
-    """`options` with what the job is estimated to take, its step's graph, and what plans it for a budget in bytes.
-
-    The step is as eager PyTorch runs it; plans are of that, or of the same in pieces of rows where that is faster.
-    """
-    device = _device_of(options)
-    captures = _captures_for(job, options, device)
-    options = _estimated(job, options, device)
-
-    def planned(nbytes: int) -> Plan:
-        return captures.best_plan(lambda step: plan_graph(options, step.graph, device, nbytes), options.times)
-
-    return options, captures.graph, planned
-
-
-def compare_job(
-    job: Job, options: Options, policies: Iterable[str], progress: Callable[[str], None] | None = None
-) -> Comparison:
-    """A row for each of `policies` on one step of a job within the budget. Raises RequestError."""
-    options, graph, device = captured(job, options)
-    return compare_on(options, graph, device, policies, progress)
-
-
-def sweep_job(
-    job: Job, options: Options, policies: Iterable[str], points: int, progress: Callable[[str], None] | None = None
-) -> Sweep:
-    """What one step of a job costs by each of `policies` at so many budgets. Raises RequestError."""
-    options, graph, device = captured(job, options)
-    return sweep_on(options, graph, device, policies, points, progress)
-
-
-def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
-    """The Graph of one step of a job, the device to plan it for, and `options` with what it is estimated to take there.
-
-    With Inductor's kernels the graph is that of the programs that stock torch.compile runs; of a script it is a recorded step.
-    """
-    device = _device_of(options)
-    if isinstance(job.model, Script):
-        estimate = script_estimate(job.model, options, device)
-        graph = graph_of(estimate.recording, estimate.name)
-        return replace(options, estimated_bytes=estimate.total_bytes), graph, device
-    graph, device = graph_for(job, options)
-    return _estimated(job, options, device), graph, device
-
-
-def _estimated(job: Job, options: Options, device: Device) -> Options:
-    """`options` with what the job is estimated to take unmanaged, on a GPU that is not here, unless they say it.
-
-    Where it cannot be estimated (a model that needs computed values), the captured graph says it.
-    """
-    if options.estimated_bytes is not None or device.index != ELSEWHERE or not is_of_card(options, device):
-        return options
-    try:
-        made = estimate_of(job, _setting(options), compiled=options.backend == "inductor")
-    except (RequestError, UnsupportedError):
-        return options
-    return replace(options, estimated_bytes=(made.compiled or made).total_bytes)
-
-
-def _setting(options: Options) -> Setting:
-    """Where an estimate is to be for, so that it is of what `options` plan for."""
-    return Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
-
-
-def script_estimate(script: Script, options: Options, device: Device) -> Estimate:
-    """The estimate of a script that is run for a few steps on a virtual GPU. Raises RequestError where it is not to be planned."""
-    if device.index != ELSEWHERE:
-        raise RequestError(f"script='{script.path}': is recorded on a GPU that is not there; name which, with gpu=")
-    if options.whole_step or options.backend != "eager":
-        other = "whole_step=" if options.whole_step else f"backend={options.backend}"
-        raise RequestError(f"script='{script.path}': its recorded step is planned, without {other}; leave that out")
-    setting = _setting(options)
-    done = record_script(
-        script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
-        memory_bytes=setting.device.memory_bytes, output_to_stderr=True, time_limit=script.time_limit,
-        allow_writes=script.allow_writes, tell=script.tell,
-    )  # fmt: skip
-    for note in done.notes:
-        script.tell(note)
-    if not done.trains:
-        raise RequestError(
-            f"script='{script.path}': it only runs models, and a plan is of a training step; estimate it"
-        )
-    return of_recording(done.recording, done.name, setting)
-
-
-def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
-    """The Graph of one step of a model's job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU."""
-    device = _device_of(options)
-    if options.backend == "eager":
-        return _captures_for(job, options, device).graph, device
-    from .compiled.unrun import graph_unrun  # noqa: PLC0415 - Inductor takes seconds to import
-
-    return _of_programs(job, options, device, TrainStep.graph, graph_unrun), device
-
-
-def _captures_for(job: Job, options: Options, device: Device) -> Partitioned[Captured]:
-    """Captures of one step with eager's kernels as on `device`, with menus on a GPU; in pieces too, if `options` are."""
-
-    def found() -> Iterator[Captured]:
-        made = _captures(job, options.reserve, device, whole_step=options.whole_step)
-        while True:
-            with captured_for(device):
-                if (step := next(made, None)) is None:
-                    return
-            yield replace(step, graph=with_algorithms(step.graph, device)) if device.kind == "cuda" else step
-            if not options.in_pieces:
-                return
-
-    return Partitioned(found())
-
-
-T = TypeVar("T")
-
-
-def _of_programs(job: Job, options: Options, device: Device, of_step: Callable[..., T], unrun: Callable[..., T]) -> T:
-    """What is made of the programs that Inductor writes for a step: `of_step` of a whole step, or `unrun` of model and loss."""
-    from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415 - Inductor takes seconds to import
-
-    if options.whole_step:
-        with _whole_step(job, options, device) as (step, batch), nothing_compiled():
-            return of_step(step, *batch)
-    with _fakes(job, device) as (model, batch, optimizer):
-        return unrun(model, next(batches.split(batch, job.accumulate)), optimizer, options, job)
-
-
-@contextmanager
-def _fakes(
-    job: Job, device: Device | None, *, whole_step: bool = False
-) -> Iterator[tuple[TrainingStep, Any, Optimizer]]:
-    """Model with loss, batch and optimizer on fake tensors, to be planned for `device`. Raises RequestError."""
-    job.check_planned(whole_step=whole_step)
-    with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):
-        model, (batch, *_) = _prepare(job, device)
-        optimizer = job.make_optimizer(model.parameters())
-        if device is not None:
-            for group in optimizer.param_groups:
-                group.update(as_on(torch.device(device.kind), group))
-        yield model, batch, optimizer
-
-
-@contextmanager
-def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any]]:
-    """The whole step of a job and its batch, on fake tensors, to be planned for `device`."""
-    with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
-        pass  # what is made stays; the step makes a fake mode of its own
-    with attention_kernel(job):
-        yield TrainStep(model.model, model.loss, optimizer, options, job.gradients), batch
-
-
-def _device_of(options: Options) -> Device:
-    """The device to plan for, which need not be here."""
-    return elsewhere(device_for(options, CPU), options.software)
-
-
-def step_graph(
-    job: Job, reserve: str | float | None = None, device: Device | None = None, *, whole_step: bool = False
-) -> Graph:
-    """The Graph of one step of a job as PyTorch runs it, captured on fake tensors, whose update is as on `device`; None: as here.
-
-    Of several micro-batches it is that of the last, which has the update.
-    """
-    return next(_captures(job, reserve, device, whole_step=whole_step)).graph
-
-
-def _captures(job: Job, reserve: str | float | None, device: Device | None, *, whole_step: bool) -> Iterator[Captured]:
-    """Captures of the step of `step_graph`: as PyTorch runs it, then in pieces of rows."""
-    if whole_step:
-        with _whole_step(job, Options(), device) as (step, batch):
-            made: Iterator[Captured] = iter(step.captures(*batch))
-    else:
-        with _fakes(job, device) as (model, batch, optimizer):
-            around = partial(
-                surroundings_of_job, job, parameters=model.parameters(), optimizer=optimizer, reserve=reserve
-            )
-            steps = Partitioned(trace(model, next(batches.split(batch, job.accumulate)), around))
-        made = iter(steps)
-    yield from made
 
 
 def train(
@@ -558,9 +332,9 @@ def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
     job, device = running.job, running.device
     if job.attention is not None:
         with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):
-            _prepare(job, load_device("cpu") if device == "cpu" else None)
+            prepared_step(job, load_device("cpu") if device == "cpu" else None)
     try:
-        step, given = _prepare(job, steps=running.steps)
+        step, given = prepared_step(job, steps=running.steps)
         if device != "cpu":
             step, given = step.to(device), [tuple(t.to(device) for t in batch) for batch in given]
     except (MemoryError, RuntimeError) as error:
@@ -570,21 +344,6 @@ def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
                 f"the model and its batch alone do not fit in memory: {what}; take a smaller batch or model"
             ) from None
         raise
-    return step, given
-
-
-def _prepare(job: Job, device: Device | None = None, steps: int = 1) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
-    """The model with its loss as the job has it, and what a step reads; with a `device`, to be planned for it."""
-    torch.manual_seed(SEED)
-    built = job.build()
-    prepare(built.module, job)
-    if job.dtype.startswith("amp"):
-        built = replace(built, loss=partial(under_autocast, built.loss))
-    step = TrainingStep(built)
-    samples = (job.batch or 1) * job.accumulate
-    given = [prepared_batch(built.make_batch(samples), job) for _ in range(steps if built.varied else 1)]
-    if device is not None and job.attention is not None:
-        check_attention(job, device, lambda: step(*given[0]))
     return step, given
 
 

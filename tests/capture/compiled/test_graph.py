@@ -11,7 +11,8 @@ from overspill.core.errors import UnsupportedError
 from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.runtime.options import Options
-from overspill.runtime.training import preview, train
+from overspill.runtime.preview import preview
+from overspill.runtime.training import train
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ from overspill.core import Graph, LayerType, Phase
 from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.runtime.options import Options
-from overspill.runtime.training import preview
+from overspill.runtime.preview import preview
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from overspill.estimation.programs import program_of
 from overspill.job import Job
 from overspill.plans.plan import make_plan
 from overspill.runtime.options import Options
-from overspill.runtime.training import preview
+from overspill.runtime.preview import preview
 
 
 def recorded(name: str, optimizer: str) -> Recording:

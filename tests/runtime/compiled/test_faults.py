@@ -71,7 +71,7 @@ def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> N
 
     from overspill.core import Verb
     from overspill.core.errors import InvalidSchedule
-    from overspill.runtime.training import preview
+    from overspill.runtime.preview import preview
     from overspill.simulate import check
 
     plan = preview(JOB, OPTIONS)

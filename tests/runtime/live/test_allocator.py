@@ -34,7 +34,7 @@ from overspill.placement.replay import layout_of
 from overspill.policies import POLICIES
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.groups import UNPLANNED
-from overspill.runtime.training import step_graph
+from overspill.runtime.preview import step_graph
 from overspill.simulate.trace import trace_of
 
 EXAMPLES = settings(max_examples=25, deadline=None)

@@ -29,8 +29,9 @@ from overspill.core.errors import InfeasibleBudget, RequestError, StoreError, Un
 from overspill.job import Job
 from overspill.models import load, names
 from overspill.runtime.options import Options
+from overspill.runtime.preview import preview
 from overspill.runtime.step.train_step import TrainStep
-from overspill.runtime.training import Run, preview, same_bits, train, train_plain
+from overspill.runtime.training import Run, same_bits, train, train_plain
 
 
 def compiled(

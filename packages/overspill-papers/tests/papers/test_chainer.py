@@ -9,7 +9,7 @@ from overspill.devices import load_device
 from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.policies import policy_named
-from overspill.runtime.training import step_graph
+from overspill.runtime.preview import step_graph
 from overspill_papers.papers import Lab, claims_of, paper_named, results
 from overspill_papers.papers.chainer import WORKSPACE_BYTES, as_chainer, held_bytes, inference_trace, training_trace
 

@@ -12,7 +12,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.devices import load_device
 from overspill.job import Job
 from overspill.placement import ChunkedConfig
-from overspill.runtime.training import step_graph
+from overspill.runtime.preview import step_graph
 from overspill.simulate import check
 from overspill_papers.papers.lab import (
     Lab,
