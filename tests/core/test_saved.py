@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from overspill.core import (
     Block,
+    Collective,
+    CollectiveKind,
     Device,
     Event,
     Frame,
@@ -62,6 +64,7 @@ ops = st.builds(
     recompute_reads=ids,
     recompute_writes=ids,
     frames=ids,
+    collective=st.none() | st.builds(Collective, kind=st.sampled_from(CollectiveKind), nbytes=counts, ranks=counts),
 )
 frames = st.builds(Frame, file=words, line=counts, function=words, caller=st.integers(-1, 1000), backward=st.booleans())
 graphs = st.builds(

@@ -6,6 +6,8 @@ They import nothing else of ours.
 from .device import Device as Device
 from .frames import Frame as Frame
 from .graph import Algorithm as Algorithm
+from .graph import Collective as Collective
+from .graph import CollectiveKind as CollectiveKind
 from .graph import Graph as Graph
 from .graph import LayerType as LayerType
 from .graph import Op as Op

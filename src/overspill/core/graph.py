@@ -83,6 +83,26 @@ class Algorithm:
     slowdown: float = 1.0
 
 
+class CollectiveKind(StrEnum):
+    """What ranks do with a tensor together: one gets parts of all, a part of the sum, or the sum."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+    REDUCE = "reduce"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What an op sends between `ranks` processes.
+
+    `nbytes` are those of the whole: of a gather's result, of what a scatter or a reduction is given.
+    """
+
+    kind: CollectiveKind
+    nbytes: int
+    ranks: int
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation: tensors that it reads and writes, and its workspace.
@@ -100,6 +120,8 @@ class Op:
     `given` are those of `writes` that it can write into memory that it is given, in place of taking memory itself.
 
     `checkpoint` is the number of the program's own checkpoint that computes it again in backward; 0: none does.
+
+    `collective` is what it sends between ranks; None for an op of this rank alone.
     """
 
     id: int
@@ -119,6 +141,7 @@ class Op:
     frames: tuple[int, ...] = ()
     checkpoint: int = 0
     given: tuple[int, ...] = ()
+    collective: Collective | None = None
 
     def workspace_of(self, algorithm: int) -> int:
         """Workspace in bytes of an algorithm, by number.

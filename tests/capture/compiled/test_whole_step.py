@@ -24,7 +24,7 @@ from overspill.capture.compiled.whole_step import (
     StateInfo,
     trace_step,
 )
-from overspill.core import Phase, TensorKind
+from overspill.core import CollectiveKind, Phase, TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.devices import this_cpu
 from overspill.policies.in_core import Liveness
@@ -82,10 +82,14 @@ def test_each_update_changes_its_parameter_and_its_state() -> None:
 
 
 def test_gradient_ops_come_in_their_order() -> None:
-    step = captured(GradientOps(updates(), reduce=nothing, accumulate=nothing, norm=nothing, clip=nothing))
+    step = captured(GradientOps(updates(), reduce=nothing, ranks=3, accumulate=nothing, norm=nothing, clip=nothing))
     assert list(dict.fromkeys(names_of(step))) == [ACCUMULATE, REDUCE, NORM, CLIP, UPDATE]
     counts = {name: names_of(step).count(name) for name in (REDUCE, ACCUMULATE, NORM, CLIP, UPDATE)}
     assert counts == {REDUCE: 4, ACCUMULATE: 5, NORM: 2, CLIP: 1, UPDATE: 2}
+    sent = [op.collective for op in step.graph.ops if op.name == REDUCE]
+    assert {(one.kind, one.ranks) for one in sent if one is not None} == {(CollectiveKind.REDUCE, 3)}
+    whole = sum(t.nbytes for t in step.graph.tensors if t.kind is TensorKind.GRADIENT and t.persistent)
+    assert sum(one.nbytes for one in sent if one is not None) == whole
 
 
 def test_accumulated_gradients_and_state_may_move_and_buffers_may_not() -> None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from overspill.core import LayerType, Op, Phase, TensorKind, numbered
+from overspill.core import Collective, CollectiveKind, LayerType, Op, Phase, TensorKind, numbered
 
 from .backward import Backward
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
@@ -89,13 +89,14 @@ class GradientOps:
 
     `accumulate(sum, gradient)` adds to a tensor that stays from one micro-batch to the next; only the last micro-batch
     has `reduce` and `updates`. `reduce(*gradients)` averages a bucket of gradients, or of their sums, over processes,
-    in place. `norm(gradient)` is a number; `clip(*norms)`, given those of all gradients, returns the factor that
+    in place, of which there are `ranks`. `norm(gradient)` is a number; `clip(*norms)`, given those of all gradients, returns the factor that
     updates scale by.
     """
 
     updates: tuple[ParameterUpdate, ...] = ()
     accumulate: Callable[[Tensor, Tensor], None] | None = None
     reduce: Callable[..., None] | None = None
+    ranks: int = 1
     norm: Callable[[Tensor], Tensor] | None = None
     clip: Callable[..., Tensor] | None = None
 
@@ -255,7 +256,7 @@ class CaptureOfWholeStep(CaptureOfStep):
             gradients = {position: self.sums[position] for position in gradients}
         if ops.reduce is not None:
             gradients = {position: self._own(node) for position, node in gradients.items()}
-            self._add_reductions(ops.reduce, gradients.values())
+            self._add_reductions(ops.reduce, ops.ranks, gradients.values())
         # Clip by the norm of all gradients, then update each parameter.
         scale = self._scale({update.parameter: gradients[update.parameter] for update in self.updates})
         for update in self.updates:
@@ -280,7 +281,7 @@ class CaptureOfWholeStep(CaptureOfStep):
             value = gradient.meta["val"].clone()
         return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)
 
-    def _add_reductions(self, reduce: Callable[..., None], gradients: Iterable[fx.Node]) -> None:
+    def _add_reductions(self, reduce: Callable[..., None], ranks: int, gradients: Iterable[fx.Node]) -> None:
         """Add a reduction for each bucket; schedules keep their order.
 
         For all of them update the process group.
@@ -288,10 +289,12 @@ class CaptureOfWholeStep(CaptureOfStep):
         group = self._add_tensor(0, TensorKind.BUFFER, PROCESS_GROUP, persistent=True)
         distinct = {self._behind(node): node for node in gradients}
         for bucket in _buckets([self.joint.roots[storages(n)[0]][0] for n in distinct.values()]):
-            packed = sum(_nbytes(node) for node in bucket) if len(bucket) > 1 else 0
+            nbytes = sum(map(_nbytes, bucket))
             self._step_op(
-                REDUCE, reduce, bucket, Phase.BACKWARD, updates=bucket, workspace_bytes=packed, ordered_by=(group,)
-            )
+                REDUCE, reduce, bucket, Phase.BACKWARD, updates=bucket, ordered_by=(group,),
+                workspace_bytes=nbytes if len(bucket) > 1 else 0,
+                collective=Collective(CollectiveKind.REDUCE, nbytes, ranks),
+            )  # fmt: skip
 
     def _scale(self, gradients: Mapping[int, fx.Node]) -> fx.Node | None:
         norm, clip = self.gradient_ops.norm, self.gradient_ops.clip
@@ -330,6 +333,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         workspace_bytes: int = 0,
         layer: str = "",
         ordered_by: tuple[int, ...] = (),
+        collective: Collective | None = None,
     ) -> fx.Node:
         """Add an Op and a node calling `run(*args)`, which changes `updates` in place or makes `value`.
 
@@ -351,8 +355,9 @@ class CaptureOfWholeStep(CaptureOfStep):
         self.nodes[len(self.ops)] = node
         moved = sum(self.tensors[t].nbytes for t in (*reads, *writes))
         self._add_op(
-            name, layer, LayerType.UPDATE, phase, reads, writes, workspace_bytes=workspace_bytes, moved_bytes=moved
-        )
+            name, layer, LayerType.UPDATE, phase, reads, writes,
+            workspace_bytes=workspace_bytes, moved_bytes=moved, collective=collective,
+        )  # fmt: skip
         return node
 
 

@@ -263,6 +263,7 @@ class StepCaptures:
             tuple(updates),
             accumulate=self._add_up if self.gradients.accumulate > 1 else None,
             reduce=self.processes.average if last else None,
+            ranks=self.processes.size,
             norm=None if clipping is None else clipping.norm,
             clip=None if clipping is None else clipping.factor,
         )
