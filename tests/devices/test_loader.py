@@ -30,6 +30,7 @@ MACHINES_OF_THE_PAPERS = {
     "adaptive window and virtual addressing": ("v100-nvlink", 16, 50e9),
 }
 # Fields that a file may leave out, such as one written before they existed.
+LINK = {"link_bytes_per_second", "link_latency_seconds", "network_bytes_per_second", "network_latency_seconds"}
 OPTIONAL = {"context_low_bytes", "context_high_bytes", "compute_capability", "multiprocessors"}
 RAM_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 every_device = pytest.mark.parametrize("name", device_names())
@@ -53,7 +54,7 @@ def figures(device: Device) -> dict[str, float]:
     found: dict[str, float] = {}
     for field in fields(device):
         value = getattr(device, field.name)
-        if field.name in OPTIONAL and not value:
+        if field.name in OPTIONAL | LINK and not value:
             continue
         if isinstance(value, dict) and field.name != "sources":
             found |= {f"{field.name}.{key}": figure for key, figure in value.items()}
@@ -143,10 +144,11 @@ def test_devices_stand_in_the_order_that_their_makers_claim() -> None:
     link = column(
         "offload_bytes_per_second", "h200", "v100-nvlink", "p100-nvlink", "a100-40gb", "titan-x", "v100", "cpu"
     )
+    between = column("link_bytes_per_second", "b200", "h100", "a100-80gb", "v100", "cpu", "t4")
     half = [load_device(name).flops_per_second["float16"] for name in ("h100", "a100-80gb", "v100", "p100", "titan-x")]
     # The 80 GB cards of two generations report the same memory to within one part in a thousand, in either order.
     memory[1:3] = [max(memory[1:3])]
-    for figures_down in (memory, bandwidth, link, half):
+    for figures_down in (memory, bandwidth, link, between, half):
         assert figures_down == sorted(set(figures_down), reverse=True)
 
 

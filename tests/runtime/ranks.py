@@ -20,6 +20,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import overspill
 from overspill.core.errors import OverspillError
+from overspill.devices import this_cpu
+from overspill.runtime import calibrate as calibration
 from overspill.runtime.tracker import LiveBytes
 
 STEPS, BATCH = 2, 8
@@ -300,6 +302,12 @@ def split() -> str:
     return "no error"
 
 
+def link() -> Any:
+    """The link as the ranks find it together."""
+    calibration.COPY_BYTES = 1 << 20
+    return calibration.calibrate_link(this_cpu())
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "momentum": lambda: both(momentum),
     "adamw": lambda: both(adamw),
@@ -312,6 +320,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "compiled outside": lambda: compiled(True),
     "compiled inside": lambda: compiled(False, gradient_as_bucket_view=True),
     "split": split,
+    "link": link,
 }
 
 

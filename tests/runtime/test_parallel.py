@@ -24,7 +24,7 @@ SECONDS = 150
 
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-QUICK = ("momentum", "odd", "combined", "errors", "schedules")
+QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link")
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +197,9 @@ def test_a_compiled_model_in_ddp_is_one_graph_whose_budget_counts_the_buckets(
 def test_parts_of_a_model_that_dynamo_splits_are_refused(more: list[dict[str, Any]]) -> None:
     for rank in more:
         assert "torch._dynamo.config.optimize_ddp = False" in rank["split"]
+
+
+def test_all_ranks_calibrate_the_link_of_rank_0(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["link"] for rank in ranks)
+    assert first.link_bytes_per_second == second.link_bytes_per_second > 0
+    assert first.link_latency_seconds == second.link_latency_seconds > 0

@@ -19,9 +19,14 @@ ProfileFile = Annotated[
 
 
 def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson = False) -> Outcome:
-    """Measure this CPU, its memory and its disk store, for plans that fit this machine. Takes some seconds."""
+    """Measure this CPU, its memory and its disk store, for plans that fit this machine. Takes some seconds.
+
+    Under torchrun it adds the link between the ranks to what is known.
+    """
     del json  # `main` reads it from the arguments
-    from overspill.devices import calibrated_path
+    import torch.distributed as dist
+
+    from overspill.devices import calibrated_path, this_cpu
     from overspill.report.devices import profile_table
 
     if out is not None and out.suffix != ".json":
@@ -34,8 +39,16 @@ def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson 
     with narrate() as narrator:
         quiet_torch()
         from overspill.runtime.calibrate import calibrate as measure
+        from overspill.runtime.calibrate import calibrate_link
 
-        device = measure(store_dir, narrator.now)
+        if dist.is_available() and dist.is_torchelastic_launched():
+            dist.init_process_group("gloo")
+            device, rank = calibrate_link(this_cpu(), narrator.now), dist.get_rank()
+            dist.destroy_process_group()
+            if rank:
+                raise typer.Exit
+        else:
+            device = measure(store_dir, narrator.now)
     device.save(path)
     answer = {**msgspec.to_builtins(device), "path": str(path)}
     return Outcome(answer, profile_table(device, f"written to {path}"))

@@ -21,6 +21,9 @@ class Device(Saved):
     with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the first tensor,
     between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
     `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from.
+    In collectives each GPU sends `link_bytes_per_second` to the next of its node, and a node `network_bytes_per_second`
+    to the next node; the latencies are of one such hop. Without a link (0) GPUs send as they prefetch, through the host;
+    without a network as inside a node.
     `index` is the number of the CUDA device on this machine, or ELSEWHERE; None if budgets do not count all memory of a
     card.
     """
@@ -44,6 +47,10 @@ class Device(Saved):
     compute_capability: str = ""
     multiprocessors: int = 0
     transfer_host_seconds: float = 0.0
+    link_bytes_per_second: float = 0.0
+    link_latency_seconds: float = 0.0
+    network_bytes_per_second: float = 0.0
+    network_latency_seconds: float = 0.0
     index: int | None = None
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from overspill.core import Device, Graph, Op
 from overspill.core.saved import Saved
 
+from .collective import collective_seconds
 from .convolution import fastest_seconds
 from .precision import peak_flops_per_second
 
@@ -38,7 +39,8 @@ def op_seconds(graph: Graph, device: Device, measured: MeasuredTimes | None = No
     """Seconds of each op of `graph` on `device`: measured, else the roofline.
 
     The roofline is Williams et al. 2009: the larger of FLOPs over the dtype's FLOP/s (times the share of it that the
-    layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost per op. A convolution with a choice of
+    layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost per op. A collective takes what its ring
+    does. A convolution with a choice of
     algorithms takes what its fastest does.
     """
     known = measured.seconds if measured is not None and measured.device == device.name else {}
@@ -48,6 +50,8 @@ def op_seconds(graph: Graph, device: Device, measured: MeasuredTimes | None = No
 def _seconds(graph: Graph, op: Op, device: Device, known: dict[str, float]) -> float:
     if known and (seconds := known.get(signature(graph, op))) is not None:
         return seconds
+    if op.collective is not None:
+        return device.op_overhead_seconds + collective_seconds(op.collective, device)
     if not op.flops and not op.moved_bytes:
         return device.op_overhead_seconds
     if op.algorithms and (chosen := fastest_seconds(graph, op, device)) is not None:

@@ -178,6 +178,10 @@ def _checked(device: Device, path: Path) -> Device:
         "op_overhead_seconds": device.op_overhead_seconds,
         "transfer_host_seconds": device.transfer_host_seconds,
         "transfer_compute_share": device.transfer_compute_share,
+        "link_bytes_per_second": device.link_bytes_per_second,
+        "link_latency_seconds": device.link_latency_seconds,
+        "network_bytes_per_second": device.network_bytes_per_second,
+        "network_latency_seconds": device.network_latency_seconds,
     }
     for field, figure in not_negative.items():
         if not figure >= 0:

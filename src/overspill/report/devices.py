@@ -44,6 +44,7 @@ def profile_table(device: Device, note: str) -> RenderableType:
         ("store, write", _rate(device.offload_bytes_per_second)),
         ("store, read", _rate(device.prefetch_bytes_per_second)),
         ("both directions at full rate at once", "yes" if device.full_duplex else "no"),
+        *([("between ranks", _rate(device.link_bytes_per_second))] if device.link_bytes_per_second else []),
         ("fixed time of a transfer", format_seconds(device.transfer_latency_seconds)),
         ("fixed time of an op", format_seconds(device.op_overhead_seconds)),
         ("host time of a transfer", format_seconds(device.transfer_host_seconds)),

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -19,11 +19,13 @@ from threading import Event
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from overspill.core import Device
 from overspill.core.units import format_bytes
+from overspill.devices.loader import DEVICES, load_device
 
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.lanes import Slot, ThreadLane
@@ -36,6 +38,7 @@ SLOW_PRODUCT_SECONDS = 0.1
 COPY_BYTES = 64 << 20
 BLOCK_BYTES = 16 << 20
 BLOCKS = 12
+PAGE_BYTES = 4096
 PAGE_TRIPS = 100
 HOST_ROUNDS = 5
 SMALL_OPS = 20_000
@@ -71,7 +74,9 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
         efficiency = _efficiency(rates["float32"])
     finally:
         engine.close()
-    # The figures, with their sources.
+    # The figures, with their sources; the link to other ranks as it is assumed.
+    assumed = load_device(Path(str(DEVICES["cpu"])))
+    link = ("link_latency_seconds", "link_bytes_per_second")
     return Device(
         name="cpu",
         kind="cpu",
@@ -87,7 +92,40 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
         context_bytes=0,
         transfer_compute_share=share,
         efficiency=efficiency,
-        sources=_sources(),
+        link_latency_seconds=assumed.link_latency_seconds,
+        link_bytes_per_second=assumed.link_bytes_per_second,
+        sources=_sources() | {figure: assumed.sources[figure] for figure in link},
+    )
+
+
+def calibrate_link(device: Device, progress: Progress | None = None) -> Device:
+    """`device` with the link between the ranks of the default process group, as its collectives reach it.
+
+    All ranks call this together.
+    """
+    (progress or (lambda _: None))(f"measuring all-gathers of {dist.get_world_size()} ranks")
+    ranks = dist.get_world_size()
+
+    def gather(nbytes: int) -> float:
+        part, whole = (
+            torch.zeros(nbytes // ranks, dtype=torch.uint8),
+            torch.empty(nbytes // ranks * ranks, dtype=torch.uint8),
+        )
+        return _fastest(lambda: dist.all_gather_into_tensor(whole, part), rounds=5)
+
+    small, large = gather(PAGE_BYTES), gather(COPY_BYTES)
+    figures = torch.tensor([small / (ranks - 1), (ranks - 1) / ranks * COPY_BYTES / max(large - small, 1e-9)])
+    dist.broadcast(figures, 0)  # as rank 0 has measured it
+    how = f"{_by()}: all_gather_into_tensor of {ranks} ranks, {dist.get_backend()}, of"
+    sources = {
+        "link_latency_seconds": f"{how} {format_bytes(PAGE_BYTES)}, by hop",
+        "link_bytes_per_second": f"{how} {format_bytes(COPY_BYTES)}",
+    }
+    return replace(
+        device,
+        link_latency_seconds=float(figures[0]),
+        link_bytes_per_second=float(figures[1]),
+        sources={**device.sources, **sources},
     )
 
 
@@ -124,7 +162,7 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
     _offload(engine, blocks)  # the first round fills the arena; its slots are free again when the handles are gone
     out, back, both = zip(*(_round(engine, blocks) for _ in range(3)), strict=True)
     # The fixed time, by transfers of one page.
-    page = torch.zeros(4096, dtype=torch.uint8)
+    page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
     round_trips = [_timed(lambda: _prefetch(engine, _offload(engine, [page])))[0] for _ in range(PAGE_TRIPS)]
     busy = transfer_host_seconds(engine, page)
     nbytes = BLOCKS * BLOCK_BYTES
@@ -308,10 +346,7 @@ def _training_rate(forward_flops: int, function: Callable[..., Tensor], inputs: 
 
 def _sources() -> dict[str, str]:
     """For each figure, how it was measured, when and on what."""
-    by = (
-        f"measured by overspill calibrate on {datetime.now(UTC).date()}, {_cpu_model()}, {os.cpu_count()} logical cores, "
-        f"torch {torch.__version__}"
-    )
+    by = _by()
     store = f"{BLOCKS} blocks of {format_bytes(BLOCK_BYTES)} through the disk store, warm"
     # What was measured for each figure.
     how = {
@@ -332,6 +367,13 @@ def _sources() -> dict[str, str]:
         "memory_bytes": "the machine's own: os.sysconf, physical pages",
         "context_bytes": "a CPU has no context to load",
     }
+
+
+def _by() -> str:
+    return (
+        f"measured by overspill calibrate on {datetime.now(UTC).date()}, {_cpu_model()}, {os.cpu_count()} logical cores, "
+        f"torch {torch.__version__}"
+    )
 
 
 def _cpu_model() -> str:
