@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -198,3 +198,21 @@ def test_one_gpu_of_data_parallel(gpu: VirtualGpu) -> None:
     model = nn.DataParallel(mlp().cuda())
     model(torch.randn(4, 8)).sum().backward()
     assert model.module[0].weight.grad.is_cuda
+
+
+class Packed(nn.Parameter):
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Self:
+        return Tensor._make_subclass(cls, data, requires_grad)
+
+
+def test_parameters_made_by_their_class_again_or_by_one_of_a_library(gpu: VirtualGpu) -> None:
+    weight = nn.Parameter(torch.randn(4))
+    # accelerate's init_empty_weights
+    assert type(weight)(weight.to("meta"), **weight.__dict__ | {"requires_grad": False}).device.type == "meta"
+    # bitsandbytes' Params4bit
+    layer = nn.Linear(4, 4)
+    layer.weight = Packed(layer.weight.data)
+    layer.to("cuda")
+    assert isinstance(layer.weight, Packed)
+    assert layer.weight.is_cuda
+    assert not layer.weight.requires_grad

@@ -162,6 +162,7 @@ class CudaFunctions:
             (torch.backends.cudnn, "is_available", constant(True)),
             (torch.backends.cudnn, "is_acceptable", constant(True)),
             (torch, "Generator", _Generator),
+            (torch._C, "_cuda_getCurrentRawStream", constant(0)),  # kernels of libraries ask for it when imported
             (torch, "compile", lambda model=None, *_, **__: model if model is not None else (lambda f: f)),
         ]
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -57,6 +58,8 @@ class TensorMethods:
             (Tensor, "get_device", lambda tensor: 0 if recorder.on_device(tensor) else -1),
             (Tensor, "record_stream", lambda _tensor, _stream: None),
             (nn.Parameter, "__new__", staticmethod(self._parameter)),
+            (FakeTensor, "__new__", staticmethod(_again(FakeTensor.__new__))),
+            (Tensor, "_make_subclass", staticmethod(_as_subclass(Tensor._make_subclass))),
         ]
 
     def moved(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -104,6 +107,30 @@ class TensorMethods:
         if cls is not nn.Parameter and type(made) is FakeTensor:
             made.__class__ = cls if issubclass(cls, FakeTensor) else fake_class(cls)
         return made
+
+
+def _again(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`FakeTensor.__new__` that also takes data, as in `type(parameter)(data, **parameter.__dict__)`."""
+
+    def make(cls: type, first: Any, *args: Any, requires_grad: bool = True, **kwargs: Any) -> Any:
+        if isinstance(first, Tensor):
+            return nn.Parameter(first, requires_grad)
+        return original(cls, first, *args, **kwargs)
+
+    return make
+
+
+def _as_subclass(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor._make_subclass`, by which libraries make parameters of their own, of fake data too."""
+
+    def make(cls: type, data: Tensor, require_grad: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(data, FakeTensor) or cls is nn.Parameter:
+            return original(cls, data, require_grad, *args, **kwargs)
+        made = data.detach().requires_grad_(require_grad)
+        made.__class__ = fake_class(cls)
+        return made
+
+    return make
 
 
 class _Crossing(torch.autograd.Function):
