@@ -19,9 +19,10 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpus else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)), nn.Linear(256, 10))
-    model.to(device)  # whatever they were, all ranks begin with the parameters of rank 0
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = overspill.train_step(model, nn.CrossEntropyLoss(), optimizer, budget="10MiB")
+    group = dist.group.WORLD  # named: whatever their parameters were, all ranks begin with those of rank 0
+    step = overspill.train_step(model, nn.CrossEntropyLoss(), optimizer, budget="10MiB", process_group=group)
 
     torch.manual_seed(dist.get_rank())  # a DistributedSampler gives each rank its part of a data set
     inputs, labels = torch.randn(256, 256, device=device), torch.randint(0, 10, (256,), device=device)

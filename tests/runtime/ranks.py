@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -25,6 +26,7 @@ from overspill.runtime import calibrate as calibration
 from overspill.runtime.tracker import LiveBytes
 
 STEPS, BATCH = 2, 8
+of_ranks = torch.ops._c10d_functional
 RANK = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 
 
@@ -59,6 +61,7 @@ def everything(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor]:
 def planned(
     model: nn.Module, optimizer: Optimizer, loss: Any = None, data: Callable[..., Any] = images, **options: Any
 ) -> dict[str, Tensor]:
+    options = {"process_group": dist.group.WORLD} | options
     step = overspill.train_step(model, loss or nn.CrossEntropyLoss(), optimizer, **options)
     torch.manual_seed(RANK)
     result = everything(model, [step(*data(number)) for number in range(STEPS)])
@@ -185,6 +188,7 @@ def failure(work: Callable[[], Any]) -> str:
 
 def errors() -> dict[str, Any]:
     """What both ranks hear of one's trouble, and that they can go on together after it."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(768, 10))
     step = overspill.train_step(model, nn.CrossEntropyLoss(), momentum(model), budget="1GiB", accumulate=2)
     heard = {"shapes": failure(lambda: step(*images(0, batch=BATCH - 2 * RANK)))}
@@ -203,6 +207,7 @@ def errors() -> dict[str, Any]:
     store.close()
     other = nn.Sequential(nn.Flatten(), nn.Linear(768, 10 + RANK))
     heard["models"] = failure(lambda: overspill.train_step(other, nn.CrossEntropyLoss(), momentum(other)))
+    torch.manual_seed(0)
     tree = nn.Sequential(nn.Flatten(), nn.Linear(768, 10), nn.GELU() if RANK else nn.ReLU())
     graphs = overspill.train_step(tree, nn.CrossEntropyLoss(), momentum(tree))
     heard["graphs"] = failure(lambda: graphs(*images(0)))
@@ -214,7 +219,58 @@ def errors() -> dict[str, Any]:
     heard["wrapped"] = failure(
         lambda: overspill.train_step(DistributedDataParallel(model), nn.CrossEntropyLoss(), momentum(model))
     )
+    torch.manual_seed(RANK)
+    unlike = nn.Sequential(nn.Flatten(), nn.Linear(768, 10))
+    heard["values"] = failure(lambda: overspill.train_step(unlike, nn.CrossEntropyLoss(), momentum(unlike)))
+    parts = nn.Sequential(nn.Flatten(), Parts())
+    clipped = overspill.train_step(
+        parts, nn.CrossEntropyLoss(), momentum(parts), process_group=False, budget="1GiB", clip_norm=1.0
+    )
+    heard["parts"] = failure(lambda: clipped(*images(0)))
+    heard["compiled"] = failure(lambda: overspill.compile(fully_shard(nn.Sequential(nn.Linear(4, 4)))))
     return heard | {"finite": bool(torch.isfinite(loss))}
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, part: Tensor) -> Tensor:
+        return of_ranks.wait_tensor(of_ranks.all_gather_into_tensor(part, 2, dist.group.WORLD.group_name))
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        given = gradient.contiguous()
+        return of_ranks.wait_tensor(of_ranks.reduce_scatter_tensor(given, "avg", 2, dist.group.WORLD.group_name))
+
+
+class Parts(nn.Module):
+    """A linear layer whose rows are shared out by hand among the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = nn.Parameter(torch.randn(10, 768).chunk(2)[RANK].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _Gather.apply(self.part))
+
+
+def parts() -> Any:
+    """A model whose collectives are its own, under another budget on each rank: the losses, and the budget in force."""
+    model = nn.Sequential(nn.Flatten(), Parts())
+    budget = "1MiB" if RANK else "1GiB"
+    step = overspill.train_step(model, nn.CrossEntropyLoss(), momentum(model), process_group=False, budget=budget)
+    losses = [step(*images(number)) for number in range(STEPS)]
+    result = torch.stack(losses), model[1].part.detach().clone(), step.plans[0].budget_bytes
+    step.close()
+    by_hand, again = [], nn.Sequential(nn.Flatten(), Parts())
+    optimizer = momentum(again)
+    for number in range(STEPS):
+        x, y = images(number)
+        by_hand.append(F.cross_entropy(again(x), y))
+        by_hand[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result, (torch.stack(by_hand).detach(), again[1].part.detach())
 
 
 def asks_values(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -243,7 +299,10 @@ def buffers_asked() -> Any:
 def schedules() -> Any:
     """A plan, and the bytes that were there at its peak."""
     model = convolutions()
-    step = overspill.train_step(model, nn.CrossEntropyLoss(), momentum(model), budget=0.7, store="host")
+    group = dist.group.WORLD
+    step = overspill.train_step(
+        model, nn.CrossEntropyLoss(), momentum(model), budget=0.7, store="host", process_group=group
+    )
     step.tracker = LiveBytes(torch.device("cpu"))
     step(*images(0))
     (plan,) = step.plans
@@ -317,6 +376,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "combined": combined,
     "errors": errors,
     "schedules": schedules,
+    "parts": parts,
     "compiled outside": lambda: compiled(True),
     "compiled inside": lambda: compiled(False, gradient_as_bucket_view=True),
     "split": split,

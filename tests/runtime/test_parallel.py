@@ -24,7 +24,7 @@ SECONDS = 150
 
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link")
+QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts")
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,9 @@ def test_two_halves_of_a_batch_train_as_the_whole_does_in_one_process(ranks: lis
         ("models", "RequestError", "the ranks have different models: model.1.weight is (1"),
         ("graphs", "RequestError", "which is relu on rank 0 and gelu on rank 1"),
         ("answers", "RequestError", "the answers to what the model asks of values"),
+        ("values", "RequestError", "1.weight on rank 1 differs from rank 0's: pass process_group="),
+        ("parts", "UnsupportedError", "clip_norm= of a step with collectives of its own"),
+        ("compiled", "UnsupportedError", "is sharded by fully_shard (FSDP2)"),
         ("wrapped", "RequestError", "pass the model that is inside (model.module)"),
     ],
 )
@@ -150,6 +153,13 @@ def test_all_ranks_run_the_same_schedule_and_its_peak_is_what_is_measured(ranks:
     assert 0.98 * planned_bytes <= measured_bytes <= planned_bytes
     schedule = plan[1]
     assert schedule.counts[Verb.OFFLOAD] > 0
+
+
+def test_ranks_with_collectives_of_their_own_agree_on_one_schedule(ranks: list[dict[str, Any]]) -> None:
+    for (losses, part, budget), (losses_by_hand, part_by_hand) in of(ranks, "parts"):
+        assert torch.equal(losses, losses_by_hand)
+        assert torch.equal(part, part_by_hand)
+        assert budget == 2**20
 
 
 def test_no_bucket_holds_more_than_the_largest_gradient(ranks: list[dict[str, Any]]) -> None:

@@ -4,12 +4,13 @@ Each rank trains on a batch of its own, and gradients are averaged as Distribute
 "PyTorch Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds
 one rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `_dynamo.config.optimize_ddp` and
-`DistributedDataParallel._get_active_ddp_module`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `_dynamo.config.optimize_ddp`,
+`DistributedDataParallel._get_active_ddp_module`, and `_world.pg_names`, the process groups by name.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import time
 from collections import defaultdict
@@ -23,8 +24,12 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
+from overspill.capture.compiled.graph import Captured
+from overspill.capture.programs.functions import ProgramFunction
+from overspill.capture.programs.workspaces import FUNCTIONAL
 from overspill.core import Graph
 from overspill.core.errors import OverspillError, RequestError
 from overspill.plans.plan import Plan
@@ -77,6 +82,9 @@ class OneProcess:
         del graph
         return make(budget_bytes)
 
+    def check_schedule(self, plan: Plan) -> None:
+        """Raise RequestError on all ranks where one is about to run other instructions."""
+
 
 class DataParallel(OneProcess):
     """The ranks of a process group that train one model.
@@ -84,12 +92,14 @@ class DataParallel(OneProcess):
     Each has its own part of the batch.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, implied: bool = False) -> None:
         """Join the group; all ranks do this together.
 
-        Raises RequestError in a process outside the group.
+        `implied`: the user did not name it, so ranks that begin with different parameters are refused. Raises
+        RequestError in a process outside the group.
         """
         self.group = group
+        self._implied = implied
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise RequestError("this process is not in the process group; pass process_group=False to train alone")
@@ -113,6 +123,12 @@ class DataParallel(OneProcess):
 
     def begin_alike(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         tensors = {**parameters, **buffers}
+        self._check_described(tensors)
+        if self._implied:
+            self._check_same_values(parameters)
+        self.share_buffers(tensor.detach() for tensor in tensors.values())
+
+    def _check_described(self, tensors: Mapping[str, Tensor]) -> None:
         described = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
         for rank, other in enumerate(self._gather(described)):
             if other != described:
@@ -121,7 +137,25 @@ class DataParallel(OneProcess):
                     f"the ranks have different models: {name} is {described.get(name, 'missing')} on rank {self.rank} "
                     f"and {other.get(name, 'missing')} on rank {rank}"
                 )
-        self.share_buffers(tensor.detach() for tensor in tensors.values())
+
+    def _check_same_values(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise RequestError on all ranks where a tensor's bits differ from rank 0's."""
+        unlike = [name for name, tensor in tensors.items() if not self._is_alike(tensor)]  # all ranks compare all
+        found = self._gather(next(iter(unlike), ""))
+        if other := next((rank for rank, name in enumerate(found) if name), 0):
+            raise RequestError(
+                f"{found[other].removeprefix('model.')} on rank {other} differs from rank 0's: pass "
+                "process_group=torch.distributed.group.WORLD to begin with rank 0's parameters, as DDP does; where each rank has "
+                "a part of the model, shard it by fully_shard, or pass process_group=False"
+            )
+
+    def _is_alike(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has rank 0's bits."""
+        alike = True
+        for mine in tensor.detach().reshape(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
+            _lent(theirs := mine.clone(), self._broadcast_flat)
+            alike = alike and torch.equal(theirs.view(torch.uint8), mine.view(torch.uint8))
+        return alike
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
         alike: dict[Any, list[Tensor]] = defaultdict(list)
@@ -186,6 +220,15 @@ class DataParallel(OneProcess):
             check(graph, plan.schedule)
         return replace(plan, graph=graph)
 
+    def check_schedule(self, plan: Plan) -> None:
+        digest = hashlib.blake2b(repr((plan.schedule.instructions, plan.groups)).encode()).hexdigest()
+        found = self._gather(digest)
+        if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0):
+            raise RequestError(
+                f"the ranks have different schedules of one plan: rank {other}'s is not rank 0's; run the same Overspill, options and "
+                "machine on all"
+            )
+
     def _exchange(self, digest: int, *, known: bool) -> list[tuple[int, bool]]:
         mine = torch.tensor([digest, known], device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
@@ -196,6 +239,21 @@ class DataParallel(OneProcess):
         found = [None] * self.size
         dist.all_gather_object(found, value, group=self._control)
         return found
+
+
+class Agreeing(DataParallel):
+    """The ranks of a step that has collectives of its own: they run one schedule, and nothing else is done for them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Join the group; all ranks do this together."""
+        super().__init__(group)
+        self.average = None
+
+    def begin_alike(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        self._check_described({**parameters, **buffers})
+
+    def share_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Each rank keeps its own."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +371,30 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
     if isinstance(model, DistributedDataParallel):
         raise RequestError("train_step averages gradients itself; pass the model that is inside (model.module)")
     group = dist.group.WORLD if process_group is None else process_group
-    return DataParallel(group) if dist.get_world_size(group) != 1 else OneProcess()
+    return DataParallel(group, implied=process_group is None) if dist.get_world_size(group) != 1 else OneProcess()
+
+
+def processes_of_collectives(captured: Captured) -> OneProcess:
+    """The ranks that a step's own collectives work with, which then agree on one schedule; none where it has none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return OneProcess()
+    called = {name for node in captured.joint.module.graph.nodes for name in _texts_of(node)}
+    groups = [group for group, name in _world.pg_names.items() if name in called and group.size() > 1]
+    if not groups:
+        return OneProcess()
+    return Agreeing(groups[0] if len(groups) == 1 else dist.group.WORLD)
+
+
+def _texts_of(node: fx.Node) -> Iterable[str]:
+    """The texts among the arguments of a collective, one of which is its group's name."""
+    op = node.target
+    if isinstance(op, ProgramFunction):
+        if op.call is not None and op.call.name.startswith(FUNCTIONAL):
+            constants = (n.value for line in op.call.lines for n in ast.walk(line) if isinstance(n, ast.Constant))
+            return [value for value in constants if isinstance(value, str)]
+    elif isinstance(op, torch._ops.OpOverload) and op.namespace == FUNCTIONAL:
+        return [value for value in node.args if isinstance(value, str)]
+    return ()
 
 
 # -- compiled models inside DistributedDataParallel

@@ -2,7 +2,8 @@
 
 A convolution may copy its inputs into another layout, and no text says so. So before a plan is made, each library call
 of a program is run once by itself, on zeros of its inputs' shapes and masks that leave nothing out; equal calls are run
-once. Compiled kernels allocate nothing.
+once. Compiled kernels allocate nothing. Collectives are not run, since other ranks would have to run them too: what they
+take is known (`costs/gloo.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import UnsupportedError
+from overspill.costs.gloo import gloo_bytes
 
 from .allocations import allocations, peak_of
 from .known_shapes import values_made_up
 
+FUNCTIONAL = "_c10d_functional"
+"""Namespace of the collectives in traced graphs."""
 _known: dict[str, int] = {}
 """Workspaces in bytes by a call's signature, for all programs of this process."""
 _measures = ContextVar("overspill_measures", default=True)
@@ -60,7 +64,12 @@ def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], valu
         return [0 for _ in calls]
     # Only calls that are not known yet are run.
     signed = [(_signature(call, values), call) for call in calls]
-    new = {signature: call for signature, call in signed if signature not in _known}
+    new = {}
+    for signature, call in signed:
+        if FUNCTIONAL in signature:
+            _known[signature] = _of_collective(call, values)
+        elif signature not in _known:
+            new[signature] = call
     if new and torch.autograd._profiler_enabled():
         warnings.warn(
             "a profiler runs while a model is compiled: what its library calls allocate for themselves is not planned for",
@@ -71,6 +80,16 @@ def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], valu
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(), values_made_up():
             _known.update(zip(new, _measured(list(new.values()), namespace, values), strict=True))
     return [_known[signature] for signature, _ in signed]
+
+
+def _of_collective(call: Library, values: Mapping[str, Any]) -> int:
+    """Bytes that gloo takes for a collective; NCCL's are its own (`costs/nccl.py`)."""
+    given = [value for name in call.uses if isinstance(value := values[name], Tensor)]
+    if any(value.device.type != "cpu" for value in given):
+        return 0
+    name = re.search(rf"{FUNCTIONAL}\.(\w+)", ast.unparse(call.node))
+    sizes = [n.value for n in ast.walk(call.node) if isinstance(n, ast.Constant) and type(n.value) is int]
+    return gloo_bytes(name[1] if name else "", sum(value.nbytes for value in given), next(iter(sizes), 1))
 
 
 def _signature(call: Library, values: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from overspill.runtime import accelerator
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models
+from overspill.runtime.sharding import refuse_compiled
 
 from .backend import backend_of
 from .in_force import plans_needed
@@ -112,6 +113,8 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
     In a DistributedDataParallel the forward of the module inside is compiled, in place: from outside, Dynamo finds
     nothing to compile where that forward is torch's own, as in nn.Sequential.
     """
+    if isinstance(model, nn.Module):
+        refuse_compiled(model)
     # Compile inside DDP.
     if isinstance(model, DistributedDataParallel):
         model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)

@@ -42,7 +42,7 @@ from overspill.runtime.options import (
     plan_graph,
     store_bytes,
 )
-from overspill.runtime.parallel import OneProcess
+from overspill.runtime.parallel import OneProcess, processes_of_collectives
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
@@ -326,6 +326,8 @@ class StepPlans:
         may_grow = budget is None and self.options.limit.smallest
         with self.processes.together():
             found = self._capture(inputs, elsewhere, last=kept_in_store is None, partition=partition)
+            if self._must_agree(found):
+                return self._planned(inputs, elsewhere, kept_in_store, budget, partition)
             planned = self._planner(found.steps)
             if budget is None:
                 budget = self._budget(found.steps.graph, planned)
@@ -346,6 +348,7 @@ class StepPlans:
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._captures.state_of(captured))
         plan = self._gathered(captured, plan)
+        self.processes.check_schedule(plan)
         if self.state.where.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
         with self.processes.together():
@@ -392,6 +395,32 @@ class StepPlans:
             outside,
             captured.partition,
         )  # fmt: skip
+
+    def _must_agree(self, found: FoundStep) -> bool:
+        """Whether the step, so far of this process alone, has collectives, so that from now on its ranks agree.
+
+        Raises UnsupportedError where their gradients would be clipped, of which each rank may have a part.
+        """
+        if self.processes.size > 1:
+            return False
+        others = processes_of_collectives(found.steps.of(found.steps.graph))
+        if others.size > 1:
+            if self.gradients.clip_norm is not None:
+                raise UnsupportedError(
+                    "clip_norm= of a step with collectives of its own: each rank would clip by the norm of the gradients that it "
+                    "has, which may be parts; shard the model by fully_shard, or use clip_value"
+                )
+            if self.steps is not None and self.steps.restarts:
+                raise UnsupportedError(
+                    f"placement={self.options.placement!r} of a step with collectives of its own: a rank may begin a step again, and "
+                    'the others would not; use placement="planned"'
+                )
+            self.join_processes(others)
+        return others.size > 1
+
+    def join_processes(self, processes: OneProcess) -> None:
+        """Plan with these from now on."""
+        self.processes = self._captures.processes = processes
 
     def _capture(
         self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool, partition: float | None = None

@@ -79,7 +79,7 @@ class TrainStep(PlannedPeaks):
         """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
         check_optimizer(optimizer)
         self.gradients = gradients
-        self.processes = processes or OneProcess()
+        processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
         self.recorder: RunRecorder | None = None
         """The recorder of the running `overspill.record`, or None."""
@@ -89,12 +89,12 @@ class TrainStep(PlannedPeaks):
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
-        self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._underway.add_up)
+        self._plans = StepPlans(self._state, options, gradients, clipping, processes, self._underway.add_up)
         if self._state.where.type == "cuda":
             self._plans.place_live()
         self._state.advice = self._underway.advice
         # All ranks start with the same values, which are guarded from now on.
-        self.processes.begin_alike(self._state.parameters, self._state.buffers)
+        processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
         # Model and optimizer must not reference this object: when the user drops it, the weights come back.
         self._hooks = optimizer_hooks(optimizer, self._state)
@@ -251,6 +251,11 @@ class TrainStep(PlannedPeaks):
         )
 
     # -- what a user may ask
+
+    @property
+    def processes(self) -> OneProcess:
+        """The processes that step together."""
+        return self._plans.processes
 
     @property
     def optimizer(self) -> Optimizer:
@@ -530,7 +535,8 @@ def train_step(
         clip_norm: Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
         clip_value: Clip each gradient's values, as `torch.nn.utils.clip_grad_value_` does.
         process_group: Whose ranks train together: each gives its own part of the batch, gets its own loss, and gradients
-            are averaged. None: all ranks where torch.distributed is initialised; False: this process alone.
+            are averaged. None: all ranks where torch.distributed is initialised, which must begin with the same parameters;
+            a group that is named begins with rank 0's. False: this process alone.
         backend: With `inductor`, forward and backward are the programs that Inductor writes of the loss function, and the
             numbers those of a loop with `torch.compile(loss_fn)` and the optimizer, of the partition that was chosen
             (docs/compiled.md).

@@ -1,0 +1,16 @@
+"""What gloo's collectives allocate while they run, beside their arguments and results.
+
+Measured by PyTorch's allocator on the CPU (2.13, two and four ranks, 1 MiB given).
+"""
+
+from __future__ import annotations
+
+
+def gloo_bytes(collective: str, given_bytes: int, ranks: int) -> int:
+    """Bytes that a collective takes on each of `ranks` ranks, by its name in torch.distributed.
+
+    A gather takes its result once more, a scatter what it is given.
+    """
+    if collective.startswith("all_gather"):
+        return given_bytes * ranks
+    return given_bytes if collective.startswith("reduce_scatter") else 0
