@@ -19,6 +19,7 @@ from overspill.core.errors import RequestError
 from overspill.job import Job
 from overspill.models import check_name, load
 from overspill.runtime.options import Options
+from overspill.runtime.preview import preview
 from overspill.runtime.training import train, train_plain
 
 TINY = "decoder:width=32,depth=2,heads=4,vocabulary=50,seq_len=8"
@@ -138,6 +139,9 @@ KINDS = {
     "hf:vit,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,image_size=16,patch_size=8": (
         "ForImageClassification"
     ),
+    "hf:deit,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,image_size=16,patch_size=8": (
+        "ForImageClassification"
+    ),
 }
 
 
@@ -148,7 +152,9 @@ def test_what_is_no_causal_language_model_is_made_and_trained_as_what_it_is(name
     assert type(job.module).__name__.endswith(KINDS[name])
     job = Job(lambda: load(name), 2, "adamw")
     options = Options(0.9, store="host", whole_step=True)
-    assert train(job, options, steps=2).identical_to(train_plain(job, options, steps=2))
+    run = train(job, options, steps=2)
+    assert run.identical_to(train_plain(job, options, steps=2))
+    assert preview(job, options).schedule == run.plan.schedule
 
 
 def test_a_configuration_says_of_which_kind_it_is(tmp_path: Path) -> None:

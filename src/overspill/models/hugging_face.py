@@ -105,6 +105,8 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
 def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any) -> nn.Module:
     """The model with attention `attention`, or transformers' own if unsupported."""
     auto = getattr(transformers, kind.auto)
+    if getattr(config, "architectures", None) is None:
+        config.architectures = []  # transformers goes through them, and a type's defaults have none
     try:
         try:
             module = auto.from_config(config, attn_implementation=attention)

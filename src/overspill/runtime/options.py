@@ -287,6 +287,13 @@ def _in_arena(options: Options, graph: Graph, device: Device, budget_bytes: int)
     )
 
 
+def split_update(error: InfeasibleBudget) -> str:
+    """What would help a step by calls, if it is its update that takes the memory."""
+    if f"at {UPDATE} of" not in error.cause:
+        return ""
+    return "; the optimizer's update takes it, which overspill.train_step (--whole-step) would split"
+
+
 @contextmanager
 def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False) -> Iterator[None]:
     """An InfeasibleBudget that is raised inside says which graph it is of and on which inputs, and what else would do.
@@ -297,10 +304,8 @@ def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False
         yield
     except InfeasibleBudget as error:
         shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
-        instead = ""
-        if not whole_step and f"at {UPDATE} of" in error.cause:
-            instead = "; the optimizer's update takes it, which overspill.train_step (--whole-step) would split"
-        elif f"at {REST} of" in error.cause:
+        instead = "" if whole_step else split_update(error)
+        if f"at {REST} of" in error.cause:
             instead = "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with reserve="
         would_do = f"budget={error.floor_bytes} would do"
         if whole_step:

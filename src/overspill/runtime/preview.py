@@ -11,16 +11,18 @@ from typing import Any, TypeVar
 import torch
 import torch._functorch.config
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.elsewhere import captured_for
 from overspill.capture.compiled.graph import Captured
+from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.trace import trace
 from overspill.capture.recording.graph import graph_of
+from overspill.capture.virtual_gpu.patching import patched
+from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
 from overspill.core.device import ELSEWHERE
-from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import with_algorithms
 from overspill.costs.releases import software_named
 from overspill.estimation.api import Setting, of_recording
@@ -37,7 +39,7 @@ from overspill.plans.sweep import Sweep
 from . import batches
 from .compiled.partitions import Partitioned
 from .hardware import allocator_config, elsewhere
-from .options import Options, budget_for, compare_on, device_for, is_of_card, plan_graph, sweep_on
+from .options import Options, budget_for, compare_on, device_for, is_of_card, plan_graph, split_update, sweep_on
 from .step.train_step import TrainStep
 from .step.updates import as_on
 from .surroundings import surroundings_of_job
@@ -70,7 +72,10 @@ def _preview_eager(job: Job, options: Options, device: Device) -> Plan:
         options, graph, device = captured(job, options)
         return plan_graph(options, graph, device, budget_for(options, graph, device, CPU))
     options, graph, planned = planner_for(job, options)
-    return planned(budget_for(options, graph, device, CPU, planned))
+    try:
+        return planned(budget_for(options, graph, device, CPU, planned))
+    except InfeasibleBudget as error:
+        raise error if options.whole_step else error.told(split_update(error)) from None
 
 
 def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[int], Plan]]:
@@ -205,7 +210,7 @@ def _fakes(
 ) -> Iterator[tuple[TrainingStep, Any, Optimizer]]:
     """Model with loss, batch and optimizer on fake tensors, to be planned for `device`. Raises RequestError."""
     job.check_planned(whole_step=whole_step)
-    with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):
+    with KnownValues(), patched(fake_weights()), attention_kernel(job):
         model, (batch, *_) = prepared_step(job, device)
         optimizer = job.make_optimizer(model.parameters())
         if device is not None:

@@ -39,6 +39,16 @@ _TYPES = {
 }  # fmt: skip
 
 
+def fake_weights() -> Patches:
+    """Skip torch's rejection sampling for fake weights, since it reads what it drew."""
+    original = nn.init._no_grad_trunc_normal_
+
+    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
+
+    return [(nn.init, "_no_grad_trunc_normal_", fill)]
+
+
 def torch_patches(recorder: Recorder) -> Patches:
     """(owner, name, replacement) for all of them except factories."""
 
@@ -56,7 +66,7 @@ def torch_patches(recorder: Recorder) -> Patches:
         (nn.DataParallel, "scatter", _scatter),
         (nn.RNNBase, "flatten_parameters", _flatten(recorder)),
         (nn.Module, "_apply", _apply),
-        (nn.init, "_no_grad_trunc_normal_", _trunc_normal(nn.init._no_grad_trunc_normal_)),
+        *fake_weights(),
         (fake_tensor.log, "disabled", not os.environ.get("OVERSPILL_DEBUG")),  # the error itself says what is wrong
         # Devices by number, and tests of values.
         (torch, "device", _Device),
@@ -267,15 +277,6 @@ def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
     mode: FastFakeMode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     applied = fn(mode.like(buffer))
     return applied if applied.device.type == "cuda" else fn(buffer)
-
-
-def _trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Skip torch's rejection sampling for fake weights, since it reads what it drew."""
-
-    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
-
-    return fill
 
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
