@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.runtime.step.whole_steps import CPU, differences
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overspill
 from overspill.capture.compiled import guards
@@ -308,6 +309,11 @@ def asks_random(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     return net(x).sum() if torch.rand(()) > 0.5 else net(x).mean()
 
 
+def asks_filled(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    """Of memory that was empty: without draws its values are not known, however the fake draw is made."""
+    return net(x[int(torch.empty(1).uniform_(0.0, 3.0).item()) :]).sum()
+
+
 def asks_experts(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     y = net(x)
     rows = (y.argmax(1) == 1).nonzero()[:, 0]
@@ -319,9 +325,11 @@ def asks_experts(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     [
         *((loss, backend) for loss in (asks_activation, asks_experts) for backend in ("eager", "inductor")),
         (asks_random, "inductor"),
+        (asks_filled, "inductor"),
     ],
 )
 def test_what_follows_from_parameters_or_chance_is_refused_with_its_line(loss: Loss, backend: str) -> None:
+    FakeTensorMode.cache_clear()  # so that each op is made of its parts, as for the first time
     sides = Sides(loss, backend=backend)
     message = r"line \d+\).*torch\.where.*overspill\.compile"
     with pytest.raises(UnsupportedError, match=message) as raised:
