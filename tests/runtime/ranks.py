@@ -25,6 +25,8 @@ from overspill.devices import this_cpu
 from overspill.runtime import calibrate as calibration
 from overspill.runtime.tracker import LiveBytes
 
+from . import sharded_ranks
+
 STEPS, BATCH = 2, 8
 of_ranks = torch.ops._c10d_functional
 RANK = int(sys.argv[1]) if len(sys.argv) > 1 else 0
@@ -380,6 +382,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "compiled outside": lambda: compiled(True),
     "compiled inside": lambda: compiled(False, gradient_as_bucket_view=True),
     "split": split,
+    **sharded_ranks.CASES,
     "link": link,
 }
 

@@ -24,7 +24,7 @@ SECONDS = 150
 
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts")
+QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", "sharded", "sharded, roomy")
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ class DataParallel(OneProcess):
         """Whether `tensor` has rank 0's bits."""
         alike = True
         for mine in tensor.detach().reshape(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
-            _lent(theirs := mine.clone(), self._broadcast_flat)
+            lent((theirs := mine.clone(),), self._broadcast_flat)
             alike = alike and torch.equal(theirs.view(torch.uint8), mine.view(torch.uint8))
         return alike
 
@@ -315,24 +315,24 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> 
     """Run `collective` on all `tensors` in one call, since each call has a cost."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        _lent(tensors[0], collective)
+        lent((tensors[0],), collective)
     elif tensors:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        _lent(flat, collective)
+        lent((flat,), collective)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
-def _lent(tensor: Tensor, collective: Callable[[Tensor], None]) -> None:
-    """Run `collective` on `tensor`, and wait until the backend has released it.
+def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
+    """Run `collective` on `tensors`, and wait until the backend has released them.
 
-    Gloo's thread holds what it worked on for a moment after the collective has returned; the tensor could not be freed.
+    Gloo's thread holds what it worked on for a moment after the collective has returned; a tensor could not be freed.
     """
-    lent = tensor.detach()
-    collective(lent)
-    if tensor.device.type == "cpu":
+    given = [tensor.detach() for tensor in tensors]
+    collective(*given)
+    if given[0].device.type == "cpu":
         patience = time.monotonic() + 1.0
-        while lent._use_count() > 1 and time.monotonic() < patience:
+        while any(tensor._use_count() > 1 for tensor in given) and time.monotonic() < patience:
             time.sleep(0)
 
 

@@ -1,12 +1,39 @@
-"""Models that the user has sharded with `fully_shard` (FSDP2)."""
+"""Models that the user has sharded with `fully_shard` (FSDP2), each parameter by its first dimension.
+
+Their groups, mesh and precision are read off FSDP's own state. FSDP's hooks do not run in a planned step: gathers and
+scatters are ops of its graph. The model's parameters stay FSDP's, DTensors of which each rank has a part; what moves
+between device and store is that part.
+
+Names private to PyTorch that this file relies on (2.13): `FSDPState` with its hooks' handles, `_lazy_init`, `_fsdp_param_groups`,
+`_mp_policy` and `_modules`, the attributes of `FSDPParamGroup` and `FSDPParam` that are read here, `DTensor._local_tensor`,
+and `_apply_to_tensors`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
 
-from overspill.core.errors import UnsupportedError
+from overspill.core.errors import RequestError, UnsupportedError
+from overspill.costs.gloo import gloo_bytes
+
+from .parallel import Agreeing, OneProcess, lent
+from .parallel import processes_of as unsharded_processes
+
+INSTEAD = "shard it by fully_shard on a mesh of one dimension, by its first dimension"
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
@@ -23,3 +50,295 @@ def refuse_compiled(model: nn.Module) -> None:
             f"{type(model).__name__} is sharded by fully_shard (FSDP2), whose hooks gather its parameters outside of a compiled "
             "graph and its budget; give it to overspill.train_step, which plans the gathers too"
         )
+
+
+def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
+    """The processes that train `model`: those of its mesh if it is sharded.
+
+    Raises RequestError for another group.
+    """
+    sharding = sharding_of(model)
+    if sharding is None:
+        return unsharded_processes(model, process_group)
+    if process_group is not None and process_group is not sharding.group:
+        raise RequestError("the model is sharded by fully_shard over its own mesh; leave process_group out")
+    return Agreeing(sharding.group) if sharding.ranks > 1 else OneProcess()
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """How `model` is sharded, or None.
+
+    Raises UnsupportedError for what a planned step does not gather.
+    """
+    states = list(dict.fromkeys(module._get_fsdp_state() for module in sharded_modules(model)))
+    if not states:
+        return None
+    for state in states:
+        if state._is_root is None:
+            state._lazy_init()
+    return Sharding(model, states)
+
+
+class ShardGroup:
+    """Parameters that FSDP gathers together, by name."""
+
+    def __init__(self, group: Any, names: Mapping[int, str]) -> None:
+        """`names` are those of the model's parameters, by id."""
+        self.name = str(group._module_fqn or "")
+        self.parameters = {names[id(p.sharded_param)]: p for p in group.fsdp_params}
+        self.reduce_dtype: torch.dtype | None = group._reduce_dtype
+        self.reshards = group.post_forward_mesh_info is not None
+        self.group: dist.ProcessGroup = group.mesh_info.shard_process_group
+        self.ranks = self.group.size()
+
+    def gather(self, *shards: Tensor) -> tuple[Tensor, ...]:
+        """All rows of each parameter, from each rank's `shards`; cast before they are sent."""
+        return tuple(
+            self._gathered(parameter, shard) for parameter, shard in zip(self.parameters.values(), shards, strict=True)
+        )
+
+    def _gathered(self, parameter: Any, shard: Tensor) -> Tensor:
+        dtype = parameter.param_dtype or parameter.orig_dtype
+        rows = parameter.padded_sharded_param_size.numel()
+        sent = shard.detach().reshape(-1)
+        if sent.dtype is not dtype or shard.numel() < rows:
+            sent = shard.new_zeros(rows, dtype=dtype)
+            sent[: shard.numel()].copy_(shard.reshape(-1))
+        whole = shard.new_empty(parameter._orig_size, dtype=dtype)
+        is_even = rows * self.ranks == whole.numel()
+        found = whole.view(-1) if is_even else shard.new_empty(rows * self.ranks, dtype=dtype)
+        lent((found, sent), lambda given, part: dist.all_gather_into_tensor(given, part, group=self.group))
+        if not is_even:
+            whole.view(-1).copy_(found[: whole.numel()])
+        return whole
+
+    def gather_workspace_bytes(self) -> int:
+        """Bytes that a gather takes besides its results: of the parameter that takes most, which are gathered one by one."""
+        return max(self._gather_bytes(parameter) for parameter in self.parameters.values())
+
+    def _gather_bytes(self, parameter: Any) -> int:
+        dtype = parameter.param_dtype or parameter.orig_dtype
+        part = parameter.padded_sharded_param_size.numel() * dtype.itemsize
+        is_even = part * self.ranks == parameter._orig_size.numel() * dtype.itemsize
+        sent = 0 if is_even and dtype is parameter.orig_dtype else part
+        return sent + (0 if is_even else part * self.ranks) + self._backend_bytes("all_gather", part, parameter)
+
+    def scatter_workspace_bytes(self, names: Sequence[str]) -> int:
+        """Bytes that a scatter takes besides its results: gradients packed, and summed."""
+        some = self.parameters[names[0]]
+        dtype = self.reduce_dtype or some.param_dtype or some.orig_dtype
+        part = sum(self.parameters[name].padded_sharded_param_size.numel() for name in names) * dtype.itemsize
+        given = part * self.ranks
+        return part + given + self._backend_bytes("reduce_scatter", given, some)
+
+    def _backend_bytes(self, collective: str, given_bytes: int, parameter: Any) -> int:
+        is_host = parameter.sharded_param.device.type == "cpu"
+        return gloo_bytes(collective, given_bytes, self.ranks) if is_host else 0
+
+    def scattering(self, names: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
+        """A function from the gradients of these parameters to those of this rank's shards."""
+
+        def scatter(*gradients: Tensor) -> tuple[Tensor, ...]:
+            return self.scatter(names, *gradients)
+
+        return scatter
+
+    def scatter(self, names: Sequence[str], *gradients: Tensor) -> tuple[Tensor, ...]:
+        """This rank's rows of the mean over ranks of the `gradients` of these parameters.
+
+        They are packed as FSDP packs them, on whose order the last bits of sums over more than two ranks depend.
+        """
+        parameters = [self.parameters[name] for name in names]
+        rows = [parameter.padded_sharded_param_size.numel() for parameter in parameters]
+        dtype = self.reduce_dtype or gradients[0].dtype
+        packed = gradients[0].new_zeros((self.ranks, sum(rows)), dtype=dtype)
+        for part, gradient in zip(packed.split(rows, 1), gradients, strict=True):
+            whole = gradient.reshape(-1)
+            for rank, own in enumerate(whole.split(part.shape[1]) if whole.numel() else ()):
+                part[rank, : own.numel()].copy_(own)
+        before, after, op = divided(self.ranks, dtype)
+        if before != 1:
+            packed.div_(before)
+        summed = packed.new_empty(packed.shape[1])
+        lent(
+            (summed, packed.view(-1)),
+            lambda given, all_: dist.reduce_scatter_tensor(given, all_, op=op, group=self.group),
+        )
+        del packed
+        if after != 1:
+            summed.div_(after)
+        return tuple(
+            part[: parameter.sharded_size.numel()].view(parameter.sharded_size).to(parameter.orig_dtype, copy=True)
+            for part, parameter in zip(summed.split(rows), parameters, strict=True)
+        )
+
+
+def divided(ranks: int, dtype: torch.dtype) -> tuple[float, float, Any]:
+    """The factors by which FSDP divides gradients before and after it sums them, and how it sums."""
+    if dtype in (torch.float32, torch.bfloat16):
+        return 1, 1, dist.ReduceOp.AVG if ranks > 1 else dist.ReduceOp.SUM
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return before, ranks / before, dist.ReduceOp.SUM
+
+
+class Sharding:
+    """How a model is sharded: its groups of parameters, and their ranks."""
+
+    def __init__(self, model: nn.Module, states: Sequence[Any]) -> None:
+        """Raises UnsupportedError for what a planned step does not gather."""
+        self._states = states
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        self._fsdp_groups = groups
+        self.reshard()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in groups:
+            _check_group(group, names)
+        _check_all_sharded(model, groups)
+        self.groups = [ShardGroup(group, names) for group in groups if group.fsdp_params]
+        self.parameters = {name: parameter for group in self.groups for name, parameter in group.parameters.items()}
+        if len({id(group.group) for group in self.groups}) != 1:
+            raise UnsupportedError(
+                "the model is sharded over several meshes; a planned step needs one for all of it: pass the same mesh to every fully_shard"
+            )
+        self.group, self.ranks = self.groups[0].group, self.groups[0].ranks
+        self._hooks: list[tuple[Any, int, Any]] = []
+        self._is_taken = False
+
+    # -- between FSDP and the step
+
+    def reshard(self) -> None:
+        """Put the shards in place where FSDP has left whole parameters, as its root does after a forward."""
+        for group in self._fsdp_groups:
+            group.reshard()
+
+    def take(self) -> None:
+        """Have each shard in memory of its own, of which FSDP keeps nothing."""
+        self._is_taken = True
+        for parameter in self.parameters.values():
+            local = parameter.sharded_param._local_tensor
+            if parameter._sharded_param_data.numel():
+                parameter._sharded_param_data = local.new_empty(0)
+                if local.untyped_storage().nbytes() != local.nbytes:
+                    local.data = local.clone()
+
+    def give_back(self) -> None:
+        """Let FSDP have the shards that are there, so that its own hooks can gather them."""
+        if not self._is_taken:
+            return
+        self._is_taken = False
+        for parameter in self.parameters.values():
+            local = parameter.sharded_param._local_tensor
+            if local.untyped_storage().nbytes() >= local.nbytes:  # else it is a placeholder, and lost
+                parameter.reset_sharded_param()
+
+    def hold(self, is_tracing: Callable[[], bool], bring: Callable[[], None]) -> None:
+        """Call none of FSDP's hooks while `is_tracing`; before they run at other times, call `bring`."""
+        for state in self._states:
+            handles = {handle.id for handle in _handles(state)}
+            for module in state._modules:
+                for table, cast in (
+                    (module._forward_pre_hooks, partial(_cast_inputs, state._mp_policy)),
+                    (module._forward_hooks, partial(_cast_output, state._mp_policy)),
+                ):
+                    for key in handles & table.keys():
+                        self._hooks.append((table, key, table[key]))
+                        table[key] = _Held(table[key], cast, is_tracing, bring)
+
+    def let_go(self) -> None:
+        """Give FSDP its hooks and shards back."""
+        for table, key, hook in self._hooks:
+            table[key] = hook
+        self._hooks.clear()
+        self.give_back()
+
+
+class _Held:
+    """One of FSDP's forward hooks while a step has the model."""
+
+    def __init__(
+        self, hook: Callable[..., Any], cast: Callable[..., Any], is_tracing: Callable[[], bool], bring: Any
+    ) -> None:
+        self._hook, self._cast, self._is_tracing, self._bring = hook, cast, is_tracing, bring
+
+    def __call__(self, *given: Any) -> Any:
+        if self._is_tracing():
+            return self._cast(*given)
+        self._bring()
+        return self._hook(*given)
+
+
+def _cast_inputs(policy: Any, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not (policy.cast_forward_inputs and policy.param_dtype):
+        return args, kwargs
+    return _cast(policy.param_dtype, args), _cast(policy.param_dtype, kwargs)
+
+
+def _cast_output(policy: Any, _: nn.Module, _args: Any, output: Any) -> Any:
+    return output if policy.output_dtype is None else _cast(policy.output_dtype, output)
+
+
+def _cast(dtype: torch.dtype, values: Any) -> Any:
+    return _apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, values)
+
+
+def _handles(state: Any) -> Iterator[Any]:
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        yield from getattr(handle, "handles", (handle,))
+
+
+# -- what is refused
+
+
+def _check_group(group: Any, names: Mapping[int, str]) -> None:
+    where = group._module_fqn or "the model"
+    mesh = group.mesh_info.mesh
+    if mesh.ndim != 1 or not hasattr(group.mesh_info, "shard_process_group"):
+        raise UnsupportedError(f"{where} is sharded over a mesh of {mesh.ndim} dimensions (HSDP); {INSTEAD}")
+    if group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info:
+        raise UnsupportedError(
+            f"{where} is sharded with an integer reshard_after_forward; use True: the plan itself keeps what is worth it"
+        )
+    for setting, usual, told in (
+        ("reduce_grads", True, "set_requires_gradient_sync(False)"),
+        ("gradient_divide_factor", None, "set_gradient_divide_factor"),
+        ("force_sum_reduction_for_comms", False, "set_force_sum_reduction_for_comms"),
+        ("_all_reduce_hook", None, "set_all_reduce_hook"),
+    ):
+        if getattr(group, setting, usual) != usual:
+            raise UnsupportedError(f"{where} was told {told}, which a planned step does not do; leave it as it was")
+    for parameter in group.fsdp_params:
+        _check_parameter(parameter, where, names)
+
+
+def _check_parameter(parameter: Any, where: str, names: Mapping[int, str]) -> None:
+    name = names.get(id(parameter.sharded_param))
+    if name is None:
+        raise UnsupportedError(f"a parameter of {where} is not the model's any more; apply fully_shard anew")
+    if parameter.is_dtensor:
+        raise UnsupportedError(f"{name} is split over ranks before fully_shard (tensor parallelism); {INSTEAD}")
+    if parameter.fsdp_placement.dim != 0:
+        raise UnsupportedError(f"{name} is sharded by dimension {parameter.fsdp_placement.dim}; {INSTEAD}")
+    if parameter.offload_to_cpu:
+        raise UnsupportedError(
+            f"{where} is sharded with a CPUOffloadPolicy; leave it out: the budget says what is on the device"
+        )
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        raise UnsupportedError(f"{name} is gathered by its own fsdp_pre_all_gather, as float8 weights are; {INSTEAD}")
+    if parameter.sharded_param._backward_hooks:
+        raise UnsupportedError(f"{name} has a gradient hook, which fully_shard does not call; remove it")
+
+
+def _check_all_sharded(model: nn.Module, groups: Sequence[Any]) -> None:
+    known = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in known:
+            continue
+        if hasattr(parameter, "_local_tensor"):
+            raise UnsupportedError(f"{name} is split over ranks by other means than fully_shard; {INSTEAD}")
+        if parameter.requires_grad:
+            raise UnsupportedError(
+                f"{name} is trained and not sharded (ignored_params, or fully_shard of parts only), so its gradient would be each rank's "
+                "own; freeze it, or apply fully_shard to the whole model too"
+            )

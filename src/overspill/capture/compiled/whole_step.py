@@ -6,6 +6,7 @@ each gradient. Parameters, optimizer state and accumulated gradients are persist
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from overspill.core import Collective, CollectiveKind, LayerType, Op, Phase, TensorKind, numbered
 
 from .backward import Backward
+from .gathers import GATHER, SCATTER, Gather, GatheredGroup, with_gathers
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
 from .known_values import KnownValues
@@ -49,7 +51,7 @@ class Mutation:
 
 Elsewhere = tuple[tuple[TensorKind, int], ...]
 """Bytes on the device all the while outside the graph, by kind."""
-AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE})
+AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE, SCATTER})
 """Ops that run as soon as their gradient is complete, not after all of backward."""
 
 PROCESS_GROUP = "process group"
@@ -89,7 +91,7 @@ class GradientOps:
 
     `accumulate(sum, gradient)` adds to a tensor that stays from one micro-batch to the next; only the last micro-batch
     has `reduce` and `updates`. `reduce(*gradients)` averages a bucket of gradients, or of their sums, over processes,
-    in place, of which there are `ranks`. `norm(gradient)` is a number; `clip(*norms)`, given those of all gradients, returns the factor that
+    in place, of which there are `ranks`; parameters in `groups` are gathered, and their gradients scattered. `norm(gradient)` is a number; `clip(*norms)`, given those of all gradients, returns the factor that
     updates scale by.
     """
 
@@ -97,6 +99,7 @@ class GradientOps:
     accumulate: Callable[[Tensor, Tensor], None] | None = None
     reduce: Callable[..., None] | None = None
     ranks: int = 1
+    groups: tuple[GatheredGroup, ...] = ()
     norm: Callable[[Tensor], Tensor] | None = None
     clip: Callable[..., Tensor] | None = None
 
@@ -143,7 +146,8 @@ class TracedStep:
 
     def _around(self, joint: JointGraph, elsewhere: Elsewhere) -> CapturedStep:
         around = around_step(self.values, elsewhere)
-        return CaptureOfWholeStep(joint.copied(), list(self.inputs), self.ops, self.name, around).build()
+        joint = with_gathers(joint, self.ops.groups) if self.ops.groups else joint.copied()
+        return CaptureOfWholeStep(joint, list(self.inputs), self.ops, self.name, around).build()
 
 
 def trace_step(
@@ -248,7 +252,8 @@ class CaptureOfWholeStep(CaptureOfStep):
         made = {tensor: op.id for op in self.ops for tensor in op.writes}
         complete = {p: max(made.get(t, -1) for t in self._behind(node)) for p, node in gradients.items()}
         gradients = {position: gradients[position] for position in sorted(gradients, key=complete.__getitem__)}
-        # Add up micro-batches, then average over processes.
+        # Each rank gets its rows of sharded ones; add up micro-batches, then average over processes.
+        gradients = self._scattered(gradients)
         if ops.accumulate is not None:
             for position, node in gradients.items():
                 total = self.sums[position]
@@ -272,6 +277,54 @@ class CaptureOfWholeStep(CaptureOfStep):
     def _behind(self, node: fx.Node) -> tuple[int, ...]:
         """Ids of the tensors that `node` is a view of."""
         return self._ids(set(storages(node)))
+
+    def _add_node(self, node: fx.Node, phase: Phase) -> None:
+        if isinstance(node.target, Gather):
+            self._add_gather(node, node.target)
+        else:
+            super()._add_node(node, phase)
+
+    def _add_gather(self, node: fx.Node, gather: Gather) -> None:
+        group = gather.group
+        reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
+        writes = []
+        for position, value in zip(group.positions, node.meta["val"], strict=True):
+            key = value.untyped_storage()._cdata
+            self.tensor_of[key] = self._add_tensor(
+                value.nbytes, TensorKind.PARAMETER, f"{self.inputs[position].name} gathered", value, movable=True
+            )
+            writes.append(self.tensor_of[key])
+        self.nodes[len(self.ops)] = node
+        nbytes = sum(value.nbytes for value in node.meta["val"])
+        self._add_op(
+            GATHER, group.name, LayerType.OTHER, Phase.FORWARD, reads, tuple(writes),
+            workspace_bytes=group.gather_workspace_bytes, moved_bytes=nbytes, recomputable=True, recompute_reads=reads,
+            recompute_writes=tuple(writes), collective=Collective(CollectiveKind.GATHER, nbytes, group.ranks),
+            checkpoint=self.checkpoints.setdefault(-gather.number, 1 + len(self.checkpoints)) if group.reshards else 0,
+        )  # fmt: skip
+
+    def _scattered(self, gradients: dict[int, fx.Node]) -> dict[int, fx.Node]:
+        """`gradients` with those of sharded parameters scattered, group by group."""
+        found = dict(gradients)
+        last = {position: place for place, position in enumerate(gradients)}
+        groups = [(group, [p for p in group.positions if p in gradients]) for group in self.gradient_ops.groups]
+        for group, positions in sorted((g for g in groups if g[1]), key=lambda g: max(map(last.__getitem__, g[1]))):
+            values = []
+            for position in positions:
+                with self.fake_mode:
+                    values.append(torch.empty_like(self.input_nodes[position].meta["val"].detach()))
+            given = tuple(gradients[position] for position in positions)
+            parts = self._step_op(
+                SCATTER, group.scatter(positions), given, Phase.BACKWARD, value=values, layer=group.name,
+                workspace_bytes=group.scatter_workspace_bytes(positions),
+                collective=Collective(CollectiveKind.SCATTER, sum(node.meta["val"].nbytes for node in given), group.ranks),
+            )  # fmt: skip
+            for place, position in enumerate(positions):
+                with self.graph.inserting_after(self._last_node()):
+                    found[position] = self.graph.call_function(operator.getitem, (parts, place))
+                found[position].meta = {"val": values[place]}
+                self.joint.roots[storages(found[position])[0]] = [found[position]]
+        return found
 
     def _own(self, gradient: fx.Node) -> fx.Node:
         """A gradient to change in place: a copy if forward or caller owns it."""
@@ -329,7 +382,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         phase: Phase,
         *,
         updates: Sequence[fx.Node] = (),
-        value: Tensor | None = None,
+        value: Tensor | Sequence[Tensor] | None = None,
         workspace_bytes: int = 0,
         layer: str = "",
         ordered_by: tuple[int, ...] = (),
@@ -337,20 +390,22 @@ class CaptureOfWholeStep(CaptureOfStep):
     ) -> fx.Node:
         """Add an Op and a node calling `run(*args)`, which changes `updates` in place or makes `value`.
 
-        It counts as an update of the tensors `ordered_by` too, though they are not among its arguments.
+        Several values are those of a tuple. It counts as an update of the tensors `ordered_by` too, though they are not among its arguments.
         """
         with self.graph.inserting_after(self._last_node()):
             node = self.graph.call_function(run, args)
         node.meta = {"val": value}
         if name in (UPDATE, REDUCE):
             node.meta[MUTATION] = Mutation(name, layer)
-        # Tensors that it reads and writes, with a new one for its result.
+        # Tensors that it reads and writes, with new ones for its results.
         reads = self._ids({key for n in node.all_input_nodes for key in storages(n)}) + ordered_by
         writes = self._ids({key for n in updates for key in storages(n)}) + ordered_by
-        if value is not None:
-            (key,) = storages(node)
-            self.joint.roots[key] = [node]
-            self.tensor_of[key] = self._add_tensor(value.nbytes, TensorKind.TEMPORARY, node.name, value)
+        if isinstance(value, Tensor):
+            self.joint.roots[storages(node)[0]] = [node]
+        for made in () if value is None else (value,) if isinstance(value, Tensor) else value:
+            kind = TensorKind.GRADIENT if name == SCATTER else TensorKind.TEMPORARY
+            key = made.untyped_storage()._cdata
+            self.tensor_of[key] = self._add_tensor(made.nbytes, kind, node.name, made)
             writes = (*writes, self.tensor_of[key])
         self.nodes[len(self.ops)] = node
         moved = sum(self.tensors[t].nbytes for t in (*reads, *writes))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.compiling import told
+from overspill.capture.compiled.gathers import GatheredGroup
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes
 from overspill.capture.compiled.known_values import ChangesStranger, Held, KnownValues
@@ -37,6 +38,7 @@ from overspill.job import GradientOptions
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
+from overspill.runtime.sharding import ShardGroup
 from overspill.runtime.transfer.forks import ForkedLock
 
 from .gate import without_collections
@@ -229,8 +231,8 @@ class StepCaptures:
         values: list[Any] = []
         with KnownValues(draws=self.options.backend != "inductor") as known:
             # Parameters first, then buffers and inputs, whose values may be read.
-            for name, parameter in self.state.parameters.items():
-                values.append(self.state.spec(name, parameter).empty().requires_grad_(self.state.trains(name)))
+            for name in self.state.parameters:
+                values.append(self.state.whole(name).empty().requires_grad_(self.state.trains(name)))
                 infos.append(InputInfo(TensorKind.PARAMETER, readable(name), name in self.state.residency))
                 takes.append(name)
             for position, (name, tensor) in enumerate(
@@ -247,15 +249,15 @@ class StepCaptures:
     def _gradient_ops(self, values: Sequence[FakeTensor], *, last: bool) -> GradientOps:
         updates = []
         # One update per trained parameter, in the last micro-batch.
-        for position, (name, parameter) in enumerate(self.state.parameters.items()):
+        for position, name in enumerate(self.state.parameters):
             if last and self.state.trains(name):
                 owned = self.state.owned[name]
+                planned = self.state.planned(name)
                 with values[position].fake_mode:
-                    state = tuple(
-                        StateInfo(key, self.state.residency[f"{name}.{key}"].spec.empty()) for key in owned.shaped
-                    )
-                workspace = self.state.updates.workspace_bytes(parameter, owned.group)
-                elementwise = self.state.updates.is_elementwise(parameter)
+                    state = tuple(StateInfo(key, planned.like(dtype).empty()) for key, dtype in owned.shaped.items())
+                like = self.state.like(name)
+                workspace = self.state.updates.workspace_bytes(like, owned.group)
+                elementwise = self.state.updates.is_elementwise(like)
                 updates.append(ParameterUpdate(position, owned.run, state, workspace, elementwise))
         # Averaging over processes and clipping come once, before the update.
         clipping = self._clipping if last else None
@@ -263,10 +265,31 @@ class StepCaptures:
             tuple(updates),
             accumulate=self._add_up if self.gradients.accumulate > 1 else None,
             reduce=self.processes.average if last else None,
+            groups=self._groups(values),
             ranks=self.processes.size,
             norm=None if clipping is None else clipping.norm,
             clip=None if clipping is None else clipping.factor,
         )
+
+    def _groups(self, values: Sequence[FakeTensor]) -> tuple[GatheredGroup, ...]:
+        """The groups of parameters that `fully_shard` has made."""
+        if self.state.sharding is None:
+            return ()
+        names = [*self.state.parameters]
+        with values[0].fake_mode:
+            return tuple(self._group(group, names) for group in self.state.sharding.groups)
+
+    def _group(self, group: ShardGroup, names: Sequence[str]) -> GatheredGroup:
+        def named(positions: Sequence[int]) -> list[str]:
+            return [names[position] for position in positions]
+
+        return GatheredGroup(
+            readable(group.name), tuple(map(names.index, group.parameters)),
+            tuple(self.state.planned(name).empty() for name in group.parameters), group.ranks,
+            group.gather, group.gather_workspace_bytes(),
+            lambda positions: group.scattering(named(positions)),
+            lambda positions: group.scatter_workspace_bytes(named(positions)), group.reshards,
+        )  # fmt: skip
 
     def _sum_residents(self, captured: CapturedStep) -> list[str]:
         """Names of the residents of accumulated gradients."""

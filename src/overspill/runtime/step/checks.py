@@ -9,7 +9,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): the hook table
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ INSTEAD = (
 )
 
 
-def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: Collection[str] = ()) -> None:
     """Raise RequestError or UnsupportedError for a model that cannot be planned.
 
-    Its parameters must be movable and updatable one by one.
+    Its parameters must be movable and updatable one by one; those `sharded` are so in parts.
     """
     # The modules: not in another step, no sparse gradients.
     for path, module in step.named_modules():
@@ -58,10 +58,11 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
             raise RequestError(f"{readable(name)} is not initialised yet; call the model once on an example first")
         if parameter.is_complex():
             raise UnsupportedError(f"{readable(name)} is complex; keep its real and imaginary parts as two parameters")
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, FakeTensor):  # fake ones are only planned
+        # Fake ones are only planned.
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, FakeTensor) and name not in sharded:
             raise UnsupportedError(
                 f"{readable(name)} is a {type(parameter).__name__}, whose bytes are not in one place; "
-                "a planned step needs plain parameters"
+                "a planned step needs plain parameters, or those of fully_shard on a mesh of one dimension"
             )
 
 
@@ -117,6 +118,15 @@ def check_optimizer(optimizer: Any) -> None:
     ]:
         raise UnsupportedError(f"{name}.step cannot do without an argument ({', '.join(needed)}); {INSTEAD}")
     check_optimizer_settings(optimizer)
+
+
+def check_sharded(optimizer: Optimizer, elementwise: bool) -> None:
+    """Raise UnsupportedError for an optimizer whose update of a shard is not a part of the whole one's."""
+    if not elementwise:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is not known to treat each element by itself, and each rank would update by its own rows "
+            "alone; use one that does, such as AdamW or SGD"
+        )
 
 
 def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:

@@ -275,8 +275,7 @@ class StepPlans:
         rest = batches.bytes_outside(whole, inputs)
         losses = 2 * LOSS_BYTES if self.gradients.accumulate > 1 else 0
         state = sum(
-            self.state.updates.rest_bytes(self.state.parameters[n], owned.group)
-            for n, owned in self.state.owned.items()
+            self.state.updates.rest_bytes(self.state.like(n), owned.group) for n, owned in self.state.owned.items()
         )
         return (TensorKind.INPUT, rest), (TensorKind.TEMPORARY, losses), (TensorKind.OPTIMIZER_STATE, state), (
             TensorKind.PARAMETER, self.beside()

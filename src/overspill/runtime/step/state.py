@@ -19,9 +19,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import RequestError
 from overspill.models.step import StepLoss
+from overspill.runtime.sharding import local_of, sharding_of
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .checks import check_hooks, check_model, check_optimizer_settings, check_same_places, check_unchanged
+from .checks import (
+    check_hooks,
+    check_model,
+    check_optimizer_settings,
+    check_same_places,
+    check_sharded,
+    check_unchanged,
+)
 from .gate import Gate
 from .residency import Guarded, Residency, Resident, Spec
 from .structure import Structure
@@ -43,8 +51,12 @@ class StepState:
         self.module = module
         self.optimizer = optimizer
         self.updates = updates
+        self.sharding = sharding_of(module)
+        """How `fully_shard` has sharded the model, or None; of a sharded parameter, this rank's part is what moves."""
         self.parameters = dict(module.named_parameters())
-        check_model(module, self.parameters)
+        check_model(module, self.parameters, () if self.sharding is None else self.sharding.parameters)
+        if self.sharding is not None:
+            check_sharded(optimizer, updates.groups)
         # Parameters and buffers, as they are now.
         self.structure = Structure(module)
         self.strangers: dict[str, Tensor] = {}
@@ -65,6 +77,9 @@ class StepState:
 
     def take_hold(self) -> None:
         """Adopt parameters and optimizer state, and guard them from now on."""
+        if self.sharding is not None:
+            self.sharding.take()
+            self.sharding.hold(lambda: self.gate.is_tracing, lambda: self.gate.alone(self.synchronize))
         self.adopt_optimizer()
         self.adopt_parameters()
         self._guard_modules()
@@ -96,6 +111,8 @@ class StepState:
         if not self.guards:
             raise RequestError("this step is closed; make another with train_step")
         # Settings and hooks, then modules, parameters and buffers.
+        if self.sharding is not None:
+            self.sharding.reshard()
         check_optimizer_settings(self.optimizer, own_hooks=1)
         check_hooks(self.parameters, self.optimizer)
         hooks = {n: tuple(p._backward_hooks.values()) for n, p in self.parameters.items() if p._backward_hooks}
@@ -131,17 +148,22 @@ class StepState:
 
     def adopt_parameters(self) -> None:
         """Notice parameters that `load_state_dict` or the user has changed."""
+        if self.sharding is not None:
+            self.sharding.take()
         # A parameter that shares its storage with another stays on the device.
-        shared = Counter(p.untyped_storage()._cdata for p in self.parameters.values())
-        for name, parameter in self.parameters.items():
-            parameter.grad = None  # a step makes its own, as after zero_grad()
+        own = {name: local_of(parameter) for name, parameter in self.parameters.items()}
+        shared = Counter(tensor.untyped_storage()._cdata for tensor in own.values())
+        for name, tensor in own.items():
+            self.parameters[name].grad = None  # a step makes its own, as after zero_grad()
             known = self.residency.residents.get(name)
-            if known is None and _owns_its_storage(parameter) and shared[parameter.untyped_storage()._cdata] == 1:
-                self.residency.adopt(name, parameter)
-            elif known is not None and not known.away and Spec.of(parameter) != known.spec:
-                check_unchanged(name, parameter, known.spec)
-                self.residency.residents[name] = Resident(name, parameter)
+            if known is None and _owns_its_storage(tensor) and shared[tensor.untyped_storage()._cdata] == 1:
+                self.residency.adopt(name, tensor)
+            elif known is not None and not known.away and Spec.of(tensor) != known.spec:
+                check_unchanged(name, tensor, known.spec)
+                self.residency.residents[name] = Resident(name, tensor)
                 self.stale = True
+            elif known is not None and known.tensor is not tensor:  # FSDP has padded it anew
+                self.residency.adopt(name, tensor)
 
     def adopt_optimizer(self) -> None:
         """Notice new parameter groups, settings and state.
@@ -200,8 +222,8 @@ class StepState:
             self.stale = True
             self._disown(name)
             state, owned = self.optimizer.state.get(parameter, {}), None
-            self.updates.check_state(group, parameter, state)
-        fresh = self.updates.state_of(parameter, group, state)
+            self.updates.check_state(group, self.like(name), state)
+        fresh = self.updates.state_of(local_of(parameter), group, {key: local_of(v) for key, v in state.items()})
         if owned is None or owned.shaped != fresh.shaped:
             self.stale = True
             self.owned[name] = fresh
@@ -212,22 +234,46 @@ class StepState:
         for key, dtype in fresh.shaped.items():
             where = f"{name}.{key}"
             if state:
-                self.residency.adopt(where, state[key])
+                self.residency.adopt(where, local_of(state[key]))
             else:
                 self.residency.residents[where] = Resident.blank(where, spec.like(dtype))
 
     def spec(self, name: str, parameter: Tensor) -> Spec:
         """The spec of `parameter` on the device."""
-        return self.residency[name].spec if name in self.residency else Spec.of(parameter)
+        return self.residency[name].spec if name in self.residency else Spec.of(local_of(parameter))
+
+    def planned(self, name: str) -> Spec:
+        """The spec that plans count a parameter with: of a sharded one, that of the rank with most rows."""
+        parameter = self.parameters[name]
+        spec = self.spec(name, parameter)
+        if self.sharding is None or name not in self.sharding.parameters:
+            return spec
+        size = self.sharding.parameters[name].padded_sharded_param_size
+        return Spec(size, torch.empty(size, device="meta").stride(), spec.dtype, spec.device)
+
+    def like(self, name: str) -> Tensor:
+        """A tensor without memory that has the planned size of a parameter."""
+        return self.planned(name).placeholder()
+
+    def whole(self, name: str) -> Spec:
+        """The spec of a parameter as forward reads it."""
+        spec = self.spec(name, self.parameters[name])
+        if self.sharding is None or name not in self.sharding.parameters:
+            return spec
+        of = self.sharding.parameters[name]
+        return Spec(of._orig_size, of._contiguous_orig_stride, of.param_dtype or of.orig_dtype, spec.device)
 
     def whole_bytes(self) -> int:
         """Bytes of parameters, buffers and optimizer state, all on the device."""
         moving = sum(of.spec.nbytes for name, of in self.residency.residents.items() if name not in self.sums)
         fixed = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for t in (*(p for n, p in self.parameters.items() if n not in self.residency), *self.buffers.values())
+            for t in (
+                *(local_of(p) for n, p in self.parameters.items() if n not in self.residency),
+                *self.buffers.values(),
+            )
         }
-        rest = sum(self.updates.rest_bytes(self.parameters[n], owned.group) for n, owned in self.owned.items())
+        rest = sum(self.updates.rest_bytes(self.like(n), owned.group) for n, owned in self.owned.items())
         return moving + sum(fixed.values()) + rest
 
     def present_bytes(self) -> int:
@@ -268,6 +314,8 @@ class StepState:
             self._unguard_state(name, guard)
         self.guards.clear()
         self.state_guards.clear()
+        if self.sharding is not None:
+            self.sharding.let_go()
 
     def disown(self) -> None:
         """Remove the guards and drop model and optimizer, as no step follows."""
@@ -302,13 +350,20 @@ class StepState:
 
     def _guard_state(self, name: str, owned: ParameterState) -> Guarded:
         content = {
-            key: self.residency[f"{name}.{key}"].tensor if key in owned.shaped else owned.rest[key]
+            key: self._shown(name, self.residency[f"{name}.{key}"].tensor) if key in owned.shaped else owned.rest[key]
             for key in owned.order
         }
         owned.content = tuple(content.values())
         guard = self.state_guards[name] = Guarded(content, self.gate)
         self.optimizer.state[self.parameters[name]] = guard
         return guard
+
+    def _shown(self, name: str, tensor: Tensor) -> Tensor:
+        """State of a parameter as the user's optimizer has it: of a sharded one a DTensor."""
+        if self.sharding is None or name not in self.sharding.parameters:
+            return tensor
+        shown: Tensor = self.sharding.parameters[name].to_sharded_dtensor(tensor)
+        return shown
 
     def _bringer(self, names: Sequence[str], *, asks: bool) -> Callable[[], None] | None:
         residents = self.residency.residents
@@ -334,6 +389,9 @@ class StepState:
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device."""
         self.bring([name for name in self.residency.away() if name not in self.sums])
+        if self.sharding is not None:
+            with self.gate.opened():
+                self.sharding.give_back()
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:

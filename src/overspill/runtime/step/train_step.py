@@ -32,11 +32,12 @@ from overspill.runtime.driver import ProgramRun
 from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
 from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options
-from overspill.runtime.parallel import OneProcess, processes_of
+from overspill.runtime.parallel import OneProcess
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.recording.told import told_instructions
 from overspill.runtime.reserved import ReservedWatch
+from overspill.runtime.sharding import local_of, processes_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
@@ -468,7 +469,7 @@ class TrainStep(PlannedPeaks):
             if isinstance(what, int):
                 args.append(given[what])
             elif (resident := residents.get(what)) is None:
-                args.append(self._state.parameters[what].data)
+                args.append(local_of(self._state.parameters[what]).data)
             else:
                 args.append(resident.take_handle() if what in compiled.stored else resident.take())
         args += [residents[name].handle for name in compiled.copied]

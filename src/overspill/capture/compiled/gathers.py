@@ -1,0 +1,81 @@
+"""Gathers of sharded parameters in a traced step.
+
+A step is traced with whole parameters. Here each becomes the result of an op that gathers it, with the others of its group,
+from the shards of all ranks, right before it is first read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .joint import JointGraph, copied
+
+GATHER, SCATTER = "step.gather", "step.scatter"
+"""Ops that get whole parameters from all ranks' shards, and a shard's gradient from all ranks' gradients."""
+
+
+@dataclass(frozen=True)
+class GatheredGroup:
+    """Parameters that are gathered by one op, by their positions among the inputs.
+
+    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards)` returns the whole parameters, and
+    `scatter(positions)` the function that makes of their gradients, of these positions, each shard's. They take workspaces besides what they
+    return; `reshards`: the program itself frees what it has gathered after forward, and gathers it again.
+    """
+
+    name: str
+    positions: tuple[int, ...]
+    shards: tuple[Tensor, ...]
+    ranks: int
+    gather: Callable[..., tuple[Tensor, ...]]
+    gather_workspace_bytes: int
+    scatter: Callable[[Sequence[int]], Callable[..., tuple[Tensor, ...]]]
+    scatter_workspace_bytes: Callable[[Sequence[int]], int]
+    reshards: bool
+
+
+class Gather:
+    """The target of a gather's node."""
+
+    tags = ()
+    __name__ = GATHER
+
+    def __init__(self, group: GatheredGroup, number: int) -> None:
+        self.group = group
+        self.number = number
+
+    def __call__(self, *shards: Tensor) -> tuple[Tensor, ...]:
+        """The whole parameters."""
+        return self.group.gather(*shards)
+
+
+def with_gathers(joint: JointGraph, groups: Sequence[GatheredGroup]) -> JointGraph:
+    """A copy of `joint` whose inputs are the shards of the parameters in `groups`."""
+    module = copied(joint.module)
+    graph = module.graph
+    inputs = [n for n in graph.find_nodes(op="placeholder") if "tangents" not in str(n.target)]
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for number, group in enumerate(groups, 1):
+        wholes = [inputs[position] for position in group.positions]
+        shards = []
+        for whole, value in zip(wholes, group.shards, strict=True):
+            with graph.inserting_before(whole):
+                shards.append(graph.placeholder(f"{whole.name}_shard"))
+            shards[-1].meta = {**whole.meta, "val": value}
+        if readers := [user for whole in wholes for user in whole.users]:
+            first = min(readers, key=order.__getitem__)
+            with graph.inserting_before(first):
+                gather = graph.call_function(Gather(group, number), tuple(shards))
+                gather.meta = {"val": tuple(whole.meta["val"] for whole in wholes)}
+                for place, whole in enumerate(wholes):
+                    item = graph.call_function(operator.getitem, (gather, place))
+                    item.meta = {"val": whole.meta["val"]}
+                    whole.replace_all_uses_with(item)
+        for whole in wholes:
+            graph.erase_node(whole)
+    module.recompile()
+    return JointGraph(module, len(joint.forward_outputs))

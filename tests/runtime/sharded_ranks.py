@@ -1,0 +1,118 @@
+"""Cases of models that `fully_shard` has sharded, which `ranks.py` runs and `test_sharding.py` looks at."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+
+import overspill
+
+STEPS, WIDTH = 3, 30
+Make = Callable[[nn.Module], Optimizer]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    """Rows that the ranks cannot share evenly, a weight that is used twice, and statistics of each rank's own."""
+
+    def __init__(self, width: int = WIDTH, words: int = 23) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.flatten(0, 1)))
+
+
+def sharded(policy: MixedPrecisionPolicy | None = None, reshard: bool = True, *, frozen: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = Words()
+    for parameter in model.blocks[1].up.parameters() if frozen else ():
+        parameter.requires_grad_(False)
+    given = {"mp_policy": policy} if policy is not None else {}
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **given)
+    return fully_shard(model, reshard_after_forward=reshard, **given)
+
+
+def loss(model: nn.Module, words: Tensor) -> Tensor:
+    return F.cross_entropy(model(words[:, :-1]).float(), words[:, 1:].flatten())
+
+
+def batch(step: int, samples: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(0, 23, (samples, 9), generator=generator)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+def local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor).detach().clone() if isinstance(tensor, Tensor) else tensor
+
+
+def everything(model: nn.Module, optimizer: Optimizer, losses: list[Tensor]) -> dict[str, Any]:
+    """This rank's part of what training has made."""
+    found = {name: local(tensor) for name, tensor in model.state_dict().items()}
+    for group in optimizer.state_dict()["state"].items():
+        found |= {f"{group[0]}.{key}": local(value) for key, value in group[1].items()}
+    return {"losses": torch.stack([value.detach() for value in losses])} | found
+
+
+def by_hand(
+    model: nn.Module, optimizer: Optimizer, accumulate: int = 1, clip_norm: float | None = None
+) -> dict[str, Any]:
+    losses = []
+    for number in range(STEPS):
+        total = torch.zeros(())
+        for part in batch(number).chunk(accumulate):
+            value = loss(model, part) / accumulate
+            value.backward()
+            total = total + value.detach()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return everything(model, optimizer, losses)
+
+
+def planned(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str, Any]:
+    step = overspill.train_step(model, loss, optimizer, **{"store": "host", "budget": "smallest"} | options)
+    losses = [step(batch(number)) for number in range(STEPS)]
+    result = everything(model, optimizer, losses)
+    step.close()
+    return result
+
+
+def both(make: Make = adamw, *how: Any, frozen: bool = False, budget: Any = "smallest", **options: Any) -> Any:
+    """What a planned step makes, and what FSDP does."""
+    ours, theirs = sharded(*how, frozen=frozen), sharded(*how, frozen=frozen)
+    return planned(ours, make(ours), budget=budget, **options), by_hand(theirs, make(theirs), **options)
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "sharded": both,
+    "sharded, roomy": lambda: both(lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), budget="1GiB"),
+}
