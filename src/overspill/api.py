@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # torch is imported when a model is planned, and not for `pac
     from .plans.comparison import Comparison
     from .plans.plan import Plan
     from .plans.sweep import Sweep
+    from .policies import Policy
 
 
 def plan(
@@ -31,7 +32,7 @@ def plan(
     *,
     budget: str | float | Budget | None = None,
     device: str | Device = "cpu",
-    policy: str = "auto",
+    policy: str | Policy = "auto",
     batch: int | None = None,
     whole_step: bool = False,
     placement: str | None = None,
@@ -44,13 +45,14 @@ def plan(
     """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
 
     Args:
-        build: A built-in model by its name (then with `batch`), a module (left as it is) or a function that makes one.
+        build: A built-in model or `package.module:callable` by name, a module (left as it is), or a function that makes one,
+            or that returns (module, make_batch, loss); `batch` with the first and the last.
         inputs: What the model reads, as of `overspill.estimate`.
         loss: A criterion of torch.nn, a function of the model and all inputs, or None for a model that returns its own loss.
         optimizer: Its name, or a function of the parameters; its state counts.
         budget: A size (`"8GiB"`), a share of what the step takes unmanaged (`0.5`), `"smallest"`, or None for all of the device.
         device: By name, by file, or as a Device; `cpu` is this machine.
-        policy: A name that `overspill policies` lists.
+        policy: A name that `overspill policies` lists, with parameters as `"window:window=1GiB"`, or a policy.
         batch: Samples in a step; by default the first dimension of `inputs`.
         whole_step: Parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
         placement: An allocator or solver within whose peak the plan must stay.
@@ -86,9 +88,11 @@ def compare(
     *,
     budget: str | float | Budget | None = None,
     device: str | Device = "cpu",
-    policies: Iterable[str] | None = None,
+    policies: Iterable[str | Policy] | None = None,
     batch: int | None = None,
     whole_step: bool = False,
+    placement: str | None = None,
+    times: MeasuredTimes | None = None,
     backend: str = "eager",
     torch: str | None = None,
     cuda: str | None = None,
@@ -103,9 +107,11 @@ def compare(
         optimizer: Its name.
         budget: A size, a share, or None for all of the device.
         device: By name, by file, or as a Device.
-        policies: Names that `overspill policies` lists; by default all of them.
+        policies: Names that `overspill policies` lists, or policies; by default all of them.
         batch: Samples in a step.
         whole_step: Parameters, gradients and optimizer state may move too.
+        placement: An allocator or solver that places all plans, or `"own"`: each policy's has that of its paper.
+        times: Op times that were measured on the device.
         backend: With `inductor` the step is as stock `torch.compile` has it.
         torch: The PyTorch release that a GPU runs it with.
         cuda: The CUDA release.
@@ -122,12 +128,11 @@ def compare(
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.preview import compare_job  # noqa: PLC0415
 
-    names = tuple(POLICIES.loaded()[0] if policies is None else policies)
-    for name in names:
-        policy_named(name)
+    names = tuple(map(policy_named, POLICIES.loaded()[0] if policies is None else policies))
     options = Options(
-        budget, device=_device(device), software=software_named(torch, cuda), whole_step=whole_step, backend=backend
-    )
+        budget, device=_device(device), placement=placement, times=times, software=software_named(torch, cuda),
+        whole_step=whole_step, backend=backend,
+    )  # fmt: skip
     return compare_job(_job(build, inputs, loss, batch, optimizer, how), options, names)
 
 
@@ -138,7 +143,7 @@ def sweep(
     optimizer: str | MakeOptimizer = "sgd",
     *,
     device: str | Device = "cpu",
-    policies: Iterable[str] = ("auto",),
+    policies: Iterable[str | Policy] = ("auto",),
     points: int | None = None,
     batch: int | None = None,
     whole_step: bool = False,
@@ -155,7 +160,7 @@ def sweep(
         loss: The criterion, or the function of the model and all inputs.
         optimizer: Its name.
         device: By name, by file, or as a Device.
-        policies: Names that `overspill policies` lists.
+        policies: Names that `overspill policies` lists, or policies.
         points: The most budgets to plan for; None: 12.
         batch: Samples in a step.
         whole_step: Parameters, gradients and optimizer state may move too.
@@ -176,9 +181,7 @@ def sweep(
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.preview import sweep_job  # noqa: PLC0415
 
-    names, asked = tuple(policies), POINTS if points is None else points
-    for name in names:
-        policy_named(name)
+    names, asked = tuple(map(policy_named, policies)), POINTS if points is None else points
     check_points(asked)
     options = Options(
         device=_device(device), software=software_named(torch, cuda), whole_step=whole_step, backend=backend

@@ -165,6 +165,12 @@ def test_the_whole_step_needs_less_for_parameters_and_state_move_too(overspill: 
         ("--report page.pdf", "cannot write a report to page.pdf: the file must end in .html"),
         ("--report absent/page.html", "there is no directory absent"),
         ("--budget 12XB", "'12XB' is not a size"),
+        ("--policies window:windw=1GiB,auto", "the policy window has no parameter 'windw'; did you mean 'window'?"),
+        (
+            "--policies vdnn,auto",
+            "no policy is called 'vdnn': vDNN's policies are vdnn-all, vdnn-conv and vdnn-dynamic",
+        ),
+        ("--placers profile-guided", "its heuristic is --placement skyline"),
         ("--gpu titan-z", "unknown device 'titan-z'"),
         ("--optimizer lion", "unknown optimizer 'lion'"),
         ("--seq-len 8", "--seq-len does not apply"),
@@ -210,7 +216,7 @@ def test_placement_crosses_policies_with_allocators_and_solvers(overspill: Overs
     for placed in found:
         assert placed["peak_bytes"] >= placed["lower_bound_bytes"] == live[placed["policy"]]
         assert (placed["unusable"] is None) == (placed["placer"] == "portfolio")
-    human = overspill(f"{COMPARE} --policies liveness --placement")
+    human = overspill(f"{COMPARE} --policies liveness --placers all")
     assert "mean U_f" in human.out
     assert "portfolio" in human.out
 
@@ -219,3 +225,25 @@ def test_an_unknown_placer_is_refused_before_anything_is_captured(overspill: Ove
     done = overspill(f"{COMPARE} --placers pytroch")
     assert done.code == 2
     assert "nothing that places blocks is called 'pytroch'" in done.error
+
+
+def test_a_policy_is_judged_in_the_pool_of_its_paper_and_says_what_it_chose(overspill: Overspill) -> None:
+    policies = "vdnn-dynamic,window:every_step,window=1MiB,liveness"
+    done = overspill(f"{COMPARE} --policies {policies} --placement own --json --budget 4MiB")
+    rows = by_policy(done.answer)
+    assert {name: row["pool"] for name, row in rows.items()} == {
+        "vdnn-dynamic": "cnmem", "window:window=1048576,every_step": "chunked", "liveness": None,
+    }  # fmt: skip
+    assert rows["vdnn-dynamic"]["chosen"] == {"pass": "none"}
+    assert rows["vdnn-dynamic"]["device_bytes"] >= rows["vdnn-dynamic"]["max_bytes"]
+    assert rows["window:window=1048576,every_step"]["note"].startswith("moves feature maps alone here")
+
+
+def test_a_budget_above_the_card_is_refused_and_never_advised(overspill: Overspill) -> None:
+    done = overspill("compare nets:shallow --batch 16 --gpu titan-x --policies auto --budget 13GiB")
+    assert done.code == 2
+    assert "--budget 13.0 GiB is more than the 11.9 GiB of titan-x" in done.error
+    done = overspill("compare nets:shallow --batch 40000000 --gpu titan-x --policies auto,liveness")
+    assert done.code == 1
+    assert "more than titan-x has" in done.error
+    assert "would do" not in done.error

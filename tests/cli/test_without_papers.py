@@ -33,7 +33,12 @@ REFUSED = {
     "estimate --onnx net.onnx --batch 4": "the framework 'onnx'",
     "estimate --tensorflow net:model --batch 4": "the framework 'tensorflow'",
 }
-WORKING = ("--help", "models", "policies", "compare alexnet --small --batch 2 --gpu t4 --policies liveness --placement")
+WORKING = (
+    "--help",
+    "models",
+    "policies",
+    "compare alexnet --small --batch 2 --gpu t4 --policies liveness --placers all",
+)
 
 
 @pytest.fixture(scope="module")

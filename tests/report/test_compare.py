@@ -38,7 +38,7 @@ def shown(rows: list[dict[str, Any]], bound: float | None = None, device: Device
 def test_a_rows_figures_are_its_plans() -> None:
     (row,) = figures("vdnn-all")
     plan = make_plan(GRAPH, DEVICE, "vdnn-all", CAPACITY)
-    assert row.keys() == {"policy", "fits", "error", "floor_bytes", *FIGURES}
+    assert row.keys() == {"policy", "fits", "error", "floor_bytes", "pool", "crowded", "chosen", "note", *FIGURES}
     assert (row["max_bytes"], row["offloaded_bytes"]) == (plan.peak_bytes, plan.offloaded_bytes)
     assert row["average_bytes"] == round(plan.timeline.average_bytes) <= row["max_bytes"]
     assert row["step_seconds"] == plan.step_seconds
@@ -51,7 +51,7 @@ def test_where_the_card_is_known_the_row_has_what_it_must_have() -> None:
     card = Card(300 << 20, (8 << 20,))
     budget = (300 << 20) + 3 * GRAPH.bytes_of(TensorKind.ACTIVATION) // 4
     gpu = replace(DEVICE, index=ELSEWHERE, context_bytes=300 << 20)
-    rows = compare(GRAPH, gpu, ("auto", "in-core"), budget, card=card)
+    rows = compare(GRAPH, gpu, ("auto", "in-core"), budget, card_for=lambda _: card)
     for row in rows:
         found = row_figures(row, gpu)
         assert row.plan is not None
@@ -64,7 +64,7 @@ def test_where_the_card_is_known_the_row_has_what_it_must_have() -> None:
     assert rows[0].plan.device_bytes <= budget
     assert rows[1].least_bytes == rows[1].plan.device_bytes  # type: ignore[union-attr]
     assert rows[0].plan.peak_bytes < make_plan(GRAPH, gpu, "auto", budget - (300 << 20)).peak_bytes
-    (impossible,) = compare(GRAPH, gpu, ("auto",), 301 << 20, card=card)
+    (impossible,) = compare(GRAPH, gpu, ("auto",), 301 << 20, card_for=lambda _: card)
     assert impossible.plan is None
     assert impossible.least_bytes is not None
     assert impossible.least_bytes > 301 << 20
@@ -74,7 +74,7 @@ def test_where_the_card_is_known_the_row_has_what_it_must_have() -> None:
 
 def test_a_row_without_a_plan_has_the_same_keys() -> None:
     (row,) = figures("auto", budget_bytes=1)
-    assert row.keys() == {"policy", "fits", "error", "floor_bytes", *FIGURES}
+    assert row.keys() == {"policy", "fits", "error", "floor_bytes", "pool", "crowded", "chosen", "note", *FIGURES}
     assert {row[name] for name in FIGURES} == {None}
     assert row["fits"] is False
     assert row["floor_bytes"] > 1

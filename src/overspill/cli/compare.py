@@ -31,28 +31,35 @@ from .job import with_job
 from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from overspill.placement.place import Placed
     from overspill.plans.comparison import Comparison, Row
 
+ALL = "all"
 PolicyNames = Annotated[
     str | None,
     typer.Option(
         metavar="A,B,…",
-        help="Names that `overspill policies` lists; NAME:m takes the algorithms of least workspace.  [default: all]",
+        help="Names that `overspill policies` lists, with parameters as window:window=1GiB,every_step.  [default: all]",
         show_default=False,
         autocompletion=complete.policies,
     ),
 ]
 Placement = Annotated[
-    bool, typer.Option("--placement", help="Place the blocks of every policy by every allocator and solver.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What places the blocks of all plans, as `overspill plan` has it; own: each policy's paper's.  [default: PyTorch's]",
+        show_default=False,
+        autocompletion=complete.placer,
+    ),
 ]
 PlacerNames = Annotated[
     str | None,
     typer.Option(
         metavar="A,B,…",
-        help="Allocators and solvers for --placement.  [default: the allocators, skyline and portfolio]",
+        help="Place every plan by each of these allocators and solvers too; all: the allocators, skyline and portfolio.",
         show_default=False,
         autocompletion=complete.placers,
     ),
@@ -72,7 +79,7 @@ def compare(
     policies: PolicyNames = None,
     whole_step: WholeStep = False,
     backend: Backend = "eager",
-    placement: Placement = False,
+    placement: Placement = None,
     placers: PlacerNames = None,
     plot: PlotFile = None,
     report: ReportFile = None,
@@ -88,7 +95,7 @@ def compare(
     # Check all options before torch is imported.
     begun = time.perf_counter()
     names = policy_names(policies)
-    placing = _placer_names(placers) if placement or placers is not None else ()
+    placing = _placer_names(placers)
     limit = check_request(budget, "auto", plot)
     if plot is not None:
         check_plot(plot)
@@ -109,8 +116,9 @@ def compare(
 
         # Capture once, and plan with each policy.
         options = Options(
-            budget=limit, device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend
-        )
+            budget=limit, device=device, placement=placement, software=software_named(torch, cuda),
+            whole_step=whole_step, backend=backend,
+        )  # fmt: skip
         narrator.now(f"capturing {job.name} for {device.name}")
         narrator.parts(len(names))
         rows = compare_job(job, options, names, lambda name: narrator.part(f"planning {name}"))
@@ -120,6 +128,7 @@ def compare(
         "whole_step": whole_step,
         "backend": backend,
         "gpu": device.name,
+        "placement": placement,
         "unmanaged_bytes": rows.unmanaged_bytes,
         "budget_bytes": rows.budget_bytes,
         "baseline": BASELINE,
@@ -134,36 +143,32 @@ def policy_names(asked: str | None) -> tuple[str, ...]:
 
     Raises RequestError for one that is not there.
     """
-    from overspill.policies import POLICIES, policy_named
+    from overspill.policies import POLICIES, policies_in, policy_named
 
     if asked is None:
         return tuple(POLICIES.loaded()[0])
-    return _named(asked, policy_named, f"--policies names none. Policies: {', '.join(POLICIES)}")
+    if not (names := policies_in(asked)):
+        raise RequestError(f"--policies names none. Policies: {', '.join(POLICIES)}")
+    return tuple(str(policy_named(name)) for name in names)
 
 
 def _placer_names(asked: str | None) -> tuple[str, ...]:
     """The allocators and solvers that the user named.
 
-    Or those that need no time. Raises RequestError for others.
+    `all` are those that need no time. Raises RequestError for others.
     """
     from overspill.placement import ALLOCATORS
     from overspill.placement.place import check_placer
 
     if asked is None:
+        return ()
+    if asked == ALL:
         return (*ALLOCATORS, "skyline", "portfolio")
-    return _named(asked, check_placer, "--placers names none; leave it out for all")
-
-
-def _named(asked: str, check: Callable[[str], object], none: str) -> tuple[str, ...]:
-    """The names in `A,B,…`, each once, checked by `check`.
-
-    Raises RequestError, `none` where there are none.
-    """
     names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
     if not names:
-        raise RequestError(none)
+        raise RequestError("--placers names none; all are meant by `--placers all`")
     for name in names:
-        check(name)
+        check_placer(name)
     return names
 
 
@@ -196,6 +201,7 @@ def _outcome(
 
     from overspill.report.compare import compare_report, row_figures
     from overspill.report.plot import plot as draw
+    from overspill.runtime.options import PYTORCH
 
     (plot, report), device, budget_bytes = files, rows.device, rows.budget_bytes
     found = [row_figures(row, device) for row in rows]
@@ -224,6 +230,11 @@ def _outcome(
     least = min(((row.least_bytes, row.policy) for row in rows if row.least_bytes is not None), default=None)
     message = f"infeasible: no policy fits {format_bytes(budget_bytes)}"
     if least is not None:
-        message += f"; {least[1]} needs the least, {format_bytes(least[0])}; --budget {least[0]} would do"
+        message += f"; {least[1]} needs the least, {format_bytes(least[0])}"
+        enough = device.index is None or least[0] <= device.memory_bytes
+        message += f"; --budget {least[0]} would do" if enough else f", more than {device.name} has"
+        crowded = [row.policy for row in rows if row.crowded and row.pool == PYTORCH]
+        if crowded and request["placement"] is None:
+            message += f"; live tensors of {', '.join(crowded)} fit, in another pool than PyTorch's: --placement own"
     refusal = {"floor_bytes": None if least is None else least[0], "error": message, "exit_code": 1}
     return Outcome(answer | refusal, human, 1, message)

@@ -88,6 +88,8 @@ def _on_purpose(error: OverspillError) -> Failure:
         "feasible": False,
     }
     would_do = f"budget={error.floor_bytes} would do"
+    if error.most_bytes is not None and error.floor_bytes > error.most_bytes:
+        would_do = "no budget on this GPU would do"
     return Failure(message if would_do in message else f"{message}; {would_do}", error.exit_code, floor)
 
 

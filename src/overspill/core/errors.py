@@ -49,7 +49,8 @@ class InfeasibleBudget(OverspillError):
 
     `floor_bytes` is the smallest budget that works, `cause` names the op and the tensors that need it. Where known,
     `parts` add up to `floor_bytes`, `changes` are what it would be after a change of settings, and `hints` other
-    remedies. The message has all of that in words.
+    remedies. The message has all of that in words. `crowded`: live tensors would fit, and do not as the allocator lays
+    them. `most_bytes` is the largest budget that the device allows, if that is known.
     """
 
     exit_code = 1
@@ -64,6 +65,8 @@ class InfeasibleBudget(OverspillError):
         parts: tuple[Amount, ...] = (),
         changes: tuple[Amount, ...] = (),
         hints: tuple[str, ...] = (),
+        crowded: bool = False,
+        most_bytes: int | None = None,
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
@@ -72,6 +75,8 @@ class InfeasibleBudget(OverspillError):
         self.parts = parts
         self.changes = changes
         self.hints = hints
+        self.crowded = crowded
+        self.most_bytes = most_bytes
 
     def told(self, more: str) -> InfeasibleBudget:
         """The same error with `more` appended to its message."""

@@ -43,7 +43,8 @@ class NamedModel:
 class GivenModel:
     """A user's module or model function, with inputs and a loss.
 
-    `loss` is what it is trained on. `batch` is the first dimension of the inputs, if they have one.
+    `loss` is what it is trained on. `batch` is the first dimension of the inputs, if they have one. A function without
+    `inputs` returns what the callable of `package.module:callable` does.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class GivenModel:
 
         if not callable(build):
             raise RequestError(f"build is a {type(build).__name__}; pass a module or a function that returns one")
-        if inputs is None:
+        if inputs is None and (isinstance(build, nn.Module) or loss is not None):
             raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
-        self._build, self._inputs, self.loss = build, Inputs(inputs), loss
-        self.batch = self._inputs.batch
+        self._build, self._inputs, self.loss = build, None if inputs is None else Inputs(inputs), loss
+        self.batch = None if self._inputs is None else self._inputs.batch
         self.name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
 
     def __call__(self) -> BuiltModel:
@@ -70,13 +71,17 @@ class GivenModel:
         from torch import nn  # noqa: PLC0415
 
         from overspill.models.step import without_memory  # noqa: PLC0415
+        from overspill.models.user import model_of  # noqa: PLC0415
 
         module = without_memory(self._build) if isinstance(self._build, nn.Module) else self._build()
+        if self._inputs is None:  # what it returns says what it reads, as the command line's models do
+            return model_of(self.name, module)
         if not isinstance(module, nn.Module):
             raise RequestError(f"build returned {type(module).__name__}, not a module; let it return a torch.nn.Module")
         return BuiltModel(type(module).__name__, module, self._batch, self._loss_on)
 
     def _batch(self, size: int | None) -> tuple[Any, ...]:
+        assert self._inputs is not None
         made = self._inputs.at(size)
         return tuple(made) if isinstance(made, (list, tuple)) else (made,)
 

@@ -34,7 +34,11 @@ def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None =
     the mean of its squares is minimised. With `loss`, the module reads what its forward requires: the first tensors of
     a tuple, or the entries of a dict that forward has names for; the rest (labels) is for the loss.
     """
-    made = _guarded(f"{spec} raised", _resolve(spec))
+    return model_of(spec, _guarded(f"{spec} raised", _resolve(spec)), image_size=image_size, seq_len=seq_len)
+
+
+def model_of(spec: str, made: Any, *, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
+    """The model that the user's callable `spec` has `made`. Raises RequestError."""
     module, make_batch, loss = _parts(spec, made)
     assumed = ""
     if make_batch is None:

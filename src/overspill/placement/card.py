@@ -19,6 +19,7 @@ from overspill.core.units import format_apart, format_bytes
 from overspill.plans.plan import NO_LIMIT_BYTES, Plan, make_plan
 from overspill.policies.in_core import Liveness
 
+from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
 from .arena import in_arena, plan_in_arena
 from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of
@@ -49,7 +50,8 @@ class Card:
     `context_bytes` are the driver's and those of loaded kernels, `handle_bytes` what the libraries keep of the
     allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
     blocks lie in an arena (`arena.py`), and the allocator has it and the rest: `always`, or where that is faster than the
-    allocator alone. With a `pool` all lie in one like this (`runtime/live/`). `estimated_bytes` are those of the unmanaged job, where it was estimated.
+    allocator alone. With a `pool` all lie in one like this: of `runtime/live/`, which PyTorch's allocator precedes, or
+    of a paper, which is `apart` from PyTorch. `estimated_bytes` are those of the unmanaged job, where it was estimated.
     """
 
     context_bytes: int
@@ -58,7 +60,13 @@ class Card:
     solver: str | None = None
     always: bool = True
     pool: str | None = None
+    apart: bool = False
     estimated_bytes: int | None = None
+
+    @property
+    def lies_in(self) -> str:
+        """The name of the allocator or solver that places blocks."""
+        return self.pool or (self.solver if self.solver and self.always else None) or CachingAllocator.name
 
     def reserved_bytes(self, plan: Plan) -> int:
         """The most that PyTorch's allocator takes from the device for `plan`.
@@ -86,8 +94,11 @@ class Card:
     def _pool_bytes(self, plan: Plan, pool: str) -> int:
         """Bytes with a pool that serves all blocks.
 
-        What it takes, with what libraries keep; and no less than the caching allocator needs to survive.
+        What it takes, with what libraries keep; and no less than the caching allocator needs to survive. Of one that is
+        apart, what it takes alone.
         """
+        if self.apart:
+            return place_plan(plan, pool).peak_bytes
         events = events_of(plan.graph, plan.schedule, self.handle_bytes, groups=plan.groups)
         first = minimum_capacity(events, "pytorch", self.config)
         threads = 1 if plan.graph.whole_step else 2
@@ -131,6 +142,8 @@ class Card:
 
         Backward's thread is another than forward's.
         """
+        if self.apart:
+            return 0
         threads = {op.phase is Phase.FORWARD or graph.whole_step for op in graph.ops if op.name in MATRIX_PRODUCTS}
         return len(threads) * sum(self.handle_bytes)
 
@@ -178,6 +191,7 @@ def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T],
     The card has `budget_bytes`; `fewest` is the plan with the fewest live bytes.
     """
     floor_bytes, live_bytes = least.plan.taken_bytes + card.context_bytes, least.plan.peak_bytes
+    pool = f"the allocator {card.pool}" if card.apart else "PyTorch's allocator"
     needed, budget = format_apart(floor_bytes, budget_bytes)
     at_least = "" if least is fewest else f"at least {format_bytes(fewest.plan.peak_bytes)}"
     # Settings that would need a smaller card.
@@ -185,18 +199,20 @@ def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T],
     instead = ", ".join(f"with {change.what} {format_bytes(change.nbytes)} would do" for change in changes)
     return InfeasibleBudget(
         f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(card.context_bytes)} for the "
-        f"context and {format_bytes(least.plan.taken_bytes)} in PyTorch's allocator, for "
-        f"{format_bytes(live_bytes)} of live bytes ({at_least}{at_least and ': '}{cause}), library workspaces and fragmentation; "
+        f"context and {format_bytes(least.plan.taken_bytes)} in {pool}, for "
+        f"{format_bytes(live_bytes)} of live bytes ({at_least}{at_least and ': '}{cause}){'' if card.apart else ', library workspaces'} and fragmentation; "
         f"raise the budget or make the batch smaller{instead and '; '}{instead}",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
         cause=f"{at_least} of live tensors: {cause}" if at_least else cause,
         parts=(
             Amount("context", card.context_bytes),
-            Amount("reserved by PyTorch's allocator", least.plan.taken_bytes),
+            Amount(f"reserved by {pool}", least.plan.taken_bytes),
             Amount("of that live tensors", live_bytes),
         ),
         changes=changes,
+        crowded=fewest.plan.peak_bytes + card.context_bytes <= budget_bytes,
+        most_bytes=least.plan.device.memory_bytes,
     )
 
 
@@ -205,7 +221,7 @@ def _changes(card: Card, plan: Plan, reserved_bytes: int) -> tuple[Amount, ...]:
 
     Less than `reserved_bytes` in the allocator; the smallest card first.
     """
-    if card.solver is not None:
+    if card.solver is not None or card.pool is not None:
         return ()
     ways = [(replace(card, solver=DEFAULT, config=CachingConfig()), 'placement="planned"')]
     if not card.config.expandable_segments:

@@ -13,6 +13,7 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan, make_plan
+from overspill.policies import IDEAS, Policy
 from overspill.simulate import trace_of
 
 from .allocators.caching import CachingAllocator
@@ -64,6 +65,8 @@ class PlacedPlan:
 def check_placer(name: str) -> None:
     """Raise RequestError unless `name` is an allocator or a solver."""
     if name not in PLACERS:
+        if name.lower() in IDEAS:
+            raise RequestError(f"nothing that places blocks is called {name!r}: {IDEAS[name.lower()]}")
         raise RequestError(f"nothing that places blocks is called {name!r}. There are {', '.join(PLACERS)}")
 
 
@@ -105,7 +108,7 @@ def place_plan(plan: Plan, placer: str | None = None) -> Placed:
 def plan_within(
     graph: Graph,
     device: Device,
-    policy: str,
+    policy: str | Policy,
     budget_bytes: int,
     placer: str,
     times: MeasuredTimes | None = None,
@@ -138,7 +141,7 @@ def plan_within(
     raise _does_not_fit(policy, placer, budget_bytes, least, "fragmentation")
 
 
-def _does_not_fit(policy: str, placer: str, budget_bytes: int, least: int, cause: str) -> InfeasibleBudget:
+def _does_not_fit(policy: str | Policy, placer: str, budget_bytes: int, least: int, cause: str) -> InfeasibleBudget:
     budget, taken = format_apart(budget_bytes, least)
     return InfeasibleBudget(
         f"infeasible: {placer} places no plan of {policy} within {budget}; the least that it took is {taken}",

@@ -12,12 +12,13 @@ from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget, InvalidSchedule, PolicyError
 from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
-from overspill.policies import policy_named
+from overspill.policies import Policy, policy_named
 
 from .plan import NO_LIMIT_BYTES, Plan, make_plan
 
 BASELINE = "oracle"
 """What slowdowns are relative to: it has all the memory and the fastest algorithms."""
+FEATURE_MAPS_ALONE = "moves feature maps alone here; with --whole-step all tensors, as in its paper"
 BOUNDS = 7
 """At how many budgets the bound is proven for its curve, closer to one another where it bends: where there is little memory."""
 
@@ -27,6 +28,10 @@ class Counting(Protocol):
 
     On a GPU it is the size of its card (`placement/card.py`).
     """
+
+    @property
+    def lies_in(self) -> str:
+        """The name of the allocator or solver that places blocks."""
 
     def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
         """Bytes that the device needs with nothing moved or recomputed."""
@@ -45,7 +50,9 @@ class Counting(Protocol):
 class Row:
     """One policy's plan, or the reason and budget it would take.
 
-    A policy that makes one schedule has a plan even where that is over the budget; it then does not fit.
+    A policy that makes one schedule has a plan even where that is over the budget; it then does not fit. `pool` is where
+    blocks lie, by name; `crowded`: live tensors would fit the budget, and do not as the pool lays them. `note` is what
+    one must know of the policy on this step.
     """
 
     policy: str
@@ -54,6 +61,9 @@ class Row:
     baseline_seconds: float
     error: str | None = None
     floor_bytes: int | None = None
+    pool: str | None = None
+    crowded: bool = False
+    note: str | None = None
 
     @property
     def slowdown(self) -> float | None:
@@ -61,6 +71,13 @@ class Row:
         if self.plan is None:
             return None
         return self.plan.step_seconds / self.baseline_seconds if self.baseline_seconds else 1.0
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """The parameters that the policy found itself, and their values in words."""
+        if self.plan is None:
+            return {}
+        return chosen_by(self.policy, self.plan)
 
     @property
     def least_bytes(self) -> int | None:
@@ -148,32 +165,42 @@ class Comparison(Sequence[Row], Reportable):
 def compare(
     graph: Graph,
     device: Device,
-    policies: Iterable[str],
+    policies: Iterable[str | Policy],
     budget_bytes: int | None = None,
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
-    card: Counting | None = None,
+    card_for: Callable[[Policy], Counting | None] = lambda _: None,
 ) -> list[Row]:
     """A row for each of `policies`, the fastest that fits first.
 
     Then what does not fit, the least first. Without `budget_bytes` all of the device is planned for. `progress` is told
-    each policy's name before it plans. With a `card` the budget is its size, not live bytes. Raises RequestError for an
-    unknown name.
+    each policy's name before it plans. With a card for it the budget is its size, not live bytes. Raises RequestError
+    for an unknown name.
     """
     # Check all names before any work.
-    names = tuple(dict.fromkeys(policies))
-    for name in names:
-        policy_named(name)
-    whole = device.usable_bytes if card is None else device.memory_bytes
+    asked = {str(policy): policy for policy in map(policy_named, policies)}
+    cards = {name: card_for(policy) for name, policy in asked.items()}
+    whole = device.usable_bytes if None in cards.values() else device.memory_bytes
     budget = whole if budget_bytes is None else budget_bytes
     # Slowdowns are relative to the baseline.
     baseline = make_plan(graph, device, BASELINE, NO_LIMIT_BYTES, times)
     rows = []
-    for name in names:
+    for name, policy in asked.items():
         if progress is not None:
             progress(name)
-        rows.append(replace(_row(graph, device, name, budget, times, card), baseline_seconds=baseline.step_seconds))
+        row = _row(graph, device, policy, budget, times, cards[name])
+        note = FEATURE_MAPS_ALONE if policy.moves_all and not graph.whole_step else None
+        rows.append(replace(row, baseline_seconds=baseline.step_seconds, note=note))
     return in_order(rows)
+
+
+def chosen_by(policy: str, plan: Plan) -> dict[str, str]:
+    """The parameters that `policy` found itself for `plan`, and their values in words."""
+    if plan.schedule.policy == policy or plan.schedule.policy.partition(":")[0] != policy.partition(":")[0]:
+        return {}
+    asked, found = policy_named(policy), policy_named(plan.schedule.policy)
+    values = {p: getattr(found, p.field) for p in found.every_parameter()}
+    return {p.name: p.shown(value) for p, value in values.items() if value != getattr(asked, p.field)}
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -187,13 +214,13 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(
-    graph: Graph, device: Device, name: str, budget_bytes: int, times: MeasuredTimes | None, card: Counting | None
+    graph: Graph, device: Device, policy: Policy, budget_bytes: int, times: MeasuredTimes | None, card: Counting | None
 ) -> Row:
     """The row of one policy within a budget, of live bytes or a `card`."""
-    adapts = policy_named(name).plans_for_budget
+    adapts, name, pool = policy.plans_for_budget, str(policy), None if card is None else card.lies_in
 
     def made(live_bytes: int) -> tuple[None, Plan]:
-        return None, make_plan(graph, device, name, live_bytes if adapts else NO_LIMIT_BYTES, times)
+        return None, make_plan(graph, device, policy, live_bytes if adapts else NO_LIMIT_BYTES, times)
 
     try:
         # A budget of live bytes needs no search.
@@ -204,8 +231,9 @@ def _row(
     except InfeasibleBudget as error:
         # A policy without a plan still has a row, with its error.
         message = " ".join(str(error).split())
-        return Row(name, None, False, 0.0, message, error.floor_bytes)
+        return Row(name, None, False, 0.0, message, error.floor_bytes, pool, error.crowded)
     except (PolicyError, InvalidSchedule) as error:  # the others have their rows all the same
         return Row(name, None, False, 0.0, " ".join(str(error).split()))
     plan = replace(plan, device_budget_bytes=budget_bytes)
-    return Row(name, plan, plan.needed_bytes <= budget_bytes and plan.fits_device, 0.0)
+    fits = plan.needed_bytes <= budget_bytes and plan.fits_device
+    return Row(name, plan, fits, 0.0, pool=pool, crowded=not fits and plan.peak_bytes <= plan.most_live_bytes)

@@ -15,7 +15,7 @@ from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
-from overspill.policies import POLICIES, policy_named
+from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
 
@@ -181,7 +181,9 @@ def unmanaged_peak(graph: Graph, device: Device) -> int:
     return check(graph, Liveness().plan(graph, device)).peak_bytes
 
 
-def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, times: MeasuredTimes | None = None) -> Plan:
+def make_plan(
+    graph: Graph, device: Device, policy: str | Policy, budget_bytes: int, times: MeasuredTimes | None = None
+) -> Plan:
     """The checked and simulated plan of `policy`.
 
     Raises InfeasibleBudget when its peak is over `budget_bytes`, unless the policy has no limit.

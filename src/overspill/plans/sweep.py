@@ -19,7 +19,7 @@ from overspill.core.reportable import Reportable
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
 from overspill.planning.floor import Floor, below, peak_of
-from overspill.policies import policy_named
+from overspill.policies import Policy, policy_named
 
 from .comparison import Counting
 from .plan import NO_LIMIT_BYTES, Plan, make_plan, unmanaged_peak
@@ -96,7 +96,7 @@ class Sweep(Reportable):
 def sweep(
     graph: Graph,
     device: Device,
-    policies: Iterable[str] = ("auto",),
+    policies: Iterable[str | Policy] = ("auto",),
     points: int = POINTS,
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
@@ -110,15 +110,14 @@ def sweep(
     Raises RequestError for an unknown name, and for fewer points than the two ends.
     """
     check_points(points)
-    names = tuple(dict.fromkeys(policies))
-    adapting = {name for name in names if policy_named(name).plans_for_budget}
+    asked = {str(policy): policy for policy in map(policy_named, policies)}
     # The largest budget is what the unmanaged step takes.
     live = unmanaged_peak(graph, device)
     of_card = None if card is None else card.unmanaged_bytes(graph, device)
     top = live if of_card is None else of_card
     curves = [
-        _Curve(name, _planner(graph, device, name, times, card), top, name in adapting, progress or _nobody)
-        for name in names
+        _Curve(name, _planner(graph, device, policy, times, card), top, policy.plans_for_budget, progress or _nobody)
+        for name, policy in asked.items()
     ]
     for curve in curves:
         curve.begin()
@@ -144,10 +143,10 @@ def _nobody(what: str) -> None:
 
 
 def _planner(
-    graph: Graph, device: Device, policy: str, times: MeasuredTimes | None, card: Counting | None
+    graph: Graph, device: Device, policy: Policy, times: MeasuredTimes | None, card: Counting | None
 ) -> Callable[[int], Plan]:
     """A function from a budget to the policy's plan, as by `overspill.plan`."""
-    adapts = policy_named(policy).plans_for_budget
+    adapts = policy.plans_for_budget
 
     @cache  # budgets of a card that are near one another ask for the same live bytes
     def live(nbytes: int) -> tuple[None, Plan]:

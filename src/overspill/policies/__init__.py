@@ -5,10 +5,12 @@ Each is one file here, or comes from another package, as those of papers do.
 
 from __future__ import annotations
 
+from overspill.core.errors import RequestError
 from overspill.core.registry import Registry, classes_in
 
-from .base import MEMORY_OPTIMAL
 from .base import Policy as Policy
+from .parameters import Parameter as Parameter
+from .parameters import read_parameters
 
 _PAPERS = (
     "dymem", "lms", "sequential", "superneurons", "superneurons-offload", "vdnn-all", "vdnn-conv", "vdnn-dynamic", "vdnn-fastest",
@@ -23,8 +25,44 @@ POLICIES: Registry[type[Policy]] = Registry(
 )
 
 
-def policy_named(name: str) -> Policy:
-    """The policy called `name`; `:m` at its end selects memory-optimal algorithms. Raises RequestError."""
-    if name.endswith(MEMORY_OPTIMAL) and name not in POLICIES:
-        return POLICIES.named(name.removesuffix(MEMORY_OPTIMAL))(memory_optimal=True)
-    return POLICIES.named(name)()
+IDEAS = {
+    "vdnn": "vDNN's policies are vdnn-all, vdnn-conv and vdnn-dynamic, which takes the first that fits; its pool is placement=cnmem",
+    "virtual-addressing": "it says where blocks lie, and not what moves: placement=chunked simulates it, placement=virtual trains "
+    "by it; what moves in that paper is for the policy window",
+    "profile-guided": "it says where blocks lie, and nothing moves: its heuristic is placement=skyline, its integer program "
+    "placement=mip",
+}
+"""What names of papers' ideas are here that are no policy's."""
+
+
+def policy_named(name: str | Policy) -> Policy:
+    """The policy `NAME` or `NAME:P=V,Q`, with parameters; a policy is itself. Raises RequestError."""
+    if isinstance(name, Policy):
+        return name
+    if not isinstance(name, str):
+        raise RequestError(f"{name!r} is no policy; give its name, as 'auto', or an object of its class")
+    kind, colon, text = (name, "", "") if name in POLICIES else name.partition(":")
+    if kind.lower() in IDEAS and kind not in POLICIES:
+        raise RequestError(f"no policy is called {kind!r}: {IDEAS[kind.lower()]}")
+    found = POLICIES.named(kind)
+    return found(**read_parameters(kind, found.every_parameter(), text)) if colon else found()
+
+
+def policies_in(text: str) -> tuple[str, ...]:
+    """The policies in `A,B:P=V,Q,C`, each once. What is a parameter of the policy before it belongs to it."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if found and _belongs(part, found[-1]):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return tuple(dict.fromkeys(found))
+
+
+def _belongs(part: str, policy: str) -> bool:
+    """Whether `part` is a parameter of `policy`, which has others."""
+    name, colon, _ = policy.partition(":")
+    if not colon or part in POLICIES:
+        return False
+    known = POLICIES[name].every_parameter() if name in POLICIES else ()
+    return "=" in part.partition(":")[0] or part in {parameter.name for parameter in known}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from traceback import extract_tb
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from overspill.core import Device, Graph, Schedule
 from overspill.core.errors import OverspillError, PolicyError, is_out_of_memory
@@ -18,8 +18,10 @@ from overspill.planning.algorithms import folded, folded_seconds, memory_optimal
 from overspill.planning.floor import infeasible
 from overspill.planning.step_program import StepProgram
 
-MEMORY_OPTIMAL = ":m"
-"""Suffix of a policy's name: with memory-optimal algorithms."""
+from .parameters import Parameter, flag, spelled_parameters
+
+MEMORY_OPTIMAL = flag("m", "memory_optimal", "every op takes its algorithm of least workspace, the papers' (m)")
+"""A parameter of all policies."""
 
 
 class Policy(ABC):
@@ -38,10 +40,30 @@ class Policy(ABC):
     """Whether it takes a step with its large row-wise chains in pieces of rows, where that is faster."""
     unlimited: ClassVar[bool] = False
     """Whether the policy assumes unlimited memory: no budget is too small for it."""
+    placement: ClassVar[str | None] = None
+    """The allocator of its paper; None: PyTorch's."""
+    moves_all: ClassVar[bool] = False
+    """Whether its paper moves parameters and optimizer state as all other tensors."""
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
+    """Its own parameters, beside those of all policies."""
 
     def __init__(self, *, memory_optimal: bool = False) -> None:
         """`memory_optimal`: ops take their algorithm of least workspace, the papers' "(m)", not the fastest, "(p)"."""
         self.memory_optimal = memory_optimal
+
+    @classmethod
+    def every_parameter(cls) -> tuple[Parameter, ...]:
+        """Its parameters and those of all policies."""
+        return (*cls.parameters, MEMORY_OPTIMAL)
+
+    def spelled(self, **chosen: Any) -> str:
+        """The name with all parameters that are set, or `chosen`, as `policy_named` reads it."""
+        text = spelled_parameters(self.every_parameter(), vars(self) | chosen)
+        return f"{self.name}:{text}" if text else self.name
+
+    def __str__(self) -> str:
+        """The name with its parameters."""
+        return self.spelled()
 
     def plan(
         self, graph: Graph, device: Device, budget_bytes: int | None = None, times: MeasuredTimes | None = None
@@ -63,10 +85,16 @@ class Policy(ABC):
         # Memory-optimal algorithms are fixed beforehand, so that policies need not know of them.
         with _without_collection(), self._failing_by_name():
             if not self.memory_optimal:
-                return self._plan(graph, device, budget_bytes, seconds)
+                return self._named(self._plan(graph, device, budget_bytes, seconds))
             choice = memory_optimal(graph)
             made = self._plan(folded(graph, choice), device, budget_bytes, folded_seconds(graph, choice, seconds))
-        return replace(unfolded(made, choice), policy=f"{self.name}{MEMORY_OPTIMAL}")
+        return self._named(unfolded(made, choice))
+
+    def _named(self, made: Schedule) -> Schedule:
+        """`made` under the name of this policy, with what it chose itself."""
+        if isinstance(made, Schedule) and made.policy == self.name:
+            return replace(made, policy=self.spelled())
+        return made
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:

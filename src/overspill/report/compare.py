@@ -12,6 +12,7 @@ from rich.text import Text
 from overspill.core import Device
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement import CachingConfig, Events, replay
+from overspill.placement.allocators.caching import CachingAllocator
 from overspill.plans.comparison import BASELINE, Row
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import InCore
@@ -29,6 +30,7 @@ FIGURES = (
 """What a row has of a plan; null where there is none."""
 COLUMNS = {
     "policy": Column("policy"),
+    "pool": Column("pool"),
     "fits": Column("fits"),
     "device_bytes": Column("card", Unit.BYTES, bar=True),
     "max_bytes": Column("live", Unit.BYTES, bar=True),
@@ -43,6 +45,11 @@ COLUMNS = {
     "exposed_transfer_seconds": Column("exposed", Unit.SECONDS),
     "fragmentation": Column("fragmentation", Unit.SHARE, short="fragm."),
 }
+
+
+CROWDED = "no: pool"
+"""The word for a row whose live tensors would fit."""
+PYTORCHS = "PyTorch's caching allocator"
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,10 @@ def reserved_on(plan: Plan, device: Device) -> Reserved:
 
 def row_figures(row: Row, device: Device) -> dict[str, Any]:
     """The JSON object of one policy's row on `device`."""
-    head = {"policy": row.policy, "fits": row.fits, "error": row.error, "floor_bytes": row.floor_bytes}
+    head = {
+        "policy": row.policy, "fits": row.fits, "error": row.error, "floor_bytes": row.floor_bytes, "pool": row.pool,
+        "crowded": row.crowded, "chosen": row.chosen, "note": row.note,
+    }  # fmt: skip
     plan = row.plan
     if plan is None:
         return head | dict.fromkeys(FIGURES)
@@ -152,20 +162,34 @@ def compare_report(
 def figures_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """All figures of `rows`, each as `row_figures` gives it; columns of which no row knows anything are left out."""
     shown = [row | _shown(row) for row in map(dict, rows)]
+    if not _pools(shown):  # what is the same in all rows has no column
+        shown = [row | {"pool": None} for row in shown]
     keys = [key for key in COLUMNS if any(row.get(key) is not None for row in shown)]
     cells = tuple(tuple(map(row.get, keys)) for row in shown)
     return Table("All figures", tuple(COLUMNS[key] for key in keys), cells)
 
 
+def _pools(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any row's blocks lie elsewhere than by default."""
+    return not {row["pool"] for row in rows} <= {None, CachingAllocator.name}
+
+
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows otherwise than JSON: nothing for what is not there, and words."""
-    if row["max_bytes"] is None:
-        return {}
-    crowded = row["fits"] and not row["allocator_fits"]
-    return {key: row[key] or None for key in ("offloaded_bytes", "overlapped_seconds", "exposed_transfer_seconds")} | {
-        "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),
-        "fragmentation": "no room" if crowded else row["fragmentation"],
+    head = {
+        "fits": CROWDED if row["crowded"] else row["fits"],
     }
+    if row["max_bytes"] is None:
+        return head
+    crowded = row["fits"] and not row["allocator_fits"]
+    return (
+        head
+        | {key: row[key] or None for key in ("offloaded_bytes", "overlapped_seconds", "exposed_transfer_seconds")}
+        | {
+            "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),
+            "fragmentation": "no room" if crowded else row["fragmentation"],
+        }
+    )
 
 
 def explanation(
@@ -177,9 +201,14 @@ def explanation(
     found = [
         f"Times are simulated for {device.name}, not measured; slowdown is to {BASELINE}.",
         f"What fits stays within {budget}, the fastest first.",
-        "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs.",
+        f"Fragmentation is the share of what {'the pool' if _pools(rows) else PYTORCHS} would reserve that no tensor needs.",
     ]
     # Notes that apply to some rows only.
+    if pools := {row["pool"] for row in rows if row["crowded"]}:
+        lays, hint = PYTORCHS, "; --placement own asks that of each policy's paper"
+        if _pools(rows):
+            lays, hint = " or ".join(sorted(pools)), ""
+        found.append(f"`{CROWDED}`: live tensors would fit, and do not as {lays} lays them{hint}.")
     if device.index is not None:
         found.append(
             "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
@@ -208,4 +237,7 @@ def remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
                 f"PyTorch's caching allocator runs out of memory on {device.name} under {', '.join(names)}; "
                 f"with expandable_segments:True it {verdict}."
             )
+    chosen = [f"{row['policy']} {name} {value}" for row in rows for name, value in row["chosen"].items()]
+    found += [f"Chosen by policies themselves: {', '.join(chosen)}."] if chosen else []
+    found += [f"{row['policy']} {row['note']}." for row in rows if row["note"] is not None]
     return found + [f"{row['policy']}: {row['error']}" for row in rows if row["error"] is not None]

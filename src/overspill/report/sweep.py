@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from overspill.core.units import format_bytes
+from overspill.plans.comparison import chosen_by
 from overspill.plans.sweep import Sweep, SweepPoint
 
 from .listing import percent, recomputed
@@ -18,6 +19,7 @@ FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "off
 """What a row has of a plan; null where there is none."""
 COLUMNS = {
     "policy": Column("policy"),
+    "chosen": Column("chose"),
     "budget_share": Column("share", Unit.SHARE),
     "budget_bytes": Column("budget", Unit.BYTES, bar=True),
     "peak_bytes": Column("live", Unit.BYTES),
@@ -41,6 +43,7 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
         "feasible": point.plan is not None,
         "lower_bound_seconds": point.lower_bound_seconds,
         "error": point.error,
+        "chosen": {} if point.plan is None else chosen_by(point.policy, point.plan),
     }
     # A budget without a plan has no figures.
     plan = point.plan
@@ -120,6 +123,7 @@ def sweep_table(sweep: Sweep) -> Table:
         "policy": len({row["policy"] for row in rows}) > 1,
         "peak_bytes": any(row["device_bytes"] is not None for row in rows),
         "fits": not all(row["fits"] for row in rows),
+        "chosen": any(row["chosen"] for row in rows),
     }
     keys = [key for key in COLUMNS if said.get(key, True)]
     shown = [row | _shown(row) for row in rows]
@@ -130,6 +134,7 @@ def sweep_table(sweep: Sweep) -> Table:
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """What a table shows otherwise than JSON: a share that suffices, nothing for what is not there, and words."""
     return {
+        "chosen": ", ".join(f"{name} {value}" for name, value in row["chosen"].items()),
         "budget_share": _up(row["budget_share"]),
         "offloaded_bytes": row["offloaded_bytes"] or None,
         "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),

@@ -30,7 +30,7 @@ from overspill.placement.place import SEARCH, Placed, check_placer, place_plan, 
 from overspill.plans.comparison import Comparison, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
-from overspill.policies import policy_named
+from overspill.policies import Policy, policy_named
 
 from .hardware import card_bytes, card_of, device_noun, usable_bytes
 from .live.need import LIVE_PLACEMENTS, TWO_ENDED, VIRTUAL, placed_live
@@ -42,8 +42,8 @@ T = TypeVar("T")
 BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
 """What is done where a call runs without a plan."""
-PLANNED, PYTORCH = "planned", CachingAllocator.name
-"""Placements: addresses in an arena, the default on CUDA; and PyTorch's caching allocator alone."""
+PLANNED, PYTORCH, OWN = "planned", CachingAllocator.name, "own"
+"""Placements: addresses in an arena, the default on CUDA; PyTorch's caching allocator alone; and that of a policy's paper."""
 SIMULATED_BY = {PLANNED: DEFAULT, TWO_ENDED: "gtbm", VIRTUAL: "chunked"}
 """By a placement with real addresses, the allocator or solver that says what it takes."""
 
@@ -56,7 +56,7 @@ class Options:
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
     None means twice the size of the model's differentiable outputs. `times` are op times measured before,
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
-    plan has to stay, or is one of LIVE_PLACEMENTS; without it live bytes count. `on_unplanned` says whether a call that runs without a
+    plan has to stay, or is one of LIVE_PLACEMENTS, or `own`, that of the policy's paper; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
     backward are parted; None: the best of several. `software` is that of a GPU that is not here. With
     `whole_step` the update of a job is part of its plan, as in `overspill.train_step`. `estimated_bytes` are what the job is estimated to take of
@@ -65,7 +65,7 @@ class Options:
     """
 
     budget: str | float | Budget | None = None
-    policy: str = "auto"
+    policy: str | Policy = "auto"
     store: str | None = None
     store_dir: str | Path | None = None
     backend: str = "eager"
@@ -116,6 +116,8 @@ class Options:
     @property
     def placer(self) -> str | None:
         """The allocator or solver that plans are placed by, in place of a placement with real addresses."""
+        if self.placement == OWN:
+            return policy_named(self.policy).placement
         return None if self.placement is None else SIMULATED_BY.get(self.placement, self.placement)
 
 
@@ -156,22 +158,28 @@ def unmanaged_bytes(options: Options, graph: Graph, device: Device) -> int:
 def fixed_budget(options: Options, device: Device, where: torch.device) -> int:
     """The budget in bytes that does not follow from a step: a size, or the whole device; of a card no more than it can give."""
     if is_of_card(options, device):
-        return min(options.limit.nbytes or device.memory_bytes, card_bytes(device))
+        if (asked := options.limit.nbytes or 0) > device.memory_bytes:
+            budget, has = format_apart(asked, device.memory_bytes)
+            raise RequestError(
+                f"budget={budget} is more than the {has} of {device.name}; leave it out for all of the card, or name a larger GPU"
+            )
+        return min(asked or device.memory_bytes, card_bytes(device))
     return options.limit.nbytes or (device.usable_bytes if options.device else usable_bytes(where))
 
 
 def is_of_card(options: Options, device: Device) -> bool:
     """Whether a budget is the size of a card, with the context and what PyTorch's allocator takes: on CUDA.
 
-    With another allocator or solver it is what that takes.
+    With another allocator or solver it is that too where the GPU is not here, and here what that takes.
     """
     live = options.placement in LIVE_PLACEMENTS and options.backend == "eager"
-    return device.index is not None and (options.placement in (None, PLANNED, PYTORCH) or live)
+    pytorchs = options.placer is None or options.placement in (PLANNED, PYTORCH)
+    return device.index is not None and (pytorchs or live or device.index == ELSEWHERE)
 
 
 def has_arena(options: Options, device: Device) -> bool:
     """Whether a step's blocks lie at planned addresses in one arena: where that is asked for, and else on CUDA."""
-    return options.placement == PLANNED or (options.placement is None and device.index is not None)
+    return options.placement == PLANNED or (options.placer is None and device.index is not None)
 
 
 def card_for(options: Options, device: Device) -> Card:
@@ -179,6 +187,8 @@ def card_for(options: Options, device: Device) -> Card:
     card = replace(card_of(device, options.software), estimated_bytes=options.estimated_bytes)
     if options.placement in LIVE_PLACEMENTS:
         return replace(card, pool=options.placer, config=CachingConfig())  # that of the live allocator's pool
+    if options.placer is not None and options.placement not in (PLANNED, PYTORCH):
+        return replace(card, pool=options.placer, apart=True)
     return replace(card, solver=DEFAULT if has_arena(options, device) else None, always=options.placement == PLANNED)
 
 
@@ -236,12 +246,19 @@ def compare_on(
     options: Options,
     graph: Graph,
     device: Device,
-    policies: Iterable[str],
+    policies: Iterable[str | Policy],
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """A row for each of `policies` on `graph` within the budget, of live bytes or of a card."""
     budget_bytes = budget_for(options, graph, device, torch.device("cpu"))
-    card = card_for(options, device) if is_of_card(options, device) else None
+
+    def card(policy: Policy) -> Card | None:
+        under = replace(options, policy=policy)
+        if is_of_card(under, device):
+            return card_for(under, device)
+        # Of a CPU a pool is all that there is beside it.
+        return None if under.placer is None else Card(0, pool=under.placer, apart=True)
+
     rows = compare(graph, device, policies, budget_bytes, options.times, progress, card)
     return Comparison(tuple(rows), device, budget_bytes)
 
@@ -250,7 +267,7 @@ def sweep_on(
     options: Options,
     graph: Graph,
     device: Device,
-    policies: Iterable[str],
+    policies: Iterable[str | Policy],
     points: int,
     progress: Callable[[str], None] | None = None,
 ) -> Sweep:

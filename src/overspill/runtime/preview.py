@@ -35,6 +35,7 @@ from overspill.models.step import TrainingStep, under_autocast
 from overspill.plans.comparison import Comparison
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
+from overspill.policies import Policy
 
 from . import batches
 from .compiled.partitions import Partitioned
@@ -94,7 +95,7 @@ def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[i
 
 
 def compare_job(
-    job: Job, options: Options, policies: Iterable[str], progress: Callable[[str], None] | None = None
+    job: Job, options: Options, policies: Iterable[str | Policy], progress: Callable[[str], None] | None = None
 ) -> Comparison:
     """A row for each of `policies` on one step of a job within the budget. Raises RequestError."""
     options, graph, device = captured(job, options)
@@ -102,7 +103,11 @@ def compare_job(
 
 
 def sweep_job(
-    job: Job, options: Options, policies: Iterable[str], points: int, progress: Callable[[str], None] | None = None
+    job: Job,
+    options: Options,
+    policies: Iterable[str | Policy],
+    points: int,
+    progress: Callable[[str], None] | None = None,
 ) -> Sweep:
     """What one step of a job costs by each of `policies` at so many budgets. Raises RequestError."""
     options, graph, device = captured(job, options)

@@ -46,6 +46,7 @@ class Dymem(Policy):
     source = "Dymem §3.1, §3.2, §4.2"
     offloads = True
     plans_for_budget = True
+    placement = "gtbm"
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
         limit = device.usable_bytes if budget_bytes is None else budget_bytes

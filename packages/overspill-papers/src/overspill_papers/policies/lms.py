@@ -5,7 +5,7 @@ Le et al., ISMM'19, TFLMS.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from overspill.planning.floor import below
 from overspill.planning.gaps import earliest_return, may_swap
 from overspill.planning.step_program import Gap, Positions, StepProgram
 from overspill.policies.base import Policy
+from overspill.policies.parameters import number
 from overspill_papers.planning.lru import evictions, smallest, transfers
 
 THRESHOLDS = (0.0, 1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 15 / 16)
@@ -45,6 +46,11 @@ class LargeModelSupport(Policy):
     source = "Le et al., ISMM'19 (TFLMS); adaptive window §2"
     offloads = True
     plans_for_budget = True
+    placement = "tensorflow"
+    parameters = (
+        number("threshold", "threshold", "swapout_threshold, in levels of the graph; not given, tuned"),
+        number("ahead", "ahead", "swapin_ahead, in levels; not given, tuned"),
+    )
 
     def __init__(self, *, memory_optimal: bool = False, threshold: int | None = None, ahead: int | None = None) -> None:
         """`threshold` is LMS's swapout_threshold and `ahead` its swapin_ahead, both in levels; None: tuned."""
@@ -59,11 +65,11 @@ class LargeModelSupport(Policy):
             return assemble(program, (), self.name, budget_bytes)
         level = levels(graph)
         depths = np.array([*level, max(level, default=0) + 1], dtype=np.int64)  # at the end, outputs are used once more
-        options = list(self._options(program, depths))
+        options = dict(self._options(program, depths))
         candidates = self._candidates(program, options, live, budget_bytes)
         best = fastest(graph, device, seconds, candidates, budget_bytes)
         if best is None:
-            raise below(smallest(program, options, live), budget_bytes, self.name)
+            raise below(smallest(program, options.values(), live), budget_bytes, self.name)
         return best
 
     def _thresholds(self, depths: NDArray[np.int64]) -> tuple[int, ...]:
@@ -71,8 +77,8 @@ class LargeModelSupport(Policy):
             return (self.threshold,)
         return tuple(dict.fromkeys(int(share * depths[-1]) for share in THRESHOLDS))
 
-    def _options(self, program: StepProgram, depths: NDArray[np.int64]) -> Iterator[Swaps]:
-        """The swaps of all pairs of hyperparameters, none twice.
+    def _options(self, program: StepProgram, depths: NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], Swaps]]:
+        """The pairs of hyperparameters with their swaps, none of these twice.
 
         And when tensors come back.
         """
@@ -84,15 +90,16 @@ class LargeModelSupport(Policy):
                 key = frozenset(swaps.items())
                 if key not in seen:
                     seen.add(key)
-                    yield swaps
+                    yield (threshold, ahead), swaps
 
     def _candidates(
-        self, program: StepProgram, options: Iterable[Swaps], live: Positions, budget_bytes: int
+        self, program: StepProgram, options: Mapping[tuple[int, int], Swaps], live: Positions, budget_bytes: int
     ) -> Iterator[Schedule]:
-        for swaps in options:
+        for (threshold, ahead), swaps in options.items():
             released = evictions(program, swaps, live, budget_bytes, always=True)
             if released is not None:
-                yield assemble(program, transfers(program, swaps, released), self.name, budget_bytes)
+                chosen = self.spelled(threshold=threshold, ahead=ahead)
+                yield assemble(program, transfers(program, swaps, released), chosen, budget_bytes)
 
 
 def swapped(program: StepProgram, depths: NDArray[np.int64], threshold: int) -> list[Gap]:

@@ -16,11 +16,16 @@ from overspill.planning.floor import below, peak_of
 from overspill.planning.gaps import earliest_return, latest_release
 from overspill.planning.step_program import StepProgram
 from overspill.policies.base import Policy
+from overspill.policies.parameters import choice, flag
 from overspill.simulate import simulate
 from overspill_papers.planning.layers import Layer, backward_order, layers_of, offload_step
 
 Offloading = Callable[[LayerType], bool]
 """Which layers' input feature maps leave."""
+PASSES = ("none", "conv", "all", "conv-slower", "all-slower", "least")
+"""Passes of the dynamic policy (§III-C): what is offloaded, with the fastest algorithms or with slower ones where memory is
+short; the last offloads all, with memory-optimal algorithms."""
+LEAST = PASSES[-1]
 
 
 def no_layer(kind: LayerType) -> bool:  # noqa: ARG001
@@ -79,6 +84,15 @@ class VdnnAll(Policy):
     summary = "offload the input feature maps of all layers"
     source = "vDNN §III (vDNN_all)"
     offloads = True
+    placement = "cnmem"
+    parameters = (
+        flag(
+            "pooling_searches",
+            "pooling_searches",
+            "a pooling's backward starts a prefetch, as Fig. 10 has it",
+            default=True,
+        ),
+    )
 
     def __init__(self, *, memory_optimal: bool = False, pooling_searches: bool = True) -> None:
         """`pooling_searches` false: a pooling layer's backward starts no prefetch.
@@ -121,6 +135,7 @@ class Sequential(Policy):
     summary = "one stream: compute waits for every transfer"
     source = "Dymem §5.3 (baseline of Fig. 14)"
     offloads = True
+    placement = "cnmem"
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
         return vdnn_schedule(StepProgram(graph), all_layers, self.name, budget_bytes, one_stream=True)
@@ -146,34 +161,49 @@ class VdnnDynamic(Policy):
     source = "vDNN §III-C (vDNN_dyn)"
     offloads = True
     plans_for_budget = True
+    placement = "cnmem"
+    parameters = (choice("pass", "only", "this pass alone", PASSES),)
+
+    def __init__(self, *, memory_optimal: bool = False, only: str | None = None) -> None:
+        """`only`: the one pass that is made."""
+        super().__init__(memory_optimal=memory_optimal)
+        self.only = only
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
         limit = device.usable_bytes if budget_bytes is None else budget_bytes
-        least = vdnn_schedule(StepProgram(graph, algorithms=memory_optimal(graph)), all_layers, self.name, None)
+        least = vdnn_schedule(
+            StepProgram(graph, algorithms=memory_optimal(graph)), all_layers, self.spelled(only=LEAST), None
+        )
         if (floor := peak_of(graph, least)).nbytes > limit:
             raise below(floor, limit, self.name)
-        passes = itertools.chain(self._passes(StepProgram(graph), device, limit, seconds), [least])
-        timed = ((made, simulate(graph, made, device, seconds)) for made in passes)
-        chosen = self._chosen((made, line.step_seconds) for made, line in timed if line.peak_bytes <= limit)
+        passes = itertools.chain(self._passes(StepProgram(graph), device, limit, seconds), [(LEAST, least)])
+        made = [(name, schedule) for name, schedule in passes if name == self.only] if self.only else passes
+        timed = ((one, simulate(graph, one, device, seconds)) for _, one in made)
+        passed = ((one, line.step_seconds) for one, line in timed if line.peak_bytes <= limit)
+        chosen = self._chosen(passed)
+        if chosen is None:
+            needs = (peak_of(graph, one) for _, one in made)
+            raise below(min(needs, key=lambda need: need.nbytes), limit, self.spelled())
         return replace(chosen, budget_bytes=budget_bytes)
 
-    def _chosen(self, passed: Iterator[tuple[Schedule, float]]) -> Schedule:
-        """One of the passes that fit, of which there is one at least.
+    def _chosen(self, passed: Iterator[tuple[Schedule, float]]) -> Schedule | None:
+        """One of the passes that fit, or None where there is none.
 
         Each comes with the seconds of its step.
         """
-        return next(passed)[0]
+        return next((schedule for schedule, _ in passed), None)
 
     def _passes(
         self, program: StepProgram, device: Device, limit: int, seconds: tuple[float, ...]
-    ) -> Iterator[Schedule]:
+    ) -> Iterator[tuple[str, Schedule]]:
         fastest = []
-        for kinds in (no_layer, conv_layers, all_layers):
-            fastest.append(vdnn_schedule(program, kinds, self.name, None))
-            yield fastest[-1]
-        for made in fastest[1:]:
+        for name, kinds in zip(PASSES, (no_layer, conv_layers, all_layers), strict=False):
+            fastest.append(vdnn_schedule(program, kinds, self.spelled(only=name), None))
+            yield name, fastest[-1]
+        for name, made in zip(PASSES[len(fastest) :], fastest[1:], strict=False):
             live = simulate(program.graph, made, device, seconds).live_bytes
-            yield downgraded(program.graph, made, live, limit)
+            slower = downgraded(program.graph, made, live, limit)
+            yield name, replace(slower, policy=self.spelled(only=name))
 
 
 class VdnnFastest(VdnnDynamic):
@@ -187,8 +217,8 @@ class VdnnFastest(VdnnDynamic):
     summary = "the fastest of vDNN's policies and algorithm choices that fits"
     source = "after vDNN §III-C"
 
-    def _chosen(self, passed: Iterator[tuple[Schedule, float]]) -> Schedule:
-        return min(passed, key=lambda one: one[1])[0]
+    def _chosen(self, passed: Iterator[tuple[Schedule, float]]) -> Schedule | None:
+        return min(passed, key=lambda one: one[1], default=(None, 0.0))[0]
 
 
 def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int) -> Schedule:

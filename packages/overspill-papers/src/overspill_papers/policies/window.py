@@ -6,7 +6,7 @@ Over the variables in order of use ("Out-of-core training ... adaptive window").
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from overspill.planning.floor import below
 from overspill.planning.gaps import earliest_return, may_move, swappable_gaps
 from overspill.planning.step_program import Gap, Positions, StepProgram
 from overspill.policies.base import Policy
+from overspill.policies.parameters import flag, size
 from overspill_papers.planning.lru import evictions, smallest
 
 WINDOWS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2, 7 / 4, 2.0, 5 / 2)
@@ -46,6 +47,12 @@ class Window(Policy):
     source = "Adaptive window-based scheduling, §3"
     offloads = True
     plans_for_budget = True
+    placement = "chunked"
+    moves_all = True
+    parameters = (
+        size("window", "window_bytes", "the schedule-window; not given, the fastest of some multiples of the peak"),
+        flag("every_step", "every_step", "swap all that may leave in each step, as the paper does"),
+    )
 
     def __init__(
         self, *, memory_optimal: bool = False, window_bytes: int | None = None, every_step: bool = False
@@ -67,20 +74,21 @@ class Window(Policy):
             return assemble(program, (), self.name, budget_bytes)
         windows = [int(share * peak) for share in WINDOWS] if self.window_bytes is None else [self.window_bytes]
         sequence = VariableSequence(program)
-        options = [sequence.swaps(window_bytes) for window_bytes in windows]
+        options = {window_bytes: sequence.swaps(window_bytes) for window_bytes in windows}
         candidates = self._candidates(program, options, live, budget_bytes)
         best = fastest(graph, device, seconds, candidates, budget_bytes)
         if best is None:
-            raise below(smallest(program, options, live), budget_bytes, self.name)
+            raise below(smallest(program, options.values(), live), budget_bytes, self.name)
         return best
 
     def _candidates(
-        self, program: StepProgram, options: Iterable[Mapping[Gap, int]], live: Positions, budget_bytes: int
+        self, program: StepProgram, options: Mapping[int, Mapping[Gap, int]], live: Positions, budget_bytes: int
     ) -> Iterator[Schedule]:
-        for swaps in options:
+        for window_bytes, swaps in options.items():
             released = evictions(program, swaps, live, budget_bytes, emptied=self.every_step)
             if released is not None:
-                yield assemble(program, _transfers(program, swaps, released), self.name, budget_bytes)
+                chosen = self.spelled(window_bytes=window_bytes)
+                yield assemble(program, _transfers(program, swaps, released), chosen, budget_bytes)
 
 
 class VariableSequence:

@@ -1,0 +1,97 @@
+"""Parameters of policies, by name: `window:window=1GiB,every_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
+from overspill.core.units import format_bytes, parse_bytes
+
+_TRUE, _FALSE = ("yes", "true", "1"), ("no", "false", "0")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A setting of a policy that has a name of its own.
+
+    `field` is the argument and the attribute of its class. A `flag` is set by its name alone. `read` makes a value of
+    what a user wrote, `shown` a text of a value; `default` is what holds where nothing is given, None where the policy
+    finds the best.
+    """
+
+    name: str
+    field: str
+    help: str
+    read: Callable[[str], Any]
+    default: Any = None
+    shown: Callable[[Any], str] = str
+    flag: bool = False
+
+    def spelled(self, value: Any) -> str:
+        """The parameter with `value`, as it is read."""
+        if self.flag:
+            return self.name if value else f"{self.name}={_FALSE[0]}"
+        return f"{self.name}={value}"
+
+
+def size(name: str, field: str, text: str) -> Parameter:
+    """A parameter that is a size in bytes."""
+    return Parameter(name, field, text, parse_bytes, shown=format_bytes)
+
+
+def number(name: str, field: str, text: str) -> Parameter:
+    """A parameter that is a whole number, of at least 0."""
+
+    def read(given: str) -> int:
+        if not given.isdecimal():
+            raise RequestError(f"{name}={given!r} is no whole number")
+        return int(given)
+
+    return Parameter(name, field, text, read)
+
+
+def flag(name: str, field: str, text: str, *, default: bool = False) -> Parameter:
+    """A parameter that holds or does not."""
+
+    def read(given: str) -> bool:
+        if given.lower() not in (*_TRUE, *_FALSE, ""):
+            raise RequestError(f"{name}={given!r} is neither yes nor no")
+        return given.lower() not in _FALSE
+
+    return Parameter(name, field, text, read, default, flag=True)
+
+
+def choice(name: str, field: str, text: str, known: Sequence[str]) -> Parameter:
+    """A parameter that is one of the names `known`."""
+
+    def read(given: str) -> str:
+        if given not in known:
+            raise RequestError(f"unknown {name} {given!r}{did_you_mean(given, known)} There are {', '.join(known)}")
+        return given
+
+    return Parameter(name, field, f"{text}: {', '.join(known)}", read)
+
+
+def read_parameters(policy: str, known: Sequence[Parameter], text: str) -> dict[str, Any]:
+    """The arguments that `P=V,Q` gives a policy. Raises RequestError."""
+    by_name, found = {parameter.name: parameter for parameter in known}, dict[str, Any]()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, given = part.partition("=")
+        parameter = by_name.get(name)
+        if parameter is None:
+            raise RequestError(
+                f"the policy {policy} has no parameter {name!r}{did_you_mean(name, by_name)} It has {', '.join(by_name)}"
+            )
+        if not equals and not parameter.flag:
+            raise RequestError(f"the policy {policy} needs a value of {name}: {policy}:{name}=…")
+        found[parameter.field] = parameter.read(given)
+    return found
+
+
+def spelled_parameters(known: Sequence[Parameter], values: Mapping[str, Any]) -> str:
+    """`P=V,Q` for the `values`, by field, that are not the defaults."""
+    given = ((p, values.get(p.field, p.default)) for p in known)
+    return ",".join(p.spelled(value) for p, value in given if value != p.default)
