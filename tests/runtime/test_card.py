@@ -58,7 +58,7 @@ def allocated(run: Callable[[], Any]) -> Events:
 
 def budget_of(job: Job, share: float, *, whole_step: bool) -> int:
     """A share of what the job takes of the card unmanaged, and the context."""
-    plan = train(job, Options(device=GPU, budget=1 << 40, store="host", whole_step=whole_step), steps=1).plan
+    plan = train(job, Options(device=GPU, store="host", whole_step=whole_step), steps=1).plan
     assert plan is not None
     assert plan.reserved_bytes is not None
     return CARD.context_bytes + int(share * plan.reserved_bytes)
@@ -300,6 +300,6 @@ def test_both_doors_look_at_what_is_reserved(whole_step: bool, monkeypatch: pyte
     looks: list[int | None] = []
     monkeypatch.setattr(ReservedWatch, "look", lambda _, planned, where: looks.append(planned()))
     job = Job(lambda: load(DECODER), 2)
-    run = train(job, Options(device=GPU, budget=1 << 40, store="host", whole_step=whole_step), steps=2)
+    run = train(job, Options(device=GPU, store="host", whole_step=whole_step), steps=2)
     assert set(looks) == {run.planned_reserved_bytes}
     assert len(looks) == (2 if whole_step else 4)  # of a compiled model before each forward and backward
