@@ -33,7 +33,7 @@ from overspill.estimation.programs import program_of
 from overspill.job import Job, NamedModel, Parallel
 
 DATA = Path(__file__).parent / "ground_truth" / "public.csv"
-_UNITS = {"MiB": 1 << 20, "GB": 10**9, "GiB": 1 << 30}
+_UNITS = {"B": 1, "MiB": 1 << 20, "GB": 10**9, "GiB": 1 << 30}
 # What some documents use and no name of ours says.
 _OPTIMIZERS = {
     "adamw-loop": partial(torch.optim.AdamW, lr=1e-3, foreach=False),

@@ -84,10 +84,11 @@ def test_inference_takes_less_than_training(overspill: Overspill) -> None:
 def test_ways_to_train_are_options(overspill: Overspill) -> None:
     answer = overspill(
         "estimate gpt2 --small --batch 2 --optimizer paged-adamw8bit --dtype bfloat16 --accumulate 2 --no-set-to-none "
-        "--checkpointing --attention flash --lora 4 --quantize 4bit --json"
+        "--checkpointing --attention flash --lora 4 --quantize 4bit --no-upcast --json"
     ).answer
     assert answer["ways"] == {
         "accumulate": 2, "set_to_none": False, "checkpointing": True, "attention": "flash", "lora": 4, "quantize": "4bit",
+        "upcast": False,
     }  # fmt: skip
 
 

@@ -88,7 +88,12 @@ def estimate(
     attention: str | None = None,
     channels_last: bool = False,
     lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_dropout: float = 0.0,
     quantize: str | None = None,
+    upcast: bool | None = None,
+    shift_logits: bool | None = None,
+    keep_outputs: bool | None = None,
     offload_optimizer: bool = False,
     cudnn_benchmark: bool = False,
     generate: int = 0,
@@ -120,10 +125,16 @@ def estimate(
         parallel: How several GPUs share the work (`overspill.job.Parallel`); the answer is for the one
             that needs most.
         checkpointing: The blocks that the model repeats are computed again in backward; or modules of the classes named.
-        attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`.
+        attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`; of
+            transformers also `eager`.
         channels_last: Model and images are in that memory format.
         lora: The rank of adapters beside linear layers; all else is frozen.
-        quantize: Linear layers have weights of `4bit` or `8bit`, as in bitsandbytes.
+        lora_targets: The layers with adapters: ends of their names, with commas between, or `all-linear`.
+        lora_dropout: Of what adapters read.
+        quantize: Linear layers have weights of `4bit`, `4bit-single` (scales in float32) or `8bit`, as in bitsandbytes.
+        upcast: Whether all that is not quantised is float32, as peft's `prepare_model_for_kbit_training` makes it. None: it is.
+        shift_logits: Whether the loss of a causal model of transformers copies logits, as before its 4.50. None: it does not.
+        keep_outputs: Whether a step's outputs live until the next ones are there. None: they do not.
         offload_optimizer: The optimizer's state is on the host.
         cudnn_benchmark: cuDNN tries its engines.
         generate: How many tokens a causal language model makes, with a cache of keys and values.
@@ -146,7 +157,8 @@ def estimate(
     job = job_of(
         build, inputs, loss, batch, optimizer, dtype=dtype, accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
         set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, attention=attention,
-        channels_last=channels_last, lora=lora, quantize=quantize, offload_optimizer=offload_optimizer,
+        channels_last=channels_last, lora=lora, lora_targets=lora_targets, lora_dropout=lora_dropout, quantize=quantize,
+        upcast=upcast, shift_logits=shift_logits, keep_outputs=keep_outputs, offload_optimizer=offload_optimizer,
         cudnn_benchmark=cudnn_benchmark, generate=generate,
     )  # fmt: skip
     return of_job(

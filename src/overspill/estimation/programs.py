@@ -126,6 +126,9 @@ def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
         optimizer = optimizer_of(job, module)
         recorder.host_bytes = host_bytes(job, module)
         scaler = torch.amp.GradScaler("cuda") if job.dtype == "amp" else None
+        kept: list[Any] = []
+        if job.keep_outputs:
+            module.register_forward_hook(lambda _module, _inputs, output: kept.__setitem__(slice(None), [output]))
         for _ in range(iterations):
             recorder.start_iteration()
             if optimizer is not None:

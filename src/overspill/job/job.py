@@ -77,16 +77,34 @@ class Job:
     )
     attention: str | None = way(
         str, None,
-        "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn.  [default: as CUDA chooses]",
-        INFERENCE, PIPELINE, metavar="NAME", choices=("flash", "efficient", "math", "cudnn"),
+        "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn; of transformers also eager.  [default: as CUDA chooses]",
+        INFERENCE, PIPELINE, metavar="NAME", choices=("flash", "efficient", "math", "cudnn", "eager"),
     )  # fmt: skip
     channels_last: bool = way(bool, False, "Model and images in the memory format of that name.", INFERENCE)
     lora: int | None = way(
         int, None, "Train adapters beside linear layers, as peft has them; all else is frozen.", metavar="RANK", positive=True
     )  # fmt: skip
+    lora_targets: str | None = way(
+        str, None, "Layers that --lora adapts: the ends of their names, as q_proj,v_proj, or all-linear.  [default: as peft chooses]",
+        metavar="NAMES",
+    )  # fmt: skip
+    lora_dropout: float = way(float, 0.0, "Dropout of what adapters read.", metavar="P")
     quantize: str | None = way(
-        str, None, "4bit or 8bit: weights of linear layers as bitsandbytes has them.", INFERENCE,
-        metavar="BITS", choices=("4bit", "8bit"),
+        str, None,
+        "Weights of linear layers as bitsandbytes has them: 4bit (scales quantised too, as QLoRA has them), 4bit-single or 8bit.",
+        INFERENCE, metavar="BITS", choices=("4bit", "4bit-single", "8bit"),
+    )  # fmt: skip
+    upcast: bool | None = way(
+        bool, None, "Of --quantize: all else is float32, as peft's prepare_model_for_kbit_training makes it.  [default: it is]",
+        flag="--upcast/--no-upcast",
+    )  # fmt: skip
+    shift_logits: bool | None = way(
+        bool, None, "The loss copies the logits of all tokens but the last, as in transformers before 4.50.  [default: it does not]",
+        flag="--shift-logits/--no-shift-logits",
+    )  # fmt: skip
+    keep_outputs: bool | None = way(
+        bool, None, "A step's outputs, logits included, live until the next step has others, as in `out = model(...)`.  [default: they do not]",
+        flag="--keep-outputs/--no-keep-outputs",
     )  # fmt: skip
     offload_optimizer: bool = way(bool, False, "The optimizer and its states are on the host.", COMPILED)
     cudnn_benchmark: bool = way(
@@ -181,6 +199,12 @@ class Job:
             # Training or inference.
             (self.trains and self.quantize and self.lora is None, ["quantize", "lora"],
              f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"),
+            (self.lora is None and (self.lora_targets or self.lora_dropout), ["lora", *self.changed("lora_targets", "lora_dropout")],
+             "targets and dropout are of adapters; add lora="),
+            (self.quantize is None and self.upcast is not None, ["upcast", "quantize"],
+             "upcast= is of what is not quantised; add quantize=, or leave it out"),
+            (not 0 <= self.lora_dropout < 1, ["lora_dropout"],
+             f"lora_dropout={self.lora_dropout} is no probability; give 0 or more, and less than 1"),
             (self.trains and self.generate, ["generate", "optimizer"], "generate= is for inference; leave the optimizer out"),
             # Optimizers and weights on several GPUs.
             (self.eight_bit and sharded, ["optimizer", "parallel"],
@@ -284,6 +308,8 @@ class Job:
             (several, ["parallel"], f"parallel={several}: a plan is of one GPU's step; leave it out, or estimate it"),
             (self.offload_optimizer, ["offload_optimizer"],
              "offload_optimizer=: a plan moves the optimizer's state with whole_step=; take that in its place"),
+            (self.keep_outputs, ["keep_outputs"],
+             "keep_outputs=: a planned loop gives a step's outputs up; leave it out, or estimate it"),
             (self.cudnn_benchmark, ["cudnn_benchmark"],
              "cudnn_benchmark=: its trials are in the first step, and a plan is of a later one; leave it out"),
             # A plan of the whole step also runs the updates.

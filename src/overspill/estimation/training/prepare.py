@@ -12,7 +12,7 @@ from torch import nn
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.job import Job
-from overspill.job.prepare import attention_kernel, no_attention, prepare
+from overspill.job.prepare import EAGER, attention_kernel, no_attention, prepare
 
 from .tensor_parallel import split_layers
 from .wrappers import data_parallel
@@ -49,7 +49,7 @@ def surroundings(program: Callable[[Recorder], None], job: Job) -> Callable[[Rec
     def surrounded(recorder: Recorder) -> None:
         with attention_kernel(job), torch.backends.cudnn.flags(enabled=True, benchmark=job.cudnn_benchmark):
             program(recorder)
-        if job.attention is not None and not recorder.has_run(*_ATTENTION_OPS):
+        if job.attention not in (None, EAGER) and not recorder.has_run(*_ATTENTION_OPS):
             raise no_attention(job)
 
     return surrounded

@@ -1,75 +1,105 @@
-"""LoRA adapters (Hu et al., 2021) as peft adds them.
+"""LoRA adapters (Hu et al., 2021): peft puts them in itself.
 
-An adapter is a product of two thin matrices, parallel to a frozen linear layer. peft/tuners/lora/layer.py and bnb.py,
-0.18: adapters are float32 also where the model is in half precision, and what they read is cast to that unless autocast
-does it and the layer is quantised; no dropout.
+Only beside weights of few bits, which bitsandbytes has not made here, is there a layer of ours, with the forward of
+peft/tuners/lora/bnb.py, 0.21.
 """
 
 from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
 
-from .linear import heads, linear_layers, replace_layer, width_of
-from .quantized import Quantized
+from .linear import heads, linear_layers
+from .quantized import Linear4bit, Quantized
 
-_ALPHA = 8
-"""peft's default; sizes do not depend on it."""
-
-# The last part of the names of layers that peft adapts by default, by the `model_type` of transformers
-# (peft/utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING); the last is our own GPT-2, likewise.
-_QUERY_VALUE = ("q_proj", "v_proj")
-TARGETS = {
-    "t5": ("q", "v"), "mt5": ("q", "v"), "bart": _QUERY_VALUE, "gpt2": ("c_attn",), "bloom": ("query_key_value",),
-    "opt": _QUERY_VALUE, "gptj": _QUERY_VALUE, "gpt_neox": ("query_key_value",), "gpt_neo": _QUERY_VALUE,
-    "bert": ("query", "value"), "roberta": ("query", "value"), "xlm-roberta": ("query", "value"),
-    "electra": ("query", "value"), "llama": _QUERY_VALUE, "gpt_bigcode": ("c_attn",), "mpt": ("Wqkv",),
-    "falcon": ("query_key_value",), "mistral": _QUERY_VALUE, "mixtral": _QUERY_VALUE, "stablelm": _QUERY_VALUE,
-    "phi": (*_QUERY_VALUE, "fc1", "fc2"), "gemma": _QUERY_VALUE, "gemma2": _QUERY_VALUE, "gemma3_text": _QUERY_VALUE,
-    "qwen2": _QUERY_VALUE, "qwen3": _QUERY_VALUE, "Gpt2": ("qkv",),
-}  # fmt: skip
+ALL_LINEAR = "all-linear"
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer `base` plus an adapter of rank `rank`."""
+def add_adapters(model: nn.Module, rank: int, targets: str | None, dropout: float) -> None:
+    """Freeze `model` and add adapters to layers of it, with peft.
 
-    def __init__(self, base: nn.Module, rank: int) -> None:
-        super().__init__()
-        read, made = width_of(base) if not isinstance(base, Quantized) else (base.read, base.made)
-        self.base_layer = base
-        self.lora_A = nn.Linear(read, rank, bias=False, dtype=torch.float32)
-        self.lora_B = nn.Linear(rank, made, bias=False, dtype=torch.float32)
-        self.scaling = _ALPHA / rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The sum of the layer's and the adapter's outputs, in the layer's dtype."""
-        result: Tensor = self.base_layer(x)
-        dtype = result.dtype
-        if isinstance(self.base_layer, Quantized):
-            if torch.is_autocast_enabled("cuda"):
-                return result + self.lora_B(self.lora_A(x)) * self.scaling
-            return result + (self.lora_B(self.lora_A(x.float())) * self.scaling).to(dtype)
-        result = result + self.lora_B(self.lora_A(x.float())) * self.scaling
-        return result.to(dtype)
-
-
-def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freeze `model` and add adapters to the layers that peft would choose.
-
-    Of models that peft does not know all linear layers but the output's get one, as with peft's "all-linear". Raises
-    RequestError where there is none.
+    `targets` are names of layers, separated by commas, or `all-linear`; None: those that peft chooses for the kind of
+    model, and all linear ones but the output's where it knows none. Raises RequestError where there is none.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    wanted = TARGETS.get(kind)
+    try:
+        import peft  # noqa: PLC0415 - an optional package
+    except ImportError as error:
+        raise RequestError(
+            "lora= runs peft, which is not here: pip install overspill[bert]", fields=["lora"]
+        ) from error
+    # A layer is meant by its whole name, or by the last parts of it.
+    names = _all_linear(model) if targets == ALL_LINEAR else None if targets is None else targets.split(",")
+    if targets is None:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if kind not in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+            names = _all_linear(model)
+    config = peft.LoraConfig(r=rank, target_modules=names, lora_dropout=dropout)
+    config._register_custom_module({Quantized: _beside_few_bits()})
+    # peft moves adapters to the layer's device and dtype, and then casts all to float32. They are made so, and torch cannot
+    # move fake ones.
+    try:
+        with warnings.catch_warnings(), patch.object(nn.Module, "to", _stay):
+            warnings.simplefilter("ignore")  # of layers whose weight is transposed, which it handles
+            peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise _no_targets(model, targets) from error
+
+
+def _stay(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    return module
+
+
+def _all_linear(model: nn.Module) -> list[str]:
+    """The names of all linear layers but the output's."""
     kept = heads(model)
-    layers = {name: layer for name, layer in linear_layers(model) if wanted is not None or layer not in kept}
-    layers |= {name: layer for name, layer in model.named_modules() if isinstance(layer, Quantized)}
-    if wanted is not None:
-        layers = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in wanted}
-    if not layers:
-        raise RequestError(f"{type(model).__name__} has no linear layers that LoRA could adapt; leave lora= out")
-    model.requires_grad_(False)
-    for name, layer in layers.items():
-        replace_layer(model, name, Adapted(layer, rank))
+    found = {name: layer for name, layer in linear_layers(model) if layer not in kept}
+    found |= {name: layer for name, layer in model.named_modules() if isinstance(layer, Quantized)}
+    if not found:
+        raise _no_targets(model, None)
+    return list(found)
+
+
+def _no_targets(model: nn.Module, targets: str | None) -> RequestError:
+    kind = type(model).__name__
+    if targets is None:
+        return RequestError(f"{kind} has no linear layers that LoRA could adapt; leave lora= out", fields=["lora"])
+    last = {name.rpartition(".")[2] for name in _all_linear(model)}
+    return RequestError(
+        f"lora_targets={targets}: peft finds no such layers in {kind}; it has {', '.join(sorted(last))}, or take all-linear",
+        fields=["lora_targets"],
+    )
+
+
+@cache
+def _beside_few_bits() -> type[nn.Module]:
+    """The layer of peft of an adapter beside a quantised one."""
+    from peft.tuners.lora.layer import Linear  # noqa: PLC0415
+
+    class Adapted(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            """The sum of the layer's and the adapter's outputs."""
+            result: Tensor = self.base_layer(x)
+            if isinstance(self.base_layer, Linear4bit):
+                result = result.clone()
+            dtype = result.dtype
+            (name,) = self.active_adapters
+            first, second, dropout = self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
+            converts = not torch.is_autocast_enabled()
+            added = second(first(dropout(x.to(first.weight.dtype) if converts else x))) * self.scaling[name]
+            return result + (added.to(dtype) if converts else added)
+
+    return Adapted
+
+
+def upcast(model: nn.Module) -> None:
+    """Make all that is not quantised float32: peft's `prepare_model_for_kbit_training`."""
+    import peft  # noqa: PLC0415
+
+    peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

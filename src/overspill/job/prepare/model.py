@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from overspill.core.errors import RequestError
 from overspill.job.job import Job
 from overspill.models.step import convert, whole_dtype
 
-from .adapters import add_adapters
+from .adapters import add_adapters, upcast
 from .checkpointing import checkpoint_blocks
 from .quantized import quantize_weights
 
@@ -28,6 +28,8 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+EAGER = "eager"
+"""Attention spelt out, as transformers has it too."""
 
 
 def prepare(module: nn.Module, job: Job) -> None:
@@ -43,12 +45,41 @@ def prepare(module: nn.Module, job: Job) -> None:
     dtype, memory_format = whole_dtype(job.dtype), torch.channels_last if job.channels_last else None
     if dtype is not None or memory_format is not None:
         convert(module, dtype, memory_format)
+    _as_transformers(module, job)
     if job.quantize:
         quantize_weights(module, job.quantize, _compute_dtype(job.dtype))
+        if job.trains and job.upcast is not False:
+            upcast(module)
     if job.lora:
-        add_adapters(module, job.lora)
+        add_adapters(module, job.lora, job.lora_targets, job.lora_dropout)
     if job.checkpointing:
         checkpoint_blocks(module, () if isinstance(job.checkpointing, bool) else job.checkpointing)
+
+
+def _as_transformers(module: nn.Module, job: Job) -> None:
+    """What only models of transformers have: attention spelt out, and their loss. Raises RequestError for others."""
+    if job.attention == EAGER:
+        if not hasattr(module, "set_attn_implementation"):
+            raise RequestError(
+                f"attention=eager: {type(module).__name__} is no model of transformers, which alone has its attention spelt out "
+                "too; take math, or leave it out",
+                fields=["attention"],
+            )
+        module.set_attn_implementation(EAGER)
+    if job.shift_logits:
+        if getattr(module, "loss_type", "") != "ForCausalLM":
+            raise RequestError(
+                f"shift_logits=: {type(module).__name__} is no causal language model of transformers; leave it out",
+                fields=["shift_logits"],
+            )
+        module.loss_function = _loss_of_shifted_logits
+
+
+def _loss_of_shifted_logits(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """transformers/loss/loss_utils.py of 4.46 to 4.49, `ForCausalLMLoss`."""
+    logits = logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    return F.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))
 
 
 def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
@@ -68,34 +99,44 @@ def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
     return value
 
 
-def attention_kernel(job: Job) -> AbstractContextManager[Any]:
-    """A context in which only the job's attention kernel is used."""
-    return nullcontext() if job.attention is None else sdpa_kernel(_KERNELS[job.attention])
+@contextmanager
+def attention_kernel(job: Job) -> Iterator[None]:
+    """A context in which only the job's attention kernel is used.
+
+    Raises RequestError where it does not suit a call.
+    """
+    if job.attention in (None, EAGER):
+        yield
+        return
+    try:
+        with sdpa_kernel(_KERNELS[job.attention]):
+            yield
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        raise RequestError(
+            f"attention={job.attention}: that kernel does not take the model's attention, with its dtype, dropout, mask or sizes; "
+            "leave it out",
+            fields=["attention"],
+        ) from None
 
 
 def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
     """Raise RequestError where the job's attention kernel cannot be used.
 
-    That is where `device` has no such kernel, or `run`, on fake tensors, calls no attention that could have it.
+    That is where `device` has no such kernel, or `run`, on fake tensors, calls no attention that could have it. Run it in
+    `attention_kernel`.
     """
+    if job.attention == EAGER:
+        return
     if device.kind == "cpu" and job.attention in ("efficient", "cudnn"):
         raise RequestError(
             f"attention={job.attention}: a kernel of GPUs, and device={device.name} is none; take flash or math",
             fields=["attention"],
         )
-    # Run on fake tensors: torch refuses a kernel that does not suit the call.
     seen = _Calls()
-    try:
-        with seen:
-            run()
-    except RuntimeError as error:
-        if "No available kernel" not in str(error):
-            raise
-        raise RequestError(
-            f"attention={job.attention}: that kernel does not take the model's attention, with its dropout, mask or sizes, "
-            f"on device={device.name}; leave it out",
-            fields=["attention"],
-        ) from None
+    with seen:
+        run()
     if F.scaled_dot_product_attention not in seen.functions:
         raise no_attention(job)
 

@@ -1,8 +1,8 @@
 """Linear layers with 4-bit or 8-bit weights, in bitsandbytes' formats.
 
-Their forward and backward make tensors of the right sizes. Nothing of bitsandbytes is needed. 4 bits is NF4 with double
-quantisation (Dettmers et al., "QLoRA", 2023, §3): two values a byte, a scale of 8 bits for 64 values, and of those
-scales one in float32 for 256. 8 bits is LLM.int8 (Dettmers et al., 2022): a byte a value and a float32 scale a row.
+Their forward and backward make tensors of the right sizes. Nothing of bitsandbytes is needed. 4 bits is NF4 (Dettmers
+et al., "QLoRA", 2023, §3): two values a byte, a float32 scale for 64 values; with double quantisation a scale of 8 bits,
+and of those scales one in float32 for 256. 8 bits is LLM.int8 (Dettmers et al., 2022): a byte a value and a float32 scale a row.
 What forward and backward make and keep is that of bitsandbytes/autograd/_functions.py (`MatMul4Bit`, `MatMul8bitLt`)
 and nn/modules.py, 0.49. How many columns of an activation are outliers in LLM.int8 depends on values; none is assumed.
 """
@@ -35,7 +35,8 @@ def quantize_weights(model: nn.Module, bits: str, compute: torch.dtype) -> None:
             f"{type(model).__name__} has no linear layers besides its output to be quantised; leave quantize= out"
         )
     for name, layer in layers.items():
-        replace_layer(model, name, Linear4bit(layer, compute) if bits == "4bit" else Linear8bit(layer))
+        new = Linear8bit(layer) if bits == "8bit" else Linear4bit(layer, compute, double=bits == "4bit")
+        replace_layer(model, name, new)
 
 
 def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -43,26 +44,27 @@ def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Quantized(nn.Module):
-    """A linear layer of `read` to `made` features with a quantised weight."""
+    """A linear layer with a quantised weight."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.read, self.made = width_of(layer)
+        self.in_features, self.out_features = width_of(layer)
         self.bias = bias_of(layer)
 
 
 class Linear4bit(Quantized):
     """A 4-bit linear layer, whose weight each product dequantises as a whole."""
 
-    def __init__(self, layer: nn.Module, compute: torch.dtype) -> None:
+    def __init__(self, layer: nn.Module, compute: torch.dtype, *, double: bool) -> None:
         super().__init__(layer)
-        self.compute = compute
-        values = self.read * self.made
+        self.compute, self.double = compute, double
+        values = self.in_features * self.out_features
         blocks = -(-values // _BLOCK)
         self.weight = _frozen(-(-values // 2), 1, dtype=torch.uint8)
-        self.absmax = _frozen(blocks, dtype=torch.uint8)
-        self.nested_absmax = _frozen(-(-blocks // _BLOCK_OF_SCALES), dtype=torch.float32)
-        self.offset = _frozen(dtype=torch.float32)
+        self.absmax = _frozen(blocks, dtype=torch.uint8 if double else torch.float32)
+        if double:
+            self.nested_absmax = _frozen(-(-blocks // _BLOCK_OF_SCALES), dtype=torch.float32)
+            self.offset = _frozen(dtype=torch.float32)
         self.code = _frozen(_LEVELS, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ class Linear4bit(Quantized):
         if x.numel() == x.shape[-1] and not x.requires_grad:
             # gemv_4bit: one row is multiplied by the weight as it is.
             scales = self._scales(x)
-            out = x.new_empty((*x.shape[:-1], self.made))
+            out = x.new_empty((*x.shape[:-1], self.out_features))
             del scales
             out = out if bias is None else out.add_(bias)
         else:
@@ -85,11 +87,13 @@ class Linear4bit(Quantized):
         Its scales are dequantised first.
         """
         scales = self._scales(like)
-        weight = torch.empty((self.made, self.read), dtype=self.compute, device=like.device)
+        weight = torch.empty((self.out_features, self.in_features), dtype=self.compute, device=like.device)
         del scales
         return weight.to(like.dtype)
 
     def _scales(self, like: Tensor) -> Tensor:
+        if not self.double:
+            return self.absmax
         return torch.empty(self.absmax.shape, dtype=torch.float32, device=like.device).add_(self.offset)
 
 
@@ -111,8 +115,8 @@ class Linear8bit(Quantized):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
-        self.weight = _frozen(self.made, self.read, dtype=torch.int8)
-        self.SCB = _frozen(self.made, dtype=torch.float32)
+        self.weight = _frozen(self.out_features, self.in_features, dtype=torch.int8)
+        self.SCB = _frozen(self.out_features, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, in the dtype of `x`."""
@@ -131,13 +135,13 @@ class _Product8bit(torch.autograd.Function):
         del outliers
         whole, scales = torch.empty_like(half, dtype=torch.int8), half.new_empty(len(half), dtype=torch.float32)
         del half
-        product = rows.new_empty((len(rows), layer.made), dtype=torch.int32)
+        product = rows.new_empty((len(rows), layer.out_features), dtype=torch.int32)
         out = torch.empty_like(product, dtype=torch.float16)
         del product, whole, scales
         out = out.to(x.dtype)
         if layer.bias is not None:
             out.add_(layer.bias.to(x.dtype))
-        return out.view(*x.shape[:-1], layer.made)
+        return out.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
