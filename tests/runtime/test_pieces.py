@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from torch.nn import functional as F
 import overspill
 from overspill.capture.compiled import pieces
 from overspill.core import Verb
+from overspill.job import Job
+from overspill.models import load
+from overspill.plans.comparison import compare
 from overspill.policies import POLICIES
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
+from overspill.runtime.preview import captured, compare_job, sweep_job
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
 
@@ -164,3 +169,17 @@ def test_a_plan_in_pieces_is_compared_with_the_step_of_plain_pytorch() -> None:
 
 def test_policies_of_papers_get_the_step_as_it_is() -> None:
     assert [name for name in POLICIES if Options(policy=name).in_pieces] == ["auto"]
+
+
+def test_comparisons_and_sweeps_plan_in_pieces_where_the_step_as_it_is_does_not_fit() -> None:
+    job = Job(lambda: load("decoder:width=32,depth=1,heads=2,vocabulary=3000,seq_len=64"), 8, "adamw")
+    options = Options(whole_step=True)
+    floor = sweep_job(job, options, ["auto"], 2).floors["auto"].nbytes
+    within = replace(options, budget=floor)
+    (row,) = compare_job(job, within, ["auto"])
+    assert row.fits
+    _, graph, device = captured(job, options)
+    assert row.plan is not None
+    assert len(row.plan.graph.ops) > len(graph.ops)
+    (usual,) = compare(graph, device, ["auto"], floor)
+    assert not usual.fits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Protocol, overload
 
@@ -21,6 +21,10 @@ BASELINE = "oracle"
 FEATURE_MAPS_ALONE = "moves feature maps alone here; with --whole-step all tensors, as in its paper"
 BOUNDS = 7
 """At how many budgets the bound is proven for its curve, closer to one another where it bends: where there is little memory."""
+
+
+Best = Callable[[Callable[[Graph], Plan]], Plan]
+"""Gives the fastest of the plans that a function makes of several graphs of one step: as it is, or in pieces of rows."""
 
 
 class Counting(Protocol):
@@ -131,7 +135,9 @@ class Comparison(Sequence[Row], Reportable):
 
         None where none fits. It follows from the graph, the device and the budget.
         """
-        return next((row.plan.lower_bound_seconds for row in self.rows if row.fits and row.plan is not None), None)
+        if not any(row.fits for row in self.rows):
+            return None
+        return bound_of((row.plan for row in self.rows if row.plan is not None), self.budget_bytes)
 
     def bounds(self, points: int = BOUNDS) -> tuple[tuple[int, float], ...]:
         """Budgets, and the seconds that no plan within each beats.
@@ -146,7 +152,7 @@ class Comparison(Sequence[Row], Reportable):
         budgets = sorted(
             {self.budget_bytes, *(int(low + share**2 * max(0, high - low)) for share in shares)}, reverse=True
         )
-        seconds = accumulate((plans[0].for_budget(budget).lower_bound_seconds for budget in budgets), max)
+        seconds = accumulate((bound_of(plans, budget) for budget in budgets), max)
         return tuple(sorted(zip(budgets, seconds, strict=True)))
 
     def __len__(self) -> int:
@@ -170,12 +176,13 @@ def compare(
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
     card_for: Callable[[Policy], Counting | None] = lambda _: None,
+    best: Best | None = None,
 ) -> list[Row]:
     """A row for each of `policies`, the fastest that fits first.
 
     Then what does not fit, the least first. Without `budget_bytes` all of the device is planned for. `progress` is told
-    each policy's name before it plans. With a card for it the budget is its size, not live bytes. Raises RequestError
-    for an unknown name.
+    each policy's name before it plans. With a card for it the budget is its size, not live bytes. Policies that may run
+    a step in pieces of rows have the `best` plan of its graphs. Raises RequestError for an unknown name.
     """
     # Check all names before any work.
     asked = {str(policy): policy for policy in map(policy_named, policies)}
@@ -188,7 +195,7 @@ def compare(
     for name, policy in asked.items():
         if progress is not None:
             progress(name)
-        row = _row(graph, device, policy, budget, times, cards[name])
+        row = _row(graph, device, policy, budget, times, cards[name], best)
         note = FEATURE_MAPS_ALONE if policy.moves_all and not graph.whole_step else None
         rows.append(replace(row, baseline_seconds=baseline.step_seconds, note=note))
     return in_order(rows)
@@ -214,26 +221,68 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(
-    graph: Graph, device: Device, policy: Policy, budget_bytes: int, times: MeasuredTimes | None, card: Counting | None
+    graph: Graph,
+    device: Device,
+    policy: Policy,
+    budget_bytes: int,
+    times: MeasuredTimes | None,
+    card: Counting | None,
+    best: Best | None,
 ) -> Row:
     """The row of one policy within a budget, of live bytes or a `card`."""
-    adapts, name, pool = policy.plans_for_budget, str(policy), None if card is None else card.lies_in
-
-    def made(live_bytes: int) -> tuple[None, Plan]:
-        return None, make_plan(graph, device, policy, live_bytes if adapts else NO_LIMIT_BYTES, times)
-
+    name, pool = str(policy), None if card is None else card.lies_in
+    plan_of = planner(graph, device, policy, times, card, best)
     try:
-        # A budget of live bytes needs no search.
-        if card is None:
-            plan = replace(made(budget_bytes)[1], budget_bytes=budget_bytes)
-            return Row(name, plan, plan.peak_bytes <= budget_bytes and plan.fits_device, 0.0)
-        _, plan = card.planned(budget_bytes, made) if adapts else (None, card.measured(made(budget_bytes)[1]))
+        plan = plan_of(budget_bytes)
     except InfeasibleBudget as error:
         # A policy without a plan still has a row, with its error.
         message = " ".join(str(error).split())
         return Row(name, None, False, 0.0, message, error.floor_bytes, pool, error.crowded)
     except (PolicyError, InvalidSchedule) as error:  # the others have their rows all the same
         return Row(name, None, False, 0.0, " ".join(str(error).split()))
+    # A budget of live bytes has no pool.
+    if card is None:
+        return Row(
+            name, plan := plan.for_budget(budget_bytes), plan.peak_bytes <= budget_bytes and plan.fits_device, 0.0
+        )
     plan = replace(plan, device_budget_bytes=budget_bytes)
     fits = plan.needed_bytes <= budget_bytes and plan.fits_device
     return Row(name, plan, fits, 0.0, pool=pool, crowded=not fits and plan.peak_bytes <= plan.most_live_bytes)
+
+
+def planner(
+    graph: Graph,
+    device: Device,
+    policy: Policy,
+    times: MeasuredTimes | None,
+    card: Counting | None,
+    best: Best | None,
+) -> Callable[[int], Plan]:
+    """A function from a budget to the policy's plan, as by `overspill.plan`."""
+    adapts = policy.plans_for_budget
+    plans: dict[tuple[int, int], Plan] = {}
+
+    def made(step: Graph, live_bytes: int) -> tuple[None, Plan]:
+        key = id(step), live_bytes if adapts else NO_LIMIT_BYTES
+        if key not in plans:  # budgets of a card that are near one another ask for the same live bytes
+            plans[key] = make_plan(step, device, policy, key[1], times)
+        return None, plans[key]
+
+    def planned(budget_bytes: int, step: Graph) -> Plan:
+        if card is None:
+            return made(step, budget_bytes)[1]
+        if not adapts:
+            return card.measured(made(step, NO_LIMIT_BYTES)[1])
+        return card.planned(budget_bytes, partial(made, step))[1]
+
+    def within(budget_bytes: int) -> Plan:
+        of = partial(planned, budget_bytes)
+        return best(of) if best is not None and policy.in_pieces else of(graph)
+
+    return within
+
+
+def bound_of(plans: Iterable[Plan], budget_bytes: int) -> float:
+    """Seconds that no plan of any graph of `plans` beats within a budget."""
+    one_each = {id(plan.graph): plan for plan in plans}
+    return min(plan.for_budget(budget_bytes).lower_bound_seconds for plan in one_each.values())

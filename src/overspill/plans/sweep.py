@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import pairwise
 from math import ceil
 
@@ -21,8 +20,8 @@ from overspill.costs import MeasuredTimes
 from overspill.planning.floor import Floor, below, peak_of
 from overspill.policies import Policy, policy_named
 
-from .comparison import Counting
-from .plan import NO_LIMIT_BYTES, Plan, make_plan, unmanaged_peak
+from .comparison import Best, Counting, bound_of, planner
+from .plan import Plan, unmanaged_peak
 
 POINTS = 12
 """How many budgets are planned for, unless the curve is known with fewer."""
@@ -101,12 +100,14 @@ def sweep(
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
     card: Counting | None = None,
+    best: Best | None = None,
 ) -> Sweep:
     """Plan each of `policies` at up to `points` budgets.
 
     They go from what the step takes unmanaged down to the smallest that works. Budgets lie where the curves bend; a
     policy's own smallest comes on top of them. A policy that makes one schedule has one point. `progress` is told what
-    is being done; with a `card` budgets are sizes of it, else live bytes.
+    is being done; with a `card` budgets are sizes of it, else live bytes. Policies that may run a step in pieces of rows
+    have the `best` plan of its graphs.
     Raises RequestError for an unknown name, and for fewer points than the two ends.
     """
     check_points(points)
@@ -116,7 +117,9 @@ def sweep(
     of_card = None if card is None else card.unmanaged_bytes(graph, device)
     top = live if of_card is None else of_card
     curves = [
-        _Curve(name, _planner(graph, device, policy, times, card), top, policy.plans_for_budget, progress or _nobody)
+        _Curve(
+            name, planner(graph, device, policy, times, card, best), top, policy.plans_for_budget, progress or _nobody
+        )
         for name, policy in asked.items()
     ]
     for curve in curves:
@@ -140,24 +143,6 @@ def check_points(points: int) -> None:
 
 def _nobody(what: str) -> None:
     """Ignore progress messages."""
-
-
-def _planner(
-    graph: Graph, device: Device, policy: Policy, times: MeasuredTimes | None, card: Counting | None
-) -> Callable[[int], Plan]:
-    """A function from a budget to the policy's plan, as by `overspill.plan`."""
-    adapts = policy.plans_for_budget
-
-    @cache  # budgets of a card that are near one another ask for the same live bytes
-    def live(nbytes: int) -> tuple[None, Plan]:
-        return None, make_plan(graph, device, policy, nbytes if adapts else NO_LIMIT_BYTES, times)
-
-    def within(budget_bytes: int) -> Plan:
-        if card is None:
-            return live(budget_bytes)[1]
-        return card.planned(budget_bytes, live)[1] if adapts else card.measured(live(budget_bytes)[1])
-
-    return within
 
 
 @dataclass(eq=False)
@@ -274,13 +259,13 @@ def _least_known(curves: Sequence[_Curve], budgets: Sequence[int], top: int) -> 
 
 def _points(curves: Sequence[_Curve], progress: Callable[[str], None]) -> Iterator[SweepPoint]:
     """The points of all curves, each with its proven bound."""
-    any_plan = next(plan for curve in curves for plan in curve.plans.values())
+    plans = [plan for curve in curves for plan in curve.plans.values()]
     shown = {curve.policy: [b for b in curve.budgets if not curve.is_beaten(b)] for curve in curves}
     bounds, bound = dict[int, float](), 0.0
     for budget in sorted({budget for budgets in shown.values() for budget in budgets}, reverse=True):
         progress(f"proving the bound within {format_bytes(budget)}")
         # What no plan within a larger budget beats, none within a smaller one beats.
-        bound = bounds[budget] = max(bound, any_plan.for_budget(budget).lower_bound_seconds)
+        bound = bounds[budget] = max(bound, bound_of(plans, budget))
     for curve in curves:
         for budget in shown[curve.policy]:
             error = None if budget in curve.plans else str(curve.errors[budget])

@@ -27,7 +27,7 @@ from overspill.placement.arena import in_arena, plan_in_arena
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT, solver_named
 from overspill.placement.place import SEARCH, Placed, check_placer, place_plan, plan_within
-from overspill.plans.comparison import Comparison, compare
+from overspill.plans.comparison import Best, Comparison, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import Policy, policy_named
@@ -248,6 +248,7 @@ def compare_on(
     device: Device,
     policies: Iterable[str | Policy],
     progress: Callable[[str], None] | None = None,
+    best: Best | None = None,
 ) -> Comparison:
     """A row for each of `policies` on `graph` within the budget, of live bytes or of a card."""
     budget_bytes = budget_for(options, graph, device, torch.device("cpu"))
@@ -259,7 +260,7 @@ def compare_on(
         # Of a CPU a pool is all that there is beside it.
         return None if under.placer is None else Card(0, pool=under.placer, apart=True)
 
-    rows = compare(graph, device, policies, budget_bytes, options.times, progress, card)
+    rows = compare(graph, device, policies, budget_bytes, options.times, progress, card, best)
     return Comparison(tuple(rows), device, budget_bytes)
 
 
@@ -270,10 +271,11 @@ def sweep_on(
     policies: Iterable[str | Policy],
     points: int,
     progress: Callable[[str], None] | None = None,
+    best: Best | None = None,
 ) -> Sweep:
     """What a step of `graph` costs by each of `policies` at so many budgets, of live bytes or of a card."""
     card = card_for(options, device) if is_of_card(options, device) else None
-    return sweep(graph, device, policies, points, options.times, progress, card)
+    return sweep(graph, device, policies, points, options.times, progress, card, best)
 
 
 def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:

@@ -32,7 +32,7 @@ from overspill.estimation.script import record_script
 from overspill.job import Job, Script
 from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch
 from overspill.models.step import TrainingStep, under_autocast
-from overspill.plans.comparison import Comparison
+from overspill.plans.comparison import Best, Comparison
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
 from overspill.policies import Policy
@@ -98,8 +98,8 @@ def compare_job(
     job: Job, options: Options, policies: Iterable[str | Policy], progress: Callable[[str], None] | None = None
 ) -> Comparison:
     """A row for each of `policies` on one step of a job within the budget. Raises RequestError."""
-    options, graph, device = captured(job, options)
-    return compare_on(options, graph, device, policies, progress)
+    options, graph, device, best = _comparable(job, options)
+    return compare_on(options, graph, device, policies, progress, best)
 
 
 def sweep_job(
@@ -110,8 +110,21 @@ def sweep_job(
     progress: Callable[[str], None] | None = None,
 ) -> Sweep:
     """What one step of a job costs by each of `policies` at so many budgets. Raises RequestError."""
-    options, graph, device = captured(job, options)
-    return sweep_on(options, graph, device, policies, points, progress)
+    options, graph, device, best = _comparable(job, options)
+    return sweep_on(options, graph, device, policies, points, progress, best)
+
+
+def _comparable(job: Job, options: Options) -> tuple[Options, Graph, Device, Best | None]:
+    """What `captured` gives, and what plans that step in pieces of rows too, with eager's kernels."""
+    if options.backend != "eager" or isinstance(job.model, Script):
+        return *captured(job, options), None
+    device = _device_of(options)
+    captures = _captures_for(job, options, device)
+
+    def best(plan: Callable[[Graph], Plan]) -> Plan:
+        return captures.best_plan(lambda step: plan(step.graph), options.times)
+
+    return _estimated(job, options, device), captures.graph, device, best
 
 
 def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
