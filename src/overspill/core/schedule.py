@@ -13,11 +13,13 @@ from .saved import Saved
 class Verb(StrEnum):
     """Kinds of instructions.
 
-    Offload and Prefetch only start a transfer; the Awaits block the compute stream.
+    Offload and Prefetch only start a transfer; the Awaits block the compute stream. Start begins a collective, which the
+    Run or Recompute of its op then ends; without a Start these do both.
     """
 
     RUN = "run"
     RECOMPUTE = "recompute"
+    START = "start"
     OFFLOAD = "offload"
     AWAIT_OFFLOAD = "await_offload"
     PREFETCH = "prefetch"
@@ -25,11 +27,15 @@ class Verb(StrEnum):
     FREE = "free"
 
 
+OF_OPS = (Verb.RUN, Verb.RECOMPUTE, Verb.START)
+"""Verbs whose target is an op."""
+
+
 @dataclass(frozen=True)
 class Instruction:
     """A verb and its target, an op's or a tensor's id.
 
-    An op for Run and Recompute, a tensor for the others. `algorithm` is the number of the op's algorithm for Run and
+    An op for the verbs `OF_OPS`, a tensor for the others. `algorithm` is the number of the op's algorithm for Run and
     Recompute; 0 is the fastest.
     """
 

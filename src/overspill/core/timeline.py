@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from .graph import CollectiveKind
 from .saved import Saved
 from .schedule import Verb
 
@@ -14,12 +15,20 @@ HOST = "the host, which issues ops and transfers"
 """The cause of a stall that no transfer causes."""
 
 
+_COLLECTIVES = frozenset(CollectiveKind)
+
+
 class Stream(StrEnum):
-    """Where an instruction runs: the compute stream, or a copy stream for each direction."""
+    """Where an instruction runs: the compute stream, a copy stream for each direction, or that of collectives."""
 
     COMPUTE = "compute"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
+    COMMUNICATION = "communication"
+
+
+COPIES = (Stream.OFFLOAD, Stream.PREFETCH)
+"""The copy streams."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,18 @@ class Timeline(Saved):
 
     @cached_property
     def exposed_transfer_seconds(self) -> float:
-        """Seconds in which the compute stream waits for a transfer or for the host."""
+        """Seconds in which the compute stream waits for a transfer, a collective or the host."""
         return sum((stall.end_seconds - stall.start_seconds for stall in self.stalls), 0.0)
+
+    @cached_property
+    def exposed_communication_seconds(self) -> float:
+        """Seconds of these in which it waits for a collective."""
+        return sum(spent for cause, spent in self.wait_seconds.items() if cause.partition(" of ")[0] in _COLLECTIVES)
+
+    @cached_property
+    def communication_seconds(self) -> float:
+        """Seconds in which collectives run."""
+        return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.COMMUNICATION), 0.0)
 
     @cached_property
     def host_seconds(self) -> float:
@@ -100,7 +119,7 @@ class Timeline(Saved):
     @cached_property
     def transfer_seconds(self) -> float:
         """Seconds in which a copy stream moves bytes, both directions added up."""
-        return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is not Stream.COMPUTE), 0.0)
+        return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream in COPIES), 0.0)
 
     @cached_property
     def overlapped_seconds(self) -> float:
@@ -122,9 +141,7 @@ class Timeline(Saved):
     def _transfer_spans(self) -> list[tuple[float, float]]:
         """Times at which a copy stream is busy: disjoint spans in order, in seconds."""
         spans: list[tuple[float, float]] = []
-        for start, end in sorted(
-            (e.start_seconds, e.end_seconds) for e in self.events if e.stream is not Stream.COMPUTE
-        ):
+        for start, end in sorted((e.start_seconds, e.end_seconds) for e in self.events if e.stream in COPIES):
             if spans and start <= spans[-1][1]:
                 spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
             else:

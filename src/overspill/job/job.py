@@ -296,7 +296,8 @@ class Job:
 
     def check_planned(self, *, whole_step: bool = False) -> None:
         """Raise RequestError for a job that Overspill cannot plan."""
-        several = self.parallel is not None and self.parallel.kind
+        several = self.parallel
+        kind = None if several is None else several.kind
         first_of(
             (isinstance(self.model, Source), ["model"],
              f"{self.name}: a job of another framework is estimated and not planned; name a model"),
@@ -305,7 +306,14 @@ class Job:
              "optimizer=: a plan is of a training step, and this is inference; name an optimizer"),
             (self.dtype == "amp", ["dtype"],
              "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"),
-            (several, ["parallel"], f"parallel={several}: a plan is of one GPU's step; leave it out, or estimate it"),
+            (kind not in (None, "fsdp"), ["parallel"],
+             f"parallel={kind}: plans are of one GPU's step, alone or with fsdp; take fsdp, leave it out, or estimate it"),
+            (several is not None and several.replicas > 1, ["parallel"],
+             "replicas=: a plan has one group of shards; leave replicas out, or estimate it"),
+            (several is not None and several.cpu_offload, ["parallel"],
+             "cpu_offload=: a plan offloads what the budget asks for; leave cpu_offload out"),
+            (several is not None and self.accumulate > 1, ["parallel", "accumulate"],
+             "accumulate=: a step with fsdp is planned with one micro-batch; leave accumulate out"),
             (self.offload_optimizer, ["offload_optimizer"],
              "offload_optimizer=: a plan moves the optimizer's state with whole_step=; take that in its place"),
             (self.keep_outputs, ["keep_outputs"],
@@ -326,6 +334,8 @@ class Job:
         """
         self.check_planned(whole_step=whole_step)
         first_of(
+            (self.parallel is not None, ["parallel"],
+             "parallel=: planned here, and trained by train_step of a model in fully_shard; leave it out"),
             (isinstance(self.model, Script), ["model"],
              f"script='{self.name}': estimated and planned, not trained; run it by python, or name a model"),
             (self.quantize, ["quantize"],

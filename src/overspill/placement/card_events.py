@@ -95,6 +95,7 @@ class _Run:
     def step(self) -> None:
         """Add the events of one step."""
         backward = False
+        started: set[int] = set()  # collectives that run
         for position, instruction in enumerate(self.schedule.instructions):
             self.position, target = position, instruction.target
             if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
@@ -104,8 +105,18 @@ class _Run:
                 thread = "backward" if backward else "forward"
                 writes = op.writes if runs else op.recompute_writes
                 # A recomputed tensor that is still there is made a second time.
-                again = 0 if runs else sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
+                again = (
+                    0
+                    if runs or target in started
+                    else sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
+                )
+                started.discard(target)
                 self.run(op, writes, op.workspace_of(instruction.algorithm) + again, thread)
+            elif instruction.verb is Verb.START:
+                started.add(target)
+                for tensor in self.graph.ops[target].writes:
+                    if tensor not in self.live:
+                        self.take_tensor(tensor)
             elif instruction.verb is Verb.PREFETCH:
                 self.take_tensor(target)
             elif instruction.verb is Verb.FREE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from overspill.core import Graph, Op, Schedule, Verb
+from overspill.core import OF_OPS, Graph, Op, Schedule
 
 Choice = Mapping[int, int]
 """Algorithm number by op id; ops that are not in it take number 0, their fastest."""
@@ -52,9 +52,8 @@ def folded_seconds(graph: Graph, choice: Choice, seconds: Sequence[float]) -> tu
 
 def unfolded(schedule: Schedule, choice: Choice) -> Schedule:
     """The schedule of a folded graph, for the graph itself."""
-    runs = (Verb.RUN, Verb.RECOMPUTE)
     instructions = (
-        replace(i, algorithm=choice[i.target]) if i.verb in runs and i.target in choice else i
+        replace(i, algorithm=choice[i.target]) if i.verb in OF_OPS and i.target in choice else i
         for i in schedule.instructions
     )
     return replace(schedule, instructions=tuple(instructions))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overspill.core import Graph, Schedule, TensorKind, Verb
+from overspill.core import OF_OPS, Graph, Schedule, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes
 from overspill.simulate import check
@@ -89,7 +89,7 @@ def peak_of(graph: Graph, schedule: Schedule) -> Floor:
     if result.peak_instruction < 0:
         return Floor(result.peak_bytes, "persistent tensors")
     peak = schedule.instructions[result.peak_instruction]
-    if peak.verb in (Verb.RUN, Verb.RECOMPUTE):
+    if peak.verb in OF_OPS:
         where = f"{graph.ops[peak.target].name} of {graph.ops[peak.target].layer or graph.name}"
     else:
         where = f"{peak.verb} of {graph.tensors[peak.target].name}"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from overspill.core import Graph, Instruction, Schedule, Verb
+from overspill.core import OF_OPS, Graph, Instruction, Schedule, Verb
 
 MOST_TOGETHER = 64
 """Most updates in a group: they share the cost of one optimizer step, and more would save little."""
@@ -90,7 +90,7 @@ class _Gathering:
         reads: tuple[int, ...]
         writes: tuple[int, ...]
         # Its reads and writes, and tensors that it brings to the device.
-        if verb is Verb.RUN or verb is Verb.RECOMPUTE:
+        if verb in OF_OPS:
             op = self.ops[target]
             again = verb is Verb.RECOMPUTE
             reads, writes = (op.recompute_reads, op.recompute_writes) if again else (op.reads, op.writes)

@@ -7,10 +7,23 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb, numbered
+from overspill.core import (
+    OF_OPS,
+    CollectiveKind,
+    Device,
+    Graph,
+    LayerType,
+    Op,
+    Phase,
+    Schedule,
+    Tensor,
+    TensorKind,
+    numbered,
+)
 from overspill.core.errors import InfeasibleBudget
 
 from .fastest import fastest
+from .overlap import overlapped
 
 FEATURE_MAPS = frozenset({TensorKind.ACTIVATION, TensorKind.TEMPORARY, TensorKind.OUTPUT_GRADIENT})
 """Kinds of tensors that plans of feature maps alone may move."""
@@ -47,22 +60,38 @@ def early_updates(graph: Graph) -> tuple[int, ...]:
             for writer in graph.written_by[tensor]:
                 if writer > last:
                     followers[last].append(writer)
-    waiting = _waiting(followers)
-    flow: list[int] = []
-    # Take ops in order, with each update as soon as it waits for none.
+    flow = _Flow(graph, followers)
     for op in graph.ops:
-        if op.phase is Phase.UPDATE:
-            continue
-        ready = [op.id]
+        if op.phase is not Phase.UPDATE:
+            flow.take(op.id)
+    done = set(flow.ops)
+    return (*flow.ops, *(op.id for op in graph.ops if op.id not in done))
+
+
+class _Flow:
+    """Ops in the order in which they are taken, with each update as soon as it waits for none.
+
+    What waits for a scatter is taken after the next one, beside which the scatter runs.
+    """
+
+    def __init__(self, graph: Graph, followers: Followers) -> None:
+        self.ops: list[int] = []
+        self._graph, self._followers, self._waiting = graph, followers, _waiting(followers)
+        self._scattered: list[int] = []  # the last scatter
+
+    def take(self, op: int) -> None:
+        """Take an op, and updates that wait for no more."""
+        ready = [op]
         while ready:
             taken = ready.pop()
-            flow.append(taken)
-            for follower in followers[taken]:
-                waiting[follower] -= 1
-                if not waiting[follower] and graph.ops[follower].phase is Phase.UPDATE:
+            self.ops.append(taken)
+            over = [taken]
+            if (sent := self._graph.ops[taken].collective) is not None and sent.kind is CollectiveKind.SCATTER:
+                over, self._scattered = self._scattered, over
+            for follower in chain.from_iterable(map(self._followers.__getitem__, over)):
+                self._waiting[follower] -= 1
+                if not self._waiting[follower] and self._graph.ops[follower].phase is Phase.UPDATE:
                     ready.append(follower)
-    done = set(flow)
-    return (*flow, *(op.id for op in graph.ops if op.id not in done))
 
 
 def _last_recomputation(graph: Graph) -> dict[int, int]:
@@ -84,8 +113,7 @@ def reordered(graph: Graph, order: Sequence[int]) -> Graph:
 
 def in_graph_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
     """The schedule of `reordered(graph, order)` with the op ids of `graph`."""
-    runs = (Verb.RUN, Verb.RECOMPUTE)
-    instructions = (replace(i, target=order[i.target]) if i.verb in runs else i for i in schedule.instructions)
+    instructions = (replace(i, target=order[i.target]) if i.verb in OF_OPS else i for i in schedule.instructions)
     return replace(schedule, instructions=tuple(instructions))
 
 
@@ -111,7 +139,7 @@ def best_order(
         except InfeasibleBudget as error:
             errors.append(error.with_traceback(None))  # whose frames would live on, with all that callers hold
         else:
-            found.append(in_graph_order(made, order))
+            found.append(overlapped(graph, in_graph_order(made, order), device, seconds, budget_bytes))
     best = fastest(graph, device, seconds, found, budget_bytes)
     if best is None:
         raise min(errors, key=lambda error: error.floor_bytes)
@@ -123,8 +151,12 @@ def feature_maps_alone(graph: Graph) -> Graph:
 
     Forward and backward are then two graphs.
     """
-    tensors = (replace(t, movable=t.movable and t.kind in FEATURE_MAPS) for t in graph.tensors)
+    tensors = (replace(t, movable=t.movable and (t.kind in FEATURE_MAPS or _is_gathered(t))) for t in graph.tensors)
     return replace(graph, tensors=tuple(tensors), whole_step=False)
+
+
+def _is_gathered(tensor: Tensor) -> bool:
+    return tensor.kind is TensorKind.PARAMETER and not tensor.persistent
 
 
 def followers_of(ops: Iterable[Op]) -> dict[int, list[int]]:

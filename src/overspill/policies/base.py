@@ -16,6 +16,7 @@ from overspill.core.errors import OverspillError, PolicyError, is_out_of_memory
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.algorithms import folded, folded_seconds, memory_optimal, unfolded
 from overspill.planning.floor import infeasible
+from overspill.planning.overlap import overlapped
 from overspill.planning.step_program import StepProgram
 
 from .parameters import Parameter, flag, spelled_parameters
@@ -85,7 +86,8 @@ class Policy(ABC):
         # Memory-optimal algorithms are fixed beforehand, so that policies need not know of them.
         with _without_collection(), self._failing_by_name():
             if not self.memory_optimal:
-                return self._named(self._plan(graph, device, budget_bytes, seconds))
+                made = self._plan(graph, device, budget_bytes, seconds)
+                return self._named(overlapped(graph, made, device, seconds, budget_bytes))
             choice = memory_optimal(graph)
             made = self._plan(folded(graph, choice), device, budget_bytes, folded_seconds(graph, choice, seconds))
         return self._named(unfolded(made, choice))

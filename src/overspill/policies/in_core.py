@@ -41,9 +41,9 @@ class Liveness(Policy):
 
 
 def checkpointed(graph: Graph) -> list[int]:
-    """Recomputable feature maps that the program's own checkpoints drop in forward.
+    """Recomputable feature maps that the program's own checkpoints drop in forward, and parameters that it gathers again.
 
-    Those that are used in one checkpoint alone.
+    Of feature maps those that are used in one checkpoint alone.
     """
     # Checkpoints in which each tensor is read.
     reads: dict[int, set[int]] = {}
@@ -56,10 +56,13 @@ def checkpointed(graph: Graph) -> list[int]:
         for op in graph.ops
         if op.checkpoint
         for tensor in op.recompute_writes
-        if graph.tensors[tensor].kind is TensorKind.ACTIVATION
-        and graph.producer[tensor] == op.id
-        and tensor not in graph.outputs
-        and reads.get(tensor, set()) == {op.checkpoint}
+        if op.collective is not None
+        or (
+            graph.tensors[tensor].kind is TensorKind.ACTIVATION
+            and graph.producer[tensor] == op.id
+            and tensor not in graph.outputs
+            and reads.get(tensor, set()) == {op.checkpoint}
+        )
     ]
 
 

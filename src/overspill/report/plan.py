@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from overspill.capture.compiled.whole_step import NORM
-from overspill.core import Graph, Instruction, Tensor, TensorKind, Timeline, Verb
+from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timeline, Verb
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
@@ -66,10 +66,10 @@ def peak_rows(graph: Graph, peak: PlannedPeak) -> list[dict[str, Any]]:
 
 def made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
     """The tensors that the op of `instruction` writes, if any."""
-    if instruction is None or instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
+    if instruction is None or instruction.verb not in OF_OPS:
         return ()
     op = graph.ops[instruction.target]
-    return op.writes if instruction.verb is Verb.RUN else op.recompute_writes
+    return op.recompute_writes if instruction.verb is Verb.RECOMPUTE else op.writes
 
 
 def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
@@ -259,7 +259,7 @@ def too_small(plan: Plan) -> str:
 
 def _spell(graph: Graph, instruction: Instruction) -> str:
     """An instruction for a reader, as `mm_1 (model.fc, backward)`."""
-    if instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
+    if instruction.verb not in OF_OPS:
         return f"{instruction.verb.value} of {_name(graph.tensors[instruction.target])}"
     op = graph.ops[instruction.target]
     again = ", recomputed" if instruction.verb is Verb.RECOMPUTE else ""

@@ -309,6 +309,8 @@ class _Emitter:
             self._run(self.captured.graph.ops[target])
         elif verb is Verb.RECOMPUTE:
             self._recompute(self.captured.graph.ops[target])
+        elif verb is Verb.START:
+            return  # its Run or Recompute starts it and waits for it
         elif verb is Verb.FREE:
             self._free(target)
         # Transfers: a call of the engine, whose result is a handle or the arriving tensor.

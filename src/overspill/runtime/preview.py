@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._functorch.config
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.elsewhere import captured_for
@@ -18,6 +18,7 @@ from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.trace import trace
 from overspill.capture.recording.graph import graph_of
+from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.capture.virtual_gpu.patching import patched
 from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
@@ -29,8 +30,8 @@ from overspill.estimation.api import Setting, of_recording
 from overspill.estimation.api import of_job as estimate_of
 from overspill.estimation.estimate import Estimate
 from overspill.estimation.script import record_script
-from overspill.job import Job, Script
-from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch
+from overspill.job import Job, Parallel, Script
+from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch, sharded_blocks
 from overspill.models.step import TrainingStep, under_autocast
 from overspill.plans.comparison import Best, Comparison
 from overspill.plans.plan import Plan
@@ -47,6 +48,9 @@ from .surroundings import surroundings_of_job
 
 SEED = 0
 CPU = torch.device("cpu")
+ROOT = "root"
+"""The group of parameters that are in no block."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def preview(job: Job, options: Options) -> Plan:
@@ -56,15 +60,27 @@ def preview(job: Job, options: Options) -> Plan:
     its card, as in training there. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
-    device = _device_of(options)
-    if options.whole_step and options.backend == "eager" and device.kind == "cpu":
-        with _whole_step(job, options, device) as (step, batch):
+    device, options = _device_of(options), _of_parallel(job, options)
+    if job.parallel is None and options.whole_step and options.backend == "eager" and device.kind == "cpu":
+        with _whole_step(job, options, device) as (step, batch, _):
             return step.preview(*batch)
     if options.backend == "eager":
         return _preview_eager(job, options, device)
     from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
     return _of_programs(job, _estimated(job, options, device), device, TrainStep.preview, plan_unrun)
+
+
+def _of_parallel(job: Job, options: Options) -> Options:
+    """`options`, in which a job on several GPUs is planned as a whole step. Raises RequestError for Inductor's kernels."""
+    if job.parallel is None:
+        return options
+    if options.backend != "eager":
+        raise RequestError(
+            f"backend={options.backend}: a step with {job.parallel.kind} is planned with eager's kernels; leave one out",
+            fields=["parallel"],
+        )
+    return replace(options, whole_step=True)
 
 
 def _preview_eager(job: Job, options: Options, device: Device) -> Plan:
@@ -84,7 +100,7 @@ def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[i
 
     The step is as eager PyTorch runs it; plans are of that, or of the same in pieces of rows where that is faster.
     """
-    device = _device_of(options)
+    device, options = _device_of(options), _of_parallel(job, options)
     captures = _captures_for(job, options, device)
     options = _estimated(job, options, device)
 
@@ -184,7 +200,7 @@ def script_estimate(script: Script, options: Options, device: Device) -> Estimat
 
 def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
     """The Graph of one step of a model's job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU."""
-    device = _device_of(options)
+    device, options = _device_of(options), _of_parallel(job, options)
     if options.backend == "eager":
         return _captures_for(job, options, device).graph, device
     from .compiled.unrun import graph_unrun  # noqa: PLC0415 - Inductor takes seconds to import
@@ -216,7 +232,7 @@ def _of_programs(job: Job, options: Options, device: Device, of_step: Callable[.
     from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415 - Inductor takes seconds to import
 
     if options.whole_step:
-        with _whole_step(job, options, device) as (step, batch), nothing_compiled():
+        with _whole_step(job, options, device) as (step, batch, _), nothing_compiled():
             return of_step(step, *batch)
     with _fakes(job, device) as (model, batch, optimizer):
         return unrun(model, next(batches.split(batch, job.accumulate)), optimizer, options, job)
@@ -238,12 +254,12 @@ def _fakes(
 
 
 @contextmanager
-def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any]]:
-    """The whole step of a job and its batch, on fake tensors, to be planned for `device`."""
+def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any, nn.Module]]:
+    """The whole step of a job, its batch and its module, on fake tensors, to be planned for `device`."""
     with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
         pass  # what is made stays; the step makes a fake mode of its own
     with attention_kernel(job):
-        yield TrainStep(model.model, model.loss, optimizer, options, job.gradients), batch
+        yield TrainStep(model.model, model.loss, optimizer, options, job.gradients), batch, model.model
 
 
 def _device_of(options: Options) -> Device:
@@ -264,8 +280,11 @@ def step_graph(
 def _captures(job: Job, reserve: str | float | None, device: Device | None, *, whole_step: bool) -> Iterator[Captured]:
     """Captures of the step of `step_graph`: as PyTorch runs it, then in pieces of rows."""
     if whole_step:
-        with _whole_step(job, Options(), device) as (step, batch):
+        with _whole_step(_of_one_rank(job), Options(), device) as (step, batch, module):
             made: Iterator[Captured] = iter(step.captures(*batch))
+            if job.parallel is not None:
+                sharding = _sharding(job, job.parallel, module)
+                made = (replace(found, graph=sharded(found.graph, sharding)) for found in made)
     else:
         with _fakes(job, device) as (model, batch, optimizer):
             around = partial(
@@ -274,6 +293,27 @@ def _captures(job: Job, reserve: str | float | None, device: Device | None, *, w
             steps = Partitioned(trace(model, next(batches.split(batch, job.accumulate)), around))
         made = iter(steps)
     yield from made
+
+
+def _of_one_rank(job: Job) -> Job:
+    """The job as one rank of several computes it: in the dtype of gathered parameters, on whole ones."""
+    if job.parallel is None:
+        return job
+    job.check_planned(whole_step=True)
+    return replace(job, parallel=None, dtype=job.parallel.param_dtype or job.dtype)
+
+
+def _sharding(job: Job, parallel: Parallel, module: nn.Module) -> Sharding:
+    """The groups of parameters that `fully_shard` makes of the model's blocks, and of the rest."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = []
+    for block in sharded_blocks(module, parallel):
+        own = tuple(names.pop(p) for p in block.parameters() if p in names)
+        path = next(path for path, part in module.named_modules() if part is block)
+        groups.append(Group(path, own, parallel.reshard_after_forward))
+    groups.append(Group(ROOT, tuple(names.values()), again=False))  # with which backward begins
+    kept = job.dtype if job.dtype in DTYPES else "float32"
+    return Sharding(parallel.gpus, tuple(groups), DTYPES[kept].itemsize)
 
 
 def prepared_step(

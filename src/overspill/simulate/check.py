@@ -8,15 +8,17 @@ Each tensor's device copy is in one of four states, and its store copy is valid 
 A persistent tensor starts PRESENT, or in the store if the schedule says so; it is freed only while the store has it.
 The store has a copy of movable tensors that no op writes from the start, since they have been there in an earlier step.
 A tensor that is LEAVING can still be read, not written or freed. One that is ARRIVING takes its bytes already but
-cannot be read. This file shares no code with the policies or with the clocked machine.
+cannot be read. Start begins a collective: its results are ARRIVING until its Run or Recompute, and what it reads may
+until then be neither freed nor written. This file shares no code with the policies or with the clocked machine.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from overspill.core import Graph, Instruction, Op, Phase, Schedule, Tensor, Verb
+from overspill.core import OF_OPS, Graph, Instruction, Op, Phase, Schedule, Tensor, Verb
 from overspill.core.errors import InvalidSchedule
 
 
@@ -90,6 +92,8 @@ class _Machine:
         """The version of each tensor that the store holds."""
         self.version = [0] * len(graph.tensors)
         self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read and make
+        self.started: dict[int, tuple[int, list[int]]] = {}  # collectives that run: bytes besides results, and these
+        self.held: Counter[int] = Counter()  # tensors that they read
         self.phase = 0
         self.seen = _versions_in_order(graph)
         self.live_bytes = graph.persistent_bytes
@@ -112,6 +116,8 @@ class _Machine:
                 self._run(self.graph.ops[instruction.target], instruction.algorithm, index)
             case Verb.RECOMPUTE:
                 self._recompute(self.graph.ops[instruction.target], instruction.algorithm, index)
+            case Verb.START:
+                self._start(self.graph.ops[instruction.target], instruction.algorithm, index)
             # Transfers: tensors keep their bytes until freed, and take them from the start.
             case Verb.OFFLOAD:
                 self._move(instruction.target, _State.PRESENT, _State.LEAVING)
@@ -127,6 +133,7 @@ class _Machine:
                 self._move(instruction.target, _State.ARRIVING, _State.PRESENT)
             case Verb.FREE:
                 self._may_free(self.graph.tensors[instruction.target])
+                self._not_held((instruction.target,))
                 self._move(instruction.target, _State.PRESENT, _State.ABSENT)
                 self.live_bytes -= self.graph.tensors[instruction.target].nbytes
 
@@ -139,6 +146,9 @@ class _Machine:
             if self.stored[tensor] != self.version[tensor]:
                 name = self.graph.tensors[tensor].name
                 raise InvalidSchedule(f"{schedule.policy}: the store ends with {name} from before its last update")
+        if self.started:
+            name = self.graph.ops[min(self.started)].name
+            raise InvalidSchedule(f"{schedule.policy}: nothing waits for the collective {name}")
         # Persistent tensors and outputs are there, unless the schedule stores them; nothing else is.
         wanted = {t.id for t in self.graph.tensors if t.persistent} | set(self.graph.outputs)
         wanted -= set(schedule.stored)
@@ -175,6 +185,8 @@ class _Machine:
                 f"op {op.id} is out of order: what it reads or writes is not as the graph has it there"
             )
         # New tensors appear; others must not be in transfer.
+        started = self._end(op, index)
+        self._not_held(op.writes)
         for tensor in op.writes:
             if self.state[tensor] is _State.ABSENT:
                 self.state[tensor] = _State.PRESENT
@@ -183,7 +195,8 @@ class _Machine:
                 raise InvalidSchedule(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
             self.version[tensor] += 1
         self.ran[op.id] = self._versions(op)
-        self._note_peak(self._workspace(op, algorithm), index)
+        if not started:
+            self._note_peak(self._workspace(op, algorithm), index)
 
     def _recompute(self, op: Op, algorithm: int, index: int) -> None:
         if not op.recomputable:
@@ -194,6 +207,9 @@ class _Machine:
         # It must read and make the versions of its first run.
         if self.ran[op.id] != self._versions(op):
             raise InvalidSchedule("what it reads or makes has been updated since the op ran")
+        if self._end(op, index):
+            return
+        self._not_held(op.recompute_writes)
         again = 0
         for tensor in op.recompute_writes:
             if self.state[tensor] is _State.ABSENT:
@@ -202,6 +218,48 @@ class _Machine:
             else:
                 again += self.graph.tensors[tensor].nbytes  # made a second time and dropped at once
         self._note_peak(self._workspace(op, algorithm) + again, index)
+
+    def _start(self, op: Op, algorithm: int, index: int) -> None:
+        """Begin a collective that makes new tensors."""
+        again = op.id in self.ran
+        reads, writes = (op.recompute_reads, op.recompute_writes) if again else (op.reads, op.writes)
+        if op.collective is None or set(reads) & set(writes):
+            raise InvalidSchedule("the op is no collective that makes new tensors")
+        if op.id in self.started:
+            raise InvalidSchedule("the collective runs already")
+        if again and not op.recomputable:
+            raise InvalidSchedule("the op may not be recomputed")
+        self._need(reads)
+        besides, made = self._workspace(op, algorithm), []
+        for tensor in writes:
+            if self.state[tensor] is _State.ABSENT:
+                self.state[tensor] = _State.ARRIVING
+                self._allocate(tensor, index)
+                made.append(tensor)
+            elif again:
+                besides += self.graph.tensors[tensor].nbytes  # made a second time and dropped at once
+            else:
+                raise InvalidSchedule(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
+        self.started[op.id] = besides, made
+        self.held.update(reads)
+        self.live_bytes += besides
+        self._note_peak(0, index)
+
+    def _end(self, op: Op, index: int) -> bool:
+        """Wait for a collective if it has been started; whether it has."""
+        if op.id not in self.started:
+            return False
+        self._note_peak(0, index)
+        besides, made = self.started.pop(op.id)
+        self.live_bytes -= besides
+        self.held.subtract(op.recompute_reads if op.id in self.ran else op.reads)
+        for tensor in made:
+            self.state[tensor] = _State.PRESENT
+        return True
+
+    def _not_held(self, tensors: tuple[int, ...]) -> None:
+        if (held := next((t for t in tensors if self.held[t] > 0), None)) is not None:
+            raise InvalidSchedule(f"a collective that runs reads {self.graph.tensors[held].name}")
 
     def _workspace(self, op: Op, algorithm: int) -> int:
         if algorithm == 0:
@@ -236,7 +294,7 @@ class _Machine:
 
     def _find(self, instruction: Instruction) -> Op | Tensor:
         among: tuple[Op, ...] | tuple[Tensor, ...] = self.graph.tensors
-        if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
+        if instruction.verb in OF_OPS:
             among = self.graph.ops
         if not 0 <= instruction.target < len(among):
             raise InvalidSchedule(f"there is no {instruction.target} in this graph")

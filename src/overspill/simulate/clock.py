@@ -1,4 +1,4 @@
-"""Simulate a Schedule on a Device: compute stream, two copy streams, and host."""
+"""Simulate a Schedule on a Device: compute stream, two copy streams, that of collectives, and host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
     """The Timeline of `schedule` on `device`; op `i` takes `seconds[i]` by itself.
 
     Transfers of one direction follow one another; on a half-duplex link those of both do. A transfer starts when it is
-    issued and the link is free. While it runs, ops are slowed down by the device's `transfer_compute_share`.
+    issued and the link is free. While it runs, ops are slowed down by the device's `transfer_compute_share`. Collectives
+    do the same on a stream of their own: compute waits for one where its op runs.
 
     The host issues one instruction after another, and nothing starts before it is issued: an op takes the host the
     device's `op_overhead_seconds` (part of the op's own time too), a transfer its `transfer_host_seconds`. A GPU runs
@@ -34,10 +35,15 @@ class _Clock:
         self.now = 0.0
         self.host = 0.0
         self.link_free = {Stream.OFFLOAD: 0.0, Stream.PREFETCH: 0.0}
+        self.communication_free = 0.0
+        self.flying: dict[
+            int, tuple[float, int]
+        ] = {}  # collectives that run: until when, and their bytes besides results
         self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}
         self.present = {t.id for t in graph.tensors if t.persistent} - set(stored)
         self.bytes = graph.persistent_bytes - sum(graph.tensors[t].nbytes for t in stored)
+        self.ran: set[int] = set()  # collectives that have ended once
         self.events: list[Event] = []
         self.stalls: list[Stall] = []
         self.live: list[int] = []
@@ -53,7 +59,10 @@ class _Clock:
                 self.bytes -= self.nbytes[target]
         elif verb is Verb.RUN or verb is Verb.RECOMPUTE:
             # Compute, then transfers and waits for them.
-            peak = self._compute(index, instruction)
+            communicates = self.graph.ops[target].collective is not None
+            peak = (self._end if communicates else self._compute)(index, instruction)
+        elif verb is Verb.START:
+            peak = self._start(index, instruction, again=target in self.ran)
         elif verb is Verb.OFFLOAD:
             self._transfer(index, instruction, Stream.OFFLOAD, self.device.offload_seconds(self.nbytes[target]))
         elif verb is Verb.PREFETCH:
@@ -66,6 +75,35 @@ class _Clock:
             self._wait(index, target, Stream.PREFETCH)
         self.live.append(peak)
         self.times.append(self.now)
+
+    def _start(self, index: int, instruction: Instruction, *, again: bool) -> int:
+        """Begin a collective; returns the bytes on the device from then on."""
+        op = self.graph.ops[instruction.target]
+        writes = op.recompute_writes if again else op.writes
+        besides = op.workspace_of(instruction.algorithm)
+        besides += sum(self.nbytes[t] for t in writes if t in self.present) if again else 0
+        self._appear(writes)
+        if self.device.runs_behind_host:
+            self.host += self.device.op_overhead_seconds
+        start = max(self.now, self.host, self.communication_free)
+        end = start + self.seconds[op.id] * op.slowdown_of(instruction.algorithm)
+        self.communication_free = end
+        self.running.append((start, end))
+        self.events.append(Event(index, instruction.verb, op.id, Stream.COMMUNICATION, start, end))
+        self.flying[op.id] = end, besides
+        self.bytes += besides
+        return self.bytes
+
+    def _end(self, index: int, instruction: Instruction) -> int:
+        """Wait for a collective, which begins here if it has not; returns the most bytes on the device meanwhile."""
+        op = self.graph.ops[instruction.target]
+        if op.id not in self.flying:
+            self._start(index, instruction, again=instruction.verb is Verb.RECOMPUTE)
+        self.ran.add(op.id)
+        until, besides = self.flying.pop(op.id)
+        self._wait_until(index, until, f"{op.collective.kind if op.collective else op.name} of {op.layer or op.name}")
+        self.bytes -= besides
+        return self.bytes + besides
 
     def _appear(self, tensors: Sequence[int]) -> None:
         for tensor in tensors:
@@ -116,7 +154,9 @@ class _Clock:
         self.events.append(Event(index, instruction.verb, instruction.target, stream, start, start + duration))
 
     def _wait(self, index: int, tensor: int, stream: Stream) -> None:
-        arrival = self.arrival[stream, tensor]
+        self._wait_until(index, self.arrival[stream, tensor], f"{stream} of {self.graph.tensors[tensor].name}")
+
+    def _wait_until(self, index: int, arrival: float, cause: str) -> None:
         if arrival > self.now:
-            self.stalls.append(Stall(index, self.now, arrival, f"{stream} of {self.graph.tensors[tensor].name}"))
+            self.stalls.append(Stall(index, self.now, arrival, cause))
             self.now = arrival

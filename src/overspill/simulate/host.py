@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from overspill.core import Device, Schedule, Timeline, Verb
+from overspill.core import OF_OPS, Device, Schedule, Timeline, Verb
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,17 @@ def issues_of(schedule: Schedule, device: Device, timeline: Timeline) -> Iterato
     stands still meanwhile.
     """
     host = 0.0
+    started: set[int] = set()  # collectives that run
     for index, instruction in enumerate(schedule.instructions):
         seconds = 0.0
         if instruction.verb in (Verb.OFFLOAD, Verb.PREFETCH):
             seconds = device.transfer_host_seconds
-        elif instruction.verb in (Verb.RUN, Verb.RECOMPUTE) and device.runs_behind_host:
+        elif instruction.verb in OF_OPS and device.runs_behind_host and instruction.target not in started:
             seconds = device.op_overhead_seconds
+        if instruction.verb is Verb.START:
+            started.add(instruction.target)
+        elif instruction.verb in OF_OPS:
+            started.discard(instruction.target)
         if not seconds:
             continue
         if not device.runs_behind_host:

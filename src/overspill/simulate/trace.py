@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from overspill.core import Block, Graph, LayerType, Mobility, Op, Phase, Schedule, TensorKind, Trace, Verb
+from overspill.core import (
+    OF_OPS,
+    Block,
+    Graph,
+    Instruction,
+    LayerType,
+    Mobility,
+    Op,
+    Phase,
+    Schedule,
+    TensorKind,
+    Trace,
+    Verb,
+)
 
 STAYING = frozenset({LayerType.LINEAR, LayerType.SOFTMAX, LayerType.LOSS, LayerType.DROPOUT})
 """Layers whose tensors are "reclaimed" (Dymem, Algorithm 3, line 2: FC, softmax, dropout), and losses, for softmax."""
@@ -30,8 +43,14 @@ def owned_trace(
     """
     device = _Device(graph, schedule)
     together = {op: (place, len(group)) for group in groups for place, op in enumerate(group)}
+    started: dict[int, int] = {}  # where collectives that run were started
     for position, instruction in enumerate(schedule.instructions):
-        if instruction.verb is Verb.RUN:
+        if instruction.verb is Verb.START:
+            started[instruction.target] = position
+            device.begin(position, graph.ops[instruction.target])
+        elif instruction.verb in OF_OPS and (since := started.pop(instruction.target, None)) is not None:
+            device.end(since, position, graph.ops[instruction.target], instruction)
+        elif instruction.verb is Verb.RUN:
             op = graph.ops[instruction.target]
             place, count = together.get(op.id, (0, 1))
             begin = position - place
@@ -84,6 +103,8 @@ class _Device:
         self.stays = {t.id: _Stay(0) for t in graph.tensors if t.persistent and t.id not in schedule.stored}
         self._graph = graph
         self._layer = ""
+        self._twice: dict[int, int] = {}  # by collective that runs, the bytes that it makes a second time
+        self._ended: set[int] = set()
         self._made: list[_Stay] = []  # by the layer that ran last
         self._blocks: list[
             tuple[int, int, int, str, Mobility, int, int]
@@ -116,6 +137,23 @@ class _Device:
             name = f"workspace of {op.name}"
             begin, end = during or (position, position + 1)
             self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY, 0, -1 - op.id))
+
+    def begin(self, position: int, op: Op) -> None:
+        """Begin a collective, whose results are there from now on."""
+        again = op.id in self._ended
+        writes = op.recompute_writes if again else op.writes
+        self._twice[op.id] = sum(self._graph.tensors[t].nbytes for t in writes if t in self.stays) if again else 0
+        for tensor in writes:
+            self.stays.setdefault(tensor, _Stay(position, op))
+
+    def end(self, since: int, position: int, op: Op, instruction: Instruction) -> None:
+        """Wait for a collective, whose workspace was there all the while."""
+        self._ended.add(op.id)
+        reads, writes = (
+            (op.reads, op.writes) if instruction.verb is Verb.RUN else (op.recompute_reads, op.recompute_writes)
+        )
+        workspace_bytes = op.workspace_of(instruction.algorithm) + self._twice.pop(op.id)
+        self.run(position, op, reads, writes, workspace_bytes, (since, position + 1))
 
     def free(self, position: int, tensor: int) -> None:
         """Remove a tensor from the device."""

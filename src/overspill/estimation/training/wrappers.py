@@ -18,7 +18,7 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.costs.nccl import horovod_fusion_bytes
 from overspill.job import Parallel
-from overspill.job.prepare.checkpointing import repeated_blocks
+from overspill.job.prepare.checkpointing import sharded_blocks
 
 
 def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> nn.Module:
@@ -77,28 +77,12 @@ def _fsdp(module: nn.Module, parallel: Parallel) -> nn.Module:
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
         "offload_policy": CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy(),
     }
-    for block in _blocks(module, parallel):
+    for block in sharded_blocks(module, parallel):
         fully_shard(block, reshard_after_forward=parallel.reshard_after_forward, **options)
     # None: torch keeps the root's parameters until backward, which begins with them.
     root = None if parallel.reshard_after_forward else False
     fully_shard(module, reshard_after_forward=root, **options)
     return module
-
-
-def _blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
-    """The modules to shard one by one. Raises RequestError when there are none."""
-    if parallel.blocks:
-        found = [m for m in module.modules() if m is not module and type(m).__name__ in parallel.blocks]
-        if not found:
-            raise RequestError(f"{type(module).__name__} has no module of class {' or '.join(parallel.blocks)}")
-        return found
-    found = list(repeated_blocks(module))
-    if not found:
-        raise RequestError(
-            f"{type(module).__name__} repeats no block that could be sharded by itself; "
-            "name the classes of those that shall be with blocks=(...)"
-        )
-    return found
 
 
 def _horovod(module: nn.Module, recorder: Recorder) -> nn.Module:

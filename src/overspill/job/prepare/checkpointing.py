@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overspill.core.errors import RequestError
+from overspill.job.parallel import Parallel
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -62,3 +63,22 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
         elif any(parameter.requires_grad for parameter in child.parameters()):
             yield child
+
+
+def sharded_blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
+    """The modules that `fully_shard` is called on one by one.
+
+    Raises RequestError when there are none.
+    """
+    if parallel.blocks:
+        found = [m for m in module.modules() if m is not module and type(m).__name__ in parallel.blocks]
+        if not found:
+            raise RequestError(f"{type(module).__name__} has no module of class {' or '.join(parallel.blocks)}")
+        return found
+    found = list(repeated_blocks(module))
+    if not found:
+        raise RequestError(
+            f"{type(module).__name__} repeats no block that could be sharded by itself; "
+            "name the classes of those that shall be with blocks=(...)"
+        )
+    return found

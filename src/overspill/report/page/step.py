@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from overspill.core import Frame, Graph, Layout, Schedule, Stream, Timeline, Trace, Verb
+from overspill.core import OF_OPS, Event, Frame, Graph, Layout, Schedule, Stream, Timeline, Trace, Verb
 from overspill.core.units import format_apart, format_bytes
 from overspill.placement.allocators.caching import CachingAllocator
 from overspill.placement.packing import SOLVERS, solver_named
@@ -90,6 +90,13 @@ def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark,
     return Step(title, tuple(layers), tensors, ops, runs, marks, frames=frames_of(graph.frames))
 
 
+def _shown(graph: Graph, event: Event) -> int:
+    """What an event is drawn of: an op on the compute stream, else a tensor."""
+    if event.stream is Stream.COMPUTE or event.verb not in OF_OPS:
+        return event.target
+    return next(iter(graph.ops[event.target].writes), 0)
+
+
 def run(
     graph: Graph,
     schedule: Schedule,
@@ -106,6 +113,7 @@ def run(
     trace, owners = owned_trace(graph, schedule, groups)
     layout = None if placer is None else _layout(trace, placer)
     events = timeline.events
+    streams = STREAMS if any(e.stream is Stream.COMMUNICATION for e in events) else STREAMS[:-1]
     return Run(
         name=name,
         seconds=np.array(timeline.clock_seconds, dtype=np.float64),
@@ -116,11 +124,11 @@ def run(
         nbytes=integers(b.nbytes for b in trace.blocks),
         offset=integers(() if layout is None else layout.offsets),
         # What each stream does when.
-        streams=tuple(stream.value for stream in STREAMS),
+        streams=tuple(stream.value for stream in streams),
         verbs=tuple(verb.value for verb in VERBS),
         stream=integers(STREAMS.index(e.stream) for e in events),
         verb=integers(VERBS.index(e.verb) for e in events),
-        target=integers(e.target for e in events),
+        target=integers(_shown(graph, e) for e in events),
         begun=np.array([e.start_seconds for e in events], dtype=np.float64),
         ended=np.array([e.end_seconds for e in events], dtype=np.float64),
         event_at=integers(e.instruction for e in events),

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from overspill.core import Event, Graph, Op, Schedule, Stream, TensorKind, Timeline, Verb
+from overspill.core import OF_OPS, Event, Graph, Op, Schedule, Stream, TensorKind, Timeline
 from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
@@ -75,7 +75,7 @@ class _Step:
         return self._process
 
     def _event(self, event: Event) -> None:
-        if event.stream is Stream.COMPUTE:
+        if event.verb in OF_OPS:
             op = self.graph.ops[event.target]
             algorithm = self.schedule.instructions[event.instruction].algorithm
             name, args = op.name, op_facts(self.graph, op, algorithm)
@@ -107,7 +107,7 @@ class _Step:
         for stall in self.timeline.stalls:
             instruction = self.schedule.instructions[stall.instruction]
             args: dict[str, Any] = {"cause": stall.cause, "seconds": stall.end_seconds - stall.start_seconds}
-            if instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
+            if instruction.verb not in OF_OPS:
                 args |= tensor_facts(self.graph, instruction.target)
             self._process.slice(
                 Stream.COMPUTE, f"waits: {stall.cause}", stall.start_seconds, stall.end_seconds,
@@ -129,7 +129,7 @@ class _Step:
     def _host(self) -> None:
         for issue in issues_of(self.schedule, self.device, self.timeline):
             instruction = self.schedule.instructions[issue.instruction]
-            of_op = instruction.verb in (Verb.RUN, Verb.RECOMPUTE)
+            of_op = instruction.verb in OF_OPS
             what = (self.graph.ops if of_op else self.graph.tensors)[instruction.target].name
             self._process.slice(
                 HOST, f"issue {instruction.verb} of {what}", issue.start_seconds, issue.end_seconds, category="issue"

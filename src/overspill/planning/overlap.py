@@ -1,0 +1,170 @@
+"""Start collectives before they are waited for: gathers ahead of their readers, scatters waited for later.
+
+A gather starts as late as it costs no time, later where there is no room. A scatter is waited for once it should be
+done, sooner where its result is read or memory is short; what it reads is freed then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core import CollectiveKind, Device, Graph, Instruction, Op, Schedule, Verb
+from overspill.simulate import simulate
+
+EARLY = 1.2
+"""A gather starts so many times its own duration ahead of its reader, for others may be late."""
+
+
+def overlapped(
+    graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float], budget_bytes: int | None
+) -> Schedule:
+    """`schedule` with its gathers and scatters started apart from their ends, within the budget.
+
+    As it is where there are none, or where some are started already. Op `i` takes `seconds[i]`.
+    """
+    apart = {op.id for op in graph.ops if op.collective is not None and op.collective.kind is not CollectiveKind.REDUCE}
+    if not apart or any(i.verb is Verb.START for i in schedule.instructions):
+        return schedule
+    return _Overlap(graph, schedule, device, seconds, apart, budget_bytes).schedule()
+
+
+@dataclass
+class _Flight:
+    """A collective: its instruction, and the range of indices before which it may start and must have ended."""
+
+    op: Op
+    at: int
+    start: int
+    end: int
+    frees: list[int] = field(default_factory=list)
+    """Instructions that free what it reads, which wait for its end."""
+
+
+class _Overlap:
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        device: Device,
+        seconds: Sequence[float],
+        apart: set[int],
+        budget_bytes: int | None,
+    ) -> None:
+        self.graph, self.before, self.seconds = graph, schedule, seconds
+        self.nbytes = [tensor.nbytes for tensor in graph.tensors]
+        # When compute reaches each instruction if it waits for no collective, and the bytes there.
+        alone = [0.0 if op.collective is not None else seconds[op.id] for op in graph.ops]
+        timeline = simulate(graph, schedule, device, alone)
+        self.clock = np.concatenate([[0.0], timeline.clock_seconds])
+        self.live: NDArray[np.int64] = np.array(timeline.live_bytes, dtype=np.int64)
+        self.limit = max(timeline.peak_bytes, budget_bytes) if budget_bytes is not None else 1 << 62
+        self.flights = self._flights(apart)
+
+    def schedule(self) -> Schedule:
+        """The schedule with its collectives started apart."""
+        wanted = self._wanted_starts()
+        free = 0.0
+        for flight in self.flights:
+            if self._gathers(flight.op):
+                self._place_start(flight, wanted[flight.at])
+                free = max(free, self.clock[flight.start]) + self.seconds[flight.op.id]
+            else:
+                free = max(free, self.clock[flight.at]) + self.seconds[flight.op.id]
+                self._place_end(flight, free)
+        return replace(self.before, instructions=self._instructions())
+
+    def _gathers(self, op: Op) -> bool:
+        return op.collective is not None and op.collective.kind is CollectiveKind.GATHER
+
+    def _flights(self, apart: set[int]) -> list[_Flight]:
+        """All collectives, with the widest ranges that their tensors allow."""
+        found: list[_Flight] = []
+        changed = dict.fromkeys(range(len(self.nbytes)), 0)  # the index after the last change of a tensor's copy
+        ran: dict[int, int] = {}
+        open_: dict[int, _Flight] = {}  # scatters, by result and by what they read
+        for index, (verb, target, _) in enumerate(map(_parts, self.before.instructions)):
+            reads, writes = self._touched(verb, target)
+            if verb is Verb.FREE and (flight := open_.get(target)) is not None and target in flight.op.reads:
+                flight.frees.append(index)
+                continue
+            for tensor in (*reads, *writes):
+                if (flight := open_.pop(tensor, None)) is not None:
+                    flight.end = min(flight.end, index)
+            if verb in (Verb.RUN, Verb.RECOMPUTE) and target in apart:
+                op = self.graph.ops[target]
+                if self._gathers(op):
+                    first = max([ran.get(target, 0), *(changed[t] for t in (*reads, *writes))])
+                    found.append(_Flight(op, index, first, index))
+                else:
+                    found.append(_Flight(op, index, index, len(self.before.instructions)))
+                    open_.update(dict.fromkeys((*reads, *writes), found[-1]))
+                ran[target] = index + 1
+            if verb is not Verb.OFFLOAD and verb is not Verb.AWAIT_OFFLOAD:
+                changed.update(dict.fromkeys(writes, index + 1))
+        return found
+
+    def _touched(self, verb: Verb, target: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if verb is Verb.RUN:
+            return self.graph.ops[target].reads, self.graph.ops[target].writes
+        if verb is Verb.RECOMPUTE:
+            return self.graph.ops[target].recompute_reads, self.graph.ops[target].recompute_writes
+        return (), (target,)
+
+    def _wanted_starts(self) -> dict[int, int]:
+        """By instruction of a gather, the one before which it starts in time."""
+        wanted: dict[int, int] = {}
+        following = float("inf")
+        for flight in reversed(self.flights):
+            if self._gathers(flight.op):
+                following = min(self.clock[flight.at], following) - EARLY * self.seconds[flight.op.id]
+                wanted[flight.at] = int(np.searchsorted(self.clock[: flight.at + 1], following, side="right")) - 1
+        return wanted
+
+    def _place_start(self, flight: _Flight, wanted: int) -> None:
+        """Start a gather where it is wanted, or later where there is no room for it."""
+        again = self.before.instructions[flight.at].verb is Verb.RECOMPUTE
+        writes = flight.op.recompute_writes if again else flight.op.writes
+        taken = sum(self.nbytes[t] for t in writes) + flight.op.workspace_bytes
+        first = min(max(flight.start, wanted), flight.at)
+        full = np.flatnonzero(self.live[first : flight.at] + taken > self.limit)
+        flight.start = first + int(full[-1]) + 1 if full.size else first
+        self.live[flight.start : flight.at] += taken
+
+    def _place_end(self, flight: _Flight, done: float) -> None:
+        """Wait for a scatter when it is done, or sooner where its result is read or there is no room."""
+        last = min(flight.end, max(flight.at + 1, int(np.searchsorted(self.clock, done, side="left"))))
+        held = np.full(max(0, last - flight.at - 1), flight.op.workspace_bytes, dtype=np.int64)
+        for index in flight.frees:
+            held[max(0, index - flight.at - 1) :] += self.nbytes[self.before.instructions[index].target]
+        full = np.flatnonzero(self.live[flight.at + 1 : last] + held > self.limit)
+        flight.end = flight.at + 1 + int(full[0]) if full.size else last
+        self.live[flight.at + 1 : flight.end] += held[: flight.end - flight.at - 1]
+
+    def _instructions(self) -> tuple[Instruction, ...]:
+        starts: dict[int, list[Instruction]] = defaultdict(list)
+        ends: dict[int, list[Instruction]] = defaultdict(list)
+        moved: set[int] = set()
+        for flight in self.flights:
+            run = self.before.instructions[flight.at]
+            if flight.start < flight.at or flight.end > flight.at + 1:
+                starts[flight.start].append(replace(run, verb=Verb.START))
+            if not self._gathers(flight.op) and flight.end > flight.at + 1:
+                late = [index for index in flight.frees if index < flight.end]
+                moved.update((flight.at, *late))
+                ends[flight.end] += [run, *(self.before.instructions[index] for index in late)]
+        made: list[Instruction] = []
+        for index, instruction in enumerate(self.before.instructions):
+            made += ends.get(index, ())
+            made += starts.get(index, ())
+            if index not in moved:
+                made.append(instruction)
+        return (*made, *ends.get(len(self.before.instructions), ()))
+
+
+def _parts(instruction: Instruction) -> tuple[Verb, int, int]:
+    return instruction.verb, instruction.target, instruction.algorithm
