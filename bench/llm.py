@@ -208,11 +208,18 @@ class OffloadSaved(Policy):
     name = "offload-saved"
     offloads = True
 
+    def __init__(self, dropped: Sequence[int] | None = None) -> None:
+        """`dropped` is made again in backward; None: what the program's own checkpoints make again."""
+        super().__init__()
+        self.dropped = dropped
+
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        program = StepProgram(graph, checkpointed(graph))
+        program = StepProgram(graph, checkpointed(graph) if self.dropped is None else self.dropped)
         clock = np.concatenate([[0.0], np.cumsum(program.durations(seconds))])
         far = program.length * NEAR
-        gaps = sorted((g for g in saved_gaps(program).values() if g.end - g.start > far), key=lambda gap: gap.end)
+        gathered = {t for op in graph.ops if op.collective is not None for t in op.writes}
+        saved = (gap for tensor, gap in saved_gaps(program).items() if tensor not in gathered)
+        gaps = sorted((gap for gap in saved if gap.end - gap.start > far), key=lambda gap: gap.end)
         released = releases(program, gaps, program.live_bytes().copy(), clock, device, NO_LIMIT_BYTES)
         ends = [gap.end for gap in gaps]
         transfers = []

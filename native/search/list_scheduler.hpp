@@ -36,7 +36,7 @@ struct TimedPlan {
 // Stands for the gap of a swap in every program of a graph: for its tensor and the ops at its ends.
 using Key = std::int64_t;
 
-// The streams of simulate/clock.py: compute, a copy stream each way, and the host that issues all.
+// The streams of simulate/clock.py: compute, a copy stream each way, that of collectives, and the host that issues all.
 class Streams {
   public:
     explicit Streams(const Link& link) : link_(link) {}
@@ -44,6 +44,14 @@ class Streams {
     Seconds end() const { return std::max(now_, host_); }
     Seconds offload(Bytes nbytes) { return transfer(out_free_, link_.offload(nbytes)); }
     Seconds prefetch(Bytes nbytes) { return transfer(back_free_, link_.prefetch(nbytes)); }
+
+    Seconds send(Seconds duration) {
+        if (link_.behind_host) host_ += link_.op_host;
+        const Seconds start = std::max({now_, host_, sent_free_});
+        sent_free_ = start + duration;
+        if (link_.compute_share > 0) running_.emplace_back(start, sent_free_);
+        return sent_free_;
+    }
 
     Seconds wait(Seconds until) {
         const Seconds waited = std::max(0.0, until - now_);
@@ -67,7 +75,7 @@ class Streams {
 
   private:
     const Link& link_;
-    Seconds now_ = 0, host_ = 0, out_free_ = 0, back_free_ = 0;
+    Seconds now_ = 0, host_ = 0, out_free_ = 0, back_free_ = 0, sent_free_ = 0;
     std::vector<std::pair<Seconds, Seconds>> running_;
 
     Seconds transfer(Seconds& free, Seconds duration) {
@@ -111,16 +119,16 @@ class ListScheduler {
         for (Index swap = 0; swap < static_cast<Index>(made.size()); ++swap)
             if (made[swap]) plan.swaps.push_back(swap);
         std::vector<Seconds> seconds = steps_.seconds;
-        std::vector<Bytes> live = steps_.live;
+        std::vector<Bytes> live = steps_.alone;
         take_slower(plan.chosen, seconds, live);
         const Clock clock(seconds);
-        Timing timing(candidates_.swaps(), plan.swaps, link_, clock, std::move(live), budget_);
+        Timing timing(candidates_.swaps(), plan.swaps, steps_, link_, clock, std::move(live), budget_);
         plan.peak_bytes = timing.peak();
         plan.copied = std::move(timing.copied);
         plan.release = std::move(timing.release);
         plan.issue = std::move(timing.issue);
         plan.stall_seconds.assign(graph_->nbytes.size() + graph_->forward.size(), 0);
-        plan.seconds = run(plan, seconds, plan.stall_seconds);
+        plan.seconds = run(plan, timing.flown, seconds, plan.stall_seconds);
         for (Index i = 0; i < static_cast<Index>(plan.swaps.size()); ++i)
             if (plan.copied[i]) plan.moved_bytes += swap(plan, i).nbytes;
         return plan;
@@ -152,6 +160,8 @@ class ListScheduler {
     // What a candidate is of: a tensor's number, or the number of tensors and an op's.
     Index what(Index candidate) const {
         if (candidates_[candidate].swap >= 0) return candidates_.tensor_of(candidate);
+        if (const Index flight = candidates_[candidate].flight; flight >= 0)
+            return graph_->tensors() + steps_.op[steps_.flights[flight].position];
         return graph_->tensors() + candidates_.slower()[candidates_[candidate].slower].op;
     }
 
@@ -184,7 +194,8 @@ class ListScheduler {
     }
 
     // Puts the plan on the clock, where steps take `seconds`; says how long it takes, and what is `stall_seconds`.
-    Seconds run(const TimedPlan& plan, const std::vector<Seconds>& seconds, std::vector<Seconds>& stall_seconds) const {
+    Seconds run(const TimedPlan& plan, const std::vector<Span>& flown, const std::vector<Seconds>& seconds,
+                std::vector<Seconds>& stall_seconds) const {
         const Index length = steps_.length();
         const auto of = [&](Index i) -> const Swap& { return swap(plan, i); };
         Pairs ending, copying, releasing, coming;
@@ -196,7 +207,14 @@ class ListScheduler {
         const Lists arrivals(length + 1, ending);
         for (const Index i : arrivals.values) coming.emplace_back(plan.issue[i], i);
         const Lists offloads(length + 1, copying), releases(length + 1, releasing), prefetches(length + 1, coming);
-        std::vector<Seconds> left(plan.swaps.size(), 0), there(plan.swaps.size(), 0);
+        std::vector<Seconds> left(plan.swaps.size(), 0), there(plan.swaps.size(), 0), sent(flown.size(), 0);
+        Pairs sending, ending_sent;
+        for (Index f = 0; f < static_cast<Index>(flown.size()); ++f) {
+            const Flight& flight = steps_.flights[f];
+            sending.emplace_back(flight.gathers ? flown[f].start : flight.position, f);
+            ending_sent.emplace_back(flown[f].end, f);
+        }
+        const Lists sends(length + 1, sending), sends_over(length + 1, ending_sent);
         Streams streams(link_);
         for (Index position = 0; position <= length; ++position) {
             for (const Index i : offloads[position]) left[i] = streams.offload(of(i).nbytes);
@@ -204,7 +222,11 @@ class ListScheduler {
                 if (plan.copied[i]) stall_seconds[of(i).tensor] += streams.wait(left[i]);
             for (const Index i : prefetches[position]) there[i] = streams.prefetch(of(i).nbytes);
             for (const Index i : arrivals[position]) stall_seconds[of(i).tensor] += streams.wait(there[i]);
+            for (const Index f : sends[position]) sent[f] = streams.send(steps_.flights[f].seconds);
+            for (const Index f : sends_over[position])
+                stall_seconds[graph_->tensors() + steps_.op[steps_.flights[f].position]] += streams.wait(sent[f]);
             if (position == length) break;
+            if (graph_->sends[steps_.op[position]] != Sends::kNothing) continue;
             streams.compute(seconds[position]);
             stall_seconds[graph_->tensors() + steps_.op[position]] += seconds[position] - steps_.seconds[position];
         }

@@ -3,11 +3,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -102,6 +104,17 @@ void make_graph(Graph* at, const nb::object& graph, const Column<double>& second
     made.forward = flags_of(forward);
     made.leaves = flags_of(leaves);
     made.seconds = vector_of(seconds);
+    made.sent.assign(made.workspace.size(), 0);
+    made.sends.assign(made.workspace.size(), Sends::kNothing);
+    for (const nb::handle op : ops) {
+        const nb::object collective = op.attr("collective");
+        if (collective.is_none()) continue;
+        const auto kind = nb::cast<std::string>(nb::str(collective.attr("kind")));
+        if (kind == "reduce") continue;
+        const auto number = nb::cast<std::size_t>(op.attr("id"));
+        made.sends[number] = kind == "gather" ? Sends::kGather : Sends::kScatter;
+        made.sent[number] = std::exchange(made.seconds[number], 0);
+    }
     made.least = vector_of(least);
     made.whole = whole;
     const std::size_t op_count = made.workspace.size();

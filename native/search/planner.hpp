@@ -29,7 +29,7 @@ class Planner {
         for (Index op = 0; op < graph_->ops(); ++op) {
             const std::vector<Algorithm>& menu = graph_->algorithms[op];
             const auto slowest = std::ranges::max_element(menu, {}, &Algorithm::slowdown);
-            found.push_back(graph_->seconds[op] * ((slowest == menu.end() ? 1.0 : slowest->slowdown) - 1.0));
+            found.push_back(graph_->sent[op] + graph_->seconds[op] * ((slowest == menu.end() ? 1.0 : slowest->slowdown) - 1.0));
         }
         return found;
     }
@@ -52,15 +52,28 @@ class Planner {
             bool crowded = false;
             Flags fewer = dropped;
             for (const Gap& gap : program.gaps) {
-                if (!gap.rematerialized || !around[gap.end] || !dropped[gap.tensor]) continue;
+                if (!gap.rematerialized || !around[gap.end] || !dropped[gap.tensor] || gathered_again(gap.tensor))
+                    continue;
                 fewer[gap.tensor] = 0;
                 crowded = true;
             }
-            dropped = crowded ? fewer : Flags(dropped.size(), 0);
+            if (!crowded && fewer == kept_back(dropped)) return nullptr;
+            dropped = crowded ? fewer : kept_back(dropped);
         }
     }
 
   private:
+    // Whether a tensor cannot leave but by being gathered again.
+    bool gathered_again(Index tensor) const {
+        const Index op = graph_->producer[tensor];
+        return op >= 0 && graph_->sends[op] == Sends::kGather && !graph_->leaves[tensor];
+    }
+
+    Flags kept_back(Flags dropped) const {
+        for (Index t = 0; t < graph_->tensors(); ++t) dropped[t] &= gathered_again(t);
+        return dropped;
+    }
+
     std::shared_ptr<const Graph> graph_;
     Link link_;
     Bytes budget_;

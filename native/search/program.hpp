@@ -67,11 +67,16 @@ struct Algorithm {
     double slowdown;
 };
 
+// What an op sends between ranks: nothing, or a gather or a scatter, which may start apart from where it is waited for.
+enum class Sends : std::uint8_t { kNothing, kGather, kScatter };
+
 // A graph, by op and by tensor.
 struct Graph {
     Lists reads, writes, recompute_reads, recompute_writes;
     Flags forward;
-    std::vector<Seconds> seconds;
+    std::vector<Seconds> seconds;  // of compute
+    std::vector<Sends> sends;
+    std::vector<Seconds> sent;  // of what it sends
     std::vector<Bytes> workspace;
     std::vector<std::vector<Algorithm>> algorithms;
     std::vector<Index> chosen;  // the algorithm that each op takes
@@ -194,17 +199,27 @@ class Recomputations {
     }
 };
 
+// A collective of a step: when it may start, when it has to be over, and its bytes beside those of the step's lifetimes.
+struct Flight {
+    Index position, first, last;
+    Bytes nbytes;
+    Seconds seconds;
+    bool gathers;
+};
+
 class Program {
   public:
     std::vector<Step> steps;
     Lists births, written;    // by tensor
     std::vector<Gap> gaps;    // those in which a tensor is rematerialized, or may leave
     std::vector<Bytes> live;  // when nothing is away but what is rematerialized, with the algorithms chosen
+    std::vector<Flight> flights;
     Index end_of_forward = 0;
 
     Program(const Graph& graph, const Flags& dropped, const Flags& drop_after_use, const Flags& kept)
         : steps(Recomputations(graph, dropped, drop_after_use, kept).steps()), graph_(graph) {
         find_live(find_gaps());
+        find_flights();
     }
 
     Index length() const { return static_cast<Index>(steps.size()); }
@@ -307,6 +322,37 @@ class Program {
                 gaps.push_back({t, uses.back(), uses.front(), false});
         }
         return there;
+    }
+
+    // A gather may start once its results before are gone, a scatter may last until its result is read, and holds what it
+    // reads for the last time.
+    void find_flights() {
+        if (std::ranges::all_of(graph_.sends, [](Sends sends) { return sends == Sends::kNothing; })) return;
+        std::vector<Index> before(graph_.nbytes.size(), -1);
+        std::vector<Index> flight_of(graph_.nbytes.size(), -1);
+        for (Index i = 0; i < length(); ++i) {
+            const Step& step = steps[i];
+            const Sends sends = graph_.sends[step.op];
+            touched(step, [&](Index t) {
+                if (flight_of[t] >= 0) flights[flight_of[t]].last = std::min(flights[flight_of[t]].last, i);
+                flight_of[t] = -1;
+            });
+            if (sends == Sends::kGather) {
+                Flight flight{i, 0, i, graph_.workspace[step.op], graph_.sent[step.op], true};
+                for (const Index t : made(step)) {
+                    flight.first = std::max(flight.first, before[t] + 1);
+                    flight.nbytes += graph_.nbytes[t];
+                }
+                flights.push_back(flight);
+            } else if (sends == Sends::kScatter) {
+                Flight flight{i, i, length(), graph_.workspace[step.op], graph_.sent[step.op], false};
+                for (const Index t : graph_.reads[step.op])
+                    if (!graph_.persistent[t] && graph_.last_use[t] == step.op) flight.nbytes += graph_.nbytes[t];
+                for (const Index t : made(step)) flight_of[t] = static_cast<Index>(flights.size());
+                flights.push_back(flight);
+            }
+            touched(step, [&](Index t) { before[t] = i; });
+        }
     }
 
     void find_live(ByStep there) {

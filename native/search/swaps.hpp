@@ -52,13 +52,15 @@ struct Span {
 // The parts of a swap: while its tensor can be away without a stall, would still be leaving, would already be arriving.
 enum class Part : std::uint8_t { kAway, kLeaving, kArriving };
 
-// A way to have `nbytes` less on the device during the spans: a part of a swap, or (swap < 0) a slower algorithm.
+// A way to have `nbytes` less on the device during the spans: a part of a swap, or (swap < 0) a slower algorithm, or a
+// collective that runs where it is waited for, and not beside compute.
 struct Candidate {
     std::array<Span, 2> spans;
     Bytes nbytes;
     Seconds cost, out, back;
     Index swap, slower;
     Part part{};
+    Index flight = -1;
     bool leaves_in_backward = false, returns_in_backward = false;
 };
 
@@ -96,12 +98,16 @@ struct Steps {
     std::vector<Index> op;
     std::vector<Seconds> seconds;
     std::vector<std::int64_t> ticks;  // for the time relieved
-    std::vector<Bytes> live;
+    std::vector<Bytes> alone;  // what is there in each when collectives run where they are waited for
+    std::vector<Bytes> live;   // the same when each runs beside compute
+    std::vector<Flight> flights;
+    std::vector<Span> wanted;  // of each flight, the steps beside which it runs
     Lists of_op;
     Index end_of_forward;
     Seconds in_forward = 0, in_backward = 0;
 
-    Steps(const Graph& graph, const Program& program) : live(program.live), end_of_forward(program.end_of_forward) {
+    Steps(const Graph& graph, const Program& program)
+        : alone(program.live), live(program.live), flights(program.flights), end_of_forward(program.end_of_forward) {
         std::vector<std::pair<Index, Index>> running;
         for (Index i = 0; i < program.length(); ++i) {
             op.push_back(program.steps[i].op);
@@ -115,9 +121,33 @@ struct Steps {
         of_op = Lists(graph.ops(), running);
         in_forward = std::accumulate(seconds.begin(), seconds.begin() + program.end_of_forward, 0.0);
         in_backward = std::accumulate(seconds.begin() + program.end_of_forward, seconds.end(), 0.0);
+        find_wanted();
     }
 
     Index length() const { return static_cast<Index>(op.size()); }
+
+  private:
+    static constexpr double kEarly = 1.2;  // overlap.py's EARLY
+
+    void find_wanted() {
+        const Clock clock(seconds);
+        wanted.resize(flights.size());
+        Seconds next = kNever;
+        for (std::size_t f = flights.size(); f-- > 0;) {
+            const Flight& flight = flights[f];
+            if (flight.gathers) {
+                next = std::min(clock[flight.position], next) - kEarly * flight.seconds;
+                wanted[f] = {std::clamp(clock.until(next), flight.first, flight.position), flight.position};
+            } else {
+                const Index done = clock.from(clock[flight.position] + flight.seconds);
+                wanted[f] = {flight.position + 1, std::clamp(done, flight.position + 1, flight.last)};
+            }
+        }
+        ByStep there(live.size());
+        for (std::size_t f = 0; f < flights.size(); ++f)
+            if (wanted[f].start < wanted[f].end) there.add(wanted[f].start, wanted[f].end, flights[f].nbytes);
+        there.add_to(live);
+    }
 };
 
 // All that a plan of a program may do, in a fixed order.
@@ -130,6 +160,19 @@ class Candidates {
                                   program.earliest_return(gap), program.version(gap), graph.nbytes[gap.tensor]});
         find_slower(graph, steps);
         offer_trips(steps, link);
+        for (Index f = 0; f < static_cast<Index>(steps.flights.size()); ++f) {
+            if (steps.wanted[f].start >= steps.wanted[f].end) continue;
+            const Flight& flight = steps.flights[f];
+            all_.push_back({{steps.wanted[f], Span{}},
+                            flight.nbytes,
+                            flight.seconds + kByteCost * static_cast<double>(flight.nbytes),
+                            0,
+                            0,
+                            -1,
+                            -1,
+                            {},
+                            f});
+        }
         for (Index s = 0; s < static_cast<Index>(slower_.size()); ++s) {
             const Slower& choice = slower_[s];
             const std::array<Span, 2> spans{Span{choice.position, choice.position + 1}, Span{}};

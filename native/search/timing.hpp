@@ -27,12 +27,20 @@ class Timing {
   public:
     Flags copied;                       // of each swap made: whether its tensor is sent, and not in the store already
     std::vector<Index> release, issue;  // of each swap made
+    std::vector<Span> flown;            // of each flight, the steps beside which it runs
 
     // `made` are in the order of `swaps`: by tensor, then by start. `live` are the bytes on the device at each step if
     // no swap were made, `clock` tells when each step starts.
-    Timing(const std::vector<Swap>& swaps, const std::vector<Index>& made, const Link& link, const Clock& clock,
-           std::vector<Bytes> live, Bytes budget)
-        : swaps_(swaps), made_(made), link_(link), clock_(clock), live_(std::move(live)), budget_(budget) {
+    Timing(const std::vector<Swap>& swaps, const std::vector<Index>& made, const Steps& steps, const Link& link,
+           const Clock& clock, std::vector<Bytes> live, Bytes budget)
+        : flown(steps.flights.size()),
+          swaps_(swaps),
+          made_(made),
+          steps_(steps),
+          link_(link),
+          clock_(clock),
+          live_(std::move(live)),
+          budget_(budget) {
         ByStep away(live_.size());
         for (Index i = 0; i < count(); ++i) {
             const Swap& swap = of(i);
@@ -53,6 +61,7 @@ class Timing {
 
     const std::vector<Swap>& swaps_;
     const std::vector<Index>& made_;
+    const Steps& steps_;
     const Link& link_;
     const Clock& clock_;
     std::vector<Bytes> live_;
@@ -131,8 +140,10 @@ class Timing {
             next = std::min(clock_[of(*i).end], next) - kIssueMargin * link_.prefetch(of(*i).nbytes);
             wanted[*i] = std::max(Index{0}, clock_.until(next));
         }
+        std::size_t flight = 0;
         for (const Index i : order) {
             const Swap& swap = of(i);
+            for (; flight < flown.size() && steps_.flights[flight].position <= swap.end; ++flight) find_flown(flight);
             const Index free = swap.wraps() ? 0 : release[i];
             const Index first = std::min(std::max({wanted[i], swap.earliest, free}), swap.end);
             Index at = swap.end;
@@ -140,6 +151,25 @@ class Timing {
             issue[i] = at;
             add(at, swap.end, swap.nbytes);
         }
+        for (; flight < flown.size(); ++flight) find_flown(flight);
+    }
+
+    // A collective runs beside the steps that it wants, or those next to it for which there is room.
+    void find_flown(std::size_t f) {
+        const Flight& flight = steps_.flights[f];
+        Span span = steps_.wanted[f];
+        const auto fits = [&](Index i) { return live_[i] + flight.nbytes <= budget_; };
+        if (flight.gathers) {
+            Index at = span.end;
+            while (at > span.start && fits(at - 1)) --at;
+            span.start = at;
+        } else {
+            Index at = span.start;
+            while (at < span.end && fits(at)) ++at;
+            span.end = at;
+        }
+        flown[f] = span;
+        add(span.start, span.end, flight.nbytes);
     }
 };
 

@@ -67,7 +67,7 @@ class _Sharded:
     def _cut(self, parameter: int) -> None:
         """Make a parameter and its state shards, with a new tensor for the whole."""
         whole = self.tensors[parameter]
-        self.full[parameter] = self._add(replace(whole, name=f"{whole.name}, gathered", persistent=False, movable=True))
+        self.full[parameter] = self._add(replace(whole, name=f"{whole.name} gathered", persistent=False, movable=True))
         self.tensors[parameter] = self._part(whole)
         for tensor in self.before.tensors:
             ours = tensor.kind is TensorKind.OPTIMIZER_STATE and tensor.name.startswith(f"{whole.name}.")

@@ -27,10 +27,29 @@ def overlapped(
 
     As it is where there are none, or where some are started already. Op `i` takes `seconds[i]`.
     """
-    apart = {op.id for op in graph.ops if op.collective is not None and op.collective.kind is not CollectiveKind.REDUCE}
+    apart = {op.id for op in graph.ops if runs_apart(op)}
     if not apart or any(i.verb is Verb.START for i in schedule.instructions):
         return schedule
     return _Overlap(graph, schedule, device, seconds, apart, budget_bytes).schedule()
+
+
+def runs_apart(op: Op) -> bool:
+    """Whether an op runs beside compute: a gather or a scatter, not a reduction in place."""
+    return op.collective is not None and op.collective.kind is not CollectiveKind.REDUCE
+
+
+def computing_seconds(graph: Graph, seconds: Sequence[float]) -> float:
+    """Seconds of the ops that compute runs itself."""
+    return sum(0.0 if runs_apart(op) else seconds[op.id] for op in graph.ops)
+
+
+def cheaply_gathered(graph: Graph, device: Device, seconds: Sequence[float]) -> frozenset[int]:
+    """Tensors that are gathered again in less time than it takes to fetch them from the store."""
+    gathers = (op for op in graph.ops if runs_apart(op) and op.recomputable)
+    fetched = [
+        (op, sum(device.prefetch_seconds(graph.tensors[t].nbytes) for t in op.recompute_writes)) for op in gathers
+    ]
+    return frozenset(t for op, took in fetched if seconds[op.id] <= took for t in op.recompute_writes)
 
 
 @dataclass
@@ -58,7 +77,7 @@ class _Overlap:
         self.graph, self.before, self.seconds = graph, schedule, seconds
         self.nbytes = [tensor.nbytes for tensor in graph.tensors]
         # When compute reaches each instruction if it waits for no collective, and the bytes there.
-        alone = [0.0 if op.collective is not None else seconds[op.id] for op in graph.ops]
+        alone = [0.0 if runs_apart(op) else seconds[op.id] for op in graph.ops]
         timeline = simulate(graph, schedule, device, alone)
         self.clock = np.concatenate([[0.0], timeline.clock_seconds])
         self.live: NDArray[np.int64] = np.array(timeline.live_bytes, dtype=np.int64)

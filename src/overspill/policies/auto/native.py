@@ -18,14 +18,14 @@ from . import _search
 Flags = NDArray[np.bool_]
 
 
-def native_graph(graph: Graph, seconds: Sequence[float]) -> _search.Graph:
-    """`graph` for native code; op `i` takes `seconds[i]` with its fastest algorithm."""
+def native_graph(graph: Graph, seconds: Sequence[float], staying: Collection[int] = ()) -> _search.Graph:
+    """`graph` for native code; op `i` takes `seconds[i]` with its fastest algorithm, `staying` are not offloaded."""
     least = memory_optimal(graph)
     return _search.Graph(
         graph,
         np.array(seconds),
         np.array([op.phase is Phase.FORWARD for op in graph.ops]),
-        np.array([may_move(tensor) for tensor in graph.tensors]),
+        np.array([may_move(tensor) and tensor.id not in staying for tensor in graph.tensors]),
         np.array([least.get(op.id, 0) for op in graph.ops], dtype=np.int32),
         graph.whole_step,
     )

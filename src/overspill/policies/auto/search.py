@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from overspill.core import Device, Schedule
 from overspill.planning.effort import Effort
 from overspill.planning.floor import algorithms_within
 from overspill.planning.gaps import saved_gaps
+from overspill.planning.overlap import cheaply_gathered, computing_seconds
 from overspill.planning.step_program import StepProgram
 from overspill.policies.checkpoint import dropped_sets
 
@@ -57,35 +58,51 @@ class Search:
         self.program = program.with_algorithms(algorithms_within(program, budget_bytes))
         saved = saved_gaps(program)
         self.droppable = sorted(filter(self.graph.may_recompute, saved), key=lambda t: (self.graph.producer[t], t))
-        native = native_graph(self.graph, seconds)
-        planner = planner_of(native, self.program, device, budget_bytes)
-        self.annealing = _search.Annealing(planner, self._groups().native)
+        self.device = device
+        # Parameters that are gathered again, if at all, and not fetched.
+        self.gathered = cheaply_gathered(self.graph, device, seconds).intersection(self.droppable)
+        self.annealing = self._annealing(self.gathered)
 
     def best(self) -> BestPlan:
         """The best plan found; there is always one.
 
         For the least memory without recomputation fits.
         """
-        target = GOOD_ENOUGH * sum(self.seconds)
-        # Try some starts, unless the first is good enough, then anneal from the best.
-        if self._begin(Start((), ())) > target:
-            for dropped in dropped_sets(self.graph, self.seconds):
-                self._begin(Start(dropped, ()))
-            Starts(self.graph, self.seconds, by_op(self.graph, self.droppable)).best(self._begin)
+        computing = computing_seconds(self.graph, self.seconds)
+        target = GOOD_ENOUGH * computing
+        self._start(target)
+        if self.annealing.best is None:  # all has to leave that can
+            self.gathered = frozenset()
+            self.annealing = self._annealing(self.gathered)
+            self._start(target)
         self.annealing.anneal(
             attempts=self.effort.attempts_per_tensor * (1 + len(self.droppable)),
             evaluations=self.effort.evaluations,
             perturbation_rate=PERTURBATION_RATE,
-            temperature_seconds=TEMPERATURE * sum(self.seconds),
+            temperature_seconds=TEMPERATURE * computing,
             target_seconds=target,
         )
         best = self.annealing.best
         assert best is not None
         return BestPlan(best, self.program, self.budget_bytes)
 
+    def _annealing(self, staying: Collection[int]) -> _search.Annealing:
+        native = native_graph(self.graph, self.seconds, staying)
+        planner = planner_of(native, self.program, self.device, self.budget_bytes)
+        return _search.Annealing(planner, self._groups().native)
+
+    def _start(self, target: float) -> None:
+        """Try some starts, unless the first is good enough."""
+        if self._begin(Start((), ())) > target:
+            for dropped in dropped_sets(self.graph, self.seconds):
+                self._begin(Start(dropped, ()))
+            Starts(self.graph, self.seconds, by_op(self.graph, self.droppable)).best(self._begin)
+
     def _begin(self, start: Start) -> float:
-        """Seconds of the plan of a start."""
-        return self.annealing.begin(flags(start.recompute, self.graph), flags(start.kept, self.graph))
+        """Seconds of the plan of a start: as it is, or with all parameters gathered again."""
+        kept = flags(start.kept, self.graph)
+        sets = dict.fromkeys((frozenset(start.recompute), self.gathered.union(start.recompute)))
+        return min(self.annealing.begin(flags(dropped, self.graph), kept) for dropped in sets)
 
     def _groups(self) -> RematGroups:
         """Saved outputs of an op as one group, without those too small to matter."""
