@@ -49,7 +49,7 @@ from overspill.planning.timing import releases
 from overspill.plans.plan import NO_LIMIT_BYTES, make_plan
 from overspill.policies import POLICIES
 from overspill.policies.base import Policy
-from overspill.policies.in_core import checkpointed
+from overspill.policies.in_core import checkpointed, given_to_checkpoints
 from overspill.runtime.hardware import elsewhere
 from overspill.runtime.options import Options, card_for
 from overspill.runtime.preview import captured, planner_for
@@ -214,11 +214,11 @@ class OffloadSaved(Policy):
         self.dropped = dropped
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        program = StepProgram(graph, checkpointed(graph) if self.dropped is None else self.dropped)
+        dropped = checkpointed(graph) if self.dropped is None else self.dropped
+        program = StepProgram(graph, dropped, kept=given_to_checkpoints(graph))
         clock = np.concatenate([[0.0], np.cumsum(program.durations(seconds))])
         far = program.length * NEAR
-        gathered = {t for op in graph.ops if op.collective is not None for t in op.writes}
-        saved = (gap for tensor, gap in saved_gaps(program).items() if tensor not in gathered)
+        saved = (gap for tensor, gap in saved_gaps(program).items() if not graph.is_gathered(tensor))
         gaps = sorted((gap for gap in saved if gap.end - gap.start > far), key=lambda gap: gap.end)
         released = releases(program, gaps, program.live_bytes().copy(), clock, device, NO_LIMIT_BYTES)
         ends = [gap.end for gap in gaps]

@@ -29,7 +29,7 @@ from overspill.planning.assemble import assemble
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import make_plan
 from overspill.policies.base import Policy
-from overspill.policies.in_core import checkpointed
+from overspill.policies.in_core import checkpointed, given_to_checkpoints
 from overspill.runtime.options import Options
 from overspill.runtime.preview import graph_for
 from overspill.simulate import check, simulate
@@ -78,7 +78,7 @@ class ByHand(Policy):
         dropped = self.way.dropped(graph)
         if self.way.offload:
             return OffloadSaved(dropped)._plan(graph, device, budget_bytes, seconds)
-        return assemble(StepProgram(graph, dropped), (), self.name, budget_bytes)
+        return assemble(StepProgram(graph, dropped, kept=given_to_checkpoints(graph)), (), self.name, budget_bytes)
 
 
 def job(layers: int, gpus: int, seq_len: int, dtype: str) -> Job:

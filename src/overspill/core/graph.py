@@ -189,6 +189,11 @@ class Graph(Saved):
         """Whether the op that makes a tensor, one that is not persistent, can make it again."""
         return tensor in self.ops[self.producer[tensor]].recompute_writes
 
+    def is_gathered(self, tensor: int) -> bool:
+        """Whether a tensor is what a collective makes."""
+        made = self.producer.get(tensor)
+        return made is not None and self.ops[made].collective is not None
+
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor, the ops that read or write it, in order."""

@@ -16,7 +16,6 @@ from overspill.core import (
     Op,
     Phase,
     Schedule,
-    Tensor,
     TensorKind,
     numbered,
 )
@@ -151,12 +150,10 @@ def feature_maps_alone(graph: Graph) -> Graph:
 
     Forward and backward are then two graphs.
     """
-    tensors = (replace(t, movable=t.movable and (t.kind in FEATURE_MAPS or _is_gathered(t))) for t in graph.tensors)
+    tensors = (
+        replace(t, movable=t.movable and (t.kind in FEATURE_MAPS or graph.is_gathered(t.id))) for t in graph.tensors
+    )
     return replace(graph, tensors=tuple(tensors), whole_step=False)
-
-
-def _is_gathered(tensor: Tensor) -> bool:
-    return tensor.kind is TensorKind.PARAMETER and not tensor.persistent
 
 
 def followers_of(ops: Iterable[Op]) -> dict[int, list[int]]:

@@ -37,7 +37,8 @@ class Liveness(Policy):
     source = "SuperNeurons (PPoPP'18) §3.2; vDNN §III-A"
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        return assemble(StepProgram(graph, checkpointed(graph)), (), self.name, budget_bytes)
+        program = StepProgram(graph, checkpointed(graph), kept=given_to_checkpoints(graph))
+        return assemble(program, (), self.name, budget_bytes)
 
 
 def checkpointed(graph: Graph) -> list[int]:
@@ -64,6 +65,18 @@ def checkpointed(graph: Graph) -> list[int]:
             and reads.get(tensor, set()) == {op.checkpoint}
         )
     ]
+
+
+def given_to_checkpoints(graph: Graph) -> frozenset[int]:
+    """What the program's own checkpoints read from outside, which they keep."""
+    inside = {t: op.checkpoint for op in graph.ops if op.checkpoint for t in op.recompute_writes}
+    return frozenset(
+        t
+        for op in graph.ops
+        if op.checkpoint and op.collective is None
+        for t in op.recompute_reads
+        if inside.get(t) != op.checkpoint and not graph.is_gathered(t)
+    )
 
 
 class Oracle(Liveness):
