@@ -131,7 +131,8 @@ def estimate(
         lora: The rank of adapters beside linear layers; all else is frozen.
         lora_targets: The layers with adapters: ends of their names, with commas between, or `all-linear`.
         lora_dropout: Of what adapters read.
-        quantize: Linear layers have weights of `4bit`, `4bit-single` (scales in float32) or `8bit`, as in bitsandbytes.
+        quantize: Linear layers have weights of `4bit-double` (`4bit` for short), `4bit-single` (scales in float32) or `8bit`, as in
+            bitsandbytes.
         upcast: Whether all that is not quantised is float32, as peft's `prepare_model_for_kbit_training` makes it. None: it is.
         shift_logits: Whether the loss of a causal model of transformers copies logits, as before its 4.50. None: it does not.
         keep_outputs: Whether a step's outputs live until the next ones are there. None: they do not.

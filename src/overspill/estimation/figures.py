@@ -23,6 +23,7 @@ from .demand import Demand, demand_of, served, survives
 from .draws import Draws, interval
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
+from .unsaid import LOADING, Unsaid, fine_tunes, unsaid
 
 # The ops of PyTorch, MXNet and TensorFlow that load cuDNN.
 _CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "Convolution", "Conv2D"})
@@ -142,7 +143,22 @@ class Figures:
         """
         drawn = [self._served(demand).peak_device_bytes for demand in self.draws.demands()]
         unexplained = UNEXPLAINED if self._convolves else 0.0
-        return interval(self.replayed.peak_device_bytes, drawn, self.context + self.communication, unexplained)
+        found = interval(self.replayed.peak_device_bytes, drawn, self.context + self.communication, unexplained)
+        if self.retrace is None or not fine_tunes(self.retrace.job):
+            return found
+        more, less = (self.unsaid.more, self.unsaid.less) if self.unsaid is not None else (0, 0)
+        return replace(found, low=found.low - less, high=found.high + more + int(LOADING * found.central))
+
+    @cached_property
+    def unsaid(self) -> Unsaid | None:
+        """Settings of a fine-tune that were not given, and what they may move; None where there are none."""
+        if self.retrace is None:
+            return None
+        return unsaid(
+            self.retrace,
+            self.replayed.peak_device_bytes,
+            lambda other: self._served(demand_of(other, self.device, self.software)).peak_device_bytes,
+        )
 
     # Does it fit
 

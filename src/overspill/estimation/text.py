@@ -9,6 +9,7 @@ from overspill.core.units import format_bytes
 from .advice import Advice
 from .figures import Figures
 from .peak import Peak
+from .unsaid import Unsaid
 
 _BAR = 32
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -127,6 +128,14 @@ def figures(estimate: Figures) -> Iterator[str]:
     total = estimate.total
     if total.low != total.high:
         yield f"  nine of ten times between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context turn out"
+    if estimate.unsaid is not None:
+        yield f"  {open_settings(estimate.unsaid)}"
+
+
+def open_settings(unsaid: Unsaid) -> str:
+    """Settings that were not given, how far they move the figure, and that giving them helps."""
+    more, less = format_bytes(unsaid.more), format_bytes(unsaid.less)
+    return f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: {', '.join(unsaid.options)}"
 
 
 def stages(peaks: Mapping[int, int], count: int) -> str:

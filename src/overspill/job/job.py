@@ -91,8 +91,8 @@ class Job:
     lora_dropout: float = way(float, 0.0, "Dropout of what adapters read.", metavar="P")
     quantize: str | None = way(
         str, None,
-        "Weights of linear layers as bitsandbytes has them: 4bit (scales quantised too, as QLoRA has them), 4bit-single or 8bit.",
-        INFERENCE, metavar="BITS", choices=("4bit", "4bit-single", "8bit"),
+        "Weights of linear layers as bitsandbytes has them: 4bit-double (scales quantised too, as QLoRA has it), 4bit-single, 8bit; 4bit is double.",
+        INFERENCE, metavar="BITS", choices=("4bit", "4bit-double", "4bit-single", "8bit"),
     )  # fmt: skip
     upcast: bool | None = way(
         bool, None, "Of --quantize: all else is float32, as peft's prepare_model_for_kbit_training makes it.  [default: it is]",

@@ -35,7 +35,7 @@ def quantize_weights(model: nn.Module, bits: str, compute: torch.dtype) -> None:
             f"{type(model).__name__} has no linear layers besides its output to be quantised; leave quantize= out"
         )
     for name, layer in layers.items():
-        new = Linear8bit(layer) if bits == "8bit" else Linear4bit(layer, compute, double=bits == "4bit")
+        new = Linear8bit(layer) if bits == "8bit" else Linear4bit(layer, compute, double=bits != "4bit-single")
         replace_layer(model, name, new)
 
 

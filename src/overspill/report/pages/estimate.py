@@ -13,7 +13,7 @@ from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
 from overspill.estimation.peak import kind_of
-from overspill.estimation.text import line_of, trained, verdict
+from overspill.estimation.text import line_of, open_settings, trained, verdict
 from overspill.report.advice import changes_table
 from overspill.report.page import (
     Column,
@@ -50,6 +50,7 @@ def estimate_page(made: Estimate, title: str | None = None, *, asked: bool = Tru
         "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
         "Memory over the step counts tensors and workspaces as requested; context and what the allocator keeps come on top.",
         *(line.strip() for line in trained(made)),
+        *([] if made.unsaid is None else [open_settings(made.unsaid)]),
     ]
     said = estimate_verdict(made, asked=asked)
     if asked and made.largest_batch is not None:  # found by tracing more batches, for which no notebook should wait
