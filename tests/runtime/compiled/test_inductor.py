@@ -136,6 +136,14 @@ def rotary(x: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(-2)
 
 
+def around_a_graph_without_ops(x: Tensor) -> Tensor:
+    x = x.sin()
+    torch._dynamo.graph_break()
+    x = x.to(torch.float32)  # as it is already
+    torch._dynamo.graph_break()
+    return x
+
+
 def behind_a_graph_without_inputs(x: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     scale = torch.arange(64.0).sin()
@@ -149,7 +157,8 @@ def solved(x: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("body", [rotary, behind_a_graph_without_inputs, solved])
+@pytest.mark.filterwarnings("ignore:this step calls a model 3 times")
+@pytest.mark.parametrize("body", [rotary, behind_a_graph_without_inputs, around_a_graph_without_ops, solved])
 def test_what_a_program_leaves_to_libraries(body: Callable[[Tensor], Tensor]) -> None:
     pair(planned, [32, 32], body=body)
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config
 from torch import Tensor, fx
+from torch._dynamo.utils import count_calls
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -296,7 +297,9 @@ class _Compiler:
         """
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
-        compiled = compile_fx_inner(module, inputs, **options)
+        # Of a graph without ops Inductor writes a program only for this cache, which is off.
+        with torch._functorch.config.patch(bundled_autograd_cache=not count_calls(module.graph)):
+            compiled = compile_fx_inner(module, inputs, **options)
         traced = module if self.joint is None else self.joint.module
         program = _program_of(compiled, BACKWARD if is_backward else FORWARD, traced)
         # Keep the program; with the second one of a pair the step is known.
