@@ -3,6 +3,7 @@
 Each case runs on both ranks and returns what it saw; all of it is saved in the directory, one file a rank.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -391,7 +392,13 @@ def main() -> None:
     """Run all cases; one that fails leaves its traceback as its result."""
     rank, store, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo",
+        f"file://{store}",
+        rank=rank,
+        world_size=int(os.environ.get("WORLD_SIZE", "2")),
+        timeout=timedelta(seconds=30),
+    )
     found = {}
     for name in sys.argv[4:] or CASES:
         try:

@@ -1,6 +1,7 @@
 """Cases of models that `fully_shard` has sharded, which `ranks.py` runs and `test_sharding.py` looks at."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import overspill
 
-STEPS, WIDTH = 3, 30
+STEPS, WIDTH = 2, 30
 Make = Callable[[nn.Module], Optimizer]
 
 
@@ -29,11 +30,11 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Rows that the ranks cannot share evenly, a weight that is used twice, and statistics of each rank's own."""
 
-    def __init__(self, width: int = WIDTH, words: int = 23) -> None:
+    def __init__(self, width: int = WIDTH, words: int = 23, *, half: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = nn.LayerNorm(width) if half else nn.BatchNorm1d(width)  # statistics stay float32
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
 
@@ -46,12 +47,13 @@ class Words(nn.Module):
 
 def sharded(policy: MixedPrecisionPolicy | None = None, reshard: bool = True, *, frozen: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    model = Words()
+    model = Words(half=policy is not None)
     for parameter in model.blocks[1].up.parameters() if frozen else ():
         parameter.requires_grad_(False)
     given = {"mp_policy": policy} if policy is not None else {}
+    within = {"mp_policy": replace(policy, output_dtype=None)} if policy is not None else {}
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard, **given)
+        fully_shard(block, reshard_after_forward=reshard, **within)
     return fully_shard(model, reshard_after_forward=reshard, **given)
 
 
@@ -112,7 +114,41 @@ def both(make: Make = adamw, *how: Any, frozen: bool = False, budget: Any = "sma
     return planned(ours, make(ours), budget=budget, **options), by_hand(theirs, make(theirs), **options)
 
 
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def budgets() -> Any:
+    """A budget of its own on each rank: the one in force, the peak planned and measured; what evaluation between steps gives."""
+    torch.manual_seed(0)
+    model = Words(64, 64)
+    for block in model.blocks:
+        fully_shard(block)
+    optimizer = adamw(fully_shard(model))
+    budget = 270_000 if dist.get_rank() else "1GiB"
+    step = overspill.train_step(model, loss, optimizer, budget=budget)
+    words = batch(0)
+    step(words)
+    with step.counted((words,)) as found:
+        step(words)
+    with torch.no_grad():
+        before, again = loss(model, words), loss(model, words)  # FSDP's own hooks gather
+    step(words)
+    plan = step.plans[0]
+    verbs = {i.verb.value for i in plan.schedule.instructions}
+    step.close()
+    after = loss(model, words)
+    return plan.budget_bytes, plan.peak_bytes, found[0], verbs, before.item() == again.item() > after.item()
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "sharded": both,
-    "sharded, roomy": lambda: both(lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), budget="1GiB"),
+    "sharded, roomy": lambda: both(sgd, None, False, frozen=True, budget="1GiB"),
+    "sharded, accumulated": lambda: both(adamw, accumulate=2, clip_norm=0.1),
+    "sharded, accumulated half": lambda: both(adamw, HALF, accumulate=2, clip_norm=0.1),
+    "sharded, all half": lambda: both(adamw, MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "budgets": budgets,
 }

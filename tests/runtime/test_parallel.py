@@ -24,7 +24,8 @@ SECONDS = 150
 
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", "sharded", "sharded, roomy")
+SHARDED = ("sharded", "sharded, accumulated half", "budgets")
+QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", *SHARDED)
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +40,24 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_once(tmp_path_factory, "more_ranks", (*LIKE_MOMENTUM, *COMPILED))
 
 
-def run_once(factory: pytest.TempPathFactory, name: str, cases: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Two ranks run `cases`, once for all test processes: the first to come runs them, the others wait."""
-    directory = factory.getbasetemp().parent / name if XDIST else factory.mktemp(name)
+def run_once(
+    factory: pytest.TempPathFactory, name: str, cases: tuple[str, ...], ranks: int = 2
+) -> list[dict[str, Any]]:
+    """So many ranks run `cases`, once for all test files and processes: the first to come runs them, the others wait."""
+    directory = (factory.getbasetemp().parent if XDIST else factory.getbasetemp()) / name
     done = directory / "done"
     try:
-        directory.mkdir(exist_ok=not XDIST)
+        directory.mkdir()
     except FileExistsError:
         begun = time.monotonic()
         while not done.exists() and time.monotonic() - begun < SECONDS:
             time.sleep(0.2)
-        return found_in(directory)
+        return found_in(directory, ranks)
     command = [sys.executable, "-m", "tests.runtime.ranks"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
     processes = [
         subprocess.Popen([*command, str(rank), directory / "rendezvous", directory, *cases], cwd=ROOT, env=environment)
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
         for process in processes:
@@ -63,11 +66,11 @@ def run_once(factory: pytest.TempPathFactory, name: str, cases: tuple[str, ...])
         for process in processes:
             process.kill()
     done.touch()
-    return found_in(directory)
+    return found_in(directory, ranks)
 
 
-def found_in(directory: Path) -> list[dict[str, Any]]:
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
+def found_in(directory: Path, ranks: int) -> list[dict[str, Any]]:
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def of(ranks: list[dict[str, Any]], case: str) -> list[Any]:

@@ -121,19 +121,15 @@ class ShardGroup:
         part = parameter.padded_sharded_param_size.numel() * dtype.itemsize
         is_even = part * self.ranks == parameter._orig_size.numel() * dtype.itemsize
         sent = 0 if is_even and dtype is parameter.orig_dtype else part
-        return sent + (0 if is_even else part * self.ranks) + self._backend_bytes("all_gather", part, parameter)
+        is_host = parameter.sharded_param.device.type == "cpu"
+        return sent + (0 if is_even else part * self.ranks) + is_host * gloo_bytes("all_gather", part, self.ranks)
 
     def scatter_workspace_bytes(self, names: Sequence[str]) -> int:
         """Bytes that a scatter takes besides its results: gradients packed, and summed."""
         some = self.parameters[names[0]]
         dtype = self.reduce_dtype or some.param_dtype or some.orig_dtype
         part = sum(self.parameters[name].padded_sharded_param_size.numel() for name in names) * dtype.itemsize
-        given = part * self.ranks
-        return part + given + self._backend_bytes("reduce_scatter", given, some)
-
-    def _backend_bytes(self, collective: str, given_bytes: int, parameter: Any) -> int:
-        is_host = parameter.sharded_param.device.type == "cpu"
-        return gloo_bytes(collective, given_bytes, self.ranks) if is_host else 0
+        return part * self.ranks + (0 if some.sharded_param.device.type == "cpu" else part)
 
     def scattering(self, names: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
         """A function from the gradients of these parameters to those of this rank's shards."""
@@ -159,12 +155,13 @@ class ShardGroup:
         before, after, op = divided(self.ranks, dtype)
         if before != 1:
             packed.div_(before)
-        summed = packed.new_empty(packed.shape[1])
-        lent(
-            (summed, packed.view(-1)),
-            lambda given, all_: dist.reduce_scatter_tensor(given, all_, op=op, group=self.group),
-        )
-        del packed
+        if packed.device.type == "cpu":  # gloo scatters so too, on a copy that it gives back late
+            lent((packed,), lambda given: dist.all_reduce(given, op=op, group=self.group))
+            summed = packed[self.group.rank()]
+        else:
+            summed = packed.new_empty(packed.shape[1])
+            lent((summed, packed.view(-1)), lambda to, given: dist.reduce_scatter_tensor(to, given, op, self.group))
+            del packed
         if after != 1:
             summed.div_(after)
         return tuple(
@@ -205,6 +202,10 @@ class Sharding:
         self.group, self.ranks = self.groups[0].group, self.groups[0].ranks
         self._hooks: list[tuple[Any, int, Any]] = []
         self._is_taken = False
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        """Add `tensor` up over the ranks, in place."""
+        lent((tensor,), lambda given: dist.all_reduce(given, group=self.group))
 
     # -- between FSDP and the step
 

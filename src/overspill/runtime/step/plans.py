@@ -287,9 +287,13 @@ class StepPlans:
         The last one's plan has some optimizer state on the device and some in the store. What it has on the device
         stays there if there is room, and else goes to the store too.
         """
-        state = [f"{name}.{key}" for name, owned in self.state.owned.items() for key in owned.shaped]
+        state = {
+            f"{name}.{key}": self.state.planned(name).like(dtype).nbytes
+            for name, owned in self.state.owned.items()
+            for key, dtype in owned.shaped.items()
+        }
         stored = frozenset(name for name in state if name in last.stored)
-        staying = sum(self.state.residency[name].spec.nbytes for name in state if name not in stored)
+        staying = sum(nbytes for name, nbytes in state.items() if name not in stored)
         budget = last.plan.asked_bytes
         # By one partition all of them, as a loop with `torch.compile` has it.
         partition = self.options.partition if last.partition is None else last.partition

@@ -87,9 +87,12 @@ class TrainStep(PlannedPeaks):
         self._underway = Underway()
         self._reserved = ReservedWatch()
         # The state that outlives steps, and the plans over it.
-        clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
-        updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
+        clips = gradients.clip_norm is not None
+        updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clips)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
+        sharding = self._state.sharding
+        sums = None if sharding is None else sharding.sum_over_ranks
+        clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm, sums)
         self._plans = StepPlans(self._state, options, gradients, clipping, processes, self._underway.add_up)
         if self._state.where.type == "cuda":
             self._plans.place_live()

@@ -380,9 +380,14 @@ def _check_separate(optimizer: Optimizer) -> None:
 
 @dataclass(frozen=True)
 class NormClipping:
-    """`torch.nn.utils.clip_grad_norm_` in two parts: each gradient's norm, and the factor."""
+    """`torch.nn.utils.clip_grad_norm_` in two parts: each gradient's norm, and the factor.
+
+    Of gradients that each rank has a part of, `sum_over_ranks` adds a tensor up in place, as torch does with the squares
+    of all norms at once.
+    """
 
     max_norm: float
+    sum_over_ranks: Callable[[Tensor], None] | None = None
 
     def norm(self, gradient: Tensor) -> Tensor:
         """The gradient's norm, by the kernel that torch uses for it."""
@@ -393,5 +398,10 @@ class NormClipping:
 
     def factor(self, *norms: Tensor) -> Tensor:
         """The factor for all gradients."""
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
+        together = torch.stack([norm.to(norms[0].device) for norm in norms])
+        if self.sum_over_ranks is not None:
+            together = together**2.0
+            self.sum_over_ranks(together)
+            together = together**0.5
+        total = torch.linalg.vector_norm(together, 2.0)
         return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
