@@ -7,7 +7,7 @@ RECIPES := $(VENV)/.recipes
 DOCS := $(VENV)/.docs
 PAPERS := packages/overspill-papers
 
-.PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions jobs-libraries gpu-wheels clean
+.PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions jobs-libraries scripts-libraries gpu-wheels clean
 
 demo: $(READY)  ## train a small model in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill demo
@@ -89,6 +89,18 @@ $(JOBS)/.ready: $(READY)
 	  diffusers==0.42.1 einops==0.8.2 monai==1.6.1 peft==0.21.2 accelerate==1.15.0 pillow==13.0.0 \
 	  psutil==7.2.2 segmentation_models_pytorch==0.6.0 timm==1.0.31 torch_geometric==2.8.1 torchvision==0.28.0 xxhash==4.1.0 \
 	  requests==2.34.2 urllib3==2.8.0 idna==3.20 certifi==2026.10.19.post1 charset_normalizer==3.5.3
+	touch $@
+
+# What the scripts of bench/scripts.py import besides.
+SCRIPTS := $(DEFINITIONS)/scripts
+scripts-libraries: $(JOBS)/.ready $(SCRIPTS)/.ready  ## what bench/scripts.py's public scripts import
+
+$(SCRIPTS)/.ready: $(RECIPES)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(SCRIPTS) \
+	  absl_py==2.5.1 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrs==26.1.0 datasets==5.2.0 dill==0.4.1 \
+	  frozenlist==1.8.0 h5py==3.16.0 keras==3.15.1 ml_dtypes==0.6.0 multidict==7.2.1 multiprocess==0.70.19 namex==0.1.0 \
+	  optree==0.20.0 pandas==3.1.1 propcache==0.5.4 pyarrow==26.0.1 python_dateutil==4.0.0 pytz==2026.6 pyyaml==6.0.4 \
+	  six==1.17.0 tqdm==4.70.1 trl==1.16.0 tzdata==2026.6 xxhash==4.1.0 yarl==1.25.1
 	touch $@
 
 install: $(READY)

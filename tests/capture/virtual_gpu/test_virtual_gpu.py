@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -281,3 +282,10 @@ def test_sparse_tensors_are_said_not_to_be_supported(program: Callable[[], Any])
 def test_a_thread_that_uses_the_device_is_told_so() -> None:
     error = refused_in_another_thread(lambda: torch.ones(3).cuda())
     assert "thread of its own" in str(error)
+
+
+def test_a_pool_of_threads_works_in_the_scripts_own(gpu: VirtualGpu) -> None:
+    with script_patches(), ThreadPoolExecutor(2) as pool:  # as transformers loads weights
+        assert [tensor.is_cuda for tensor in pool.map(lambda n: torch.ones(n).cuda(), (1, 2))] == [True, True]
+        failed = pool.submit(int, "nothing")
+        assert isinstance(failed.exception(), ValueError)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
+from threading import get_ident
 from typing import Any, Self
 
 import torch
@@ -52,6 +54,7 @@ def script_patches() -> AbstractContextManager[None]:
             (sampler, "__iter__", _on_host(sampler.__iter__)),
             # Processes and GPUs of which there is one.
             (torch.multiprocessing, "spawn", _spawn),
+            (ThreadPoolExecutor, "submit", _at_once(ThreadPoolExecutor.submit)),
             (nn.DataParallel, "forward", _data_parallel),
             # Profilers.
             (torch.profiler, "profile", _NoProfiler),
@@ -115,6 +118,23 @@ def _on_host(iterate: Callable[..., Iterator[int]]) -> Callable[..., Iterator[in
             yield index
 
     return draw
+
+
+def _at_once(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    """`ThreadPoolExecutor.submit` of the script's own thread, run there: tensors of the virtual GPU are in no other."""
+    here = get_ident()
+
+    def run(pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        if get_ident() != here:
+            return submit(pool, work, *args, **kwargs)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for, as of a thread
+            done.set_exception(error)
+        return done
+
+    return run
 
 
 # --- Models and profilers ---------------------------------------------------------------------------------------------

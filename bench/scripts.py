@@ -1,0 +1,283 @@
+"""Public training scripts, unmodified, under `overspill estimate --script`: how many give a figure, and how fast?
+
+    python bench/scripts.py --sources DIR [--only NAME,…] [--json bench/results/scripts.json]
+    python bench/scripts.py --read bench/results/scripts.json
+
+DIR has checkouts of the scripts' repositories, each by its own name (`git clone --depth 1 https://github.com/OWNER/NAME` in
+it); nothing of them is part of this one. Data are tiny and made here, as a user would. Each script runs in a copy of its
+repository. Seconds are of the command, its start and the script's imports included; with `--imports` also those of the same
+script until it asks for cuda, which PyTorch without a GPU refuses. `make scripts-libraries` gets what they import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from paired import json_record
+
+from overspill.core.units import format_bytes
+
+LIBRARIES = Path(__file__).parents[1] / "build" / "definitions"
+SECONDS = 300
+# torchvision's wheel has operators of a CUDA build of torch, of which nothing can be known beside another.
+SITE = """
+import torch.library
+register = torch.library.register_fake
+def without(op, *args, **kwargs):
+    skipped = isinstance(op, str) and op.startswith("torchvision::")
+    return (lambda function: function) if skipped else register(op, *args, **kwargs)
+torch.library.register_fake = without
+"""
+Data = Callable[[Path], None]
+_RNG = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script: its repository, its file there, its arguments, where it runs, and what data it wants."""
+
+    name: str
+    repository: str
+    file: str
+    arguments: str = ""
+    gpu: str = "a100-40gb"
+    data: Data = lambda _: None
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a script: a figure, or the line that was printed."""
+
+    name: str
+    total_bytes: int | None
+    line: str
+    seconds: float
+
+
+def _text(folder: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("O quick brown fox, God jumps over the lazy dog and then it rests! Is it so?\n" * 2000)
+
+
+def _tokens(path: Path, vocabulary: int, count: int = 1 << 20) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _RNG.integers(0, vocabulary, count).astype(np.uint16).tofile(path)
+
+
+def _nanogpt(folder: Path) -> None:
+    for split in ("train", "val"):
+        _tokens(folder / "data" / "shakespeare_char" / f"{split}.bin", 65)
+        _tokens(folder / "data" / "openwebtext" / f"{split}.bin", 50257)
+    (folder / "data" / "shakespeare_char" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
+
+
+def _llama2c(folder: Path) -> None:
+    for shard in range(2):
+        _tokens(folder / "data" / "TinyStories_all_data" / f"data{shard:02d}.bin", 32000)
+
+
+def _mnist(folder: Path) -> None:
+    raw = folder.parent / "data" / "MNIST" / "raw"
+    for where in (raw, folder / "data" / "MNIST" / "raw"):
+        where.mkdir(parents=True, exist_ok=True)
+        for part, count in (("train", 6000), ("t10k", 1000)):
+            images, labels = _RNG.integers(0, 256, (count, 28, 28)), _RNG.integers(0, 10, count)
+            for name, values, kind in (
+                (f"{part}-images-idx3-ubyte", images, 3),
+                (f"{part}-labels-idx1-ubyte", labels, 1),
+            ):
+                head = bytes((0, 0, 8, kind)) + b"".join(int(n).to_bytes(4, "big") for n in values.shape)
+                (where / name).write_bytes(head + values.astype(np.uint8).tobytes())
+                (where / f"{name}.gz").write_bytes(gzip.compress(head + values.astype(np.uint8).tobytes(), 1))
+
+
+def _cora(folder: Path) -> None:
+    """The two files of Cora as its archive has them: 2708 papers of 1433 words, in 7 classes."""
+    where = folder / "cora"
+    where.mkdir(exist_ok=True)
+    words = _RNG.integers(0, 2, (2708, 1433))
+    rows = [f"{n}\t" + "\t".join(map(str, row)) + f"\tclass{n % 7}" for n, row in enumerate(words)]
+    (where / "cora.content").write_text("\n".join(rows) + "\n")
+    (where / "cora.cites").write_text("\n".join(f"{a}\t{b}" for a, b in _RNG.integers(0, 2708, (5429, 2))) + "\n")
+
+
+def _images(folder: Path) -> None:
+    from PIL import Image  # noqa: PLC0415 - beside the environment
+
+    for split, count in (("train", 140), ("val", 20)):
+        for label in ("cat", "dog"):
+            where = folder / "images" / split / label
+            where.mkdir(parents=True, exist_ok=True)
+            for n in range(count):
+                Image.fromarray(_RNG.integers(0, 256, (96, 96, 3)).astype(np.uint8)).save(where / f"{n}.jpg")
+
+
+def _llama(folder: Path) -> None:
+    """A tiny model, its tokens, and a data set of plain text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    words = {word: n for n, word in enumerate(("<pad>", "</s>", "<unk>", "the", "fox", "dog", "rests"))}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(folder / "llama")
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    (folder / "texts").mkdir()
+    (folder / "texts" / "train.jsonl").write_text(
+        "".join(json.dumps({"text": "the fox rests " * 40}) + "\n" for _ in range(64))
+    )
+
+
+EXAMPLES, LIGHTNING, SFT = "pytorch/examples", "Lightning-AI/pytorch-lightning", "huggingface/trl"
+SFT_OPTIONS = "--model_name_or_path llama --dataset_name texts --output_dir out --report_to none --use_peft --per_device_train_batch_size 2 --max_length 128"
+KERAS = (("KERAS_BACKEND", "torch"),)
+SCRIPTS = [
+    Script("nanogpt-char", "karpathy/nanoGPT", "train.py", "config/train_shakespeare_char.py", "rtx3060", _nanogpt),
+    Script("nanogpt-gpt2", "karpathy/nanoGPT", "train.py", "config/train_gpt2.py --wandb_log=False", data=_nanogpt),
+    Script("mingpt-chargpt", "karpathy/minGPT", "projects/chargpt/chargpt.py", "", "rtx3060",
+           lambda f: _text(f, ("input.txt", "projects/chargpt/input.txt"))),
+    Script("mingpt-adder", "karpathy/minGPT", "projects/adder/adder.py", "", "rtx3060"),
+    Script("llama2c", "karpathy/llama2.c", "train.py", "", data=_llama2c),
+    *(Script(f"examples-{name}", EXAMPLES, f"{name}/main.py", arguments, "t4", _mnist) for name, arguments in (
+        ("mnist", ""), ("mnist_rnn", "--accel"), ("vae", ""), ("mnist_forward_forward", ""), ("mnist_hogwild", "--cuda"),
+        ("siamese_network", ""),
+    )),
+    Script("examples-dcgan", EXAMPLES, "dcgan/main.py", "--dataset fake --accel", "t4"),
+    Script("examples-imagenet", EXAMPLES, "imagenet/main.py", "--dummy -a resnet50 -b 128", "a100-40gb"),
+    *(Script(f"examples-language-{kind.lower()}", EXAMPLES, "word_language_model/main.py", f"--accel --model {kind}", "t4",
+             lambda f: _text(f, tuple(f"data/wikitext-2/{split}.txt" for split in ("train", "valid", "test"))))
+      for kind in ("Transformer", "LSTM")),
+    Script("examples-gcn", EXAMPLES, "gcn/main.py", "", "t4", _cora),
+    Script("examples-gat", EXAMPLES, "gat/main.py", "", "t4", _cora),
+    Script("timm-vit", "huggingface/pytorch-image-models", "train.py",
+           "--data-dir images --train-split train --val-split val --model vit_small_patch16_224 -b 64 --amp --num-classes 2", data=_images),
+    Script("timm-resnet", "huggingface/pytorch-image-models", "train.py",
+           "--data-dir images --train-split train --val-split val --model resnet50 -b 64 --num-classes 2 --model-ema", data=_images),
+    Script("lightning-transformer", LIGHTNING, "examples/pytorch/basics/transformer.py"),
+    Script("lightning-autoencoder", LIGHTNING, "examples/pytorch/basics/autoencoder.py", data=_mnist),
+    Script("lightning-gan", LIGHTNING, "examples/pytorch/domain_templates/generative_adversarial_net.py", data=_mnist),
+    Script("fabric-image-classifier", LIGHTNING, "examples/fabric/image_classifier/train_fabric.py", data=_mnist),
+    Script("trl-sft-t4", SFT, "trl/scripts/sft.py", SFT_OPTIONS, "t4", _llama),
+    Script("trl-sft", SFT, "trl/scripts/sft.py", SFT_OPTIONS, "rtx3090", _llama),
+    Script("keras-functional", "keras-team/keras", "examples/demo_functional.py", environment=KERAS),
+    Script("keras-subclass", "keras-team/keras", "examples/demo_subclass.py", environment=KERAS),
+    Script("keras-layer", "keras-team/keras", "examples/demo_custom_layer_backend_agnostic.py", environment=KERAS),
+]  # fmt: skip
+
+
+def estimated(script: Script, sources: Path, site: Path) -> Outcome:
+    """Run the command on a copy of the script's repository."""
+    repository = sources / script.repository.partition("/")[2]
+    if not (repository / script.file).is_file():
+        return Outcome(script.name, None, f"{script.repository} has no {script.file} in {sources}", 0.0)
+    with tempfile.TemporaryDirectory() as made:
+        copy = Path(made) / repository.name
+        shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
+        file = copy / script.file
+        # Those of many scripts in one repository run beside their file, as their own pages say.
+        folder = file.parent if script.repository == EXAMPLES else copy
+        script.data(folder)
+        libraries = [
+            site,
+            LIBRARIES / "scripts",
+            LIBRARIES / "jobs",
+            copy,
+            *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+        ]
+        environment = os.environ | dict(script.environment) | {
+            "PYTHONPATH": os.pathsep.join(str(path) for path in libraries if str(path)), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled",
+        }  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "overspill",
+            "estimate",
+            "--script",
+            str(file),
+            "--gpu",
+            script.gpu,
+            "--json",
+            "--time-limit",
+            "200",
+        ]
+        started = time.perf_counter()
+        try:
+            run = subprocess.run(
+                [*command, "--", *script.arguments.split()], cwd=folder, env=environment, capture_output=True, text=True,
+                timeout=SECONDS, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Outcome(script.name, None, f"no answer in {SECONDS} seconds", SECONDS)
+        seconds = round(time.perf_counter() - started, 1)
+    return _read(script.name, run, seconds)
+
+
+def _read(name: str, run: subprocess.CompletedProcess[str], seconds: float) -> Outcome:
+    try:
+        answer: dict[str, Any] = json.loads(run.stdout)
+    except ValueError:
+        answer = {"error": (run.stderr.strip().splitlines() or ["nothing was printed"])[-1]}
+    if "total_bytes" in answer:
+        return Outcome(name, answer["total_bytes"], "", seconds)
+    return Outcome(name, None, str(answer.get("error")), seconds)
+
+
+def show(outcomes: list[Outcome]) -> None:
+    """Print a line for each, and how many gave a figure."""
+    for one in outcomes:
+        print(
+            f"{one.name:28} {'' if one.total_bytes is None else format_bytes(one.total_bytes):>10} {one.seconds:6.1f} s  {one.line}"
+        )
+    print(f"{sum(one.total_bytes is not None for one in outcomes)} of {len(outcomes)} gave a figure")
+
+
+def main() -> None:
+    """Run scripts, or print a record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path)
+    options = parser.parse_args()
+    if options.read:
+        show([Outcome(**row) for row in json.loads(options.read.read_text())["scripts"]])
+        return
+    if options.sources is None:
+        parser.error("--sources DIR: where the scripts' repositories are checked out")
+    wanted = [script for script in SCRIPTS if not options.only or script.name in options.only.split(",")]
+    outcomes = []
+    with tempfile.TemporaryDirectory() as site:
+        (Path(site) / "sitecustomize.py").write_text(SITE)
+        for script in wanted:
+            outcomes.append(estimated(script, options.sources.resolve(), Path(site)))
+            show(outcomes[-1:]) if len(wanted) == 1 else print(outcomes[-1], flush=True)
+    show(outcomes)
+    if options.json:
+        options.json.write_text(json_record(torch.device("cpu"), scripts=[asdict(one) for one in outcomes]))
+
+
+if __name__ == "__main__":
+    main()
