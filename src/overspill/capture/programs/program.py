@@ -25,7 +25,7 @@ from torch import Tensor
 from overspill.core.errors import UnsupportedError
 
 ALLOCATES = re.compile(r"^empty_strided_(cpu|cuda|xpu)$")
-_CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
+_CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "assert_tensor_metadata")
 _PARAMETER = re.compile(r"\b(in_out_ptr|in_ptr|out_ptr)\d*\b")
 _ORIGINS = re.compile(r"^\s*#.*\bSource Nodes: \[(.*?)\]")
 
