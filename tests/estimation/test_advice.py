@@ -158,6 +158,14 @@ def test_without_an_optimizer_there_is_nothing_to_checkpoint() -> None:
     assert "accumulating" not in words
 
 
+def test_frozen_weights_beside_adapters_can_have_few_bits() -> None:
+    made = job(500, FEW, lora=8)
+    assert not made.fits()
+    words = " ".join(one.what for one in advice(made, quick=True))
+    assert "QLoRA: adapters of rank 8" in words
+    assert "LoRA: adapters of rank 8 alone" not in words
+
+
 def test_estimates_show_the_first_five() -> None:
     made, all_of_it = found(6000)
     assert list(made.changes) == all_of_it[:5]

@@ -117,11 +117,11 @@ def _another_method(job: Job) -> Iterator[Change]:
             f"LoRA: adapters of rank {RANK} alone are trained", "another training: the rest stays as it is",
             Price.RESULTS, {"lora": RANK}, state=0.0,
         )  # fmt: skip
-        if job.quantize is None:
-            yield Change(
-                f"QLoRA: adapters of rank {RANK} on weights of 4 bits", "another training, on rounded weights",
-                Price.RESULTS, {"lora": RANK, "quantize": "4bit"}, 0.12, 0.0,
-            )  # fmt: skip
+    if job.quantize is None:
+        rank, cost = job.lora or RANK, "rounded weights" if job.lora else "another training, on rounded weights"
+        yield Change(
+            f"QLoRA: adapters of rank {rank} on weights of 4 bits", cost, Price.RESULTS, {"lora": rank, "quantize": "4bit"}, 0.12, 0.0,
+        )  # fmt: skip
 
 
 def averages_over_batch(estimate: Figures) -> bool:

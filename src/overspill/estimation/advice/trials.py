@@ -214,6 +214,8 @@ class _Trials:
             what, cost = "overspill.train_step(…)", "parameters and optimizer state may leave the device too"
         else:
             saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
+            if not saved:  # the peak is in the update
+                return
             what = "overspill.compile(model, budget=…)"
             cost = f"up to {format_bytes(saved)} can leave the device or be recomputed"
         yield Advice(what, f"time, by `overspill plan`; the same numbers: {cost}", Price.TIME)
