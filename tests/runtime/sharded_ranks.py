@@ -1,17 +1,24 @@
 """Cases of models that `fully_shard` has sharded, which `ranks.py` runs and `test_sharding.py` looks at."""
 
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import overspill
+from overspill.core.errors import OverspillError
 
 STEPS, WIDTH = 2, 30
 Make = Callable[[nn.Module], Optimizer]
@@ -79,7 +86,7 @@ def everything(model: nn.Module, optimizer: Optimizer, losses: list[Tensor]) -> 
     found = {name: local(tensor) for name, tensor in model.state_dict().items()}
     for group in optimizer.state_dict()["state"].items():
         found |= {f"{group[0]}.{key}": local(value) for key, value in group[1].items()}
-    return {"losses": torch.stack([value.detach() for value in losses])} | found
+    return {"losses": torch.tensor([value.item() for value in losses])} | found
 
 
 def by_hand(
@@ -108,10 +115,10 @@ def planned(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str,
     return result
 
 
-def both(make: Make = adamw, *how: Any, frozen: bool = False, budget: Any = "smallest", **options: Any) -> Any:
-    """What a planned step makes, and what FSDP does."""
+def both(make: Make = adamw, *how: Any, frozen: bool = False, ways: Any = None, **options: Any) -> Any:
+    """What a planned step makes, by these `ways` to plan it, and what FSDP does."""
     ours, theirs = sharded(*how, frozen=frozen), sharded(*how, frozen=frozen)
-    return planned(ours, make(ours), budget=budget, **options), by_hand(theirs, make(theirs), **options)
+    return planned(ours, make(ours), **(ways or {}), **options), by_hand(theirs, make(theirs), **options)
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
@@ -144,11 +151,90 @@ def budgets() -> Any:
     return plan.budget_bytes, plan.peak_bytes, found[0], verbs, before.item() == again.item() > after.item()
 
 
+def said(shard: Callable[[nn.Module], Any], make: Make = adamw, **options: Any) -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shard(model)
+    try:
+        overspill.train_step(model, nn.MSELoss(), make(model), budget="1MiB", **options).close()
+    except OverspillError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def integer() -> dict[str, str]:
+    """The same of parameters that stay with half of four ranks."""
+    return {"integer": said(lambda model: [fully_shard(part, reshard_after_forward=2) for part in (model[0], model)])}
+
+
+def refusals() -> dict[str, str]:
+    """What is said of what a planned step does not shard."""
+
+    def split(model: nn.Module) -> None:
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+
+    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    return {
+        "tensor parallel": said(split),
+        "two dimensions": said(lambda model: fully_shard(model, mesh=two)),
+        "offload": said(lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+        "ignored": said(lambda model: fully_shard(model, ignored_params={model[0].weight})),
+        "parts only": said(lambda model: fully_shard(model[0])),
+        "optimizer": said(fully_shard, lambda model: Adafactor(model.parameters())),
+        "no sync": said(lambda model: fully_shard(model).set_requires_gradient_sync(False)),
+        "inductor": said(fully_shard, backend="inductor"),
+        "group": said(fully_shard, process_group=False),
+    }
+
+
+def checkpoints() -> Any:
+    """A planned step's checkpoint, gone on with by FSDP and by another planned step; and FSDP's by a planned step."""
+    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as directory:
+        paths = [directory]
+        dist.broadcast_object_list(paths)
+        model = sharded()
+        optimizer = adamw(model)
+        step = overspill.train_step(model, loss, optimizer, budget="smallest", store="host")
+        step(batch(0))
+        dcp.save(in_state(model, optimizer), checkpoint_id=paths[0])
+        step(batch(1))
+        want = everything(model, optimizer, [])
+        step.close()
+        found = []
+        for plans in (False, True):
+            other = sharded()
+            others = adamw(other)
+            takes = overspill.train_step(other, loss, others, budget="smallest", store="host") if plans else None
+            if takes is not None:
+                takes(batch(7))  # so that there is state to load into
+            else:
+                by_hand(other, others)
+            state = in_state(other, others)
+            dcp.load(state, checkpoint_id=paths[0])
+            set_state_dict(other, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            if takes is not None:
+                takes(batch(1))
+            else:
+                loss(other, batch(1)).backward()
+                others.step()
+            found.append(everything(other, others, []))
+        dist.barrier()
+    return want, *found
+
+
+def in_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "sharded": both,
-    "sharded, roomy": lambda: both(sgd, None, False, frozen=True, budget="1GiB"),
+    "sharded, roomy": lambda: both(sgd, None, False, frozen=True, ways={"budget": "1GiB"}),
     "sharded, accumulated": lambda: both(adamw, accumulate=2, clip_norm=0.1),
     "sharded, accumulated half": lambda: both(adamw, HALF, accumulate=2, clip_norm=0.1),
     "sharded, all half": lambda: both(adamw, MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "budgets": budgets,
+    "refusals": refusals,
+    "integer": integer,
+    "checkpoints": checkpoints,
+    "sharded, placed": lambda: both(adamw, ways={"placement": "planned"}),
 }

@@ -8,7 +8,15 @@ import torch
 from .test_parallel import of, run_once
 from .test_parallel import ranks as ranks  # noqa: PLC0414 - the fixture
 
-FOUR = ("sharded", "sharded, roomy", "sharded, accumulated", "sharded, accumulated half", "sharded, all half")
+FOUR = (
+    "sharded",
+    "sharded, roomy",
+    "sharded, accumulated",
+    "sharded, accumulated half",
+    "sharded, all half",
+    "sharded, placed",
+    "integer",
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +31,7 @@ def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]], case: str)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", FOUR)
+@pytest.mark.parametrize("case", FOUR[:-1])
 def test_each_of_four_ranks_gets_the_bits_of_fsdp(more: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_fsdp(more, case)
 
@@ -42,3 +50,35 @@ def test_the_smallest_budget_is_in_force_on_all_and_the_peak_is_what_is_measured
         assert 0.98 * planned <= measured <= planned <= budget
         assert {"recompute", "offload"} <= verbs
         assert evaluates
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("tensor parallel", "UnsupportedError: 0.weight is a DTensor"),
+        ("two dimensions", "UnsupportedError: the model is sharded over a mesh of 2 dimensions (HSDP); shard it by"),
+        ("offload", "UnsupportedError: the model is sharded with a CPUOffloadPolicy; leave it out"),
+        ("ignored", "UnsupportedError: 0.weight is trained and not sharded (ignored_params"),
+        ("parts only", "UnsupportedError: 1.weight is trained and not sharded"),
+        ("optimizer", "UnsupportedError: Adafactor is not known to treat each element by itself"),
+        ("no sync", "UnsupportedError: the model was told set_requires_gradient_sync(False)"),
+        ("inductor", "UnsupportedError: backend='inductor' of a model that fully_shard has sharded"),
+        ("group", "RequestError: the model is sharded by fully_shard over its own mesh; leave process_group out"),
+    ],
+)
+def test_what_is_not_sharded_is_refused_by_name(ranks: list[dict[str, Any]], asked: str, message: str) -> None:
+    for rank in ranks:
+        assert rank["refusals"][asked].startswith(message)
+
+
+@pytest.mark.long
+def test_parameters_that_stay_with_some_ranks_are_refused(more: list[dict[str, Any]]) -> None:
+    for (said,) in (rank["integer"].values() for rank in more):
+        assert "with an integer reshard_after_forward; use True" in said
+
+
+def test_a_checkpoint_goes_on_under_fsdp_and_under_a_planned_step(ranks: list[dict[str, Any]]) -> None:
+    for want, *found in of(ranks, "checkpoints"):
+        for state in found:
+            differ = [name for name in want if not torch.equal(want[name], state[name])]
+            assert [name for name in differ if "running" not in name] == []  # saved of one rank, as FSDP's

@@ -91,6 +91,10 @@ class TrainStep(PlannedPeaks):
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clips)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
         sharding = self._state.sharding
+        if sharding is not None and options.backend != "eager":
+            raise UnsupportedError(
+                f"backend={options.backend!r} of a model that fully_shard has sharded; leave the eager backend"
+            )
         sums = None if sharding is None else sharding.sum_over_ranks
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm, sums)
         self._plans = StepPlans(self._state, options, gradients, clipping, processes, self._underway.add_up)
