@@ -160,6 +160,8 @@ def _feasible(
         "lower_bound_seconds": made.lower_bound_seconds,
         "gap": made.gap,
         "exposed_transfer_seconds": float(made.timeline.exposed_transfer_seconds),
+        "communication_seconds": made.timeline.communication_seconds,
+        "exposed_communication_seconds": made.timeline.exposed_communication_seconds,
         "recomputing_seconds": made.recomputing_seconds,
         "plan_seconds": made.plan_seconds,
         "placement": placed.placer,
@@ -207,7 +209,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
     """
     unknown = (
         "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes",
-        "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "recomputing_seconds", "plan_seconds",
+        "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "communication_seconds", "exposed_communication_seconds", "recomputing_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip
     answer = request | dict.fromkeys(unknown) | {

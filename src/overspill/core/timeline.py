@@ -96,7 +96,8 @@ class Timeline(Saved):
     @cached_property
     def exposed_communication_seconds(self) -> float:
         """Seconds of these in which it waits for a collective."""
-        return sum(spent for cause, spent in self.wait_seconds.items() if cause.partition(" of ")[0] in _COLLECTIVES)
+        waits = self.wait_seconds.items()
+        return sum((spent for cause, spent in waits if cause.partition(" of ")[0] in _COLLECTIVES), 0.0)
 
     @cached_property
     def communication_seconds(self) -> float:

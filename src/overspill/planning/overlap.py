@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from overspill.core import CollectiveKind, Device, Graph, Instruction, Op, Schedule, Verb
+from overspill.core import CollectiveKind, Device, Graph, Instruction, Op, Phase, Schedule, Verb
 from overspill.simulate import simulate
 
 EARLY = 1.2
@@ -25,7 +25,8 @@ def overlapped(
 ) -> Schedule:
     """`schedule` with its gathers and scatters started apart from their ends, within the budget.
 
-    As it is where there are none, or where some are started already. Op `i` takes `seconds[i]`.
+    As it is where there are none, or where some are started already. Op `i` takes `seconds[i]`. Without a budget a gather
+    for backward starts as soon as that before it is there, as FSDP2 fetches ahead.
     """
     apart = {op.id for op in graph.ops if runs_apart(op)}
     if not apart or any(i.verb is Verb.START for i in schedule.instructions):
@@ -81,6 +82,7 @@ class _Overlap:
         timeline = simulate(graph, schedule, device, alone)
         self.clock = np.concatenate([[0.0], timeline.clock_seconds])
         self.live: NDArray[np.int64] = np.array(timeline.live_bytes, dtype=np.int64)
+        self.ahead = budget_bytes is None
         self.limit = max(timeline.peak_bytes, budget_bytes) if budget_bytes is not None else 1 << 62
         self.flights = self._flights(apart)
 
@@ -142,7 +144,19 @@ class _Overlap:
             if self._gathers(flight.op):
                 following = min(self.clock[flight.at], following) - EARLY * self.seconds[flight.op.id]
                 wanted[flight.at] = int(np.searchsorted(self.clock[: flight.at + 1], following, side="right")) - 1
+        if self.ahead:
+            before = self._first_of_backward()
+            for flight in self.flights:
+                if self._gathers(flight.op) and self.before.instructions[flight.at].verb is Verb.RECOMPUTE:
+                    wanted[flight.at], before = min(wanted[flight.at], before), flight.at + 1
         return wanted
+
+    def _first_of_backward(self) -> int:
+        return next(
+            i
+            for i, it in enumerate(self.before.instructions)
+            if it.verb is Verb.RUN and self.graph.ops[it.target].phase is Phase.BACKWARD
+        )
 
     def _place_start(self, flight: _Flight, wanted: int) -> None:
         """Start a gather where it is wanted, or later where there is no room for it."""

@@ -148,6 +148,7 @@ def figures_table(plan: Plan, placed: Placed | None = None) -> Table:
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
         *([("simulated recomputing", format_seconds(plan.recomputing_seconds))] if plan.recomputed_ops else []),
         ("simulated waiting", waiting(plan.timeline)),
+        *_communication(plan.timeline),
         *([("  longest", longest)] if (longest := longest_wait(plan.timeline)) else []),
         (
             "lower bound by relaxation",
@@ -156,6 +157,15 @@ def figures_table(plan: Plan, placed: Placed | None = None) -> Table:
         ("planning took", format_seconds(plan.plan_seconds)),
     ]
     return Table("All figures of the plan", (Column("figure"), Column("value", Unit.NUMBER)), tuple(rows))
+
+
+def _communication(timeline: Timeline) -> list[tuple[str, str]]:
+    """What collectives take, if there are any."""
+    if not timeline.communication_seconds:
+        return []
+    exposed = format_seconds(timeline.exposed_communication_seconds)
+    taken = format_seconds(timeline.communication_seconds)
+    return [("simulated communication", f"{taken}, of which compute waits for {exposed}")]
 
 
 def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, str]]:

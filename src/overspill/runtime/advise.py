@@ -16,6 +16,7 @@ from .options import Options, store_bytes
 from .preview import preview
 
 _COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train_step(…)"
+_SHARDED = "overspill.train_step(…) of the model in fully_shard"
 
 
 def advise(
@@ -46,10 +47,11 @@ def _can_plan(job: Job) -> bool:
 def _planned(job: Job, options: Options) -> Advice | None:
     """The plan of the job within all of the device; where feature maps are not enough, with parameters and their update too.
 
-    Where that is not enough either, what the smallest plan needs.
+    Of a sharded job the plan of a rank. Where that is not enough either, what the smallest plan needs.
     """
     least = None
-    for whole_step, what in ((False, _COMPILE), (True, _TRAIN_STEP)):
+    ways = ((False, _COMPILE), (True, _TRAIN_STEP)) if job.parallel is None else ((True, _SHARDED),)
+    for whole_step, what in ways:
         try:
             return _as_advice(preview(job, replace(options, whole_step=whole_step)), what)
         except InfeasibleBudget as error:

@@ -6,12 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from overspill.core import Device, Schedule
+from overspill.planning.assemble import assemble
 from overspill.planning.effort import Effort
 from overspill.planning.floor import algorithms_within
 from overspill.planning.gaps import saved_gaps
-from overspill.planning.overlap import cheaply_gathered, computing_seconds
+from overspill.planning.overlap import cheaply_gathered, computing_seconds, overlapped
 from overspill.planning.step_program import StepProgram
 from overspill.policies.checkpoint import dropped_sets
+from overspill.simulate import simulate
 
 from . import _search
 from .native import flags, native_graph, planner_of, schedule_of
@@ -69,7 +71,7 @@ class Search:
         For the least memory without recomputation fits.
         """
         computing = computing_seconds(self.graph, self.seconds)
-        target = GOOD_ENOUGH * computing
+        target = GOOD_ENOUGH * max(computing, self._with_all_memory())
         self._start(target)
         if self.annealing.best is None:  # all has to leave that can
             self.gathered = frozenset()
@@ -85,6 +87,14 @@ class Search:
         best = self.annealing.best
         assert best is not None
         return BestPlan(best, self.program, self.budget_bytes)
+
+    def _with_all_memory(self) -> float:
+        """Seconds of a sharded step that gathers each group once; 0 where nothing is gathered."""
+        if not self.gathered:
+            return 0.0
+        kept = assemble(StepProgram(self.graph), (), "", None)
+        made = overlapped(self.graph, kept, self.device, self.seconds, None)
+        return simulate(self.graph, made, self.device, self.seconds).step_seconds
 
     def _annealing(self, staying: Collection[int]) -> _search.Annealing:
         native = native_graph(self.graph, self.seconds, staying)
