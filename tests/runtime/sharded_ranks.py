@@ -1,9 +1,11 @@
 """Cases of models that `fully_shard` has sharded, which `ranks.py` runs and `test_sharding.py` looks at."""
 
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,14 +13,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import overspill
-from overspill.core.errors import OverspillError
+from overspill.core.errors import OverspillError, StoreError
 
 STEPS, WIDTH = 2, 30
 Make = Callable[[nn.Module], Optimizer]
@@ -226,6 +228,33 @@ def in_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": of_model, "optimizer": of_optimizer}
 
 
+def full_disk() -> Any:
+    """What each rank hears where the store of one is full in the middle of a step, how long it waited, and whether the parameters are there."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    torch.manual_seed(0)
+    model = fully_shard(Words(64, 64), mesh=DeviceMesh.from_group(group, "cpu"))
+    step = overspill.train_step(model, loss, adamw(model), budget="smallest", store="host")
+    step(batch(0))
+    if dist.get_rank():
+
+        def full(*_: Any) -> None:
+            raise StoreError("the store is full")
+
+        step.engine.offload = full  # type: ignore[union-attr,method-assign]
+    begun = time.monotonic()
+    try:
+        step(batch(1))
+        said = "no error"
+    except OverspillError as error:
+        said = f"{type(error).__name__}: {error}"
+    waited = time.monotonic() - begun
+    if step.is_unfinished:
+        step.abandon()
+    there = all(bool(torch.isfinite(local(tensor)).all()) for tensor in model.state_dict().values())
+    step.close()
+    return said, waited, there
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "sharded": both,
     "sharded, roomy": lambda: both(sgd, None, False, frozen=True, ways={"budget": "1GiB"}),
@@ -234,6 +263,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "sharded, all half": lambda: both(adamw, MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "budgets": budgets,
     "refusals": refusals,
+    "full disk": full_disk,
     "integer": integer,
     "checkpoints": checkpoints,
     "sharded, placed": lambda: both(adamw, ways={"placement": "planned"}),

@@ -24,7 +24,7 @@ SECONDS = 150
 
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-SHARDED = ("sharded", "sharded, accumulated half", "budgets", "refusals", "checkpoints")
+SHARDED = ("sharded", "sharded, accumulated half", "budgets", "refusals", "checkpoints", "full disk")
 QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", *SHARDED)
 
 

@@ -214,7 +214,8 @@ class DataParallel(OneProcess):
             if self.rank == 0:
                 made = [make(min(budget for _, budget in found))]
         # Each rank checks the plan against its own graph.
-        dist.broadcast_object_list(made, group=self._control, group_src=0)
+        with others_needed():
+            dist.broadcast_object_list(made, group=self._control, group_src=0)
         plan: Plan = made[0]
         with self.together():
             check(graph, plan.schedule)
@@ -232,12 +233,14 @@ class DataParallel(OneProcess):
     def _exchange(self, digest: int, *, known: bool) -> list[tuple[int, bool]]:
         mine = torch.tensor([digest, known], device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._control)
+        with others_needed():
+            dist.all_gather(found, mine, group=self._control)
         return [(int(digest), bool(known)) for digest, known in (pair.tolist() for pair in found)]
 
     def _gather(self, value: Any) -> list[Any]:
         found = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
+        with others_needed():
+            dist.all_gather_object(found, value, group=self._control)
         return found
 
 
@@ -323,13 +326,27 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> 
             tensor.copy_(part.view(tensor.shape))
 
 
+@contextmanager
+def others_needed() -> Iterator[None]:
+    """Context of a collective, in which another rank's end or silence is one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise OverspillError(
+            f"another rank did not come to a collective of this step: it has failed, has ended, or the group's timeout was over ({said}); "
+            "look at the other ranks' errors, and start all again from a checkpoint"
+        ) from error
+
+
 def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
     """Run `collective` on `tensors`, and wait until the backend has released them.
 
     Gloo's thread holds what it worked on for a moment after the collective has returned; a tensor could not be freed.
     """
     given = [tensor.detach() for tensor in tensors]
-    collective(*given)
+    with others_needed():
+        collective(*given)
     if given[0].device.type == "cpu":
         patience = time.monotonic() + 1.0
         while any(tensor._use_count() > 1 for tensor in given) and time.monotonic() < patience:
