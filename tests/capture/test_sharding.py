@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from overspill.capture.sharding import GATHER, SCATTER
 from overspill.core import Graph, Phase, TensorKind, Verb
 from overspill.devices import load_device
+from overspill.estimation.api import Setting
+from overspill.estimation.api import of_job as estimate
 from overspill.job import Job, NamedModel, Parallel
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
 from overspill.runtime.preview import captured
@@ -61,3 +66,14 @@ def test_the_unmanaged_step_gathers_again_what_the_program_does() -> None:
         gathered = [op for op in made.targets(Verb.RECOMPUTE) if graph.ops[op].name == GATHER]
         assert bool(gathered) is again
         check(graph, made)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("again", [True, False])
+def test_the_unmanaged_step_takes_what_the_estimate_says(again: bool) -> None:
+    model = "hf:llama,vocab_size=32000,num_hidden_layers=4,hidden_size=512,intermediate_size=2048,num_attention_heads=8"
+    parallel = Parallel("fsdp", 8, reshard_after_forward=again)
+    job = Job(NamedModel(model, seq_len=1024), 2, "adamw", "bfloat16", parallel=parallel)
+    said = estimate(job, Setting.of("h100")).peak
+    ours = unmanaged_peak(captured(job, Options(device=H100))[1], H100)
+    assert ours == pytest.approx(said.requested_bytes - said.by_category["workspaces"], rel=0.03)
