@@ -95,8 +95,8 @@ def _llama2c(folder: Path) -> None:
 
 
 def _mnist(folder: Path) -> None:
-    raw = folder.parent / "data" / "MNIST" / "raw"
-    for where in (raw, folder / "data" / "MNIST" / "raw"):
+    for root in (folder.parent / "data", folder / "data", folder / "Datasets"):
+        where = root / "MNIST" / "raw"
         where.mkdir(parents=True, exist_ok=True)
         for part, count in (("train", 6000), ("t10k", 1000)):
             images, labels = _RNG.integers(0, 256, (count, 28, 28)), _RNG.integers(0, 10, count)
@@ -176,7 +176,7 @@ SCRIPTS = [
            "--data-dir images --train-split train --val-split val --model vit_small_patch16_224 -b 64 --amp --num-classes 2", data=_images),
     Script("timm-resnet", "huggingface/pytorch-image-models", "train.py",
            "--data-dir images --train-split train --val-split val --model resnet50 -b 64 --num-classes 2 --model-ema", data=_images),
-    Script("lightning-transformer", LIGHTNING, "examples/pytorch/basics/transformer.py"),
+    Script("lightning-transformer", LIGHTNING, "examples/pytorch/basics/transformer.py", data=lambda f: _text(f, ("data/wikitext-2.txt",))),
     Script("lightning-autoencoder", LIGHTNING, "examples/pytorch/basics/autoencoder.py", data=_mnist),
     Script("lightning-gan", LIGHTNING, "examples/pytorch/domain_templates/generative_adversarial_net.py", data=_mnist),
     Script("fabric-image-classifier", LIGHTNING, "examples/fabric/image_classifier/train_fabric.py", data=_mnist),

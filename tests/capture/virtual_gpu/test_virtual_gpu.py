@@ -289,3 +289,14 @@ def test_a_pool_of_threads_works_in_the_scripts_own(gpu: VirtualGpu) -> None:
         assert [tensor.is_cuda for tensor in pool.map(lambda n: torch.ones(n).cuda(), (1, 2))] == [True, True]
         failed = pool.submit(int, "nothing")
         assert isinstance(failed.exception(), ValueError)
+
+
+def test_of_several_processes_the_first_runs_here(gpu: VirtualGpu) -> None:
+    model, seen = torch.nn.Linear(2, 2).cuda().share_memory(), []
+    with script_patches():
+        processes = [torch.multiprocessing.Process(target=seen.append, args=(rank,)) for rank in range(3)]
+        for process in processes:
+            process.start()
+            process.join()
+    assert seen == [0]
+    assert model.weight.is_cuda

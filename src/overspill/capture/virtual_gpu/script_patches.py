@@ -10,13 +10,14 @@ and `_worker_info` of its module of workers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from threading import get_ident
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.multiprocessing
@@ -54,6 +55,7 @@ def script_patches() -> AbstractContextManager[None]:
             (sampler, "__iter__", _on_host(sampler.__iter__)),
             # Processes and GPUs of which there is one.
             (torch.multiprocessing, "spawn", _spawn),
+            (torch.multiprocessing, "Process", type("Process", (_Process,), {"started": []})),
             (ThreadPoolExecutor, "submit", _at_once(ThreadPoolExecutor.submit)),
             (nn.DataParallel, "forward", _data_parallel),
             # Profilers.
@@ -215,3 +217,32 @@ def _with_values(save: Callable[..., Any]) -> Callable[..., Any]:
 def _spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
     """`torch.multiprocessing.spawn` with only its first process, here; the others would do the same."""
     fn(0, *args)
+
+
+class _Process:
+    """`torch.multiprocessing.Process` of which the first runs here when it starts; the others would do the same."""
+
+    started: ClassVar[list[Any]]
+    exitcode, pid, daemon = 0, 0, False
+
+    def __init__(
+        self, group: Any = None, target: Callable[..., Any] | None = None, name: str | None = None,
+        args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None, **_: Any,
+    ) -> None:  # fmt: skip
+        del group
+        self.name, self._work = name, target and partial(target, *args, **(kwargs or {}))
+
+    def start(self) -> None:
+        """Do its work, if no other process has started."""
+        self.started.append(self)
+        if len(self.started) == 1 and self._work is not None:
+            self._work()
+
+    def is_alive(self) -> bool:
+        """False: it is done."""
+        return False
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    join = terminate = kill = close = _nothing

@@ -34,7 +34,7 @@ class TensorMethods:
 
     def replacements(self) -> Patches:
         """(owner, name, replacement) for all of them."""
-        recorder, mode, moved = self._recorder, self._mode, self.moved
+        recorder, mode, moved, share = self._recorder, self._mode, self.moved, Tensor.share_memory_
 
         def device(tensor: FakeTensor) -> torch.device:
             if not mode.computing and not tensor.fake_mode.in_kernel_invocation and recorder.on_device(tensor):
@@ -56,6 +56,7 @@ class TensorMethods:
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (Tensor, "is_pinned", lambda _tensor, *_: False),
             (Tensor, "get_device", lambda tensor: 0 if recorder.on_device(tensor) else -1),
+            (Tensor, "share_memory_", lambda tensor: tensor if recorder.on_device(tensor) else share(tensor)),
             (Tensor, "record_stream", lambda _tensor, _stream: None),
             (nn.Parameter, "__new__", staticmethod(self._parameter)),
             (FakeTensor, "__new__", staticmethod(_again(FakeTensor.__new__))),
