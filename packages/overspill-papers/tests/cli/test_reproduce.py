@@ -8,13 +8,17 @@ import pytest
 from tests.cli.commands import Overspill
 
 from overspill_papers import papers
-from overspill_papers.papers import Claim
+from overspill_papers.papers import Claim, Lab
 from overspill_papers.papers.figures import PaperFigure
 
 KEYS = {
     "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "fitted", "aside", "note",
-    "error",
+    "error", "certain", "repeats", "counts", "without", "agrees_anyway", "assumed", "scaled",
 }  # fmt: skip
+
+
+def without_offloading(lab: Lab) -> float:
+    return (5.0 if lab.replaced("vdnn-all:m") == "vdnn-all:m" else 50.0) * lab.scale
 
 
 @pytest.fixture
@@ -24,6 +28,10 @@ def two_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         Claim("vdnn", "Fig. 2", "two", "said so", "II", 2.0, "x", lambda _: 3.0, "[half] more by an experiment", ">"),
         Claim("vdnn", "Fig. 3", "three", "said so", "III", 5.0, "ms", lambda _: 5.0, fitted="the clock is set by it."),
         Claim("vdnn", "Fig. 3", "four", "said so", "III", 5.0, "ms", lambda _: 5.0, aside="the other way."),
+        Claim("vdnn", "Fig. 4", "five", "said so", "IV", 5.0, "ms", lambda _: 4.0, certain="it is less.", bound="<"),
+        Claim("vdnn", "Fig. 4", "six", "said so", "IV", 5.0, "ms", lambda _: 5.0, repeats="it is five's."),
+        Claim("vdnn", "Fig. 4", "seven", "said so", "IV", 5.0, "ms", lambda _: 5.0, bound=">"),
+        Claim("vdnn", "Fig. 4", "eight", "said so", "IV", 5.0, "ms", without_offloading, assumed="a clock"),
     )
     drawn = (PaperFigure("Fig. 3", "bars", "layer", "ms", lambda _: {"forward": {"a": 1.0, "b": 2.0}}),)
     monkeypatch.setattr("overspill_papers.papers.vdnn.CLAIMS", made)
@@ -37,10 +45,15 @@ def test_the_answer_has_a_row_a_claim(overspill: Overspill) -> None:
     answer = done.answer
     assert answer["paper"] == "vdnn"
     assert answer["simulated"] is True
-    assert [set(row) for row in answer["rows"]] == [KEYS] * 4
-    assert [row["ratio"] for row in answer["rows"]] == [1.0, 1.5, 1.0, 1.0]
-    assert [row["note"] for row in answer["rows"]] == [None, "[half] more by an experiment", None, None]
-    assert answer["counts"] == {"figures": 1, "agreeing": 1, "limits": 1, "limits_kept": 1, "fitted": 1, "aside": 1}
+    assert [set(row) for row in answer["rows"]] == [KEYS] * 8
+    assert [row["ratio"] for row in answer["rows"]] == [1.0, 1.5, 1.0, 1.0, 0.8, 1.0, 1.0, 1.0]
+    assert [row["note"] for row in answer["rows"][:3]] == [None, "[half] more by an experiment", None]
+    assert answer["counts"] == {
+        "figures": 2, "agreeing": 2, "agreeing_anyway": 1, "limits": 1, "limits_kept": 1, "limits_kept_anyway": 1,
+        "fitted": 1, "aside": 1, "certain": 2, "repeats": 1,
+    }  # fmt: skip
+    assert (answer["rows"][-1]["without"], answer["rows"][-1]["agrees_anyway"]) == (50.0, False)
+    assert answer["rows"][-1]["scaled"] == {"a third": pytest.approx(5 / 3), "3 times": 15.0}
 
 
 @pytest.mark.usefixtures("two_claims")
@@ -48,9 +61,12 @@ def test_the_table_says_that_it_is_simulated_and_what_each_figure_is(overspill: 
     done = overspill("reproduce vdnn")
     assert done.code == 0
     assert "simulated" in done.out
-    assert "1 of 1 figures within 15 %, 1 of 1 limits kept; 1 rows do not count" in " ".join(done.out.split())
+    text = " ".join(done.out.split())
+    assert "2 of 2 figures within 15 %, 1 of them with nothing offloaded too; 1 of 1 limits kept, 1 of them" in text
+    assert "rows that do not count: 1 by which a constant was set, 1 other readings, 2 that cannot fail, 1 that" in text
     assert "Does not count: the clock is set by it." in done.out
-    assert "1 are other readings" in " ".join(done.out.split())
+    assert "Does not count, for it cannot fail: ours is the limit itself." in text
+    assert "Rests on what is assumed, a clock: 1.67 at a third and 15 at 3 times of it." in text
     assert "Another reading, not counted: the other way." in done.out
     assert "28 GB" in done.out
     assert "> 2 x" in done.out

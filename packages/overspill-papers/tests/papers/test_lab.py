@@ -50,6 +50,16 @@ def test_two_different_steps_have_no_batch_between_them() -> None:
         between(small("alexnet", 2), small("resnet18", 4), 2, 4, 8)
 
 
+def test_another_policy_stands_in_the_place_of_the_mechanism_and_is_not_asked_to_fit() -> None:
+    lab, setting = Lab(), Setting("alexnet", 4)
+    lab._graphs[setting] = small("alexnet", 4)
+    without = lab.instead_of({"vdnn-all": "liveness"})
+    assert without.run(setting, "vdnn-all:m").schedule.policy == "liveness:m"
+    assert lab.run(setting, "vdnn-all:m").schedule.policy == "vdnn-all:m"
+    run, budget = without.run_within(setting, "vdnn-all", PaperPool("pytorch"))
+    assert (run, budget) == (lab.run(setting, "liveness"), lab.device(setting).usable_bytes)
+
+
 def test_the_baseline_is_all_that_is_ever_needed_at_once() -> None:
     graph = small("alexnet", 4)
     held = sum(

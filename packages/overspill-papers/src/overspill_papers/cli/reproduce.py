@@ -39,7 +39,7 @@ def reproduce(
         quiet_torch()
         narrator.parts(len(claims))
         lab = papers.Lab(narrator.now)
-        for result in papers.results(claims, lab):
+        for result in papers.results(claims, lab, chosen.instead):
             found.append(result)
             narrator.done()
             narrator.now(f"{result.claim.where}: {result.claim.what}", lasting=False)
@@ -55,6 +55,7 @@ def reproduce(
         "title": chosen.title,
         "machine": chosen.machine,
         "simulated": True,
+        "without": chosen.without,
         "seconds": time.perf_counter() - begun,
         "counts": asdict(papers.Counts.of(found)),
         "rows": [result_figures(result) for result in found],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from overspill.core.errors import RequestError
 from overspill.core.registry import did_you_mean
 
+from .claim import SCALES as SCALES
 from .claim import TOLERANCE as TOLERANCE
 from .claim import Claim as Claim
 from .claim import Counts as Counts
@@ -20,31 +22,59 @@ from .lab import Lab as Lab
 class Paper:
     """A paper.
 
-    `name` is what a user calls it and the module here that holds its claims.
+    `name` is what a user calls it and the module here that holds its claims. Which figures need its mechanism is seen
+    where something else stands in its place: `without` says so in words, `instead` by name.
     """
 
     name: str
     title: str
     machine: str
     aliases: tuple[str, ...]
+    without: str
+    instead: Mapping[str, str]
 
 
 PAPERS = (
-    Paper("vdnn", "vDNN, Rhu et al., MICRO 2016", "titan-x", ("vdnn-micro16", "micro16")),
-    Paper("dymem", "Dymem, Yang and Cheng, HPDC 2020", "titan-x", ("dymem-hpdc20", "hpdc20")),
+    Paper(
+        "vdnn",
+        "vDNN, Rhu et al., MICRO 2016",
+        "titan-x",
+        ("vdnn-micro16", "micro16"),
+        "with nothing offloaded",
+        dict.fromkeys(("vdnn-all", "vdnn-conv", "vdnn-dynamic"), "liveness"),
+    ),
+    Paper(
+        "dymem",
+        "Dymem, Yang and Cheng, HPDC 2020",
+        "titan-x",
+        ("dymem-hpdc20", "hpdc20"),
+        "with vdnn-all in the place of dymem",
+        {"dymem": "vdnn-all"},
+    ),
     Paper(
         "window",
         "Adaptive window with virtual addressing, under review 2020",
         "v100-nvlink, p100-nvlink",
         ("adaptive-window", "adaptive-window-virtual-addressing"),
+        "with no swap",
+        {"window": "liveness", "lms": "liveness"},
     ),
     Paper(
         "placement",
         "Profile-guided memory optimization, Sekiyama et al., 2018",
         "p100-nvlink",
         ("profile-guided", "profile-guided-placement"),
+        "in Chainer's own pool",
+        {"skyline": "chainer", "mip": "chainer"},
     ),
-    Paper("dnnmem", "DNNMem, Gao et al., ESEC/FSE 2020", "p40", ("dnnmem-fse20", "fse20")),
+    Paper(
+        "dnnmem",
+        "DNNMem, Gao et al., ESEC/FSE 2020",
+        "p40",
+        ("dnnmem-fse20", "fse20"),
+        "by Shape Inference",
+        {"estimate": "shape-inference"},
+    ),
 )
 _BY_NAME = {name: paper for paper in PAPERS for name in (paper.name, *paper.aliases)}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isclose
+from types import MappingProxyType
 
 from overspill.core.errors import InfeasibleBudget, RequestError
 
@@ -11,6 +13,8 @@ from .lab import Lab
 
 TOLERANCE = 0.15
 """How far ours may be from the paper's figure without a word."""
+SCALES = (1 / 3, 3)
+"""Times an assumed constant at which ours are shown too."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,9 @@ class Claim:
     Where it stands, and in its own words. `bound` says what sort of figure it is: `=`, or `>` and `<` where the paper
     gives a limit only. `fitted` names the constant of ours that was set by this very row, which then shows nothing.
     `aside` says how the row reads a figure that has another row; it is shown beside that, and counts nothing either.
-    `note` is what one must know of ours; where ours is more than 15 % off, it is the reason, as an experiment showed
-    it.
+    Nor does a row that holds by construction, as `certain` says, nor one that says again what others that count say, as
+    `repeats` says. `assumed` is the constant of ours, assumed and not measured, that ours rests on. `note` is what one
+    must know of ours; where ours is more than 15 % off, it is the reason, as an experiment showed it.
     """
 
     paper: str
@@ -36,6 +41,9 @@ class Claim:
     bound: str = "="
     fitted: str = ""
     aside: str = ""
+    certain: str = ""
+    repeats: str = ""
+    assumed: str = ""
 
     @property
     def is_limit(self) -> bool:
@@ -47,12 +55,15 @@ class Claim:
 class Result:
     """A claim with our figure.
 
-    It is None where there is none and `trouble` says why.
+    It is None where there is none and `trouble` says why. `without` is ours without the paper's mechanism, None where
+    there is none; `scaled` are ours with the assumed constant at each of SCALES.
     """
 
     claim: Claim
     ours: float | None
     trouble: str = ""
+    without: float | None = None
+    scaled: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float | None:
@@ -65,50 +76,95 @@ class Result:
 
         It is within 15 % of it, or on the right side of its limit.
         """
-        if self.ratio is None:
-            return False
-        if self.claim.is_limit:
-            return self.ratio >= 1 if self.claim.bound == ">" else self.ratio <= 1
-        return 1 - TOLERANCE <= self.ratio <= 1 + TOLERANCE
+        return _agrees(self.claim, self.ours)
+
+    @property
+    def agrees_anyway(self) -> bool:
+        """Whether ours agrees, and would without the paper's mechanism."""
+        return self.agrees and _agrees(self.claim, self.without)
+
+    @property
+    def certain(self) -> str:
+        """Why the row could not fail, or nothing."""
+        if self.claim.is_limit and self.ours is not None and isclose(self.ours, self.claim.value):
+            return "ours is the limit itself."
+        return self.claim.certain
+
+    @property
+    def counts(self) -> bool:
+        """Whether the row is among those that could fail, and says what no other does."""
+        claim = self.claim
+        return not (claim.fitted or claim.aside or claim.repeats or self.certain)
+
+
+def _agrees(claim: Claim, ours: float | None) -> bool:
+    if ours is None:
+        return False
+    ratio = ours / claim.value
+    if claim.is_limit:
+        return ratio >= 1 if claim.bound == ">" else ratio <= 1
+    return 1 - TOLERANCE <= ratio <= 1 + TOLERANCE
 
 
 @dataclass(frozen=True)
 class Counts:
     """Numbers of figures that agree, limits, and rows that do not count.
 
-    Figures are those that can disagree; rows do not count that are fitted, or aside.
+    Figures are those that can disagree. `agreeing_anyway` and `limits_kept_anyway` are those of the agreeing that would
+    without the paper's mechanism.
     """
 
     figures: int
     agreeing: int
+    agreeing_anyway: int
     limits: int
     limits_kept: int
+    limits_kept_anyway: int
     fitted: int
     aside: int
+    certain: int
+    repeats: int
 
     @classmethod
     def of(cls, found: Sequence[Result]) -> Counts:
         """The counts of some results."""
-        judged = [result for result in found if not (result.claim.fitted or result.claim.aside)]
+        judged = [result for result in found if result.counts]
         limits = [result for result in judged if result.claim.is_limit]
         figures = [result for result in judged if not result.claim.is_limit]
         return cls(
             len(figures),
             sum(r.agrees for r in figures),
+            sum(r.agrees_anyway for r in figures),
             len(limits),
             sum(r.agrees for r in limits),
+            sum(r.agrees_anyway for r in limits),
             sum(bool(result.claim.fitted) for result in found),
             sum(bool(result.claim.aside) for result in found),
+            sum(bool(result.certain) for result in found),
+            sum(bool(result.claim.repeats) for result in found),
         )
 
 
-def results(claims: tuple[Claim, ...], lab: Lab) -> Iterator[Result]:
+def results(claims: tuple[Claim, ...], lab: Lab, instead: Mapping[str, str] = MappingProxyType({})) -> Iterator[Result]:
     """Each claim's result, as it is found.
 
-    A policy that finds no schedule is a result too.
+    A policy that finds no schedule is a result too. `instead` names what stands in the place of the paper's mechanism
+    for `Result.without`.
     """
+    without = lab.instead_of(instead)
     for claim in claims:
-        try:
-            yield Result(claim, claim.compute(lab))
-        except (InfeasibleBudget, RequestError) as error:
-            yield Result(claim, None, " ".join(str(error).split()))
+        ours, trouble = _computed(claim, lab)
+        result = Result(claim, ours, trouble)
+        if claim.assumed and ours is not None:
+            result = replace(result, scaled=tuple(claim.compute(lab.scaled(scale)) for scale in SCALES))
+        if instead and result.counts and result.agrees:
+            result = replace(result, without=_computed(claim, without)[0])
+        yield result
+
+
+def _computed(claim: Claim, lab: Lab) -> tuple[float | None, str]:
+    """Our figure, or none and why."""
+    try:
+        return claim.compute(lab), ""
+    except (InfeasibleBudget, RequestError) as error:
+        return None, " ".join(str(error).split())

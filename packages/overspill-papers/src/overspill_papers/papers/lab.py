@@ -5,7 +5,8 @@ Other batch sizes than those captured follow from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -56,14 +57,37 @@ class Setting:
 class Lab:
     """Captured graphs and finished runs, cached.
 
-    `say` is called with what takes time.
+    `say` is called with what takes time. `scale` is by how much the paper's assumed constant is another.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
         self._say = say
+        self.scale = 1.0
+        self._instead: Mapping[str, str] = {}
         self._captured: dict[Setting, dict[int, Graph]] = {}
-        self._runs: dict[tuple[Setting, str | Policy, int | None], PolicyRun] = {}
-        self._within: dict[tuple[Setting, str | Policy, PaperPool], tuple[PolicyRun, int]] = {}
+        self._graphs: dict[Setting, Graph] = {}
+        self._runs: dict[tuple[Setting, str, int | None], PolicyRun] = {}
+        self._within: dict[tuple[Setting, str, PaperPool], tuple[PolicyRun, int]] = {}
+
+    def instead_of(self, instead: Mapping[str, str]) -> Lab:
+        """The same lab, with the same runs, but for others in the place of some policies."""
+        made = copy(self)
+        made._instead, made._within = instead, {}
+        return made
+
+    def scaled(self, scale: float) -> Lab:
+        """The same lab, where the paper's assumed constant is `scale` times as large."""
+        made = copy(self)
+        made.scale = scale
+        return made
+
+    def replaced(self, name: str) -> str:
+        """What stands in the place of the mechanism `name`; itself if nothing does."""
+        kind, colon, _ = name.partition(":")
+        if kind not in self._instead:
+            return name
+        least = colon and policy_named(name).memory_optimal
+        return f"{self._instead[kind]}{':m' if least else ''}"
 
     def device(self, setting: Setting) -> Device:
         """The machine of `setting`."""
@@ -81,6 +105,11 @@ class Lab:
 
         In the framework's layers, with a choice of algorithms for each convolution.
         """
+        if setting not in self._graphs:
+            self._graphs[setting] = self._made(setting)
+        return self._graphs[setting]
+
+    def _made(self, setting: Setting) -> Graph:
         graph = self._step(
             Setting(
                 setting.model,
@@ -104,12 +133,13 @@ class Lab:
 
         By default that is the device's free memory. Raises InfeasibleBudget where such a policy finds no schedule.
         """
-        key = setting, policy, budget_bytes
+        chosen = policy_named(self.replaced(str(policy)))
+        budget = self.device(setting).usable_bytes if budget_bytes is None else budget_bytes
+        # A policy that makes one schedule makes it for any budget.
+        key = setting, str(chosen), budget if chosen.plans_for_budget else None
         if key not in self._runs:
             graph, device = self.graph(setting), self.device(setting)
-            chosen = policy_named(policy) if isinstance(policy, str) else policy
-            self._say(f"{setting.model} ({setting.batch}): {policy if isinstance(policy, str) else chosen.name}")
-            budget = device.usable_bytes if budget_bytes is None else budget_bytes
+            self._say(f"{setting.model} ({setting.batch}): {chosen}")
             schedule = chosen.plan(graph, device, budget if chosen.plans_for_budget else None)
             peak_bytes = check(graph, schedule).peak_bytes
             timeline = simulate(graph, schedule, device, op_seconds(graph, device))
@@ -122,7 +152,9 @@ class Lab:
         Returns the run on the device, and that budget. Room is taken to come with smaller budgets: the range is halved some times.
         Raises InfeasibleBudget where there is none at the least budget either.
         """
-        key = (setting, policy, pool)
+        key = (setting, str(policy), pool)
+        if self.replaced(str(policy)) != str(policy):  # without the mechanism, what it would do is not asked to fit
+            return self.run(setting, policy), self.device(setting).usable_bytes
         if key not in self._within:
             self._within[key] = self._largest_within(setting, policy, pool)
         return self._within[key]

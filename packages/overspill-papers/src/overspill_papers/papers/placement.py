@@ -38,7 +38,9 @@ def _trace(model: str, batch: int, lab: Lab, *, training: bool = True) -> tuple[
     return training_trace(graph, kept), held_bytes(graph, training=True)
 
 
-def _placed(trace: Trace, solver: str) -> int:
+def _placed(trace: Trace, solver: str, lab: Lab) -> int:
+    if (instead := lab.replaced(solver)) != solver:
+        return replay(Events.of(trace), instead).peak_reserved_bytes
     layout = solver_named(solver).solve(trace, SEARCH).layout
     assert layout is not None
     return layout.peak_bytes
@@ -50,13 +52,13 @@ def _pooled(trace: Trace) -> int:
 
 
 def _inference_bytes(model: str, solver: str, lab: Lab) -> float:
-    return _placed(_trace(model, 1, lab, training=False)[0], solver)
+    return _placed(_trace(model, 1, lab, training=False)[0], solver, lab)
 
 
 def _saved_percent(model: str, lab: Lab) -> float:
     """Percent of the total saved in inference."""
     trace, held = _trace(model, 1, lab, training=False)
-    return 100 * (1 - (held + _placed(trace, "skyline")) / (held + _pooled(trace)))
+    return 100 * (1 - (held + _placed(trace, "skyline", lab)) / (held + _pooled(trace)))
 
 
 def _network_wide_gb(lab: Lab) -> float:
@@ -72,7 +74,7 @@ def _pool_gb(model: str, batch: int, lab: Lab) -> float:
 
 def _arena_gb(model: str, batch: int, lab: Lab) -> float:
     trace, held = _trace(model, batch, lab)
-    return (held + _placed(trace, "skyline")) / GIB
+    return (held + _placed(trace, "skyline", lab)) / GIB
 
 
 _claim = partial(Claim, "placement")
@@ -82,6 +84,7 @@ _POOL = (
     "whereas the pool-based memory allocation does only 1.21 GB"
 )
 _OPTIMA = "the objective function values by the heuristic and CPLEX match (10169344 and 12202496, respectively)"
+_SAME = "the paper gives one number for both."
 _SAVED = "reduce the total memory amounts in GoogLeNet and ResNet-50 by 12.6% and 10.0%, respectively"
 _FITS = (
     "in 64 mini-batch size, the memory consumption in the optimized version fits within the physical memory capacity "
@@ -101,7 +104,7 @@ CLAIMS: tuple[Claim, ...] = (
     _claim("§5.1", "AlexNet (32), training: Chainer's pool", _POOL, "5.1", 1.21, "GB", partial(_pool_gb, ALEXNET, 32)),
     *(
         _claim("§5.2", f"{label}, inference: {how}", _OPTIMA, "5.2", value, "bytes",
-               partial(_inference_bytes, model, solver))
+               partial(_inference_bytes, model, solver), repeats=_SAME if solver == "mip" else "")
         for label, model, value in (("AlexNet", ALEXNET, 10_169_344), ("GoogLeNet", GOOGLENET, 12_202_496))
         for how, solver in (("best-fit heuristic", "skyline"), ("integer program", "mip"))
     ),

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from overspill.report.listing import listing, yes
-from overspill_papers.papers import TOLERANCE, Counts, Paper, Result
+from overspill_papers.papers import SCALES, TOLERANCE, Counts, Paper, Result
 
 
 def result_figures(result: Result) -> dict[str, Any]:
@@ -29,6 +29,13 @@ def result_figures(result: Result) -> dict[str, Any]:
         "agrees": result.agrees,
         "fitted": claim.fitted or None,
         "aside": claim.aside or None,
+        "certain": result.certain or None,
+        "repeats": claim.repeats or None,
+        "counts": result.counts,
+        "without": None if result.without is None else float(result.without),
+        "agrees_anyway": result.agrees_anyway,
+        "assumed": claim.assumed or None,
+        "scaled": dict(zip(map(_times, SCALES), map(float, result.scaled), strict=False)) or None,
         "note": claim.note or None,
         "error": result.trouble or None,
     }
@@ -45,12 +52,13 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
     # Remarks are numbered, and stand below the table.
     columns = ("where", "what", "paper", "ours", "ratio", "agrees", "note")
     parts: list[RenderableType] = [
-        Text(f"{paper.title}: {counted(Counts.of(found))}"),
+        Text(f"{paper.title}: {counted(Counts.of(found), paper.without)}"),
         "",
         listing(columns, rows, numbers=(2, 3, 4)),
         "",
         *(Text(f"({number}) {said}") for said, number in remarks.items()),
         *([""] if remarks else []),
+        *([Text(f"*: would agree {paper.without} too.")] if any(result.agrees_anyway for result in found) else []),
         Text(
             f"Ours are simulated, on {paper.machine} and the step as the paper's framework runs it; nothing was measured."
         ),
@@ -58,21 +66,34 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
     return Group(*parts)
 
 
-def counted(counts: Counts) -> str:
-    """How many figures agree, in words.
+def counted(counts: Counts, without: str) -> str:
+    """How many figures agree, in words, and how many would without the paper's mechanism.
 
-    As `22 of 25 figures within 15 %, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`.
+    As `22 of 25 figures within 15 %, 9 of them with nothing offloaded too; 2 of 2 limits kept, 1 of them …; rows that do
+    not count: 7 that a constant was set by, 3 other readings, 2 that cannot fail, 1 that repeats others`.
     """
-    said = [f"{counts.agreeing} of {counts.figures} figures within {100 * TOLERANCE:.0f} %"] if counts.figures else []
-    said += [f"{counts.limits_kept} of {counts.limits} limits kept"] if counts.limits else []
-    fitted = f"{counts.fitted} rows do not count, for a constant was set by them" if counts.fitted else ""
-    aside = f"{counts.aside} are other readings of figures that count" if counts.aside else ""
-    return "; ".join(filter(None, (", ".join(said), fitted, aside)))
+
+    def said(agreeing: int, of: int, what: str, anyway: int) -> str:
+        return f"{agreeing} of {of} {what}, {anyway} of them {without} too" if of else ""
+
+    beside = (
+        (counts.fitted, "by which a constant was set"),
+        (counts.aside, "other readings"),
+        (counts.certain, "that cannot fail"),
+        (counts.repeats, "that repeat others"),
+    )
+    left = ", ".join(f"{number} {what}" for number, what in beside if number)
+    parts = (
+        said(counts.agreeing, counts.figures, f"figures within {100 * TOLERANCE:.0f} %", counts.agreeing_anyway),
+        said(counts.limits_kept, counts.limits, "limits kept", counts.limits_kept_anyway),
+        f"rows that do not count: {left}" if left else "",
+    )
+    return "; ".join(filter(None, parts))
 
 
 def remark(result: Result) -> str:
     """A remark on a row besides its figures, or nothing."""
-    return " ".join(filter(None, (result.trouble, _uncounted(result), result.claim.note)))
+    return " ".join(filter(None, (result.trouble, _uncounted(result), _assumed(result), result.claim.note)))
 
 
 def agreement(result: Result) -> str:
@@ -81,13 +102,34 @@ def agreement(result: Result) -> str:
     In a word.
     """
     claim = result.claim
-    return "fitted" if claim.fitted else "aside" if claim.aside else yes(result.agrees) or "no"
+    words = (claim.fitted, "fitted"), (claim.aside, "aside"), (claim.repeats, "repeats"), (result.certain, "certain")
+    if (word := next((word for said, word in words if said), None)) is not None:
+        return word
+    return f"{yes(result.agrees) or 'no'}{'*' if result.agrees_anyway else ''}"
 
 
 def _uncounted(result: Result) -> str:
-    if result.claim.fitted:
-        return f"Does not count: {result.claim.fitted}"
-    return f"Another reading, not counted: {result.claim.aside}" if result.claim.aside else ""
+    claim = result.claim
+    if claim.fitted:
+        return f"Does not count: {claim.fitted}"
+    if claim.aside:
+        return f"Another reading, not counted: {claim.aside}"
+    if claim.repeats:
+        return f"Does not count again: {claim.repeats}"
+    return f"Does not count, for it cannot fail: {result.certain}" if result.certain else ""
+
+
+def _assumed(result: Result) -> str:
+    if not result.scaled:
+        return ""
+    ours = " and ".join(
+        f"{short_figure(value)} at {_times(scale)}" for value, scale in zip(result.scaled, SCALES, strict=True)
+    )
+    return f"Rests on what is assumed, {result.claim.assumed}: {ours} of it."
+
+
+def _times(scale: float) -> str:
+    return "a third" if scale < 1 else f"{scale:g} times"
 
 
 def _cells(result: Result, number: int | None) -> tuple[str, ...]:

@@ -185,7 +185,8 @@ def power_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
 
     Everything is offloaded; VGG-16 (256) is left out, as the baseline cannot train it.
     """
-    return of([100 * (most_watts(lab.run(s, ALL)) / most_watts(lab.run(s, BASE)) - 1) for s in SIX[:5]])
+    pairs = [(lab.run(setting, ALL), lab.run(setting, BASE)) for setting in SIX[:5]]
+    return of([100 * (most_watts(run, lab.scale) / most_watts(base, lab.scale) - 1) for run, base in pairs])
 
 
 def whole_share(lab: Lab, *, policy: str | Policy = f"{ALL}:m", gradients: bool = True, spread: bool = False) -> float:

@@ -26,16 +26,19 @@ _TRANSFERS = (Verb.OFFLOAD, Verb.PREFETCH)
 _RUNS = (Verb.RUN, Verb.RECOMPUTE)
 
 
-def most_watts(run: PolicyRun) -> float:
-    """The most that the board takes at any moment of a step."""
-    levels = _levels(run)
+def most_watts(run: PolicyRun, scale: float = 1.0) -> float:
+    """The most that the board takes at any moment of a step.
+
+    Transfers take `scale` times what is assumed of them.
+    """
+    levels = _levels(run, scale)
     return IDLE_WATTS + max((watts for _, watts in levels), default=0.0)
 
 
-def _levels(run: PolicyRun) -> Iterator[tuple[float, float]]:
+def _levels(run: PolicyRun, scale: float) -> Iterator[tuple[float, float]]:
     """Times, and the watts above idle from then on, in order."""
     changes: list[tuple[float, float]] = []
-    for start, end, watts in _draws(run):
+    for start, end, watts in _draws(run, scale):
         changes += [(start, watts), (end, -watts)]
     level = 0.0
     # An end comes before a start at the same moment.
@@ -44,7 +47,7 @@ def _levels(run: PolicyRun) -> Iterator[tuple[float, float]]:
         yield now, level
 
 
-def _draws(run: PolicyRun) -> Iterator[tuple[float, float, float]]:
+def _draws(run: PolicyRun, scale: float) -> Iterator[tuple[float, float, float]]:
     """The start, end and watts of each op and transfer."""
     dram = run.device.memory_bytes_per_second * DRAM_JOULES_PER_BYTE
     cores = BOARD_WATTS - IDLE_WATTS - dram
@@ -60,4 +63,4 @@ def _draws(run: PolicyRun) -> Iterator[tuple[float, float, float]]:
         elif event.verb in _TRANSFERS:
             nbytes = run.graph.tensors[event.target].nbytes
             rate = nbytes / seconds
-            yield event.start_seconds, event.end_seconds, rate * (DRAM_JOULES_PER_BYTE + LINK_JOULES_PER_BYTE)
+            yield event.start_seconds, event.end_seconds, scale * rate * (DRAM_JOULES_PER_BYTE + LINK_JOULES_PER_BYTE)

@@ -24,7 +24,7 @@ def paper_page(paper: Paper, found: Sequence[Result], drawn: Sequence[tuple[Pape
         f"Ours are simulated, on {paper.machine}; nothing was measured.",
         "First come the figures that the paper's text gives. Then what the paper draws, as ours alone: its own bars and curves can only be read off its plots.",
     )
-    return Page(paper.title, Verdict(counted(Counts.of(found)), good=None), tuple(sections), notes)
+    return Page(paper.title, Verdict(counted(Counts.of(found), paper.without), good=None), tuple(sections), notes)
 
 
 def _by_place(found: Sequence[Result]) -> dict[str, list[Result]]:
