@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,14 @@ from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.core import Collective, CollectiveKind, Device, Graph, Phase, Stream, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget, InvalidSchedule
 from overspill.costs import op_seconds
+from overspill.placement.place import place_plan
 from overspill.planning.overlap import overlapped
+from overspill.plans.plan import make_plan
 from overspill.policies import POLICIES
 from overspill.policies.in_core import Liveness
+from overspill.report.page import write_page
+from overspill.report.pages.plan import plan_page
+from overspill.report.tracing import write_plan_snapshot, write_plan_trace
 from overspill.simulate import check, simulate, trace_of
 
 RUN, AGAIN, START, FREE = Verb.RUN, Verb.RECOMPUTE, Verb.START, Verb.FREE
@@ -118,3 +124,13 @@ def test_bytes_count_from_the_start(graph: Graph) -> None:
 def test_what_a_start_breaks_is_named(graph: Graph, instructions: list[tuple[Verb, int]], error: str) -> None:
     with pytest.raises(InvalidSchedule, match=error):
         check(graph, schedule(*instructions))
+
+
+def test_what_draws_and_places_plans_knows_collectives(graph: Graph, tmp_path: Path) -> None:
+    plan = make_plan(graph, replace(DEVICE, kind="cuda", memory_bytes=1 << 30), "liveness", 1 << 20)
+    assert any(i.verb is START for i in plan.schedule.instructions)
+    write_plan_trace(plan, tmp_path / "trace.json")
+    write_plan_snapshot(plan, tmp_path / "memory.pickle")
+    assert "communication" in (tmp_path / "trace.json").read_text(encoding="utf-8")
+    assert place_plan(plan, None).peak_bytes >= plan.peak_bytes
+    write_page(tmp_path / "plan.html", plan_page(plan, "a plan", None))

@@ -99,6 +99,11 @@ class Timeline(Saved):
         waits = self.wait_seconds.items()
         return sum((spent for cause, spent in waits if cause.partition(" of ")[0] in _COLLECTIVES), 0.0)
 
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams of the step; that of collectives where there are any."""
+        return tuple(Stream) if self.communication_seconds else tuple(Stream)[:-1]
+
     @cached_property
     def communication_seconds(self) -> float:
         """Seconds in which collectives run."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.core import Graph, TensorKind, Verb
 from overspill.report.page import Page, Run, Step, Verdict, measured_step, step, with_measured, write_page
-from overspill.report.page.step import STREAMS, VERBS
+from overspill.report.page.step import VERBS
 from overspill.report.pages.recording import recording_page
 from overspill.report.recording import Recording
 from overspill.runtime.recording.record import Label, Measured, MemoryChange, RunRecord, StepFacts
@@ -86,7 +86,7 @@ def test_ops_copies_and_waits_are_those_of_the_last_step(recording: Recording) -
         assert names == [label.graph.tensors[label.target].name for label in labels]
         assert names
     assert list(found.stall_cause) == [t.label.cause for t in compute if t.is_wait and t.label is not None]
-    assert found.streams == tuple(s.value for s in STREAMS)
+    assert found.streams == ("compute", "offload", "prefetch")
     assert found.begun.min() >= 0
     assert found.ended.max() <= found.seconds[-1] == recording.step_seconds[-1]
     assert np.all((found.event_at >= 0) & (found.event_at < found.positions))

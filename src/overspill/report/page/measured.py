@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overspill.core import Graph, Stream, Verb
+from overspill.core import COPIES, Graph, Stream, Verb
 from overspill.runtime.recording.record import Label, Measured, MemoryChange, RunRecord
 
 from .sections import Integers, Ops, Run, Step, Tensors
@@ -99,7 +99,7 @@ class _Views:
             tensor=integers(tensor),
             nbytes=integers(nbytes),
             offset=integers(()),
-            streams=tuple(stream.value for stream in STREAMS if stream is not Stream.COMMUNICATION),
+            streams=tuple(stream.value for stream in (Stream.COMPUTE, *COPIES)),
             verbs=tuple(verb.value for verb in VERBS),
             stream=integers(stream for stream, *_ in events),
             verb=integers(verb for _, verb, *_ in events),

@@ -113,7 +113,6 @@ def run(
     trace, owners = owned_trace(graph, schedule, groups)
     layout = None if placer is None else _layout(trace, placer)
     events = timeline.events
-    streams = STREAMS if any(e.stream is Stream.COMMUNICATION for e in events) else STREAMS[:-1]
     return Run(
         name=name,
         seconds=np.array(timeline.clock_seconds, dtype=np.float64),
@@ -124,7 +123,7 @@ def run(
         nbytes=integers(b.nbytes for b in trace.blocks),
         offset=integers(() if layout is None else layout.offsets),
         # What each stream does when.
-        streams=tuple(stream.value for stream in streams),
+        streams=tuple(stream.value for stream in timeline.streams),
         verbs=tuple(verb.value for verb in VERBS),
         stream=integers(STREAMS.index(e.stream) for e in events),
         verb=integers(VERBS.index(e.verb) for e in events),

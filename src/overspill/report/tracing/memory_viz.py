@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from overspill.core import Graph, Schedule, TensorKind, Verb
+from overspill.core import OF_OPS, Graph, Schedule, TensorKind, Verb
 from overspill.core.errors import RequestError
 from overspill.core.files import write_whole
 from overspill.estimation.peak import category
@@ -141,13 +141,18 @@ class _Step:
 
     def _walk(self, plan: Plan) -> None:
         at = {t: self._allocate(t, "there before the step", 0) for t in present_first(self.graph, self.schedule)}
+        running: dict[int, None] = {}  # collectives, which hold their workspace beside other instructions
         for index, appearing, scratch_bytes, leaving in changes_of(self.graph, self.schedule, plan.timeline):
             self._begun[index] = len(self.rows)
             verb, target = self.schedule.instructions[index].verb, self.schedule.instructions[index].target
             for tensor in appearing:
                 at[tensor] = self._allocate(tensor, verb, index)
+            if verb is Verb.START:
+                running[target] = None
+            elif verb in OF_OPS:
+                running.pop(target, None)
             if scratch_bytes:
-                op = self.graph.ops[target]
+                op = self.graph.ops[target if verb in OF_OPS else next(reversed(running))]
                 why = _instruction(f"{verb}, {op.phase.value}", index)
                 first = ("workspace", op.id, f"workspace of {op.name}")
                 self._free(self._block(scratch_bytes, first, op.id, why, TensorKind.WORKSPACE))

@@ -23,7 +23,6 @@ from .trace_events import BAD, Process, write_trace_events
 PLANNED, UNMANAGED = 1, 2
 """The numbers of the two processes."""
 LAYERS, HOST = "layers", "host"
-THREADS = (LAYERS, *Stream, HOST)
 LIVE = "live bytes"
 """The counter of all bytes on the device; `live bytes: KIND` are those of a kind."""
 
@@ -58,7 +57,7 @@ class _Step:
 
     def __init__(self, plan: Plan, schedule: Schedule, timeline: Timeline, pid: int, name: str) -> None:
         self.graph, self.device, self.schedule, self.timeline = plan.graph, plan.device, schedule, timeline
-        self._process = Process(pid, name, THREADS)
+        self._process = Process(pid, name, (LAYERS, *timeline.streams, HOST))
 
     def process(self) -> Process:
         """The process with all events of the step."""

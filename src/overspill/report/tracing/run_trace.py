@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overspill.core import Stream, Verb
+from overspill.core import COPIES, Stream, Verb
 from overspill.plans.plan import Plan
 from overspill.runtime.recording.record import Label, Measured, RunRecord
 
@@ -43,7 +43,7 @@ def write_run_trace(record: RunRecord, plans: Sequence[Plan], path: str | Path, 
 class _Run:
     def __init__(self, record: RunRecord, title: str) -> None:
         self._record = record
-        threads = (STEPS, *Stream, *([HOST] if record.host else []))
+        threads = (STEPS, Stream.COMPUTE, *COPIES, *([HOST] if record.host else []))
         self._process = Process(MEASURED, f"measured: {title}", threads)
 
     def process(self) -> Process:
