@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.policies.plans import with_moving_state
 from tests.simulate.graphs import DEVICE, Build, networks, recount, schedule
 
-from overspill.core import Graph, LayerType, Phase, Schedule, TensorKind, Verb
+from overspill.core import Collective, CollectiveKind, Graph, LayerType, Phase, Schedule, TensorKind, Verb
 from overspill.costs import op_seconds
 from overspill.planning.effort import Effort
 from overspill.planning.gather import MOST_TOGETHER, gather
@@ -59,6 +59,27 @@ def test_updates_wait_for_one_another_and_their_gradients_with_them() -> None:
     assert [(i.verb, i.target) for i in made.instructions[-8:]] == [
         (RUN, 1), (RUN, 4), (RUN, 7), (FREE, 3), (FREE, 5), (FREE, 7), (RUN, 8), (FREE, 8),
     ]  # fmt: skip
+
+
+def test_what_a_running_collective_takes_is_not_there_for_updates_to_wait_in() -> None:
+    build = Build()
+    weights = [build.tensor(10, TensorKind.PARAMETER, f"w{i}", persistent=True) for i in range(2)]
+    whole, part, *gradients = (build.tensor(10) for _ in range(4))
+    build.op([], [whole], Phase.BACKWARD)
+    build.op([whole], [part], Phase.BACKWARD, workspace_bytes=1000)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        build.op([weight], [gradient], Phase.BACKWARD)
+        build.op([weight, gradient], [weight], Phase.UPDATE, kind=LayerType.UPDATE, workspace_bytes=50)
+    graph = replace(build.graph(), whole_step=True)
+    sends = replace(graph.ops[1], collective=Collective(CollectiveKind.SCATTER, 10, 2))
+    graph = replace(graph, ops=(graph.ops[0], sends, *graph.ops[2:]))
+    apart = schedule(
+        (RUN, 0), (Verb.START, 1), (RUN, 2), (RUN, 3), (FREE, gradients[0]), (RUN, 4), (RUN, 5), (FREE, gradients[1]),
+        (RUN, 1), (FREE, whole), (FREE, part),
+    )  # fmt: skip
+    made, groups = gather(graph, apart, updates(graph), live(graph, apart))
+    assert check(graph, made).peak_bytes <= check(graph, apart).peak_bytes
+    assert groups == ()
 
 
 def test_without_room_for_gradients_to_wait_nothing_changes() -> None:

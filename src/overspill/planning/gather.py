@@ -54,6 +54,9 @@ class _Gathering:
         self.bytes = sum(
             self.nbytes[t] for t in self.present
         )  # as planned, which is less than there is while frees wait
+        self.running: dict[
+            int, int
+        ] = {}  # collectives that have been started, with what they take besides their results
         self.made: list[Instruction] = []
         self.groups: list[tuple[int, ...]] = []
         self.waiting: list[_Update] = []
@@ -108,6 +111,11 @@ class _Gathering:
         self.made.append(instruction)
         self.present.update(comes)
         self.bytes += coming
+        if verb is Verb.START:
+            self.running[target] = self.ops[target].workspace_of(instruction.algorithm)
+            self.bytes += self.running[target]
+        elif verb in OF_OPS:
+            self.bytes -= self.running.pop(target, 0)
         if verb is Verb.FREE:
             self._take_away(target)
 
