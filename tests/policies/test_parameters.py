@@ -23,6 +23,7 @@ def test_a_name_with_parameters_is_read_and_written_the_same() -> None:
     ):
         assert str(policy_named(text)) == text
     assert str(policy_named("window:window=1MiB,every_step=no")) == "window:window=1048576"
+    assert str(policy_named("window:window=0")) == "window:window=0"
     given = policy_named("vdnn-all:m")
     assert policy_named(given) is given
 

@@ -12,7 +12,7 @@ from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget, InvalidSchedule, PolicyError
 from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
-from overspill.policies import Policy, policy_named
+from overspill.policies import POLICIES, Policy, policy_named
 
 from .plan import NO_LIMIT_BYTES, Plan, make_plan
 
@@ -203,7 +203,8 @@ def compare(
 
 def chosen_by(policy: str, plan: Plan) -> dict[str, str]:
     """The parameters that `policy` found itself for `plan`, and their values in words."""
-    if plan.schedule.policy == policy or plan.schedule.policy.partition(":")[0] != policy.partition(":")[0]:
+    name, same = policy.partition(":")[0], plan.schedule.policy == policy
+    if same or name not in POLICIES or plan.schedule.policy.partition(":")[0] != name:
         return {}
     asked, found = policy_named(policy), policy_named(plan.schedule.policy)
     values = {p: getattr(found, p.field) for p in found.every_parameter()}

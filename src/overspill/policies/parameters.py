@@ -38,8 +38,8 @@ class Parameter:
 
 
 def size(name: str, field: str, text: str) -> Parameter:
-    """A parameter that is a size in bytes."""
-    return Parameter(name, field, text, parse_bytes, shown=format_bytes)
+    """A parameter that is a size in bytes, or 0."""
+    return Parameter(name, field, text, lambda given: 0 if given == "0" else parse_bytes(given), shown=format_bytes)
 
 
 def number(name: str, field: str, text: str) -> Parameter:
