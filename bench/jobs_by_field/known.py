@@ -20,6 +20,10 @@ READS = Known(REFUSED, UNSUPPORTED, "the step asks for values that follow from i
 NESTED = Known(REFUSED, UNSUPPORTED, "sizes of a nested tensor follow from values")
 SPARSE = Known(REFUSED, UNSUPPORTED, "a plan holds dense tensors")
 DERIVED = Known(PLAIN_FAILS, "RuntimeError", "stock torch.compile's gradients cannot be differentiated again")
+NO_SPARSE = Known(PLAIN_FAILS, "InductorError", "stock torch.compile does not take sparse gradients")
+BESIDE_CTC = Known(REFUSED, UNPLANNED, "its CTC loss runs beside the plans, and needs reserve=")
+BESIDE = Known(REFUSED, UNPLANNED, "what reads values runs beside the plans, and needs reserve=")
+ROWS = Known(REFUSED, UNPLANNED, "how many rows an expert gets follows from values")
 TWICE = Known(
     OTHER_BITS,
     "",
@@ -36,8 +40,8 @@ KNOWN: dict[tuple[str, str], Known] = {
     **{("dlrm-sparse", way): SPARSE for way in ("compile", "train_step")},
     **{("checkpoint-batch-norm", way): TWICE for way in ("compile", "train_step")},
     ("wav2vec2", "train_step"): Known(REFUSED, UNSUPPORTED, "it draws its masks in time by NumPy"),
-    ("wav2vec2", "compile"): Known(REFUSED, UNPLANNED, "its CTC loss runs beside the plans, and needs reserve="),
-    ("experts-loop", "compile"): Known(REFUSED, UNPLANNED, "how many rows an expert gets follows from values"),
+    **{("wav2vec2", f"compile{k}"): BESIDE_CTC for k in ("", "-inductor")},
+    **{("experts-loop", f"compile{k}"): ROWS for k in ("", "-inductor")},
     ("gradient-hooks", "compile"): Known(
         OTHER_BITS, "", "hooks on weights run in another order, and draw other numbers"
     ),
@@ -47,12 +51,13 @@ KNOWN: dict[tuple[str, str], Known] = {
     ("mamba", "compile"): Known(
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),
-    ("retinanet", "compile"): Known(REFUSED, UNPLANNED, "what reads values runs beside the plans, and needs reserve="),
+    **{("retinanet", f"compile{k}"): BESIDE for k in ("", "-inductor")},
+    ("retinanet", "train_step-inductor"): Known(
+        REFUSED, UNSUPPORTED, "it reads random numbers, which Inductor's kernels draw"
+    ),
     **{(name, "train_step-inductor"): DERIVED for name in ("forces", "gradient-penalty", "maml", "pinn")},
     ("pinn", "compile-inductor"): DERIVED,
-    ("dlrm-sparse", "train_step-inductor"): Known(
-        PLAIN_FAILS, "InductorError", "stock torch.compile does not take sparse gradients"
-    ),
+    **{("dlrm-sparse", f"{way}-inductor"): NO_SPARSE for way in ("compile", "train_step")},
     ("wav2vec2", "train_step-inductor"): Known(
         REFUSED,
         UNSUPPORTED,
