@@ -418,7 +418,9 @@ def job_of(
     if not isinstance(build, str):
         given = GivenModel(build, inputs, loss)
         if inputs is None and batch is None:
-            raise RequestError(f"pass batch=, the samples in a step of {given.name}")
+            raise RequestError(
+                f"pass inputs: the tensors that the model reads; or batch=, where {given.name} returns what makes them"
+            )
         return Job(given, batch or given.batch, optimizer, **how)
     if inputs is not None or loss is not None:
         raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")

@@ -144,11 +144,12 @@ QUICK = replace(DEVICE, offload_bytes_per_second=1e15, prefetch_bytes_per_second
 def test_passes_come_in_the_order_of_the_paper(policy: Policy, device: Device) -> None:
     all_m, all_p, conv_p, none_p = (peak(MIXED, p) for p in (LEAST, VdnnAll(), VdnnConv(), Liveness()))
     assert all_m < all_p < conv_p < none_p
-    for budget, same in (
-        (none_p, Liveness()), (none_p - 1, VdnnConv()), (conv_p, VdnnConv()), (conv_p - 1, VdnnAll()), (all_p, VdnnAll()),
+    for budget, same, passed in (
+        (none_p, Liveness(), "none"), (none_p - 1, VdnnConv(), "conv"), (conv_p, VdnnConv(), "conv"),
+        (conv_p - 1, VdnnAll(), "all"), (all_p, VdnnAll(), "all"),
     ):  # fmt: skip
-        made = policy.plan(MIXED, device, budget)
-        assert made == replace(same.plan(MIXED, device), policy=policy.name, budget_bytes=budget)
+        made, chosen = policy.plan(MIXED, device, budget), f"{policy.name}:pass={passed}"
+        assert made == replace(same.plan(MIXED, device), policy=chosen, budget_bytes=budget)
 
 
 def test_where_transfers_are_slow_the_fastest_is_a_later_pass_that_moves_less() -> None:
