@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from ground_truth.beside import add_directory
+from ground_truth.torchvision_models import without_fake_operators
 from paired import json_record
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -99,9 +101,10 @@ def _own_loss(module: nn.Module, *batch: Tensor) -> Tensor:
 
 def _unet(*, pieces: bool) -> BuiltModel:
     """The UNet of Stable Diffusion 1.5 at 512 x 512 pixels (latents of 64 x 64)."""
-    from diffusers import UNet2DConditionModel  # noqa: PLC0415 - `make jobs-libraries`
-
     assert not pieces  # its loss is small
+    add_directory("OVERSPILL_JOBS", first=False)
+    with without_fake_operators():
+        from diffusers import UNet2DConditionModel  # noqa: PLC0415 - `make jobs-libraries`
     config = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 
     def batches(samples: int) -> tuple[Tensor, ...]:
@@ -355,7 +358,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     import matplotlib.pyplot as plt  # noqa: PLC0415 - the recipes have it
 
     names = list(dict.fromkeys(row.job for row in rows))
-    across = min(len(names), 3)
+    across = min(len(names), 3 + (len(names) == 4))
     down = -(-len(names) // across)
     figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.2 * down), squeeze=False, layout="constrained")
     for axis in axes.flat[len(names) :]:
@@ -365,9 +368,9 @@ def picture(rows: Sequence[Row], path: Path) -> None:
         ours = [(row.card_bytes / 2**30, row.auto) for row in here if row.auto is not None]
         theirs = [row for row in here if row.theirs is not None and "% of" not in row.what]
         axis.plot(*zip(*ours, strict=True), "o-", ms=3, label="Overspill, auto")
-        for what in dict.fromkeys(row.what for row in theirs):
-            at = [(row.card_bytes / 2**30, row.theirs) for row in theirs if row.what == what]
-            axis.plot(*zip(*at, strict=True), "x", label=what)
+        for colour, what in enumerate(dict.fromkeys(row.what for row in rows if "% of" not in row.what), 1):
+            if at := [(row.card_bytes / 2**30, row.theirs) for row in theirs if row.what == what]:
+                axis.plot(*zip(*at, strict=True), "x", color=f"C{colour}", label=what)
         axis.set(title=f"{name}, {here[0].gpu}", xlabel="card (GiB)", ylabel="step over unmanaged")
         axis.set_ylim(bottom=0.95)
     handles = {
