@@ -99,7 +99,7 @@ $(SCRIPTS)/.ready: $(RECIPES)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(SCRIPTS) \
 	  absl_py==2.5.1 docstring_parser==0.18.0 importlib_resources==7.1.0 jsonargparse==4.53.0 typeshed_client==2.15.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrs==26.1.0 datasets==5.2.0 dill==0.4.1 \
 	  frozenlist==1.8.0 h5py==3.16.0 keras==3.15.1 ml_dtypes==0.6.0 multidict==7.2.1 multiprocess==0.70.19 namex==0.1.0 \
-	  optree==0.20.0 pandas==3.1.1 propcache==0.5.4 pyarrow==26.0.1 python_dateutil==4.0.0 pytz==2026.6 pyyaml==6.0.4 \
+	  optree==0.20.0 pandas==3.1.1 propcache==0.5.4 pyarrow==26.0.1 python_dateutil==4.0.0 pytz==2026.6 pyyaml==6.0.4 sentencepiece==0.2.3 \
 	  six==1.17.0 tqdm==4.70.1 trl==1.16.0 tzdata==2026.6 xxhash==4.1.0 yarl==1.25.1
 	touch $@
 

@@ -12,7 +12,6 @@ script until it asks for cuda, which PyTorch without a GPU refuses. `make script
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import pickle
@@ -74,7 +73,7 @@ def _text(folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("O quick brown fox, God jumps over the lazy dog and then it rests! Is it so?\n" * 2000)
+        path.write_text("O quick brown fox, God jumps over the lazy dog and then it rests! Is it so?\n" * 12000)
 
 
 def _tokens(path: Path, vocabulary: int, count: int = 1 << 20) -> None:
@@ -95,18 +94,17 @@ def _llama2c(folder: Path) -> None:
 
 
 def _mnist(folder: Path) -> None:
-    for root in (folder.parent / "data", folder / "data", folder / "Datasets"):
+    for root in (folder.parent / "data", folder / "data", folder / "Datasets", folder / "examples" / "Datasets"):
         where = root / "MNIST" / "raw"
         where.mkdir(parents=True, exist_ok=True)
-        for part, count in (("train", 6000), ("t10k", 1000)):
-            images, labels = _RNG.integers(0, 256, (count, 28, 28)), _RNG.integers(0, 10, count)
+        for part, count in (("train", 60000), ("t10k", 10000)):
+            images, labels = _RNG.integers(0, 256, (count, 28, 28), np.uint8), _RNG.integers(0, 10, count, np.uint8)
             for name, values, kind in (
                 (f"{part}-images-idx3-ubyte", images, 3),
                 (f"{part}-labels-idx1-ubyte", labels, 1),
             ):
                 head = bytes((0, 0, 8, kind)) + b"".join(int(n).to_bytes(4, "big") for n in values.shape)
-                (where / name).write_bytes(head + values.astype(np.uint8).tobytes())
-                (where / f"{name}.gz").write_bytes(gzip.compress(head + values.astype(np.uint8).tobytes(), 1))
+                (where / name).write_bytes(head + values.tobytes())
 
 
 def _cora(folder: Path) -> None:
