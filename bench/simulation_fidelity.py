@@ -33,7 +33,7 @@ from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan, unmanaged_peak
-from overspill.policies import POLICIES
+from overspill.policies import policy_named
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
 from overspill.runtime.compiled.beside import GraphProblem
 from overspill.runtime.compiled.compile import compile_in
@@ -119,11 +119,11 @@ class HalfwayBudget(SessionBudget):
     def bytes_for(self, problem: GraphProblem[Any], *_: object, **__: object) -> int:
         graph, device = problem.alone, problem.device
         unmanaged = unmanaged_peak(graph, device)
-        policy = POLICIES[problem.options.policy]
+        policy = policy_named(problem.options.policy)
         if not policy.plans_for_budget:
             return 2 * unmanaged
         try:
-            policy().plan(graph, device, 1)
+            policy.plan(graph, device, 1)
         except InfeasibleBudget as error:
             return error.floor_bytes + max(0, unmanaged - error.floor_bytes) // 2
         return unmanaged
