@@ -113,6 +113,9 @@ def planned(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str,
     step = overspill.train_step(model, loss, optimizer, **{"store": "host", "budget": "smallest"} | options)
     losses = [step(batch(number)) for number in range(STEPS)]
     result = everything(model, optimizer, losses)
+    for plan in step.plans:
+        gathered = {tensor.id for tensor in plan.graph.tensors if tensor.name.endswith(" gathered")}
+        assert plan.places is None or gathered <= {tensor for tensor, _ in plan.places.offsets}
     step.close()
     return result
 

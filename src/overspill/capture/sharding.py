@@ -151,6 +151,7 @@ class _Sharded:
             recomputable=True,
             recompute_reads=reads,
             recompute_writes=writes,
+            given=writes,
             checkpoint=number if group.again else 0,
         )
 

@@ -30,6 +30,7 @@ from overspill.capture.compiled.batch_norm import (
     recomputes_without_statistics,
     results_without_statistics,
 )
+from overspill.capture.compiled.gathers import Gather
 from overspill.capture.compiled.given import into_given
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, StorageKey, storages
@@ -175,6 +176,7 @@ class _Emitter:
         self.arena = arena
         self.memory: fx.Node | None = None
         self.position = 0
+        self.begun: dict[int, int] = {}  # where collectives were started that have not run
         self.joint: JointGraph = captured.joint
         self.engine = engine
         self.backward = backward
@@ -310,7 +312,8 @@ class _Emitter:
         elif verb is Verb.RECOMPUTE:
             self._recompute(self.captured.graph.ops[target])
         elif verb is Verb.START:
-            return  # its Run or Recompute starts it and waits for it
+            # Its Run or Recompute starts it and waits for it, in the memory that is set aside from here on.
+            self.begun[target] = self.position
         elif verb is Verb.FREE:
             self._free(target)
         # Transfers: a call of the engine, whose result is a handle or the arriving tensor.
@@ -393,7 +396,10 @@ class _Emitter:
         self._touch(*op.recompute_reads, *op.recompute_writes)
 
     def _copy(self, node: fx.Node, does: tuple[Verb, int]) -> fx.Node:
+        # Its memory is that which was set aside when it began.
+        here, self.position = self.position, self.begun.pop(does[1], self.position)
         new = self._in_place(node) or self._in_given(node) or self.graph.node_copy(node, self.resolve)
+        self.position = here
         new.target = RUN_AS.get(new.target, new.target)
         if not reduces_in_place(node):
             return new
@@ -417,10 +423,13 @@ class _Emitter:
         return new
 
     def _in_given(self, node: fx.Node) -> fx.Node | None:
-        """A call of a program that writes its results to their places, if any has one."""
-        if not (self.arena.places.offsets and isinstance(node.target, ProgramFunction)):
+        """A call of a program or a gather that writes its results to their places, if any has one."""
+        if not (self.arena.places.offsets and isinstance(node.target, (ProgramFunction, Gather))):
             return None
-        roots = {allocated_as(root): root for root in self._results(node)}
+        is_gather = isinstance(node.target, Gather)
+        roots: dict[Any, fx.Node] = {
+            root.args[1] if is_gather else allocated_as(root): root for root in self._results(node)
+        }
         places = {name: at for name, root in roots.items() if name is not None for at in self._given(root)}
         if not places:
             return None

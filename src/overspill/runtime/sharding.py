@@ -91,20 +91,22 @@ class ShardGroup:
         self.group: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.ranks = self.group.size()
 
-    def gather(self, *shards: Tensor) -> tuple[Tensor, ...]:
-        """All rows of each parameter, from each rank's `shards`; cast before they are sent."""
-        return tuple(
-            self._gathered(parameter, shard) for parameter, shard in zip(self.parameters.values(), shards, strict=True)
-        )
+    def gather(self, *shards: Tensor, into: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
+        """All rows of each parameter, from each rank's `shards`; cast before they are sent.
 
-    def _gathered(self, parameter: Any, shard: Tensor) -> Tensor:
+        Those at some positions are made in memory that is there.
+        """
+        each = enumerate(zip(self.parameters.values(), shards, strict=True))
+        return tuple(self._gathered(parameter, shard, into.get(place)) for place, (parameter, shard) in each)
+
+    def _gathered(self, parameter: Any, shard: Tensor, into: Tensor | None) -> Tensor:
         dtype = parameter.param_dtype or parameter.orig_dtype
         rows = parameter.padded_sharded_param_size.numel()
         sent = shard.detach().reshape(-1)
         if sent.dtype is not dtype or shard.numel() < rows:
             sent = shard.new_zeros(rows, dtype=dtype)
             sent[: shard.numel()].copy_(shard.reshape(-1))
-        whole = shard.new_empty(parameter._orig_size, dtype=dtype)
+        whole = shard.new_empty(parameter._orig_size, dtype=dtype) if into is None else into
         is_even = rows * self.ranks == whole.numel()
         found = whole.view(-1) if is_even else shard.new_empty(rows * self.ranks, dtype=dtype)
         lent((found, sent), lambda given, part: dist.all_gather_into_tensor(given, part, group=self.group))

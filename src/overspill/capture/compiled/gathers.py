@@ -22,7 +22,8 @@ GATHER, SCATTER = "step.gather", "step.scatter"
 class GatheredGroup:
     """Parameters that are gathered by one op, by their positions among the inputs.
 
-    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards)` returns the whole parameters, and
+    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards, into={…})` returns the whole
+    parameters, those of some positions in memory that it is given, and
     `scatter(positions)` the function that makes of their gradients, of these positions, each shard's. They take workspaces besides what they
     return; `reshards`: the program itself frees what it has gathered after forward, and gathers it again.
     """
@@ -44,13 +45,19 @@ class Gather:
     tags = ()
     __name__ = GATHER
 
-    def __init__(self, group: GatheredGroup, number: int) -> None:
+    def __init__(self, group: GatheredGroup, number: int, into: Sequence[int] = ()) -> None:
         self.group = group
         self.number = number
+        self._into = into
 
-    def __call__(self, *shards: Tensor) -> tuple[Tensor, ...]:
-        """The whole parameters."""
-        return self.group.gather(*shards)
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The whole parameters, of the memory for some and the shards of all."""
+        memory = dict(zip(self._into, tensors, strict=False))
+        return self.group.gather(*tensors[len(memory) :], into=memory)
+
+    def given(self, into: Sequence[int]) -> Gather:
+        """The same gather, which makes these results in memory that it is given first."""
+        return Gather(self.group, self.number, into)
 
 
 def with_gathers(joint: JointGraph, groups: Sequence[GatheredGroup]) -> JointGraph:

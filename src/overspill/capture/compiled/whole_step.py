@@ -299,7 +299,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         self._add_op(
             GATHER, group.name, LayerType.OTHER, Phase.FORWARD, reads, tuple(writes),
             workspace_bytes=group.gather_workspace_bytes, moved_bytes=nbytes, recomputable=True, recompute_reads=reads,
-            recompute_writes=tuple(writes), collective=Collective(CollectiveKind.GATHER, nbytes, group.ranks),
+            recompute_writes=tuple(writes), given=tuple(writes), collective=Collective(CollectiveKind.GATHER, nbytes, group.ranks),
             checkpoint=self.checkpoints.setdefault(-gather.number, 1 + len(self.checkpoints)) if group.reshards else 0,
         )  # fmt: skip
 
