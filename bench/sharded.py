@@ -1,8 +1,10 @@
 """A sharded language model of 70B: `auto` against the best of what people choose by hand, at equal memory.
 
     python bench/sharded.py [--layers 80] [--gpus 8,64] [--seq-len 8192] [--dtype float32]
+    python bench/sharded.py --run [--rounds 6]
 
-All is simulated on h100s, in live bytes, but planning seconds. By hand: parameters resharded after forward or not, no,
+With --run two gloo ranks on this machine train a small decoder by FSDP2 and by planned steps, in turns (`sharded_ranks.py`;
+in the same two processes, so that all have the same heap). Else all is simulated on h100s, in live bytes, but planning seconds. By hand: parameters resharded after forward or not, no,
 selective or full checkpointing of blocks, saved activations offloaded or not. Selective keeps attention's results and
 every second matrix product's, as torchtitan does. Each way takes so much memory; `auto` plans with the same, against the
 fastest way that takes no more.
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import exp, log
 
+import sharded_ranks
 from llm import OffloadSaved
 
 from overspill.core import Device, Graph, LayerType, Schedule
@@ -124,7 +127,12 @@ def main() -> None:
     parser.add_argument("--gpus", default="8,64")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--dtype", default="float32", help="of shards and states; float32 gathers in bfloat16")
+    parser.add_argument("--run", action="store_true", help="measure on two ranks of this machine instead")
+    parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
+    if arguments.run:
+        sharded_ranks.run(arguments.rounds)
+        return
     print("| GPUs | by hand | memory | step | exposed | best by hand | `auto` | exposed | times as fast | planning |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for gpus in map(int, arguments.gpus.split(",")):

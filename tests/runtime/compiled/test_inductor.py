@@ -383,6 +383,7 @@ class Losses(nn.Module):
         return self.net(x).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:this step calls a model 2 times", "ignore:a profiler runs")
 def test_calls_that_wait_for_their_backward_have_an_arena_each_within_the_budget() -> None:
     batch, part, budget = torch.randn(512, 32), torch.randn(200, 32), 1_100_000

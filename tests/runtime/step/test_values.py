@@ -190,8 +190,8 @@ def test_a_step_goes_the_way_that_its_values_lead_and_plans_each_way_once(asked:
 
 @pytest.mark.parametrize(
     "asked",
-    [pytest.param(name, marks=pytest.mark.long) for name in ("classes", "mask_of_activations", "rows")]
-    + ["longest", "two_masks"],
+    [pytest.param(name, marks=pytest.mark.long) for name in ("classes", "mask_of_activations", "rows", "two_masks")]
+    + ["longest"],
 )
 def test_shapes_that_follow_from_values_are_planned_with_inductor(asked: str) -> None:
     sides = Sides(ASKED[asked], backend="inductor", partition=1.0, budget="smallest")
