@@ -46,7 +46,11 @@ def test_what_a_job_takes_unmanaged_is_one_number(model: str, batch: int, optimi
         assert {f"_scaled_dot_product_{attention}_attention", "native_dropout"} <= {op.name for op in plan.graph.ops}
 
 
-@pytest.mark.parametrize("how", [{}, {"lora": 4, "checkpointing": True}, {"accumulate": 2}, {"attention": "math"}])
+@pytest.mark.parametrize(
+    "how",
+    [{"lora": 4, "checkpointing": True}]
+    + [pytest.param(how, marks=pytest.mark.long) for how in ({}, {"accumulate": 2}, {"attention": "math"})],
+)
 def test_every_command_says_the_same_of_the_unmanaged_step(how: dict[str, Any]) -> None:
     job: dict[str, Any] = {"optimizer": "adamw", "batch": 4, "device": "t4", **how}
     taken = overspill.estimate(SMALL, **job).total_bytes

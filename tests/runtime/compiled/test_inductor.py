@@ -85,6 +85,7 @@ def test_a_loss_outside_batch_norm_and_another_batch_size() -> None:
     pair(planned, [32, 32, 12, 32])
 
 
+@pytest.mark.long
 def test_as_a_backend_of_torch_compile() -> None:
     options = {"budget": "1MiB", "backend": "inductor", "store": "host"}
     pair(lambda model, _: torch.compile(model, backend="overspill", options=options, dynamic=False), [32, 32])

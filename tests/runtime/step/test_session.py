@@ -67,7 +67,7 @@ def test_two_steps_in_one_session_leave_room_for_one_another() -> None:
     assert all(map(equal, models, expected))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_step_reads_what_another_step_has_in_its_store(backend: str) -> None:
     torch.manual_seed(0)
     critic, generator = net(), nn.Linear(16, 32)

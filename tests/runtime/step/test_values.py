@@ -368,6 +368,7 @@ def test_checks_of_values_that_follow_from_parameters_are_made_in_the_step() -> 
     sides.train(*batch(2))
 
 
+@pytest.mark.long
 def test_checks_are_made_with_inductor_too() -> None:
     sides = Sides(policy_loss, backend="inductor", budget="smallest")
     sides.step(*batch(1))
