@@ -13,7 +13,7 @@ from overspill.job import Job, NamedModel, Parallel
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
-from overspill.runtime.preview import captured
+from overspill.runtime.preview import captured, compare_job
 from overspill.simulate import check
 
 RANKS = 4
@@ -49,6 +49,13 @@ def test_updates_read_parts_and_all_else_reads_wholes() -> None:
             assert {ours.tensors[t].nbytes for t in op.reads if len(ours.tensors[t].shape) > 1} == {
                 ours.tensors[t].nbytes for t in reads if len(ours.tensors[t].shape) > 1
             }
+
+
+def test_comparisons_are_of_the_same_step() -> None:
+    job = Job(NamedModel("gpt2", small=True), 2, "adamw", parallel=Parallel("fsdp", RANKS))
+    (row,) = compare_job(job, Options(device=H100), ["liveness"])
+    assert row.plan is not None
+    assert row.plan.peak_bytes == unmanaged_peak(rank(), H100)
 
 
 def test_the_dtype_of_what_is_gathered_may_be_another() -> None:

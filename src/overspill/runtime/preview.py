@@ -32,7 +32,7 @@ from overspill.estimation.estimate import Estimate
 from overspill.estimation.script import record_script
 from overspill.job import Job, Parallel, Script
 from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch, sharded_blocks
-from overspill.models.step import TrainingStep, under_autocast
+from overspill.models.step import TrainingStep, under_autocast, whole_dtype
 from overspill.plans.comparison import Best, Comparison
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
@@ -50,7 +50,6 @@ SEED = 0
 CPU = torch.device("cpu")
 ROOT = "root"
 """The group of parameters that are in no block."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def preview(job: Job, options: Options) -> Plan:
@@ -85,36 +84,32 @@ def _of_parallel(job: Job, options: Options) -> Options:
 
 def _preview_eager(job: Job, options: Options, device: Device) -> Plan:
     """The plan of a job with eager's kernels: of the step as it is, or in pieces of rows."""
-    if isinstance(job.model, Script):
-        options, graph, device = captured(job, options)
-        return plan_graph(options, graph, device, budget_for(options, graph, device, CPU))
     options, graph, planned = planner_for(job, options)
     try:
         return planned(budget_for(options, graph, device, CPU, planned))
     except InfeasibleBudget as error:
-        raise error if options.whole_step else error.told(split_update(error)) from None
+        by_calls = not options.whole_step and not isinstance(job.model, Script)
+        raise error.told(split_update(error)) if by_calls else error from None
 
 
 def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[int], Plan]]:
     """`options` with what the job is estimated to take, its step's graph, and what plans it for a budget in bytes.
 
-    The step is as eager PyTorch runs it; plans are of that, or of the same in pieces of rows where that is faster.
+    The step is as `captured` has it; with eager's kernels plans are of that, or of the same in pieces of rows where that is faster.
     """
-    device, options = _device_of(options), _of_parallel(job, options)
-    captures = _captures_for(job, options, device)
-    options = _estimated(job, options, device)
+    options, graph, device, best = _captured(job, options)
 
     def planned(nbytes: int) -> Plan:
-        return captures.best_plan(lambda step: plan_graph(options, step.graph, device, nbytes), options.times)
+        return best(lambda step: plan_graph(options, step, device, nbytes))
 
-    return options, captures.graph, planned
+    return options, graph, planned
 
 
 def compare_job(
     job: Job, options: Options, policies: Iterable[str | Policy], progress: Callable[[str], None] | None = None
 ) -> Comparison:
     """A row for each of `policies` on one step of a job within the budget. Raises RequestError."""
-    options, graph, device, best = _comparable(job, options)
+    options, graph, device, best = _captured(job, options)
     return compare_on(options, graph, device, policies, progress, best)
 
 
@@ -126,21 +121,8 @@ def sweep_job(
     progress: Callable[[str], None] | None = None,
 ) -> Sweep:
     """What one step of a job costs by each of `policies` at so many budgets. Raises RequestError."""
-    options, graph, device, best = _comparable(job, options)
+    options, graph, device, best = _captured(job, options)
     return sweep_on(options, graph, device, policies, points, progress, best)
-
-
-def _comparable(job: Job, options: Options) -> tuple[Options, Graph, Device, Best | None]:
-    """What `captured` gives, and what plans that step in pieces of rows too, with eager's kernels."""
-    if options.backend != "eager" or isinstance(job.model, Script):
-        return *captured(job, options), None
-    device = _device_of(options)
-    captures = _captures_for(job, options, device)
-
-    def best(plan: Callable[[Graph], Plan]) -> Plan:
-        return captures.best_plan(lambda step: plan(step.graph), options.times)
-
-    return _estimated(job, options, device), captures.graph, device, best
 
 
 def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
@@ -148,13 +130,25 @@ def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
 
     With Inductor's kernels the graph is that of the programs that stock torch.compile runs; of a script it is a recorded step.
     """
-    device = _device_of(options)
+    return _captured(job, options)[:3]
+
+
+def _captured(job: Job, options: Options) -> tuple[Options, Graph, Device, Best]:
+    """What `captured` gives, and what plans that step, with eager's kernels in pieces of rows too."""
+    device, options = _device_of(options), _of_parallel(job, options)
     if isinstance(job.model, Script):
         estimate = script_estimate(job.model, options, device)
         graph = graph_of(estimate.recording, estimate.name)
-        return replace(options, estimated_bytes=estimate.total_bytes), graph, device
-    graph, device = graph_for(job, options)
-    return _estimated(job, options, device), graph, device
+        return replace(options, estimated_bytes=estimate.total_bytes), graph, device, lambda plan: plan(graph)
+    if options.backend != "eager":
+        graph, device = graph_for(job, options)
+        return _estimated(job, options, device), graph, device, lambda plan: plan(graph)
+    captures = _captures_for(job, options, device)
+
+    def best(plan: Callable[[Graph], Plan]) -> Plan:
+        return captures.best_plan(lambda step: plan(step.graph), options.times)
+
+    return _estimated(job, options, device), captures.graph, device, best
 
 
 def _estimated(job: Job, options: Options, device: Device) -> Options:
@@ -306,14 +300,13 @@ def _of_one_rank(job: Job) -> Job:
 def _sharding(job: Job, parallel: Parallel, module: nn.Module) -> Sharding:
     """The groups of parameters that `fully_shard` makes of the model's blocks, and of the rest."""
     names = {parameter: name for name, parameter in module.named_parameters()}
+    paths = {part: path for path, part in module.named_modules()}
     groups = []
     for block in sharded_blocks(module, parallel):
         own = tuple(names.pop(p) for p in block.parameters() if p in names)
-        path = next(path for path, part in module.named_modules() if part is block)
-        groups.append(Group(path, own, parallel.reshard_after_forward))
+        groups.append(Group(paths[block], own, parallel.reshard_after_forward))
     groups.append(Group(ROOT, tuple(names.values()), again=False))  # with which backward begins
-    kept = job.dtype if job.dtype in DTYPES else "float32"
-    return Sharding(parallel.gpus, tuple(groups), DTYPES[kept].itemsize)
+    return Sharding(parallel.gpus, tuple(groups), (whole_dtype(job.dtype) or torch.float32).itemsize)
 
 
 def prepared_step(
