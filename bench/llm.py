@@ -2,7 +2,7 @@
 
     python bench/llm.py [--jobs llama-1b,…] [--shares 0.9,…] [--papers] [--json FILE]
     python bench/llm.py --read bench/results/llm.json
-    python bench/llm.py --picture docs/images/llm.png --read bench/results/llm.json
+    python bench/llm.py --picture docs/pictures/llm.png --read bench/results/llm.json
 
 All is simulated on the GPU named, but planning seconds. Of each job the first lines are budgets: shares of the card that
 it takes unmanaged. `auto` plans the whole step for a card of that size; beside its slowdown over the unmanaged step are
@@ -337,7 +337,7 @@ class Bench:
 
 
 def run(names: Sequence[str], shares: Sequence[float], *, papers: bool) -> Iterator[Row]:
-    """The rows of the jobs, as they come; a job that cannot be captured here says so."""
+    """The rows of the jobs, as they come."""
     for name in names:
         begun = time.perf_counter()
         bench = Bench(name, JOBS[name], shares, papers=papers)

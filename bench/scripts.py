@@ -5,8 +5,8 @@
 
 DIR has checkouts of the scripts' repositories, each by its own name (`git clone --depth 1 https://github.com/OWNER/NAME` in
 it); nothing of them is part of this one. Data are tiny and made here, as a user would. Each script runs in a copy of its
-repository. Seconds are of the command, its start and the script's imports included; with `--imports` also those of the same
-script until it asks for cuda, which PyTorch without a GPU refuses. `make scripts-libraries` gets what they import.
+repository. Seconds are of the command, its start and the script's imports included. `make scripts-libraries` gets what they
+import.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Outcome:
     total_bytes: int | None
     line: str
     seconds: float
+
+    def shown(self) -> str:
+        """The line that is printed."""
+        total = "" if self.total_bytes is None else format_bytes(self.total_bytes)
+        return f"{self.name:28} {total:>10} {self.seconds:6.1f} s  {self.line}"
 
 
 def _text(folder: Path, names: tuple[str, ...]) -> None:
@@ -243,12 +248,8 @@ def _read(name: str, run: subprocess.CompletedProcess[str], seconds: float) -> O
     return Outcome(name, None, str(answer.get("error")), seconds)
 
 
-def show(outcomes: list[Outcome]) -> None:
-    """Print a line for each, and how many gave a figure."""
-    for one in outcomes:
-        print(
-            f"{one.name:28} {'' if one.total_bytes is None else format_bytes(one.total_bytes):>10} {one.seconds:6.1f} s  {one.line}"
-        )
+def count(outcomes: list[Outcome]) -> None:
+    """Print how many gave a figure."""
     print(f"{sum(one.total_bytes is not None for one in outcomes)} of {len(outcomes)} gave a figure")
 
 
@@ -261,7 +262,9 @@ def main() -> None:
     parser.add_argument("--read", type=Path)
     options = parser.parse_args()
     if options.read:
-        show([Outcome(**row) for row in json.loads(options.read.read_text())["scripts"]])
+        outcomes = [Outcome(**row) for row in json.loads(options.read.read_text())["scripts"]]
+        print(*(one.shown() for one in outcomes), sep="\n")
+        count(outcomes)
         return
     if options.sources is None:
         parser.error("--sources DIR: where the scripts' repositories are checked out")
@@ -271,8 +274,8 @@ def main() -> None:
         (Path(site) / "sitecustomize.py").write_text(SITE)
         for script in wanted:
             outcomes.append(estimated(script, options.sources.resolve(), Path(site)))
-            show(outcomes[-1:]) if len(wanted) == 1 else print(outcomes[-1], flush=True)
-    show(outcomes)
+            print(outcomes[-1].shown(), flush=True)
+    count(outcomes)
     if options.json:
         options.json.write_text(json_record(torch.device("cpu"), scripts=[asdict(one) for one in outcomes]))
 

@@ -3,11 +3,11 @@
     python bench/sharded.py [--layers 80] [--gpus 8,64] [--seq-len 8192] [--dtype float32]
     python bench/sharded.py --run [--rounds 6]
 
-With --run two gloo ranks on this machine train a small decoder by FSDP2 and by planned steps, in turns (`sharded_ranks.py`;
-in the same two processes, so that all have the same heap). Else all is simulated on h100s, in live bytes, but planning seconds. By hand: parameters resharded after forward or not, no,
-selective or full checkpointing of blocks, saved activations offloaded or not. Selective keeps attention's results and
-every second matrix product's, as torchtitan does. Each way takes so much memory; `auto` plans with the same, against the
-fastest way that takes no more.
+With --run two gloo ranks on this machine train a small decoder by FSDP2 and by planned steps, in turns
+(`sharded_ranks.py`; in the same two processes, so that all have the same heap). Else all is simulated on h100s, in live
+bytes, but planning seconds. By hand: parameters resharded after forward or not, no, selective or full checkpointing of
+blocks, saved activations offloaded or not. Selective keeps attention's results and every second matrix product's, as
+torchtitan does. Each way takes so much memory; `auto` plans with the same, against the fastest way that takes no more.
 """
 
 from __future__ import annotations

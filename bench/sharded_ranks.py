@@ -61,7 +61,8 @@ def _on_rank(rank: int, where: str, rounds: int) -> None:
     # Planned steps within it, and within less.
     for share in SHARES:
         name = f"planned, within {share:.0%} of that"
-        step = overspill.train_step(*_sharded_for(built.loss), budget=int(share * int(peak)), store="host")
+        own, updates = _sharded()
+        step = overspill.train_step(own, built.loss, updates, budget=int(share * int(peak)), store="host")
         losses[name] = [step(*batch).item() for _ in range(2)]
         with step.counted(batch) as found:
             losses[name].append(step(*batch).item())
@@ -88,11 +89,6 @@ def _sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
     for block in (*model.blocks, model):
         fully_shard(block)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def _sharded_for(loss: Callable[..., Tensor]) -> tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]:
-    model, optimizer = _sharded()
-    return model, loss, optimizer
 
 
 def _print(losses: dict[str, list[float]], peaks: dict[str, int], seconds: dict[str, list[float]]) -> None:

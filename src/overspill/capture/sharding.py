@@ -15,6 +15,7 @@ from math import prod
 from overspill.core import Collective, CollectiveKind, Graph, LayerType, Op, Phase, Tensor, TensorKind, numbered
 
 GATHER, SCATTER = "step.gather", "step.scatter"
+"""Ops that get whole parameters from all ranks' shards, and a shard's gradient from all ranks' gradients."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,8 @@ class _Sharded:
         if reads == op.reads and not any(t in self.group_of for t in op.writes):
             return op
         # What it moves, and its temporaries, are as much less.
-        before, now = (
-            sum(t[i].nbytes for i in of) for t, of in ((self.before.tensors, op.reads), (self.tensors, reads))
-        )
-        share = now / max(1, before)
+        before = sum(self.before.tensors[t].nbytes for t in op.reads)
+        share = sum(self.tensors[t].nbytes for t in reads) / max(1, before)
         return replace(
             op, reads=reads, moved_bytes=int(share * op.moved_bytes), workspace_bytes=int(share * op.workspace_bytes)
         )

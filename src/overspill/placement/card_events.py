@@ -105,11 +105,9 @@ class _Run:
                 thread = "backward" if backward else "forward"
                 writes = op.writes if runs else op.recompute_writes
                 # A recomputed tensor that is still there is made a second time.
-                again = (
-                    0
-                    if runs or target in started
-                    else sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
-                )
+                again = 0
+                if not runs and target not in started:
+                    again = sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
                 started.discard(target)
                 self.run(op, writes, op.workspace_of(instruction.algorithm) + again, thread)
             elif instruction.verb is Verb.START:

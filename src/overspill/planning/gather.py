@@ -54,9 +54,8 @@ class _Gathering:
         self.bytes = sum(
             self.nbytes[t] for t in self.present
         )  # as planned, which is less than there is while frees wait
-        self.running: dict[
-            int, int
-        ] = {}  # collectives that have been started, with what they take besides their results
+        # Collectives that have been started, with what they take besides their results.
+        self.running: dict[int, int] = {}
         self.made: list[Instruction] = []
         self.groups: list[tuple[int, ...]] = []
         self.waiting: list[_Update] = []

@@ -39,9 +39,9 @@ def runs_apart(op: Op) -> bool:
     return op.collective is not None and op.collective.kind is not CollectiveKind.REDUCE
 
 
-def computing_seconds(graph: Graph, seconds: Sequence[float]) -> float:
-    """Seconds of the ops that compute runs itself."""
-    return sum(0.0 if runs_apart(op) else seconds[op.id] for op in graph.ops)
+def computing_seconds(graph: Graph, seconds: Sequence[float]) -> list[float]:
+    """Seconds that each op takes of compute: of those that run beside it, none."""
+    return [0.0 if runs_apart(op) else took for op, took in zip(graph.ops, seconds, strict=True)]
 
 
 def cheaply_gathered(graph: Graph, device: Device, seconds: Sequence[float]) -> frozenset[int]:
@@ -78,8 +78,7 @@ class _Overlap:
         self.graph, self.before, self.seconds = graph, schedule, seconds
         self.nbytes = [tensor.nbytes for tensor in graph.tensors]
         # When compute reaches each instruction if it waits for no collective, and the bytes there.
-        alone = [0.0 if runs_apart(op) else seconds[op.id] for op in graph.ops]
-        timeline = simulate(graph, schedule, device, alone)
+        timeline = simulate(graph, schedule, device, computing_seconds(graph, seconds))
         self.clock = np.concatenate([[0.0], timeline.clock_seconds])
         self.live: NDArray[np.int64] = np.array(timeline.live_bytes, dtype=np.int64)
         self.ahead = budget_bytes is None
@@ -91,7 +90,7 @@ class _Overlap:
         wanted = self._wanted_starts()
         free = 0.0
         for flight in self.flights:
-            if self._gathers(flight.op):
+            if _gathers(flight.op):
                 self._place_start(flight, wanted[flight.at])
                 free = max(free, self.clock[flight.start]) + self.seconds[flight.op.id]
             else:
@@ -99,16 +98,14 @@ class _Overlap:
                 self._place_end(flight, free)
         return replace(self.before, instructions=self._instructions())
 
-    def _gathers(self, op: Op) -> bool:
-        return op.collective is not None and op.collective.kind is CollectiveKind.GATHER
-
     def _flights(self, apart: set[int]) -> list[_Flight]:
         """All collectives, with the widest ranges that their tensors allow."""
         found: list[_Flight] = []
         changed = dict.fromkeys(range(len(self.nbytes)), 0)  # the index after the last change of a tensor's copy
         ran: dict[int, int] = {}
         open_: dict[int, _Flight] = {}  # scatters, by result and by what they read
-        for index, (verb, target, _) in enumerate(map(_parts, self.before.instructions)):
+        for index, instruction in enumerate(self.before.instructions):
+            verb, target = instruction.verb, instruction.target
             reads, writes = self._touched(verb, target)
             if verb is Verb.FREE and (flight := open_.get(target)) is not None and target in flight.op.reads:
                 flight.frees.append(index)
@@ -118,7 +115,7 @@ class _Overlap:
                     flight.end = min(flight.end, index)
             if verb in (Verb.RUN, Verb.RECOMPUTE) and target in apart:
                 op = self.graph.ops[target]
-                if self._gathers(op):
+                if _gathers(op):
                     first = max([ran.get(target, 0), *(changed[t] for t in (*reads, *writes))])
                     found.append(_Flight(op, index, first, index))
                 else:
@@ -141,13 +138,13 @@ class _Overlap:
         wanted: dict[int, int] = {}
         following = float("inf")
         for flight in reversed(self.flights):
-            if self._gathers(flight.op):
+            if _gathers(flight.op):
                 following = min(self.clock[flight.at], following) - EARLY * self.seconds[flight.op.id]
                 wanted[flight.at] = int(np.searchsorted(self.clock[: flight.at + 1], following, side="right")) - 1
         if self.ahead:
             before = self._first_of_backward()
             for flight in self.flights:
-                if self._gathers(flight.op) and self.before.instructions[flight.at].verb is Verb.RECOMPUTE:
+                if _gathers(flight.op) and self.before.instructions[flight.at].verb is Verb.RECOMPUTE:
                     wanted[flight.at], before = min(wanted[flight.at], before), flight.at + 1
         return wanted
 
@@ -186,7 +183,7 @@ class _Overlap:
             run = self.before.instructions[flight.at]
             if flight.start < flight.at or flight.end > flight.at + 1:
                 starts[flight.start].append(replace(run, verb=Verb.START))
-            if not self._gathers(flight.op) and flight.end > flight.at + 1:
+            if not _gathers(flight.op) and flight.end > flight.at + 1:
                 late = [index for index in flight.frees if index < flight.end]
                 moved.update((flight.at, *late))
                 ends[flight.end] += [run, *(self.before.instructions[index] for index in late)]
@@ -199,5 +196,5 @@ class _Overlap:
         return (*made, *ends.get(len(self.before.instructions), ()))
 
 
-def _parts(instruction: Instruction) -> tuple[Verb, int, int]:
-    return instruction.verb, instruction.target, instruction.algorithm
+def _gathers(op: Op) -> bool:
+    return op.collective is not None and op.collective.kind is CollectiveKind.GATHER

@@ -243,9 +243,8 @@ def _row(
         return Row(name, None, False, 0.0, " ".join(str(error).split()))
     # A budget of live bytes has no pool.
     if card is None:
-        return Row(
-            name, plan := plan.for_budget(budget_bytes), plan.peak_bytes <= budget_bytes and plan.fits_device, 0.0
-        )
+        plan = plan.for_budget(budget_bytes)
+        return Row(name, plan, plan.peak_bytes <= budget_bytes and plan.fits_device, 0.0)
     plan = replace(plan, device_budget_bytes=budget_bytes)
     fits = plan.needed_bytes <= budget_bytes and plan.fits_device
     return Row(name, plan, fits, 0.0, pool=pool, crowded=not fits and plan.peak_bytes <= plan.most_live_bytes)

@@ -15,7 +15,7 @@ from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
-from overspill.planning.overlap import runs_apart
+from overspill.planning.overlap import computing_seconds
 from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
@@ -69,8 +69,7 @@ class Plan(Reportable):
         (`bounds/whole_step.py`).
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
-        computing = [0.0 if runs_apart(op) else took for op, took in zip(self.graph.ops, self.op_seconds, strict=True)]
-        return bound(self.graph, self.device, self.most_live_bytes, computing)
+        return bound(self.graph, self.device, self.most_live_bytes, computing_seconds(self.graph, self.op_seconds))
 
     def for_budget(self, budget_bytes: int) -> Plan:
         """The same plan for another budget that it fits, card or live bytes."""

@@ -176,20 +176,15 @@ def _pools(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows otherwise than JSON: nothing for what is not there, and words."""
-    head = {
-        "fits": CROWDED if row["crowded"] else row["fits"],
-    }
+    head = {"fits": CROWDED if row["crowded"] else row["fits"]}
     if row["max_bytes"] is None:
         return head
     crowded = row["fits"] and not row["allocator_fits"]
-    return (
-        head
-        | {key: row[key] or None for key in ("offloaded_bytes", "overlapped_seconds", "exposed_transfer_seconds")}
-        | {
-            "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),
-            "fragmentation": "no room" if crowded else row["fragmentation"],
-        }
-    )
+    moved = {key: row[key] or None for key in ("offloaded_bytes", "overlapped_seconds", "exposed_transfer_seconds")}
+    return head | moved | {
+        "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),
+        "fragmentation": "no room" if crowded else row["fragmentation"],
+    }  # fmt: skip
 
 
 def explanation(

@@ -36,9 +36,8 @@ class _Clock:
         self.host = 0.0
         self.link_free = {Stream.OFFLOAD: 0.0, Stream.PREFETCH: 0.0}
         self.communication_free = 0.0
-        self.flying: dict[
-            int, tuple[float, int]
-        ] = {}  # collectives that run: until when, and their bytes besides results
+        # Collectives that run: until when, and their bytes besides results.
+        self.flying: dict[int, tuple[float, int]] = {}
         self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}
         self.present = {t.id for t in graph.tensors if t.persistent} - set(stored)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .joint import JointGraph, copied
+from overspill.capture.sharding import GATHER
 
-GATHER, SCATTER = "step.gather", "step.scatter"
-"""Ops that get whole parameters from all ranks' shards, and a shard's gradient from all ranks' gradients."""
+from .joint import JointGraph, copied
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from overspill.capture.sharding import GATHER, SCATTER
 from overspill.core import Collective, CollectiveKind, LayerType, Op, Phase, TensorKind, numbered
 
 from .backward import Backward
-from .gathers import GATHER, SCATTER, Gather, GatheredGroup, with_gathers
+from .gathers import Gather, GatheredGroup, with_gathers
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
 from .known_values import KnownValues

@@ -70,7 +70,7 @@ class Search:
 
         For the least memory without recomputation fits.
         """
-        computing = computing_seconds(self.graph, self.seconds)
+        computing = sum(computing_seconds(self.graph, self.seconds))
         target = GOOD_ENOUGH * max(computing, self._with_all_memory())
         self._start(target)
         if self.annealing.best is None:  # all has to leave that can

@@ -90,9 +90,8 @@ class Partitioned(Generic[C]):
             try:
                 raise refusal
             finally:
-                del (
-                    refusal
-                )  # whose traceback would keep this frame, and what its callers hold, until garbage is collected
+                # Its traceback would keep this frame, and what its callers hold, until garbage is collected.
+                del refusal
         return best if best.graph is self.graph else _beside(self.graph, best, times)
 
 
