@@ -118,6 +118,13 @@ def _most(recording: Recording, *kinds: TensorKind) -> int:
     return most
 
 
+def _group(name: str, figures: list[Figure]) -> str:
+    """How far apart figures are, as a row of the docs' table."""
+    worst = max(figures, key=lambda figure: abs(figure.error))
+    median = statistics.median(abs(figure.error) for figure in figures)
+    return f"| {name} | {len(figures)} | {median:.1%} | {worst.error:+.1%} | {worst.job} |"
+
+
 def main(
     only: Annotated[str, typer.Option(help="Only documents with this in their name.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Save results there.")] = None,
@@ -137,13 +144,12 @@ def main(
             f"{format_bytes(figure.published_bytes):>9} Overspill {format_bytes(figure.overspill_bytes):>9} {figure.error:+7.1%}",
             flush=True,
         )
-    for kind in dict.fromkeys(figure.kind for figure in figures):
-        errors = [abs(figure.error) for figure in figures if figure.kind == kind]
-        documents = len({figure.url for figure in figures if figure.kind == kind})
-        print(
-            f"{kind}: {len(errors)} figures of {documents} documents, median {statistics.median(errors):.1%} apart, "
-            f"mean {statistics.mean(errors):.1%}, most {max(errors):.1%}"
-        )
+    groups: dict[str, list[Figure]] = {}
+    for figure in figures:
+        for name in (f"all {figure.kind} |", f"{figure.document} | {figure.of}"):
+            groups.setdefault(name, []).append(figure)
+    for name, group in groups.items():
+        print(_group(name, group))
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
 
