@@ -6,6 +6,10 @@ Measured by PyTorch's allocator on the CPU (2.13, two and four ranks, 1 MiB give
 from __future__ import annotations
 
 
+GLOO_THREADS = 2
+"""Collectives that gloo runs at a time; others wait (`torch.distributed` makes two threads for each network device)."""
+
+
 def gloo_bytes(collective: str, given_bytes: int, ranks: int) -> int:
     """Bytes that a collective takes on each of `ranks` ranks, by its name in torch.distributed.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from overspill.capture.compiled.gathers import Begin
 from overspill.capture.compiled.whole_step import MUTATION
+from overspill.core.errors import OverspillError
 from overspill.runtime.lower import HANDLE_PREFIX, HOLDS
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
@@ -176,7 +179,7 @@ class ProgramRun:
     def give_up(self, wanted: Iterable[int], engine: TransferEngine | None) -> dict[int, tuple[Form, Any]]:
         """The `wanted` inputs as they are now, as tensors or handles.
 
-        Transfers are cancelled. An input on its way back is given as a handle of what the store has.
+        Transfers are cancelled, and collectives that run are waited for. An input on its way back is given as a handle of what the store has.
         """
         values = dict(zip(self._live, self._values, strict=True))
         self._values.clear()
@@ -184,6 +187,9 @@ class ProgramRun:
         for node, value in values.items():
             if node.target is prefetch and engine is not None:
                 engine.cancel(value)
+            elif isinstance(node.target, Begin):
+                with suppress(OverspillError):  # the run has its own error
+                    value()
         return found
 
     def _now(self, node: fx.Node, values: dict[fx.Node, Any], engine: TransferEngine | None) -> tuple[Form, Any]:

@@ -340,17 +340,30 @@ def others_needed() -> Iterator[None]:
 
 
 def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
-    """Run `collective` on `tensors`, and wait until the backend has released them.
+    """Run `collective` on `tensors`, and wait until the backend has released them."""
+    begun(tensors, collective)()
 
-    Gloo's thread holds what it worked on for a moment after the collective has returned; a tensor could not be freed.
+
+def begun(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callable[[], None]:
+    """Run `collective` on `tensors`, which may start it only; the function waits until the backend has released them.
+
+    Gloo's thread holds what it worked on for a moment after the collective is done; a tensor could not be freed.
     """
     given = [tensor.detach() for tensor in tensors]
     with others_needed():
-        collective(*given)
-    if given[0].device.type == "cpu":
-        patience = time.monotonic() + 1.0
-        while any(tensor._use_count() > 1 for tensor in given) and time.monotonic() < patience:
-            time.sleep(0)
+        works = [collective(*given)]
+
+    def wait() -> None:
+        with others_needed():
+            if (work := works.pop()) is not None:
+                work.wait()
+                del work
+        if given[0].device.type == "cpu":
+            patience = time.monotonic() + 1.0
+            while any(tensor._use_count() > 1 for tensor in given) and time.monotonic() < patience:
+                time.sleep(0)
+
+    return wait
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill.costs.gloo import gloo_bytes
+from overspill.costs.gloo import GLOO_THREADS, gloo_bytes
 
-from .parallel import Agreeing, OneProcess, lent
+from .parallel import Agreeing, OneProcess, begun, lent
 from .parallel import processes_of as unsharded_processes
 
 INSTEAD = "shard it by fully_shard on a mesh of one dimension, by its first dimension"
@@ -91,40 +91,45 @@ class ShardGroup:
         self.group: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.ranks = self.group.size()
 
-    def gather(self, *shards: Tensor, into: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
-        """All rows of each parameter, from each rank's `shards`; cast before they are sent.
+    def gather(self, *shards: Tensor, into: Mapping[int, Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to make all rows of each parameter from each rank's `shards`, cast before they are sent.
 
         Those at some positions are made in memory that is there.
         """
         each = enumerate(zip(self.parameters.values(), shards, strict=True))
-        return tuple(self._gathered(parameter, shard, into.get(place)) for place, (parameter, shard) in each)
+        ends = [self._gather(parameter, shard, into.get(place)) for place, (parameter, shard) in each]
+        return lambda: tuple([ends.pop(0)() for _ in shards])
 
-    def _gathered(self, parameter: Any, shard: Tensor, into: Tensor | None) -> Tensor:
+    def _gather(self, parameter: Any, shard: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
         dtype = parameter.param_dtype or parameter.orig_dtype
         rows = parameter.padded_sharded_param_size.numel()
-        sent = shard.detach().reshape(-1)
-        if sent.dtype is not dtype or shard.numel() < rows:
-            sent = shard.new_zeros(rows, dtype=dtype)
-            sent[: shard.numel()].copy_(shard.reshape(-1))
         whole = shard.new_empty(parameter._orig_size, dtype=dtype) if into is None else into
         is_even = rows * self.ranks == whole.numel()
         found = whole.view(-1) if is_even else shard.new_empty(rows * self.ranks, dtype=dtype)
-        lent((found, sent), lambda given, part: dist.all_gather_into_tensor(given, part, group=self.group))
-        if not is_even:
-            whole.view(-1).copy_(found[: whole.numel()])
-        return whole
+        # Sent from its own place in the result, as FSDP sends it.
+        sent = found[rows * self.group.rank() :][:rows]
+        sent[: shard.numel()].copy_(shard.detach().reshape(-1))
+        wait = begun((found, sent), lambda to, part: dist.all_gather_into_tensor(to, part, self.group, async_op=True))
+
+        def end() -> Tensor:
+            wait()
+            if not is_even:
+                whole.view(-1).copy_(found[: whole.numel()])
+            return whole
+
+        return end
 
     def gather_workspace_bytes(self) -> int:
-        """Bytes that a gather takes besides its results: of the parameter that takes most, which are gathered one by one."""
-        return max(self._gather_bytes(parameter) for parameter in self.parameters.values())
-
-    def _gather_bytes(self, parameter: Any) -> int:
-        dtype = parameter.param_dtype or parameter.orig_dtype
-        part = parameter.padded_sharded_param_size.numel() * dtype.itemsize
-        is_even = part * self.ranks == parameter._orig_size.numel() * dtype.itemsize
-        sent = 0 if is_even and dtype is parameter.orig_dtype else part
-        is_host = parameter.sharded_param.device.type == "cpu"
-        return sent + (0 if is_even else part * self.ranks) + is_host * gloo_bytes("all_gather", part, self.ranks)
+        """Bytes that a gather takes besides its results: padded ones, and what two threads of gloo take at a time."""
+        copies, padded = [], 0
+        for parameter in self.parameters.values():
+            itemsize = (parameter.param_dtype or parameter.orig_dtype).itemsize
+            part = parameter.padded_sharded_param_size.numel() * itemsize
+            if part * self.ranks != parameter._orig_size.numel() * itemsize:
+                padded += part * self.ranks
+            if parameter.sharded_param.device.type == "cpu":
+                copies.append(gloo_bytes("all_gather", part, self.ranks))
+        return padded + sum(sorted(copies)[-GLOO_THREADS:])
 
     def scatter_workspace_bytes(self, names: Sequence[str]) -> int:
         """Bytes that a scatter takes besides its results: gradients packed, and summed."""
@@ -133,16 +138,8 @@ class ShardGroup:
         part = sum(self.parameters[name].padded_sharded_param_size.numel() for name in names) * dtype.itemsize
         return part * self.ranks + (0 if some.sharded_param.device.type == "cpu" else part)
 
-    def scattering(self, names: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
-        """A function from the gradients of these parameters to those of this rank's shards."""
-
-        def scatter(*gradients: Tensor) -> tuple[Tensor, ...]:
-            return self.scatter(names, *gradients)
-
-        return scatter
-
-    def scatter(self, names: Sequence[str], *gradients: Tensor) -> tuple[Tensor, ...]:
-        """This rank's rows of the mean over ranks of the `gradients` of these parameters.
+    def scatter(self, names: Sequence[str], *gradients: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to make this rank's rows of the mean over ranks of the `gradients` of these parameters.
 
         They are packed as FSDP packs them, on whose order the last bits of sums over more than two ranks depend.
         """
@@ -158,18 +155,25 @@ class ShardGroup:
         if before != 1:
             packed.div_(before)
         if packed.device.type == "cpu":  # gloo scatters so too, on a copy that it gives back late
-            lent((packed,), lambda given: dist.all_reduce(given, op=op, group=self.group))
             summed = packed[self.group.rank()]
+            wait = begun((packed,), lambda given: dist.all_reduce(given, op, self.group, async_op=True))
         else:
             summed = packed.new_empty(packed.shape[1])
-            lent((summed, packed.view(-1)), lambda to, given: dist.reduce_scatter_tensor(to, given, op, self.group))
-            del packed
-        if after != 1:
-            summed.div_(after)
-        return tuple(
-            part[: parameter.sharded_size.numel()].view(parameter.sharded_size).to(parameter.orig_dtype, copy=True)
-            for part, parameter in zip(summed.split(rows), parameters, strict=True)
-        )
+            wait = begun(
+                (summed, packed.view(-1)),
+                lambda to, given: dist.reduce_scatter_tensor(to, given, op, self.group, async_op=True),
+            )
+
+        def end() -> tuple[Tensor, ...]:
+            wait()
+            if after != 1:
+                summed.div_(after)
+            return tuple(
+                part[: parameter.sharded_size.numel()].view(parameter.sharded_size).to(parameter.orig_dtype, copy=True)
+                for part, parameter in zip(summed.split(rows), parameters, strict=True)
+            )
+
+        return end
 
 
 def divided(ranks: int, dtype: torch.dtype) -> tuple[float, float, Any]:

@@ -7,41 +7,60 @@ from the shards of all ranks, right before it is first read.
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from overspill.capture.sharding import GATHER
+from overspill.capture.sharding import GATHER, SCATTER
 
 from .joint import JointGraph, copied
+
+
+Ending = Callable[[], tuple[Tensor, ...]]
+"""Waits for a collective that has begun; returns its results."""
 
 
 @dataclass(frozen=True)
 class GatheredGroup:
     """Parameters that are gathered by one op, by their positions among the inputs.
 
-    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards, into={…})` returns the whole
-    parameters, those of some positions in memory that it is given, and
-    `scatter(positions)` the function that makes of their gradients, of these positions, each shard's. They take workspaces besides what they
-    return; `reshards`: the program itself frees what it has gathered after forward, and gathers it again.
+    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards, into={…})` begins to make the
+    whole parameters, those of some positions in memory that it is given, and `scatter(*gradients, positions=…)` to make of
+    the gradients of some positions each shard's. They take workspaces besides their results; `reshards`: the program
+    itself frees what it has gathered after forward, and gathers it again.
     """
 
     name: str
     positions: tuple[int, ...]
     shards: tuple[Tensor, ...]
     ranks: int
-    gather: Callable[..., tuple[Tensor, ...]]
+    gather: Callable[..., Ending]
     gather_workspace_bytes: int
-    scatter: Callable[[Sequence[int]], Callable[..., tuple[Tensor, ...]]]
+    scatter: Callable[..., Ending]
     scatter_workspace_bytes: Callable[[Sequence[int]], int]
     reshards: bool
 
 
-class Gather:
-    """The target of a gather's node."""
+class Apart(ABC):
+    """The target of a collective's node: a call begins it and waits for it."""
 
     tags = ()
+    __name__: str
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The collective's results."""
+        return self.begin(*tensors)()
+
+    @abstractmethod
+    def begin(self, *tensors: Tensor) -> Ending:
+        """Begin the collective."""
+
+
+class Gather(Apart):
+    """The target of a gather's node, which takes the memory for some of its results, and the shards of all."""
+
     __name__ = GATHER
 
     def __init__(self, group: GatheredGroup, number: int, into: Sequence[int] = ()) -> None:
@@ -49,14 +68,41 @@ class Gather:
         self.number = number
         self._into = into
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The whole parameters, of the memory for some and the shards of all."""
+    def begin(self, *tensors: Tensor) -> Ending:
         memory = dict(zip(self._into, tensors, strict=False))
         return self.group.gather(*tensors[len(memory) :], into=memory)
 
     def given(self, into: Sequence[int]) -> Gather:
         """The same gather, which makes these results in memory that it is given first."""
         return Gather(self.group, self.number, into)
+
+
+class Scatter(Apart):
+    """The target of a scatter's node, which takes the gradients of parameters at these positions of its group."""
+
+    __name__ = SCATTER
+
+    def __init__(self, group: GatheredGroup, positions: Sequence[int]) -> None:
+        self._group, self._positions = group, positions
+
+    def begin(self, *gradients: Tensor) -> Ending:
+        return self._group.scatter(*gradients, positions=self._positions)
+
+
+class Begin:
+    """The target of a node that begins a collective, whose value `end` waits for."""
+
+    def __init__(self, collective: Apart) -> None:
+        self._collective = collective
+        self.__name__ = f"{collective.__name__}.begin"
+
+    def __call__(self, *tensors: Tensor) -> Ending:
+        return self._collective.begin(*tensors)
+
+
+def end(begun: Ending) -> tuple[Tensor, ...]:
+    """The results of a collective that was begun."""
+    return begun()
 
 
 def with_gathers(joint: JointGraph, groups: Sequence[GatheredGroup]) -> JointGraph:

@@ -23,7 +23,7 @@ from overspill.capture.sharding import GATHER, SCATTER
 from overspill.core import Collective, CollectiveKind, LayerType, Op, Phase, TensorKind, numbered
 
 from .backward import Backward
-from .gathers import Gather, GatheredGroup, with_gathers
+from .gathers import Gather, GatheredGroup, Scatter, with_gathers
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
 from .known_values import KnownValues
@@ -316,7 +316,7 @@ class CaptureOfWholeStep(CaptureOfStep):
                     values.append(torch.empty_like(self.input_nodes[position].meta["val"].detach()))
             given = tuple(gradients[position] for position in positions)
             parts = self._step_op(
-                SCATTER, group.scatter(positions), given, Phase.BACKWARD, value=values, layer=group.name,
+                SCATTER, Scatter(group, positions), given, Phase.BACKWARD, value=values, layer=group.name,
                 workspace_bytes=group.scatter_workspace_bytes(positions),
                 collective=Collective(CollectiveKind.SCATTER, sum(node.meta["val"].nbytes for node in given), group.ranks),
             )  # fmt: skip

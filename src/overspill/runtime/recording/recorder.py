@@ -28,8 +28,8 @@ from .rows import Comings, Marked
 F = TypeVar("F")
 MOST_ENTRIES = 500_000
 """Most ops, copies and memory changes in a record, some 150 MB; then recording ends."""
-_STARTED = frozenset({Verb.OFFLOAD, Verb.PREFETCH})
-"""Verbs that only start a copy, which the lane reports itself."""
+_STARTED = frozenset({Verb.OFFLOAD, Verb.PREFETCH, Verb.START})
+"""Verbs that only start what takes time: a copy, which the lane reports itself, or a collective, which is waited for."""
 
 
 class Copying:

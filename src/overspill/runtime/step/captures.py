@@ -287,7 +287,7 @@ class StepCaptures:
             readable(group.name), tuple(map(names.index, group.parameters)),
             tuple(self.state.planned(name).empty() for name in group.parameters), group.ranks,
             group.gather, group.gather_workspace_bytes(),
-            lambda positions: group.scattering(named(positions)),
+            lambda *gradients, positions: group.scatter(named(positions), *gradients),
             lambda positions: group.scatter_workspace_bytes(named(positions)), group.reshards,
         )  # fmt: skip
 
