@@ -5,7 +5,6 @@ Measured by PyTorch's allocator on the CPU (2.13, two and four ranks, 1 MiB give
 
 from __future__ import annotations
 
-
 GLOO_THREADS = 2
 """Collectives that gloo runs at a time; others wait (`torch.distributed` makes two threads for each network device)."""
 

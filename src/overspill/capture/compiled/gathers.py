@@ -17,7 +17,6 @@ from overspill.capture.sharding import GATHER, SCATTER
 
 from .joint import JointGraph, copied
 
-
 Ending = Callable[[], tuple[Tensor, ...]]
 """Waits for a collective that has begun; returns its results."""
 
