@@ -54,7 +54,13 @@ class Words(nn.Module):
         return self.head(self.norm(x.flatten(0, 1)))
 
 
-def sharded(policy: MixedPrecisionPolicy | None = None, reshard: bool = True, *, frozen: bool = False) -> nn.Module:
+def sharded(
+    policy: MixedPrecisionPolicy | None = None,
+    reshard: bool = True,
+    mesh: DeviceMesh | None = None,
+    *,
+    frozen: bool = False,
+) -> nn.Module:
     torch.manual_seed(0)
     model = Words(half=policy is not None)
     for parameter in model.blocks[1].up.parameters() if frozen else ():
@@ -62,8 +68,8 @@ def sharded(policy: MixedPrecisionPolicy | None = None, reshard: bool = True, *,
     given = {"mp_policy": policy} if policy is not None else {}
     within = {"mp_policy": replace(policy, output_dtype=None)} if policy is not None else {}
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard, **within)
-    return fully_shard(model, reshard_after_forward=reshard, **given)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **within)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, **given)
 
 
 def loss(model: nn.Module, words: Tensor) -> Tensor:
@@ -126,6 +132,12 @@ def both(make: Make = adamw, *how: Any, frozen: bool = False, ways: Any = None, 
     return planned(ours, make(ours), **(ways or {}), **options), by_hand(theirs, make(theirs), **options)
 
 
+def replicated(ranks: int, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Any:
+    """The same on a mesh of two dimensions: so many replicas of a model that is sharded."""
+    mesh = init_device_mesh("cpu", (ranks, dist.get_world_size() // ranks), mesh_dim_names=("replicate", "shard"))
+    return both(adamw, policy, True, mesh, **options)
+
+
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
@@ -177,10 +189,8 @@ def refusals() -> dict[str, str]:
     def split(model: nn.Module) -> None:
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
 
-    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     return {
         "tensor parallel": said(split),
-        "two dimensions": said(lambda model: fully_shard(model, mesh=two)),
         "offload": said(lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "ignored": said(lambda model: fully_shard(model, ignored_params={model[0].weight})),
         "parts only": said(lambda model: fully_shard(model[0])),
@@ -264,6 +274,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "sharded, accumulated": lambda: both(adamw, accumulate=2, clip_norm=0.1),
     "sharded, accumulated half": lambda: both(adamw, HALF, accumulate=2, clip_norm=0.1),
     "sharded, all half": lambda: both(adamw, MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "sharded, replicated": lambda: replicated(2, accumulate=2, clip_norm=0.1),
+    "sharded, replicated half": lambda: replicated(2, HALF),
     "budgets": budgets,
     "refusals": refusals,
     "full disk": full_disk,

@@ -15,6 +15,8 @@ FOUR = (
     "sharded, accumulated half",
     "sharded, all half",
     "sharded, placed",
+    "sharded, replicated",
+    "sharded, replicated half",
     "integer",
 )
 
@@ -56,7 +58,6 @@ def test_the_smallest_budget_is_in_force_on_all_and_the_peak_is_what_is_measured
     ("asked", "message"),
     [
         ("tensor parallel", "UnsupportedError: 0.weight is a DTensor"),
-        ("two dimensions", "UnsupportedError: the model is sharded over a mesh of 2 dimensions (HSDP); shard it by"),
         ("offload", "UnsupportedError: the model is sharded with a CPUOffloadPolicy; leave it out"),
         ("ignored", "UnsupportedError: 0.weight is trained and not sharded (ignored_params"),
         ("parts only", "UnsupportedError: 1.weight is trained and not sharded"),

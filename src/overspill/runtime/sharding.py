@@ -27,7 +27,7 @@ from overspill.costs.gloo import GLOO_THREADS, gloo_bytes
 from .parallel import Agreeing, OneProcess, begun, lent
 from .parallel import processes_of as unsharded_processes
 
-INSTEAD = "shard it by fully_shard on a mesh of one dimension, by its first dimension"
+INSTEAD = "shard it by fully_shard, by its first dimension"
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
         return unsharded_processes(model, process_group)
     if process_group is not None and process_group is not sharding.group:
         raise RequestError("the model is sharded by fully_shard over its own mesh; leave process_group out")
-    return Agreeing(sharding.group) if sharding.ranks > 1 else OneProcess()
+    return Agreeing(sharding.group) if sharding.group.size() > 1 else OneProcess()
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
@@ -90,6 +90,8 @@ class ShardGroup:
         self.reshards = group.post_forward_mesh_info is not None
         self.group: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.ranks = self.group.size()
+        self.replicas: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
+        """The ranks with the same shard, in a mesh of two dimensions (HSDP)."""
 
     def gather(self, *shards: Tensor, into: Mapping[int, Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         """Begin to make all rows of each parameter from each rank's `shards`, cast before they are sent.
@@ -151,7 +153,7 @@ class ShardGroup:
             whole = gradient.reshape(-1)
             for rank, own in enumerate(whole.split(part.shape[1]) if whole.numel() else ()):
                 part[rank, : own.numel()].copy_(own)
-        before, after, op = divided(self.ranks, dtype)
+        before, after, op = divided(self.ranks * (1 if self.replicas is None else self.replicas.size()), dtype)
         if before != 1:
             packed.div_(before)
         if packed.device.type == "cpu":  # gloo scatters so too, on a copy that it gives back late
@@ -166,6 +168,8 @@ class ShardGroup:
 
         def end() -> tuple[Tensor, ...]:
             wait()
+            if self.replicas is not None:
+                lent((summed,), lambda given: dist.all_reduce(given, op, self.replicas))
             if after != 1:
                 summed.div_(after)
             return tuple(
@@ -201,17 +205,19 @@ class Sharding:
         _check_all_sharded(model, groups)
         self.groups = [ShardGroup(group, names) for group in groups if group.fsdp_params]
         self.parameters = {name: parameter for group in self.groups for name, parameter in group.parameters.items()}
-        if len({id(group.group) for group in self.groups}) != 1:
+        if len({(id(group.group), id(group.replicas)) for group in self.groups}) != 1:
             raise UnsupportedError(
                 "the model is sharded over several meshes; a planned step needs one for all of it: pass the same mesh to every fully_shard"
             )
-        self.group, self.ranks = self.groups[0].group, self.groups[0].ranks
+        self._shards = self.groups[0].group
+        self.group = self._shards if self.groups[0].replicas is None else _group_of(groups[0].mesh_info.mesh)
+        """The ranks that train together."""
         self._hooks: list[tuple[Any, int, Any]] = []
         self._is_taken = False
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
-        """Add `tensor` up over the ranks, in place."""
-        lent((tensor,), lambda given: dist.all_reduce(given, group=self.group))
+        """Add `tensor` up over the ranks that have different shards, in place."""
+        lent((tensor,), lambda given: dist.all_reduce(given, group=self._shards))
 
     # -- between FSDP and the step
 
@@ -295,14 +301,23 @@ def _handles(state: Any) -> Iterator[Any]:
         yield from getattr(handle, "handles", (handle,))
 
 
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh."""
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
 # -- what is refused
 
 
 def _check_group(group: Any, names: Mapping[int, str]) -> None:
     where = group._module_fqn or "the model"
-    mesh = group.mesh_info.mesh
-    if mesh.ndim != 1 or not hasattr(group.mesh_info, "shard_process_group"):
-        raise UnsupportedError(f"{where} is sharded over a mesh of {mesh.ndim} dimensions (HSDP); {INSTEAD}")
+    if not hasattr(group.mesh_info, "shard_process_group"):
+        raise UnsupportedError(
+            f"{where} is replicated and not sharded; pass it to train_step as it is, with process_group"
+        )
     if group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info:
         raise UnsupportedError(
             f"{where} is sharded with an integer reshard_after_forward; use True: the plan itself keeps what is worth it"

@@ -62,7 +62,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded
         if type(parameter) is not nn.Parameter and not isinstance(parameter, FakeTensor) and name not in sharded:
             raise UnsupportedError(
                 f"{readable(name)} is a {type(parameter).__name__}, whose bytes are not in one place; "
-                "a planned step needs plain parameters, or those of fully_shard on a mesh of one dimension"
+                "a planned step needs plain parameters, or those of fully_shard"
             )
 
 
