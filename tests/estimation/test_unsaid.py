@@ -1,11 +1,14 @@
-"""Settings of a fine-tune that nobody gave: they widen the interval, and giving them narrows it."""
+"""Settings of a fine-tune that nobody gave: they widen the interval, and giving them narrows it; and advice of fine-tunes."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from overspill.estimation.advice import Price, advice
 from overspill.estimation.api import Setting, of_job
 from overspill.job import Job, NamedModel
+from overspill.job.prepare.model import prepare
 
 pytest.importorskip("transformers")
 TOKENS, WORDS = 4 * 32, 1 << 16
@@ -25,3 +28,26 @@ def test_what_is_not_said_widens_the_interval_and_is_named() -> None:
     assert said.unsaid is None
     assert said.total_bytes == made.total_bytes
     assert said.total.high + made.unsaid.more == made.total.high
+
+
+def test_a_loss_in_chunks_is_the_same_loss_and_advice_has_it_beside_packed_sequences() -> None:
+    values = []
+    for job in (Job(MODEL, 4, "sgd"), Job(MODEL, 4, "sgd", loss_chunks=3)):
+        torch.manual_seed(0)
+        built = job.build()
+        prepare(built.module, job)
+        tokens = torch.arange(TOKENS).view(4, -1)
+        value = built.loss(built.module, tokens, tokens)
+        value.backward()
+        values.append((value.detach(), *(parameter.grad for parameter in built.module.parameters())))
+    torch.testing.assert_close(*values)
+    made = of_job(Job(MODEL, 4, "sgd", keep_outputs=False), Setting.of("t4"))
+    vain: dict[str, str] = {}
+    packed, *_, chunked = (one for one in advice(made, vain=vain.setdefault) if "tokens" in one.what + one.cost)
+    assert packed.price is Price.NOTHING
+    assert "--seq-len the mean length" in packed.cost
+    assert (
+        chunked.minimum_capacity_bytes
+        == of_job(Job(MODEL, 4, "sgd", loss_chunks=8), Setting.of("t4")).minimum_capacity_bytes
+    )
+    assert {why for what, why in vain.items() if "fused" in what} == {"saves less than one percent"}

@@ -49,6 +49,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "quantize": {"lora": 4, "quantize": "4bit"},
     "upcast": {"lora": 4, "quantize": "4bit", "dtype": "bfloat16", "upcast": False},
     "shift_logits": {"model": CAUSAL, "shift_logits": True},
+    "loss_chunks": {"model": CAUSAL, "loss_chunks": 4},
     "keep_outputs": {"keep_outputs": True},
     "offload_optimizer": {"offload_optimizer": True},
     "cudnn_benchmark": {"model": IMAGES, "cudnn_benchmark": True},

@@ -53,11 +53,8 @@ def advise(
 
         setting = Setting.of(gpu, job.allocator, None, torch, cuda)
         made, request = estimated(job, setting, narrator, compiled=False, quiet=json)
-        tried: list[str] = []
-        found = list(advise_on(made, narrator.now, tried.append))
-        # What was tried in vain is named too.
-        helpful = {advice.what for advice in found}
-        left_out = [what for what in dict.fromkeys(tried) if what not in helpful]
+        left_out: dict[str, str] = {}  # what was tried in vain, and why
+        found = list(advise_on(made, narrator.now, left_out.setdefault))
         fits = made.fits() or any(advice.fits for advice in found)
         request |= {"gpus": 1 if job.parallel is None else job.parallel.gpus}
         answer = advise_answer(request, made, found, left_out, time.perf_counter() - begun)

@@ -93,6 +93,7 @@ def estimate(
     quantize: str | None = None,
     upcast: bool | None = None,
     shift_logits: bool | None = None,
+    loss_chunks: int | None = None,
     keep_outputs: bool | None = None,
     offload_optimizer: bool = False,
     cudnn_benchmark: bool = False,
@@ -135,6 +136,7 @@ def estimate(
             bitsandbytes.
         upcast: Whether all that is not quantised is float32, as peft's `prepare_model_for_kbit_training` makes it. None: it is.
         shift_logits: Whether the loss of a causal model of transformers copies logits, as before its 4.50. None: it does not.
+        loss_chunks: Output layer and loss of such a model run in so many chunks of tokens, each computed again in backward.
         keep_outputs: Whether a step's outputs live until the next ones are there. None: they do not.
         offload_optimizer: The optimizer's state is on the host.
         cudnn_benchmark: cuDNN tries its engines.
@@ -159,8 +161,8 @@ def estimate(
         build, inputs, loss, batch, optimizer, dtype=dtype, accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
         set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, attention=attention,
         channels_last=channels_last, lora=lora, lora_targets=lora_targets, lora_dropout=lora_dropout, quantize=quantize,
-        upcast=upcast, shift_logits=shift_logits, keep_outputs=keep_outputs, offload_optimizer=offload_optimizer,
-        cudnn_benchmark=cudnn_benchmark, generate=generate,
+        upcast=upcast, shift_logits=shift_logits, loss_chunks=loss_chunks, keep_outputs=keep_outputs,
+        offload_optimizer=offload_optimizer, cudnn_benchmark=cudnn_benchmark, generate=generate,
     )  # fmt: skip
     return of_job(
         replace(job, batch=1) if isinstance(build, str) and batch is None else job, setting, compiled=compiled

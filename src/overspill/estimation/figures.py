@@ -23,7 +23,7 @@ from .demand import Demand, demand_of, served, survives
 from .draws import Draws, interval
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
-from .unsaid import LOADING, Unsaid, fine_tunes, unsaid
+from .unsaid import LOADING, Unsaid, unsaid
 
 # The ops of PyTorch, MXNet and TensorFlow that load cuDNN.
 _CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "Convolution", "Conv2D"})
@@ -144,7 +144,7 @@ class Figures:
         drawn = [self._served(demand).peak_device_bytes for demand in self.draws.demands()]
         unexplained = UNEXPLAINED if self._convolves else 0.0
         found = interval(self.replayed.peak_device_bytes, drawn, self.context + self.communication, unexplained)
-        if self.retrace is None or not fine_tunes(self.retrace.job):
+        if self.retrace is None or not self.retrace.job.fine_tunes:
             return found
         more, less = (self.unsaid.more, self.unsaid.less) if self.unsaid is not None else (0, 0)
         return replace(found, low=found.low - less, high=found.high + more + int(LOADING * found.central))

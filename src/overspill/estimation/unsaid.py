@@ -11,7 +11,7 @@ from typing import Any
 
 from overspill.capture.recording.recording import Recording
 from overspill.core.errors import RequestError
-from overspill.job import Job, NamedModel
+from overspill.job import Job
 
 from .advice.change import Retrace
 
@@ -35,18 +35,13 @@ def unsaid(retrace: Retrace, taken: int, taken_by: Callable[[Recording], int]) -
     `taken_by` are the bytes of a recording.
     """
     job = retrace.job
-    if not fine_tunes(job):
+    if not job.fine_tunes:
         return None
     more, less = _more(job), _less(job)
     most, raised = _with(retrace, more, taken, taken_by)
     least, lowered = _with(retrace, less, taken, taken_by)
     options = tuple(_option(name, (raised | lowered)[name]) for name in raised | lowered)
     return Unsaid(options, max(0, most - taken), max(0, taken - least)) if options else None
-
-
-def fine_tunes(job: Job) -> bool:
-    """Whether `job` trains a model of transformers."""
-    return job.trains and isinstance(job.model, NamedModel) and job.model.name.startswith("hf:")
 
 
 def _more(job: Job) -> dict[str, Any]:

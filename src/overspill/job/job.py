@@ -102,6 +102,10 @@ class Job:
         bool, None, "The loss copies the logits of all tokens but the last, as in transformers before 4.50.  [default: it does not]",
         flag="--shift-logits/--no-shift-logits",
     )  # fmt: skip
+    loss_chunks: int | None = way(
+        int, None, "Output layer and loss of a causal model of transformers in N chunks of tokens, each computed again in backward.",
+        metavar="N", positive=True,
+    )  # fmt: skip
     keep_outputs: bool | None = way(
         bool, None, "A step's outputs, logits included, live until the next step has others, as in `out = model(...)`.  [default: they do not]",
         flag="--keep-outputs/--no-keep-outputs",
@@ -170,6 +174,11 @@ class Job:
         return self.optimizer is not None or getattr(self.model, "loss", None) is not None
 
     @property
+    def fine_tunes(self) -> bool:
+        """Whether it trains a model of transformers."""
+        return self.trains and isinstance(self.model, NamedModel) and self.model.name.startswith("hf:")
+
+    @property
     def gradients(self) -> GradientOptions:
         """How a step accumulates and clips gradients."""
         return GradientOptions(self.accumulate, self.clip_norm, self.clip_value)
@@ -203,6 +212,8 @@ class Job:
              "targets and dropout are of adapters; add lora="),
             (self.quantize is None and self.upcast is not None, ["upcast", "quantize"],
              "upcast= is of what is not quantised; add quantize=, or leave it out"),
+            (self.loss_chunks and self.shift_logits, ["loss_chunks", "shift_logits"],
+             "a loss in chunks never has all logits, which the other copies; leave one of the two out"),
             (not 0 <= self.lora_dropout < 1, ["lora_dropout"],
              f"lora_dropout={self.lora_dropout} is no probability; give 0 or more, and less than 1"),
             (self.trains and self.generate, ["generate", "optimizer"], "generate= is for inference; leave the optimizer out"),
@@ -211,8 +222,8 @@ class Job:
              f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that are not sharded"),
             (self.quantize and kind == "fsdp", ["quantize", "parallel"],
              f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out"),
-            (kind == "tp" and (self.quantize or self.lora), ["parallel", *self.changed("quantize", "lora")],
-             "tp does not cut adapters and quantised weights here; leave lora= and quantize= out, or take ddp"),
+            (kind == "tp" and (self.quantize or self.lora or self.loss_chunks), ["parallel", *self.changed("quantize", "lora", "loss_chunks")],
+             "tp does not cut adapters, quantised weights and losses in chunks here; leave these out, or take ddp"),
         )  # fmt: skip
         if kind == "pp":
             refuse("not with pp here; leave that or pp out", self.changed(*refused_in(PIPELINE, self)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +26,7 @@ def advice_answer(advice: Advice) -> dict[str, Any]:
 
 
 def advise_answer(
-    request: dict[str, Any], made: Estimate, found: Sequence[Advice], left_out: Sequence[str], seconds: float
+    request: dict[str, Any], made: Estimate, found: Sequence[Advice], left_out: Mapping[str, str], seconds: float
 ) -> dict[str, Any]:
     """The JSON object of `overspill advise`."""
     return request | {
@@ -36,15 +36,15 @@ def advise_answer(
         "total_bytes": made.total_bytes,
         "fits": made.fits(),
         "changes": [advice_answer(advice) for advice in found],
-        "left_out": list(left_out),
+        "left_out": dict(left_out),
         "seconds": seconds,
     }
 
 
-def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[str]) -> RenderableType:
+def advise_report(made: Estimate, found: Sequence[Advice], left_out: Mapping[str, str]) -> RenderableType:
     """The verdict, and a table of the changes that help.
 
-    `left_out` is what was tried in vain.
+    `left_out` is what was tried in vain, and why.
     """
     fits = made.fits()
     # The job as it is, then the changes that help.
@@ -62,8 +62,11 @@ def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[st
     ]
     # What was tried without success.
     if left_out:
-        tried = "; ".join(left_out)
-        parts += ["", Text(f"Tried and left out, as it saves less than one percent or cannot be done here: {tried}.")]
+        for why in dict.fromkeys(left_out.values()):
+            parts += [
+                "",
+                Text(f"Tried and left out ({why}): {'; '.join(what for what in left_out if left_out[what] == why)}."),
+            ]
     if not found:
         parts.append(Text("Nothing that was tried makes it need less."))
     return Group(*parts)

@@ -22,17 +22,17 @@ _SHARDED = "overspill.train_step(…) of the model in fully_shard"
 def advise(
     estimate: Estimate,
     progress: Callable[[str], None] | None = None,
-    trial: Callable[[str], None] | None = None,
+    vain: Callable[[str, str], object] | None = None,
 ) -> Iterator[Advice]:
     """All that would help the job whose estimate this is, each piece tried: the cheapest first.
 
-    `progress` is told what is being done, and `trial` each change that is tried.
+    `progress` is told what is being done, and `vain` each change that was tried in vain, and why.
     """
     planner = None
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
         options = Options(device=estimate.device, software=estimate.software, estimated_bytes=estimate.total_bytes)
         planner = partial(_planned, job, options)
-    return advice(estimate, planner, progress, trial=trial)
+    return advice(estimate, planner, progress, vain=vain)
 
 
 def _can_plan(job: Job) -> bool:

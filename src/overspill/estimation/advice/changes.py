@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # the command line knows jobs before it pays for torch
 
 RANK = 16
 """The rank of the adapters that are advised: LoRA's papers and peft's examples have 8 to 64."""
+LOSS_CHUNKS = 8
+"""Chunks of tokens of a loss that is advised: as many as torchtune's losses have (`num_output_chunks`)."""
 _CONVOLUTIONS = frozenset({"convolution", "cudnn_convolution"})
 _NORMS_OF_BATCH = frozenset({"native_batch_norm", "cudnn_batch_norm", "_batch_norm_with_update"})
 
@@ -37,6 +39,11 @@ def changes(estimate: Figures, job: Job) -> Iterator[Change]:
         yield Change(
             "activation checkpointing of the repeated blocks",
             "their forward runs twice: up to a third more time, the same numbers", Price.TIME, {"checkpointing": True},
+        )  # fmt: skip
+    if job.fine_tunes and job.loss_chunks is None:
+        yield Change(
+            f"the loss in {LOSS_CHUNKS} chunks of tokens (--loss-chunks)",
+            "the output layer runs twice; a sum in another order", Price.TIME, {"loss_chunks": LOSS_CHUNKS, "shift_logits": None},
         )  # fmt: skip
     yield from _another_method(job)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """How many pieces of advice `overspill estimate` shows."""
+_LITTLE, _NOT_ENOUGH = "saves less than one percent", "does not fit yet"
 _LEAST_SAVING = 0.01  # of what the job needs; what saves less is told only where it decides
 _QUICK_TRIALS, _QUICK_OPS = 8, 60_000  # how many changes, and of how many recorded ops in all, a quick answer tries
 _GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest that could do
@@ -33,6 +34,8 @@ _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 Planner = Callable[[], Advice | None]
 Progress = Callable[[str], None]
+Vain = Callable[[str, str], object]
+"""Is told of a change, and why it does not help."""
 
 
 def advice(
@@ -40,20 +43,20 @@ def advice(
     planner: Planner | None = None,
     progress: Progress | None = None,
     *,
-    trial: Progress | None = None,
+    vain: Vain | None = None,
     quick: bool = False,
 ) -> Iterator[Advice]:
     """Changes that save at least one percent, cheapest first.
 
-    Each is tried; the last are several together. Where the job fits as it is, only those that cost neither results nor
+    Each is tried; the last are several together. Where the job surely fits as it is, only those that cost neither results nor
     hardware. `planner` plans the job within the device by Overspill; without it that advice has no figures. `progress`
-    is told what is being done, and `trial` each change that is tried. What is `quick` tries no more than takes a few
+    is told what is being done, and `vain` each change that was tried in vain, and why. What is `quick` tries no more than takes a few
     seconds, by count, and more GPUs not at all.
     """
-    yield from _Trials(estimate, progress or _nobody, trial or _nobody, quick).run(planner)
+    yield from _Trials(estimate, progress or _nobody, vain or _nobody, quick).run(planner)
 
 
-def _nobody(_: str) -> None:
+def _nobody(*_: str) -> None:
     """Ignore the message."""
 
 
@@ -63,15 +66,16 @@ class _Trials:
 
     estimate: Figures
     progress: Progress
-    trial: Progress
+    vain: Vain
     quick: bool
 
     def __post_init__(self) -> None:
         """Set up the choice of changes that are worth a try.
 
-        `solved`: the job fits, or has been found to fit with a change.
+        `sure`: it fits even if it takes all of its interval. `solved`: it fits, or has been found to fit with a change.
         """
         self.fits = self.estimate.fits()
+        self.sure = self.fits and self.estimate.total.high <= self.estimate.device.memory_bytes
         self.weights, self.state = _persistent(self.estimate)
         self.helpful: list[Change] = []
         self.expandable = False
@@ -85,9 +89,11 @@ class _Trials:
         retrace = self.estimate.retrace
         options = [] if retrace is None else list(changes(self.estimate, retrace.job))
         for price in Price:
-            if self.fits and price > Price.TIME:
+            if self.sure and price > Price.TIME:
                 return
-            if price is Price.TIME and not self.fits:
+            if price is Price.NOTHING:
+                yield from self._packed()
+            if price is Price.TIME and not self.sure:
                 yield from self._smaller_batch()
                 yield from self._planned(planner)
             yield from self._alone([change for change in options if change.price is price])
@@ -97,6 +103,19 @@ class _Trials:
         yield from self._another_gpu()
 
     # One change
+
+    def _packed(self) -> Iterator[Advice]:
+        """Packed sequences: what padding takes, of which nobody said how much there is."""
+        retrace, scaling, batch = self.estimate.retrace, self.estimate.scaling, self.estimate.batch
+        if retrace is None or scaling is None or not batch or batch == 1 or not retrace.job.fine_tunes:
+            return
+        if not any(op.name == "embedding" for op in self.estimate.recording.ops):  # it reads images
+            return
+        twice = scaling.minimum_capacity_bytes(2 * batch, self.estimate.outside_bytes)
+        tenth = (twice - self.estimate.minimum_capacity_bytes) // 10
+        if tenth > 0:
+            cost = f"nothing: faster. Each tenth of the tokens that is padding takes {format_bytes(tenth)}; give --seq-len the mean length"
+            yield Advice("sequences packed without padding, if texts differ in length", cost, Price.NOTHING)
 
     def _segments(self) -> Iterator[Advice]:
         """PyTorch's expandable segments, where they leave fewer holes."""
@@ -131,11 +150,11 @@ class _Trials:
             self.left -= 1
         # Record the changed job.
         self.progress(f"trying {what}")
-        self.trial(what)
         try:
             job = replace(edit(retrace.job), batch=batch)
             recording = retrace.record(job)
-        except OverspillError:  # the model has nothing of the kind, or does not bear it
+        except OverspillError as error:  # the model has nothing of the kind, or does not bear it
+            self.vain(what, f"not here: {error}")
             return None
         changed = replace(
             self.estimate, recording=recording, batch=batch, parallel=job.parallel, scaling=None,
@@ -147,6 +166,7 @@ class _Trials:
         """`changed` as advice, where the job needs less by it."""
         needed = changed.minimum_capacity_bytes
         if needed > (1 - _LEAST_SAVING) * self.estimate.minimum_capacity_bytes and (self.fits or not changed.fits()):
+            self.vain(what, _LITTLE)
             return None
         gpus = 1 if changed.parallel is None else changed.parallel.gpus
         self.solved |= changed.fits()
@@ -193,6 +213,8 @@ class _Trials:
             if found is not None and found.fits:
                 yield found
                 return
+            if found is not None:
+                self.vain(what, _NOT_ENOUGH)
             if micro == 1:
                 return
             split = min(2 * split, batch)
@@ -277,7 +299,10 @@ class _Trials:
         changed = self._changed(micro, edit, what, expandable=self.expandable)
         price = max((change.price for change in chosen), default=Price.TIME)
         found = None if changed is None else self._advice(changed, what, "that of each", price)
-        return found if found is not None and found.fits else None
+        if found is not None and not found.fits:
+            self.vain(what, _NOT_ENOUGH)
+            return None
+        return found
 
     # Other hardware
 
@@ -323,6 +348,8 @@ class _Trials:
             found = self._advice(changed, what, f"{gpus} of {device.name}", Price.HARDWARE)
             if found is not None and found.fits:
                 return found
+            if found is not None:
+                self.vain(what, _NOT_ENOUGH)
             gpus *= 2
         return None
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from overspill.core import Device
 from overspill.core.errors import RequestError
@@ -19,6 +20,7 @@ from overspill.models.step import convert, whole_dtype
 
 from .adapters import add_adapters, upcast
 from .checkpointing import checkpoint_blocks
+from .linear import heads
 from .quantized import quantize_weights
 
 # cuDNN's kernel keeps the same tensors for backward as flash attention does (see capture/fake_cuda/attention.py).
@@ -30,6 +32,7 @@ _KERNELS = {
 }
 EAGER = "eager"
 """Attention spelt out, as transformers has it too."""
+_IGNORED = -100  # the label of tokens that no loss is of
 
 
 def prepare(module: nn.Module, job: Job) -> None:
@@ -54,6 +57,8 @@ def prepare(module: nn.Module, job: Job) -> None:
         add_adapters(module, job.lora, job.lora_targets, job.lora_dropout)
     if job.checkpointing:
         checkpoint_blocks(module, () if isinstance(job.checkpointing, bool) else job.checkpointing)
+    if job.loss_chunks:
+        _loss_in_chunks(module, job.loss_chunks)
 
 
 def _as_transformers(module: nn.Module, job: Job) -> None:
@@ -66,12 +71,13 @@ def _as_transformers(module: nn.Module, job: Job) -> None:
                 fields=["attention"],
             )
         module.set_attn_implementation(EAGER)
-    if job.shift_logits:
+    for name in job.changed("shift_logits", "loss_chunks"):
         if getattr(module, "loss_type", "") != "ForCausalLM":
             raise RequestError(
-                f"shift_logits=: {type(module).__name__} is no causal language model of transformers; leave it out",
-                fields=["shift_logits"],
+                f"{name}=: {type(module).__name__} is no causal language model of transformers; leave it out",
+                fields=[name],
             )
+    if job.shift_logits:
         module.loss_function = _loss_of_shifted_logits
 
 
@@ -80,6 +86,34 @@ def _loss_of_shifted_logits(logits: Tensor, labels: Tensor, vocab_size: int, **_
     logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
     return F.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))
+
+
+def _loss_in_chunks(module: nn.Module, chunks: int) -> None:
+    """Let the output layer give its input on, and the loss run it for a chunk of tokens at a time.
+
+    Raises RequestError for a model that does more than scale its logits.
+    """
+    if getattr(module.config, "final_logit_softcapping", None):
+        raise RequestError(
+            f"loss_chunks=: {type(module).__name__} bends its logits before the loss; leave it out",
+            fields=["loss_chunks"],
+        )
+    (head,) = heads(module)
+    kind: Any = type(head)
+
+    def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(kind.forward(head, hidden).float(), targets, reduction="sum")
+
+    def loss(
+        logits: Tensor, labels: Tensor, **_: Any
+    ) -> Tensor:  # of the name that transformers gives what the layer returned
+        targets = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:].flatten()
+        parts = zip(logits.flatten(0, 1).chunk(chunks), targets.chunk(chunks), strict=True)
+        summed = torch.stack([checkpoint(loss_of, *part, use_reentrant=False) for part in parts]).sum()
+        return summed / (targets != _IGNORED).sum()
+
+    head.__class__ = type(kind.__name__, (kind,), {"forward": lambda _, hidden: hidden, "__module__": kind.__module__})
+    module.loss_function = loss
 
 
 def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
