@@ -277,9 +277,8 @@ def test_when_it_ends_nothing_of_it_is_left(door: str) -> None:
     assert [ref() for ref in made] == [None] * 3
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_record_of_some_steps_does_not_grow_in_forty(door: str) -> None:
-    loop = Loop(door)
+def test_a_record_of_some_steps_does_not_grow_in_forty() -> None:
+    loop = Loop("compile")
     loop.steps(2)
     with overspill.record(loop.trained, steps=2) as recording:
         loop.steps(4)
@@ -291,24 +290,6 @@ def test_a_record_of_some_steps_does_not_grow_in_forty(door: str) -> None:
         assert len(gc.get_objects()) < before + 200
     assert len(recording.step_seconds) == 2
     assert {change.step for change in recording.record.changes} <= {0, 1, 2}
-
-
-def test_recording_again_and_again_keeps_nothing() -> None:
-    loop = Loop("train_step")
-    loop.steps(2)
-
-    def once() -> None:
-        with overspill.record(loop.trained):
-            loop.steps(1)
-
-    for _ in range(3):
-        once()
-    gc.collect()
-    before = len(gc.get_objects())
-    for _ in range(10):
-        once()
-    gc.collect()
-    assert len(gc.get_objects()) < before + 50
 
 
 def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
@@ -329,9 +310,8 @@ def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
 # -- trouble
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_an_error_inside_ends_it_and_training_goes_on(door: str) -> None:
-    ours, plain = Loop(door), Loop(door)
+def test_an_error_inside_ends_it_and_training_goes_on() -> None:
+    ours, plain = Loop("compile"), Loop("compile")
     ours.steps(1)
     with pytest.raises(ValueError, match="the user's own"), overspill.record(ours.trained) as recording:  # noqa: PT012
         ours.steps(1)

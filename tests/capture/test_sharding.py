@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from overspill.capture.sharding import GATHER, SCATTER
@@ -17,16 +19,18 @@ from overspill.runtime.preview import captured, compare_job
 from overspill.simulate import check
 
 RANKS = 4
+MODEL = NamedModel("decoder:width=32,depth=2,heads=2,vocabulary=64,seq_len=8")
 H100 = load_device("h100")
 
 
-def rank(dtype: str = "float32", **options: object) -> Graph:
-    job = Job(NamedModel("gpt2", small=True), 2, "adamw", dtype, parallel=Parallel("fsdp", RANKS, **options))  # type: ignore[arg-type]
+@cache
+def rank(**options: object) -> Graph:
+    job = Job(MODEL, 2, "adamw", parallel=Parallel("fsdp", RANKS, **options))  # type: ignore[arg-type]
     return captured(job, Options(device=H100))[1]
 
 
 def test_a_rank_has_a_part_of_parameters_and_their_state_and_gathers_each_group_once() -> None:
-    alone = captured(Job(NamedModel("gpt2", small=True), 2, "adamw"), Options(device=H100, whole_step=True))[1]
+    alone = captured(Job(MODEL, 2, "adamw"), Options(device=H100, whole_step=True))[1]
     ours = rank()
     for kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE):
         whole, part = (sum(t.nbytes for t in g.tensors if t.kind is kind and t.persistent) for g in (alone, ours))
@@ -52,7 +56,7 @@ def test_updates_read_parts_and_all_else_reads_wholes() -> None:
 
 
 def test_comparisons_are_of_the_same_step() -> None:
-    job = Job(NamedModel("gpt2", small=True), 2, "adamw", parallel=Parallel("fsdp", RANKS))
+    job = Job(MODEL, 2, "adamw", parallel=Parallel("fsdp", RANKS))
     (row,) = compare_job(job, Options(device=H100), ["liveness"])
     assert row.plan is not None
     assert row.plan.peak_bytes == unmanaged_peak(rank(), H100)
@@ -67,8 +71,7 @@ def test_the_dtype_of_what_is_gathered_may_be_another() -> None:
 
 
 def test_the_unmanaged_step_gathers_again_what_the_program_does() -> None:
-    for again in (True, False):
-        graph = rank(reshard_after_forward=again)
+    for again, graph in ((True, rank()), (False, rank(reshard_after_forward=False))):
         made = Liveness().plan(graph, H100)
         gathered = [op for op in made.targets(Verb.RECOMPUTE) if graph.ops[op].name == GATHER]
         assert bool(gathered) is again

@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-import typer.main
 
-from overspill.cli import app, complete
+from overspill.cli import complete, group
 from overspill.devices import device_names
 from overspill.policies import POLICIES
 
@@ -55,7 +54,7 @@ def test_all_names_are_offered_where_none_is_begun() -> None:
 
 
 def test_every_command_completes_its_models_gpus_and_policies() -> None:
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    for name, command in group().commands.items():
         for parameter in command.params:
             if parameter.name in ("model", "words", "gpu", "policy", "policies", "optimizer", "placement", "store"):
                 takes_value = not getattr(parameter, "is_flag", False)

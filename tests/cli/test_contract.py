@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import subprocess
 import sys
@@ -53,31 +51,20 @@ def assert_units(value: Any, name: str = "") -> None:
 
 
 def test_plan_gives_the_keys_of_the_contract(overspill: Overspill) -> None:
-    done = overspill("plan alexnet --small --batch 16 --json --gpu titan-x --budget 100%")
+    done = overspill("plan alexnet --small --batch 16 --json --gpu titan-x")
     answer = done.answer
     assert done.code == 0
     assert answer.keys() >= PLAN_KEYS
     assert_units(answer)
     assert answer["feasible"] is True
     assert answer["gpu"] == "titan-x"
-    assert answer["device_bytes"] <= answer["budget_bytes"]
+    assert answer["device_bytes"] < answer["budget_bytes"] == 12_799_967_232  # all of the card
+    assert answer["offloaded_bytes"] == 0
     estimate = overspill("estimate alexnet --small --batch 16 --json --gpu titan-x").answer
     assert answer["unmanaged_device_bytes"] == estimate["total_bytes"]
     assert answer["peak_bytes"] < answer["reserved_bytes"] < answer["device_bytes"]
     assert answer["unmanaged_peak_bytes"] < answer["unmanaged_device_bytes"]
     assert sum(answer["breakdown"].values()) == answer["peak_bytes"]
-
-
-def test_an_infeasible_plan_gives_the_same_keys_and_the_floor(overspill: Overspill) -> None:
-    answer = overspill("plan alexnet --small --batch 16 --json --budget 1KiB").answer
-    assert answer.keys() >= PLAN_KEYS | {"floor_bytes", "cause"}
-    assert answer["peak_bytes"] is None
-
-
-def test_without_a_budget_the_whole_device_is_planned_for(overspill: Overspill) -> None:
-    answer = overspill("plan alexnet --small --batch 16 --json --gpu titan-x").answer
-    assert answer["device_bytes"] < answer["budget_bytes"] == 12_799_967_232
-    assert answer["offloaded_bytes"] == 0
 
 
 def test_train_gives_the_keys_of_the_contract_and_moves_what_it_planned(overspill: Overspill, store_dir: Path) -> None:
@@ -243,23 +230,3 @@ def test_help_and_lists_do_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_module_is_the_command_and_its_errors_are_one_line() -> None:
-    command = [sys.executable, "-m", "overspill", "train", "resnet50", "--batch", "2", "--budget", "12XB", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert json.loads(done.stdout)["exit_code"] == 2
-    assert done.stderr.startswith("error: '12XB' is not a size")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "overspill", "models"], stdout=write, stderr=subprocess.PIPE, text=True, check=False
-    )
-    os.close(write)
-    assert done.returncode == 0
-    assert done.stderr == ""

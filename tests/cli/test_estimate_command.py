@@ -54,12 +54,7 @@ def test_without_a_gpu_there_is_no_verdict_but_a_list_of_those_it_fits(overspill
 
 
 def test_what_does_not_fit_exits_with_1_and_says_what_would_help(overspill: Overspill) -> None:
-    job = "nets:shallow --batch 20000000 --optimizer adamw --gpu t4"
-    done = overspill(f"estimate {job}")
-    assert done.code == 1
-    assert done.out.splitlines()[0].startswith("does not fit: nets:shallow, batch 20000000, ")
-    assert "what would help, cheapest first:" in done.out
-    done = overspill(f"estimate {job} --json")
+    done = overspill("estimate nets:shallow --batch 20000000 --optimizer adamw --gpu t4 --json")
     assert done.code == 1
     assert done.answer["fits"] is False
     assert done.answer["minimum_capacity_bytes"] > done.answer["capacity_bytes"]
@@ -104,10 +99,10 @@ def test_options_of_sharding_and_of_generation(overspill: Overspill) -> None:
 @pytest.mark.parametrize(
     "allocator",
     [
-        *("tensorflow", "gtbm"),
+        "gtbm",
         *(
             pytest.param(a, marks=pytest.mark.long)
-            for a in ("mxnet", "chainer", "cnmem", "chunked", "best-fit", "buddy")
+            for a in ("tensorflow", "mxnet", "chainer", "cnmem", "chunked", "best-fit", "buddy")
         ),
     ],
 )
@@ -115,12 +110,6 @@ def test_other_allocators_take_at_least_what_is_requested(overspill: Overspill, 
     answer = overspill(f"estimate alexnet --small --batch 8 --allocator {allocator} --gpu t4 --json").answer
     assert answer["allocator"] == allocator
     assert answer["peak_requested_bytes"] <= answer["peak_reserved_bytes"]
-
-
-def test_a_users_own_model_is_estimated(overspill: Overspill) -> None:
-    answer = overspill("estimate nets:deep --batch 16 --json --gpu t4").answer
-    weights = 16 * (64 * 64 + 64) * 4
-    assert answer["breakdown"]["weights"] == weights
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,12 @@ from overspill.placement.snapshot import write_snapshot
 from overspill_papers.papers import Claim
 
 OUTSIDE_FAILURE = 3
-QUICK = ("models", "policies", "devices", "--help", "--version", "pack blocks.csv", "snapshot run.pickle")
+QUICK = ("models", "--version", "pack blocks.csv")
 SLOW = (
+    "policies",
+    "devices",
+    "--help",
+    "snapshot run.pickle",
     "estimate alexnet --small --batch 2",
     "estimate --script script.py",
     "plan nets:shallow --batch 4",
@@ -122,9 +126,6 @@ def test_a_mistake_keeps_its_exit_code_whatever_fails(how: str) -> None:
     ("redirection", "code", "said"),
     [
         (">/dev/full", 3, "error: cannot write to standard output: No space left on device\n"),
-        (">&-", 3, "error: cannot write to standard output: it is closed\n"),
-        (">/dev/full 2>&1", 3, ""),
-        (">/dev/null 2>&-", 0, ""),
         ("2>&- >&-", 3, ""),
         ("| true", 0, ""),
     ],
@@ -138,7 +139,7 @@ def test_in_a_process_of_its_own_nothing_comes_behind_that(redirection: str, cod
 # -- names
 
 NO_UTF8, ESCAPE = os.fsdecode(b"bad\xff"), "esc\x1b[31m\u202e"
-LOOP, LONG = "loop", "n" * 300
+LOOP = "loop"
 USES = (
     "pack {}",
     "snapshot {}",
@@ -152,9 +153,7 @@ USES = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [NO_UTF8, ESCAPE, LOOP, LONG, "n" * 100_000], ids=["bytes", "escape", "loop", "300", "1e5"]
-)
+@pytest.mark.parametrize("name", [NO_UTF8, ESCAPE, LOOP, "n" * 100_000], ids=["bytes", "escape", "loop", "long"])
 @pytest.mark.parametrize("use", USES)
 def test_a_name_that_is_no_file_is_one_short_harmless_line(overspill: Overspill, use: str, name: str) -> None:
     Path(LOOP).symlink_to(LOOP)

@@ -8,17 +8,16 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import typer.main
 from tests.cli.commands import Overspill
 
-from overspill.cli import app
+from overspill.cli import group
 from overspill.runtime.live.steps import PoolReport
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 HEAD, *_PARTS = TEXT.split("\n## ")
 SECTIONS = {part.partition("\n")[0]: part for part in _PARTS}
 LISTS = "models, policies, devices"
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = group().commands
 ASKED = {
     "estimate": "alexnet --small --batch 4 --gpu t4",
     "plan": "alexnet --small --batch 16 --budget 100% --gpu titan-x",

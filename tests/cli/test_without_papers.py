@@ -37,7 +37,7 @@ WORKING = (
     "--help",
     "models",
     "policies",
-    "compare alexnet --small --batch 2 --gpu t4 --policies liveness --placers all",
+    "compare alexnet --small --batch 2 --gpu t4 --policies liveness --placers pytorch",
 )
 
 

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.core import (
@@ -137,7 +137,11 @@ def test_a_noun_equals_itself_after_json(noun: type[Saved], data: st.DataObject)
     assert noun.from_json(example.to_json()) == example
 
 
+few = settings(max_examples=5)
+
+
 @every_noun
+@few
 @given(data=st.data())
 def test_a_noun_is_frozen(noun: type[Saved], data: st.DataObject) -> None:
     example = data.draw(NOUNS[noun])
@@ -167,6 +171,7 @@ def test_what_is_no_saved_noun_is_refused_by_name(noun: type[Saved], text: str |
 
 
 @every_noun
+@few
 @given(data=st.data())
 def test_a_noun_is_not_read_as_another(noun: type[Saved], data: st.DataObject) -> None:
     text = data.draw(NOUNS[noun]).to_json()

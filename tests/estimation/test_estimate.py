@@ -339,7 +339,7 @@ def test_a_request_that_cannot_be_met_gets_one_clear_line(call: object, says: st
 
 def test_a_fresh_estimate_leaves_torchs_compiler_and_its_shards_unimported() -> None:
     program = (
-        "import sys\nfrom overspill.cli import main\nmain(['estimate', 'resnet18', '--small', '--batch', '2'])\n"
+        "import sys\nfrom overspill.cli import main\nmain(['estimate', 'alexnet', '--small', '--batch', '2'])\n"
         "names = 'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'transformers', 'overspill.runtime', 'scipy'\n"
         "print('imported:', [name for name in names if name in sys.modules])\n"
     )

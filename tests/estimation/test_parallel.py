@@ -86,8 +86,17 @@ def test_the_breakdown_of_parallel_training_adds_up(parallel):
     assert estimate.breakdown["communication"] >= estimate.communication.central > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "horovod"])
+QUICK = {("ddp", "amp"), ("fsdp", "bfloat16"), ("horovod", "float32")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=() if (kind, dtype) in QUICK else pytest.mark.long)
+        for kind in ("ddp", "fsdp", "horovod")
+        for dtype in DTYPES
+    ],
+)
 def test_every_kind_runs_in_every_dtype(kind, dtype):
     assert recorded(Parallel(kind, 2), dtype=dtype, optimizer="adamw").iterations == ITERATIONS
 

@@ -185,11 +185,17 @@ def test_a_full_model_is_built_and_trained_under_fake_tensors(name: str) -> None
     [
         *[("alexnet", 63), ("alexnet", 256), ("vgg-a", 32), ("vgg-a", 300)],
         *[
-            pytest.param("densenet121", 32, marks=pytest.mark.long),
             ("inception-v3", 75),
-            ("inception-v3-aux", 224),
+            *(
+                pytest.param(*case, marks=pytest.mark.long)
+                for case in (
+                    ("densenet121", 32),
+                    ("inception-v3-aux", 224),
+                    ("inception-v4", 224),
+                    ("inception-resnet-v2", 75),
+                )
+            ),
         ],
-        *[("inception-v4", 224), ("inception-resnet-v2", 75)],
     ],
 )
 def test_another_image_size_changes_the_images_and_not_the_parameters(name: str, image_size: int) -> None:
@@ -242,7 +248,9 @@ def test_the_translator_attends_to_the_whole_source_and_not_ahead_in_the_target(
         assert all(not torch.equal(before[:, step], after[:, step]) for step in range(same, 6))
 
 
-@pytest.mark.parametrize(("name", "channels"), [("inception-v3", 2048), ("inception-v4", 1536)])
+@pytest.mark.parametrize(
+    ("name", "channels"), [("inception-v3", 2048), pytest.param("inception-v4", 1536, marks=pytest.mark.long)]
+)
 def test_an_inception_ends_in_maps_of_the_published_size(name: str, channels: int) -> None:
     with FakeTensorMode():
         module = load(name).module.eval()

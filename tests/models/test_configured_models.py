@@ -88,7 +88,9 @@ def test_without_transformers_hf_says_what_to_install(monkeypatch: pytest.Monkey
         load("hf:gpt2")
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize(
+    "name", [HUGGING_FACE[1], *(pytest.param(n, marks=pytest.mark.long) for n in HUGGING_FACE[::2])]
+)
 def test_a_causal_language_model_trains_by_its_own_loss_with_the_numbers_of_plain_pytorch(name: str) -> None:
     pytest.importorskip("transformers")
     job = Job(lambda: load(name, seq_len=8), 2, "adamw")
@@ -145,7 +147,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n[3:7] in ("t5,d", "deit") else n for n in KINDS]
+)
 def test_what_is_no_causal_language_model_is_made_and_trained_as_what_it_is(name: str) -> None:
     pytest.importorskip("transformers")
     job = load(name)

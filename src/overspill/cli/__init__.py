@@ -7,6 +7,7 @@ needs it, so that `overspill --help` and the lists answer at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with streams() as out:
         try:
             with _quiet(debug), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-                outcome = app(args=arguments, prog_name="overspill", standalone_mode=False)
+                outcome = group()(args=arguments, prog_name="overspill", standalone_mode=False)
             return _finish(outcome, as_json, out)
         except (KeyboardInterrupt, typer.Abort):
             return _fail(Failure("interrupted", INTERRUPTED), as_json)
@@ -122,9 +123,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(replace(failure, message=in_options(failure.message, _options_of(ours))), as_json)
 
 
+@functools.cache
+def group() -> typer.core.TyperGroup:
+    """All commands with their options, made once."""
+    made = typer.main.get_command(app)
+    assert isinstance(made, typer.core.TyperGroup)
+    return made
+
+
 def _options_of(arguments: Sequence[str]) -> set[str]:
     """The options of the command that was given, as it writes them."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = group().commands
     named = next((commands[word] for word in arguments if word in commands), None)
     return set() if named is None else {option for parameter in named.params for option in parameter.opts}
 

@@ -91,21 +91,20 @@ def test_a_loss_in_pieces_makes_nothing_as_large_as_the_scores_in_float32() -> N
     assert count(divided, aten.nll_loss_backward.default) > 8
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "reduction"), [(torch.float32, "mean"), (torch.bfloat16, "sum"), (torch.float64, "none")]
+)
 def test_the_loss_over_picked_scores_has_the_same_bits(dtype: torch.dtype, reduction: str) -> None:
     with always():
-        for rows, words in ((2, 3), (33, 1000), (1001, 17), (4097, 5)):
+        for rows, words, ignored in ((2, 3, -100), (33, 1000, 0), (1001, 17, -100), (4097, 5, 0)):
             given, targets = scores(rows, words, dtype)
-            for ignored in (-100, 0):
-                masked = targets.clone()
-                masked[:: 1 + rows // 3] = ignored
+            targets[:: 1 + rows // 3] = ignored
 
-                def step(given: Tensor, targets: Tensor, ignored: int = ignored) -> Tensor:
-                    return F.cross_entropy(given.float(), targets, ignore_index=ignored, reduction=reduction).sum()
+            def step(given: Tensor, targets: Tensor, ignored: int = ignored) -> Tensor:
+                return F.cross_entropy(given.float(), targets, ignore_index=ignored, reduction=reduction).sum()
 
-                _, divided = check(step, given, masked)
-                assert divided is not None
+            _, divided = check(step, given, targets)
+            assert divided is not None
 
 
 @pytest.mark.parametrize("function", [F.log_softmax, F.softmax])
@@ -163,10 +162,8 @@ STEPS: tuple[Step, ...] = (
 
 @pytest.mark.parametrize("step", STEPS)
 def test_other_readers_and_other_losses_keep_their_bits(step: Step) -> None:
-    given, targets = scores(510, 300, torch.bfloat16)
-    check(step, given, targets)
     with always():
-        check(step, given, targets)
+        check(step, *scores(510, 300, torch.bfloat16))
 
 
 def test_scores_that_are_masked_and_scaled_are_split_with_their_loss() -> None:
@@ -210,7 +207,7 @@ OPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, len(OPS) - 1), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 40), st.data())
 def test_random_chains_keep_their_bits(chosen: list[int], third: int, words: int, data: st.DataObject) -> None:
     read_again = data.draw(st.integers(0, len(chosen)))

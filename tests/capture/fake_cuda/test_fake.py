@@ -247,9 +247,8 @@ def recorded(model: str, optimizer: str, dtype: str = "float32") -> Recording:
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [
-        ("resnet18", "sgd"),
         ("gpt2", "adamw"),
-        *(pytest.param("resnet18", name, marks=pytest.mark.long) for name in optimizer_names() if name != "sgd"),
+        *(pytest.param("resnet18", name, marks=pytest.mark.long) for name in optimizer_names()),
         pytest.param("unet", "momentum", marks=pytest.mark.long),
         pytest.param("bert-base", "adam", marks=pytest.mark.long),
     ],

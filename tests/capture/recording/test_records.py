@@ -26,7 +26,9 @@ def job(model: str = "resnet18", dtype: str = "float32", batch: int = 2) -> Any:
     return program_of(Job(lambda: load(model, small=True), batch, "adamw", dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "amp"])
+@pytest.mark.parametrize(
+    "dtype", ["amp", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "bfloat16"))]
+)
 @pytest.mark.parametrize("model", [pytest.param("resnet18", marks=pytest.mark.long), "gpt2"])
 def test_two_recordings_of_one_program_are_equal(model: str, dtype: str) -> None:
     assert record(job(model, dtype)) == record(job(model, dtype))
