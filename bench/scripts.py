@@ -5,8 +5,8 @@
 
 DIR has checkouts of the scripts' repositories, each by its own name (`git clone --depth 1 https://github.com/OWNER/NAME` in
 it); nothing of them is part of this one. Data are tiny and made here, as a user would. Each script runs in a copy of its
-repository. Seconds are of the command, its start and the script's imports included. `make scripts-libraries` gets what they
-import.
+repository. Seconds are of the command, its start and the script's imports included: on the clock, and of processors, which
+other programs do not slow. `--only` with `--json` leaves the other rows of the record. `make scripts-libraries` gets what they import.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from paired import json_record
 from overspill.core.units import format_bytes
 
 LIBRARIES = Path(__file__).parents[1] / "build" / "definitions"
-SECONDS = 300
+SECONDS, LIMIT = 1200, 600
 # torchvision's wheel has operators of a CUDA build of torch, of which nothing can be known beside another.
 SITE = """
 import torch.library
@@ -67,11 +68,12 @@ class Outcome:
     total_bytes: int | None
     line: str
     seconds: float
+    cpu_seconds: float
 
     def shown(self) -> str:
         """The line that is printed."""
         total = "" if self.total_bytes is None else format_bytes(self.total_bytes)
-        return f"{self.name:28} {total:>10} {self.seconds:6.1f} s  {self.line}"
+        return f"{self.name:28} {total:>10} {self.seconds:6.1f} s, {self.cpu_seconds:5.1f} s of processors  {self.line}"
 
 
 def _text(folder: Path, names: tuple[str, ...]) -> None:
@@ -195,7 +197,7 @@ def estimated(script: Script, sources: Path, site: Path) -> Outcome:
     """Run the command on a copy of the script's repository."""
     repository = sources / script.repository.partition("/")[2]
     if not (repository / script.file).is_file():
-        return Outcome(script.name, None, f"{script.repository} has no {script.file} in {sources}", 0.0)
+        return Outcome(script.name, None, f"{script.repository} has no {script.file} in {sources}", 0.0, 0.0)
     with tempfile.TemporaryDirectory() as made:
         copy = Path(made) / repository.name
         shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
@@ -224,28 +226,34 @@ def estimated(script: Script, sources: Path, site: Path) -> Outcome:
             script.gpu,
             "--json",
             "--time-limit",
-            "200",
+            str(LIMIT),
         ]
-        started = time.perf_counter()
+        started, used = time.perf_counter(), _cpu_seconds()
         try:
             run = subprocess.run(
                 [*command, "--", *script.arguments.split()], cwd=folder, env=environment, capture_output=True, text=True,
                 timeout=SECONDS, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Outcome(script.name, None, f"no answer in {SECONDS} seconds", SECONDS)
-        seconds = round(time.perf_counter() - started, 1)
-    return _read(script.name, run, seconds)
+            return Outcome(script.name, None, f"no answer in {SECONDS} seconds", SECONDS, 0.0)
+        seconds = round(time.perf_counter() - started, 1), round(_cpu_seconds() - used, 1)
+    return _read(script.name, run, *seconds)
 
 
-def _read(name: str, run: subprocess.CompletedProcess[str], seconds: float) -> Outcome:
+def _cpu_seconds() -> float:
+    """What processors have spent on child processes that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _read(name: str, run: subprocess.CompletedProcess[str], seconds: float, cpu_seconds: float) -> Outcome:
     try:
         answer: dict[str, Any] = json.loads(run.stdout)
     except ValueError:
         answer = {"error": (run.stderr.strip().splitlines() or ["nothing was printed"])[-1]}
     if "total_bytes" in answer:
-        return Outcome(name, answer["total_bytes"], "", seconds)
-    return Outcome(name, None, str(answer.get("error")), seconds)
+        return Outcome(name, answer["total_bytes"], "", seconds, cpu_seconds)
+    return Outcome(name, None, str(answer.get("error")), seconds, cpu_seconds)
 
 
 def count(outcomes: list[Outcome]) -> None:
@@ -262,22 +270,25 @@ def main() -> None:
     parser.add_argument("--read", type=Path)
     options = parser.parse_args()
     if options.read:
-        outcomes = [Outcome(**row) for row in json.loads(options.read.read_text())["scripts"]]
-        print(*(one.shown() for one in outcomes), sep="\n")
-        count(outcomes)
+        read = [Outcome(**row) for row in json.loads(options.read.read_text())["scripts"]]
+        print(*(one.shown() for one in read), sep="\n")
+        count(read)
         return
     if options.sources is None:
         parser.error("--sources DIR: where the scripts' repositories are checked out")
     wanted = [script for script in SCRIPTS if not options.only or script.name in options.only.split(",")]
-    outcomes = []
+    outcomes = {}
+    if options.json and options.only and options.json.exists():
+        outcomes = {row["name"]: Outcome(**row) for row in json.loads(options.json.read_text())["scripts"]}
     with tempfile.TemporaryDirectory() as site:
         (Path(site) / "sitecustomize.py").write_text(SITE)
         for script in wanted:
-            outcomes.append(estimated(script, options.sources.resolve(), Path(site)))
-            print(outcomes[-1].shown(), flush=True)
-    count(outcomes)
-    if options.json:
-        options.json.write_text(json_record(torch.device("cpu"), scripts=[asdict(one) for one in outcomes]))
+            outcomes[script.name] = estimated(script, options.sources.resolve(), Path(site))
+            print(outcomes[script.name].shown(), flush=True)
+            rows = [outcomes[one.name] for one in SCRIPTS if one.name in outcomes]
+            if options.json:
+                options.json.write_text(json_record(torch.device("cpu"), scripts=[asdict(row) for row in rows]))
+    count(rows)
 
 
 if __name__ == "__main__":

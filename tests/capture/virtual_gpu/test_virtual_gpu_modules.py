@@ -216,3 +216,20 @@ def test_parameters_made_by_their_class_again_or_by_one_of_a_library(gpu: Virtua
     assert isinstance(layer.weight, Packed)
     assert layer.weight.is_cuda
     assert not layer.weight.requires_grad
+
+
+@pytest.mark.long
+def test_a_model_of_transformers_is_not_traced_and_so_has_no_mask(gpu: VirtualGpu) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).cuda()
+    model(input_ids=torch.randint(64, (2, 8)).cuda()).logits.sum().backward()
+    names = {op.name for op in gpu.recorder.recording().ops}
+    assert "where" not in names
+    assert {name for name in names if "attention" in name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -61,6 +62,11 @@ def torch_patches(recorder: Recorder) -> Patches:
         (Tensor, "type", _as_type(Tensor.type, recorder)),
         *_lazy(),
         (FakeTensor, "__deepcopy__", _deep_copy),
+        (
+            torch._subclasses,
+            "FakeTensor",
+            _FakeToTorch,
+        ),  # transformers, which asks whether it is traced, makes other masks then
         *((torch.cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "range_start", "range_end", "mark")),
         # Modules and initialisation.
         (nn.DataParallel, "scatter", _scatter),
@@ -74,6 +80,21 @@ def torch_patches(recorder: Recorder) -> Patches:
         (torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False),  # padded batches stay as they are
         (parametrizations, "_is_orthogonal", lambda *_, **__: False),  # no random matrix is
     ]
+
+
+class _Disguised(type(FakeTensor)):  # type: ignore[misc]
+    """Says of fake tensors that they are some to torch alone; to others they are tensors on a GPU."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return isinstance(value, FakeTensor) and asks in {"torch", "overspill"}
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, FakeTensor)
+
+
+class _FakeToTorch(FakeTensor, metaclass=_Disguised):
+    """What `torch._subclasses.FakeTensor` is meanwhile."""
 
 
 # --- Devices by number, tensors by type -------------------------------------------------------------------------------
