@@ -55,8 +55,11 @@ KNOWN: dict[tuple[str, str], Known] = {
     ("retinanet", "train_step-inductor"): Known(
         REFUSED, UNSUPPORTED, "it reads random numbers, which Inductor's kernels draw"
     ),
-    **{(name, "train_step-inductor"): DERIVED for name in ("forces", "gradient-penalty", "maml", "pinn")},
-    ("pinn", "compile-inductor"): DERIVED,
+    **{
+        (name, f"{way}-inductor"): DERIVED
+        for name in ("forces", "gradient-penalty", "maml", "pinn")
+        for way in ("compile", "train_step")
+    },
     **{("dlrm-sparse", f"{way}-inductor"): NO_SPARSE for way in ("compile", "train_step")},
     ("wav2vec2", "train_step-inductor"): Known(
         REFUSED,

@@ -67,14 +67,8 @@ def budget_of(job: Job, share: float, *, whole_step: bool) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "batch", "whole_step", "share"),
-    [
-        (DECODER, 16, False, 0.75),
-        (DECODER, 16, True, 0.75),
-        # AdamW's update of all parameters together is its peak: at that of backward, with larger batches, convolutions and
-        # batch norms of the CPU take and give back more inside one op than any plan knows of.
-        ("resnet18", 2, False, 0.98),
-        ("resnet18", 4, True, 0.75),
-    ],
+    # No convolutions: inside one op those of the CPU take and give back more than any plan knows of.
+    [(DECODER, 4, False, 0.97), (DECODER, 16, False, 0.75), (DECODER, 16, True, 0.75)],
 )
 def test_what_a_run_allocates_survives_on_a_card_of_exactly_the_budget(
     model: str, batch: int, whole_step: bool, share: float, tmp_path: Any

@@ -223,13 +223,7 @@ def test_what_backward_adds_to_gradients_is_planned(forward: Forward) -> None:
         behind_a_trained_layer,
         *(
             pytest.param(f, marks=pytest.mark.long)
-            for f in (
-                with_a_dummy,
-                with_a_frozen_start,
-                with_shared_weights,
-                with_dropout,
-                by_a_function_that_adds_to_grad,
-            )
+            for f in (with_a_dummy, with_a_frozen_start, with_shared_weights, with_dropout)
         ),
     ],
 )
