@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import factorial
+
 import pytest
 
 from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill_papers.papers import PAPERS, Claim, Lab, Paper, Result, claims_of, paper_named, results
+from overspill_papers.papers import PAPERS, Claim, Lab, Paper, Result, Workers, claims_of, paper_named, results
 
 every_paper = pytest.mark.parametrize("paper", PAPERS, ids=[paper.name for paper in PAPERS])
 
@@ -55,6 +57,17 @@ def test_a_policy_without_a_schedule_is_a_result_too() -> None:
 
     (result,) = results((Claim("p", "T", "w", "q", "1", 1.0, "x", compute),), Lab())
     assert (result.ours, result.ratio, result.agrees, result.trouble) == (None, None, False, "no room")
+
+
+def test_rows_come_in_order_though_processes_make_what_they_need() -> None:
+    def claim_of(number: int) -> Claim:
+        return Claim("p", "T", str(number), "q", "1", 1.0, "x", lambda lab: lab.workers.made("", factorial, number))
+
+    begun: list[str] = []
+    with Workers(begun.append) as workers:
+        found = results(tuple(map(claim_of, (5, 4, 5))), Lab(workers=workers))
+        assert [(result.claim.what, result.ours) for result in found] == [("5", 120), ("4", 24), ("5", 120)]
+    assert len(begun) == 2
 
 
 @pytest.mark.parametrize("name", ["vdnn", "VDNN", "micro16", "dymem", "hpdc20", "window", "adaptive-window"])

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import default_partition
 
 from overspill.capture.layers import readable_path
 from overspill.core import TensorKind
@@ -23,7 +22,7 @@ from overspill.core.errors import OverspillError
 
 from .casts import Casts
 from .graph import Captured, InputInfo, Surroundings, capture
-from .joint import JointGraph, copied
+from .joint import JointGraph
 from .kernels import eager_kernels
 from .pieces import in_pieces
 
@@ -31,13 +30,16 @@ SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
 """Other bytes on the device during the step, given a joint graph and the parameters that it reads."""
 
 
+class _Traced(BaseException):
+    """Ends a trace that has what it is for."""
+
+
 def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Iterator[Captured]:
     """The Graph of one training step, and its FX graph; `step(*batch)` returns the loss.
 
     Then, when it is asked for, the same in pieces of rows, if it has chains worth it.
 
-    Call it with a module and a batch of fake tensors, inside their FakeTensorMode: Dynamo's graph is called on them
-    once, which computes nothing. Raises OverspillError if nothing requires a gradient, and Dynamo's errors if the
+    Call it with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises OverspillError if nothing requires a gradient, and Dynamo's errors if the
     module is not a single graph.
     """
     found: list[tuple[JointGraph, list[InputInfo], Surroundings]] = []
@@ -46,11 +48,10 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
         inputs = describe_inputs(module, examples)
         parameters = [e for e in examples if isinstance(e, nn.Parameter)]
 
-        def partition(joint: fx.GraphModule, values: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-            # A copy: the partition that AOTAutograd goes on with may change the graph.
-            graph = JointGraph(copied(joint), num_fwd_outputs)
+        def partition(joint: fx.GraphModule, _values: Any, *, num_fwd_outputs: int, **_options: Any) -> NoReturn:
+            graph = JointGraph(joint, num_fwd_outputs)
             found.append((graph, inputs, surroundings_of(graph, parameters)))
-            return default_partition(joint, values, num_fwd_outputs=num_fwd_outputs, **options)
+            raise _Traced
 
         # Let AOTAutograd trace backward; its partition hands over the joint graph.
         with eager_kernels() as casts, leaves_told(module, examples, casts):
@@ -59,6 +60,8 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
     try:
         with torch._dynamo.config.patch(allow_rnn=True):
             torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
+    except _Traced:
+        pass  # nothing is split, compiled or run
     finally:
         torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some of them
     if not found:

@@ -35,10 +35,9 @@ def reproduce(
     chosen = papers.paper_named(paper)
     claims = papers.claims_of(chosen, table)
     found = []
-    with narrate() as narrator:
-        quiet_torch()
+    with narrate() as narrator, papers.Workers(narrator.now, quiet_torch) as workers:
         narrator.parts(len(claims))
-        lab = papers.Lab(narrator.now)
+        lab = papers.Lab(narrator.now, workers)
         for result in papers.results(claims, lab, chosen.instead):
             found.append(result)
             narrator.done()
@@ -47,7 +46,7 @@ def reproduce(
             from overspill.report.page import write_page
             from overspill_papers.report.pages.paper import paper_page
 
-            drawn = [(figure, figure.compute(lab)) for figure in figures_of(chosen.name, table)]
+            drawn = [(figure, workers.awaited(figure.compute, lab)) for figure in figures_of(chosen.name, table)]
             write_page(report, paper_page(chosen, found, drawn))
     # The JSON object.
     answer = {

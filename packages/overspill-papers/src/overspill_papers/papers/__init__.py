@@ -16,6 +16,7 @@ from .claim import Counts as Counts
 from .claim import Result as Result
 from .claim import results as results
 from .lab import Lab as Lab
+from .workers import Workers as Workers
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isclose
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from overspill.core.errors import InfeasibleBudget, RequestError
 
 from .lab import Lab
+from .workers import StillMadeError
 
 TOLERANCE = 0.15
 """How far ours may be from the paper's figure without a word."""
@@ -146,20 +148,34 @@ class Counts:
 
 
 def results(claims: tuple[Claim, ...], lab: Lab, instead: Mapping[str, str] = MappingProxyType({})) -> Iterator[Result]:
-    """Each claim's result, as it is found.
+    """Each claim's result, in their order.
 
     A policy that finds no schedule is a result too. `instead` names what stands in the place of the paper's mechanism
-    for `Result.without`.
+    for `Result.without`. Claims that need what is still being made are tried again.
     """
-    without = lab.instead_of(instead)
-    for claim in claims:
-        ours, trouble = _computed(claim, lab)
-        result = Result(claim, ours, trouble)
-        if claim.assumed and ours is not None:
-            result = replace(result, scaled=tuple(claim.compute(lab.scaled(scale)) for scale in SCALES))
-        if instead and result.counts and result.agrees:
-            result = replace(result, without=_computed(claim, without)[0])
-        yield result
+    without, found = lab.instead_of(instead) if instead else None, dict[int, Result]()
+    for first in range(len(claims)):
+        while first not in found:
+            for number, claim in enumerate(claims[first:], first):
+                if number not in found:
+                    with suppress(StillMadeError):
+                        found[number] = _result(claim, lab, without)
+                if first in found:
+                    break
+            else:
+                lab.workers.wait()
+        yield found[first]
+
+
+def _result(claim: Claim, lab: Lab, without: Lab | None) -> Result:
+    """The claim with our figure, and with that in the lab `without` the mechanism."""
+    ours, trouble = _computed(claim, lab)
+    result = Result(claim, ours, trouble)
+    if claim.assumed and ours is not None:
+        result = replace(result, scaled=tuple(claim.compute(lab.scaled(scale)) for scale in SCALES))
+    if without is not None and result.counts and result.agrees:
+        result = replace(result, without=_computed(claim, without)[0])
+    return result
 
 
 def _computed(claim: Claim, lab: Lab) -> tuple[float | None, str]:

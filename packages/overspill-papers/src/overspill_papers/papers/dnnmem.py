@@ -15,9 +15,9 @@ own errors, which are not ours to meet); Fig. 7 for PyTorch and TensorFlow, whos
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache, partial
-from itertools import accumulate, product
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain, product
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -61,7 +61,6 @@ def _inputs(model: str, batch: int, length: int | None) -> dict[str, tuple[int, 
     return {"data": (batch, 3, side, side), "softmax_label": (batch,)}
 
 
-@cache
 def _recording(framework: str, model: str, batch: int, length: int | None) -> Recording:
     """A step of a network as a framework runs it on the P40.
 
@@ -80,8 +79,22 @@ def _recording(framework: str, model: str, batch: int, length: int | None) -> Re
     return record(model, batch, length)
 
 
-def _estimate(framework: str, model: str, batch: int, length: int | None) -> Estimate:
-    return _of(_recording(framework, model, batch, length), framework, model, batch)
+@dataclass(frozen=True)
+class Figures:
+    """Bytes of a step on the P40: all of it, the context, and the most that is live at once in the last step."""
+
+    total: int
+    context: int
+    live: int
+
+
+def _figures(framework: str, model: str, batch: int, length: int | None) -> Figures:
+    estimate = _of(_recording(framework, model, batch, length), framework, model, batch)
+    return Figures(estimate.total_bytes, estimate.context_bytes, _steady_bytes(estimate.recording))
+
+
+def _estimated(framework: str, model: str, batch: int, length: int | None, lab: Lab) -> Figures:
+    return lab.workers.made(f"{framework}'s {model} ({batch})", _figures, framework, model, batch, length)
 
 
 def _of(recording: Recording, framework: str, model: str, batch: int) -> Estimate:
@@ -93,10 +106,10 @@ def _of(recording: Recording, framework: str, model: str, batch: int) -> Estimat
 def _total_gb(row: tables.Row, lab: Lab) -> float:
     """The memory that NVML would show."""
     if (row.framework, row.model) == ("TensorFlow", "LSTM"):
-        return _least_lstm_gb(row.batch_size)
+        return _least_lstm_gb(row.batch_size, lab)
     if _by_shapes(lab):
         return _shape_inference_gb(row, lab)
-    return _estimate(row.framework, row.model, row.batch_size, row.seq_len).total_bytes / GIB
+    return _estimated(row.framework, row.model, row.batch_size, row.seq_len, lab).total / GIB
 
 
 def _by_shapes(lab: Lab) -> bool:
@@ -104,7 +117,7 @@ def _by_shapes(lab: Lab) -> bool:
     return lab.replaced(_ESTIMATE) != _ESTIMATE
 
 
-def _least_lstm_gb(batch: int) -> float:
+def _least_lstm_gb(batch: int, lab: Lab) -> float:
     """What TensorFlow's LSTM takes at least, if it keeps for backward what its gradients are made of.
 
     Weights and their gradients, the steps of input, output and states, four gates a layer, and the context.
@@ -112,7 +125,7 @@ def _least_lstm_gb(batch: int) -> float:
     width, step = tables.LSTM_WIDTH, tables.LSTM_STEPS * batch * tables.LSTM_WIDTH
     weights = 2 * (2 * 4 * width * width + 2 * 4 * width)
     kept = step + 2 * (2 + 4) * step
-    context = _of(_recording("TensorFlow", "VGG16", 2, None), "TensorFlow", "LSTM", batch).context_bytes
+    context = _estimated("TensorFlow", "VGG16", 128, None, lab).context
     return (4 * (2 * weights + kept) + context) / GIB
 
 
@@ -125,11 +138,9 @@ def _category_gb(batch: int, category: str, lab: Lab) -> float:
         row = next(row for row in _ROWS if (row.framework, row.model) == ("TensorFlow", "VGG16"))
         inferred = _shape_inference_gb(replace(row, batch_size=batch), lab)
         return {"live tensors": inferred, "total": inferred}.get(category, 0.0)
-    made = _estimate("TensorFlow", "VGG16", batch, None)
-    live = _steady_bytes(made.recording)
-    return {
-        "live tensors": live, _RESERVED: made.total_bytes - made.context_bytes - live, "total": made.total_bytes
-    }[category] / GIB  # fmt: skip
+    made = _estimated("TensorFlow", "VGG16", batch, None, lab)
+    parts = {"live tensors": made.live, _RESERVED: made.total - made.context - made.live, "total": made.total}
+    return parts[category] / GIB
 
 
 def _steady_bytes(recording: Recording) -> int:
@@ -160,25 +171,21 @@ def _shape_inference_gb(row: tables.Row, lab: Lab) -> float:
 
 
 def _mean_error_percent(lab: Lab) -> float:
-    del lab
-    return _grid_error_percent()
+    """The mean error of Shape Inference against our estimate, for MXNet, over a grid of image sides and batches."""
+    of_models = (lab.workers.made(f"MXNet's {model}s", _grid_errors, model) for model in _GRID_MODELS)
+    return 100 * fmean(chain.from_iterable(of_models))
 
 
-@cache
-def _grid_error_percent() -> float:
-    """The mean error of Shape Inference against our estimate, for MXNet.
-
-    Over a grid of image sides and batches.
-    """
+def _grid_errors(model: str) -> list[float]:
     device, errors = load_device("p40"), []
-    for model, side, batch in product(_GRID_MODELS, _GRID_SIDES, _GRID_BATCHES):
+    for side, batch in product(_GRID_SIDES, _GRID_BATCHES):
         inputs = {"data": (batch, 3, side, side), "softmax_label": (batch,)}
         symbol = NETWORKS[model]()
         made = _of(record_symbol(symbol, inputs, device), "MXNet", model, batch)
         if made.total_bytes <= device.memory_bytes:
             inferred = _inferred_bytes(training_step(symbol, inputs, trains=False), batch_norm_in_place=False)
-            errors.append(1 - inferred / made.total_bytes)
-    return 100 * fmean(map(abs, errors))
+            errors.append(abs(1 - inferred / made.total_bytes))
+    return errors
 
 
 def _inferred_bytes(step: MxnetStep, *, batch_norm_in_place: bool) -> int:

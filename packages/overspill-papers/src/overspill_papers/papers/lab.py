@@ -1,7 +1,4 @@
-"""Compute claims: capture models once, plan on demand.
-
-Other batch sizes than those captured follow from them.
-"""
+"""Compute claims: capture each model once, at one batch from which all others follow, and plan on demand."""
 
 from __future__ import annotations
 
@@ -19,11 +16,15 @@ from overspill.simulate import check, simulate
 
 from .frameworks import as_layers
 from .run import PaperPool, PolicyRun
+from .workers import Workers
 
 if TYPE_CHECKING:
     from overspill.models import BuiltModel
 
 MIB = 1 << 20
+IMAGES = 1 << 32
+"""The batch at which steps are captured: more than any size that has no part of each image, so that the remainder of a size is
+that part of it, and the quotient what each image adds."""
 HALVINGS = 5
 """How often the range in which the largest budget lies is halved: to a 32nd of what is between floor and device."""
 
@@ -57,14 +58,15 @@ class Setting:
 class Lab:
     """Captured graphs and finished runs, cached.
 
-    `say` is called with what takes time. `scale` is by how much the paper's assumed constant is another.
+    `say` is called with what takes time, `workers` make what takes longest. `scale` is by how much the paper's assumed
+    constant is another.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda _: None, workers: Workers | None = None) -> None:
         self._say = say
+        self.workers = workers or Workers(say)
         self.scale = 1.0
         self._instead: Mapping[str, str] = {}
-        self._captured: dict[Setting, dict[int, Graph]] = {}
         self._graphs: dict[Setting, Graph] = {}
         self._runs: dict[tuple[Setting, str, int | None], PolicyRun] = {}
         self._within: dict[tuple[Setting, str, PaperPool], tuple[PolicyRun, int]] = {}
@@ -110,16 +112,15 @@ class Lab:
         return self._graphs[setting]
 
     def _made(self, setting: Setting) -> Graph:
-        graph = self._step(
-            Setting(
-                setting.model,
-                setting.batch,
-                image_size=setting.image_size,
-                whole_step=setting.whole_step,
-                batch_norm=setting.batch_norm,
-                optimizer=setting.optimizer,
-            )
+        step = Setting(
+            setting.model,
+            IMAGES,
+            image_size=setting.image_size,
+            whole_step=setting.whole_step,
+            batch_norm=setting.batch_norm,
+            optimizer=setting.optimizer,
         )
+        graph = at_batch(self.workers.made(f"capturing {setting.model}", _captured, step), setting.batch)
         # As the paper's framework runs it.
         if setting.layers:
             graph = as_layers(graph)
@@ -189,22 +190,6 @@ class Lab:
         except InfeasibleBudget as error:
             return error.floor_bytes
 
-    def _step(self, setting: Setting) -> Graph:
-        """PyTorch's graph of the step.
-
-        Two batch sizes are captured; all others lie on the line through them.
-        """
-        known = self._captured.setdefault(replace(setting, batch=0), {})
-        if setting.batch not in known:
-            first_two = list(known)[:2]
-            if len(first_two) == 2:
-                one, other = first_two
-                known[setting.batch] = between(known[one], known[other], one, other, setting.batch)
-            else:
-                self._say(f"capturing {setting.model} ({setting.batch})")
-                known[setting.batch] = _captured(setting)
-        return known[setting.batch]
-
 
 def network_wide_bytes(graph: Graph) -> int:
     """Bytes of vDNN's baseline, which reserves all at once.
@@ -259,36 +244,19 @@ def feature_extraction(graph: Graph) -> Graph:
     return replace(graph, tensors=tensors, ops=ops)
 
 
-def between(one: Graph, other: Graph, at: int, at_other: int, wanted: int) -> Graph:
-    """The graph at batch `wanted`, interpolated from two others.
+def at_batch(graph: Graph, batch: int) -> Graph:
+    """The step at `batch`, of `graph`, which was captured at IMAGES."""
 
-    `one` and `other` are the same step at two batches: every size is a line. Raises ValueError where the two do not
-    have the same ops.
-    """
+    def size(captured: int) -> int:
+        images, rest = divmod(captured, IMAGES)
+        return rest + images * batch
 
-    def line(first: int, second: int) -> int:
-        return first + (second - first) * (wanted - at) // (at_other - at)
-
-    # Sizes of tensors and ops are on that line.
-    def tensor(a: Tensor, b: Tensor) -> Tensor:
-        shape = tuple(line(x, y) for x, y in zip(a.shape, b.shape, strict=True))
-        return replace(a, nbytes=line(a.nbytes, b.nbytes), shape=shape)
-
-    def op(a: Op, b: Op) -> Op:
-        if (a.name, a.reads, a.writes) != (b.name, b.reads, b.writes):
-            raise ValueError(f"{one.name}: op {a.id} is {a.name} at batch {at} and {b.name} at batch {at_other}")
-        return replace(
-            a,
-            workspace_bytes=line(a.workspace_bytes, b.workspace_bytes),
-            flops=line(a.flops, b.flops),
-            moved_bytes=line(a.moved_bytes, b.moved_bytes),
-        )
-
-    return replace(
-        one,
-        tensors=tuple(tensor(a, b) for a, b in zip(one.tensors, other.tensors, strict=True)),
-        ops=tuple(op(a, b) for a, b in zip(one.ops, other.ops, strict=True)),
+    tensors = (replace(t, nbytes=size(t.nbytes), shape=tuple(map(size, t.shape))) for t in graph.tensors)
+    ops = (
+        replace(op, workspace_bytes=size(op.workspace_bytes), flops=size(op.flops), moved_bytes=size(op.moved_bytes))
+        for op in graph.ops
     )
+    return replace(graph, tensors=tuple(tensors), ops=tuple(ops))
 
 
 def _held_bytes(graph: Graph, kind: TensorKind) -> int:

@@ -1,0 +1,81 @@
+"""What takes longest, each made once: here, or by processes beside the one that computes the rows."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+AT_MOST = 4
+"""Processes, of half a GB each."""
+
+
+class StillMadeError(Exception):
+    """What was asked for is not there yet; ask again after `Workers.wait`."""
+
+
+class Workers:
+    """Makes things by functions of a module, each once.
+
+    `say` is called with what is begun. Outside of a `with` block they are made here and at once; inside of it by a process
+    for each core, which begins with `begin`, and asking for what is not there yet raises StillMadeError.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda _: None, begin: Callable[[], object] = gc.disable) -> None:
+        self._say = say
+        self._begin = begin
+        self._pool: ProcessPoolExecutor | None = None
+        self._futures: dict[tuple[Any, ...], Future[Any]] = {}
+
+    def __enter__(self) -> Self:
+        cores = len(os.sched_getaffinity(0))
+        self._pool = ProcessPoolExecutor(min(cores, AT_MOST), get_context("spawn"), _begun, (self._begin,))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def made(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+        """What `function` returns for `arguments`; `what` says it in words."""
+        key = function, *arguments
+        if key not in self._futures:
+            self._say(what)
+            if self._pool is None:
+                self._futures[key] = Future()
+                self._futures[key].set_result(function(*arguments))
+            else:
+                self._futures[key] = self._pool.submit(_made, function, *arguments)
+        made: Future[T] = self._futures[key]
+        if not made.done():
+            raise StillMadeError(what)
+        return made.result()
+
+    def awaited(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What `function` returns here, tried again until all that it asks for is there."""
+        while True:
+            try:
+                return function(*arguments)
+            except StillMadeError:
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait until one of the things that are being made is there."""
+        wait([future for future in self._futures.values() if not future.done()], return_when=FIRST_COMPLETED)
+
+
+def _begun(begin: Callable[[], object]) -> None:
+    begin()
+    # Tracing makes millions of objects: the collector would take a fifth of its time.
+    gc.disable()
+
+
+def _made(function: Callable[..., T], *arguments: Any) -> T:
+    made = function(*arguments)
+    gc.collect()
+    return made
