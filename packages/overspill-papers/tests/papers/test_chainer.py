@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from overspill.devices import load_device
 from overspill.job import Job
 from overspill.models import BuiltModel
+from overspill.placement import Events, replay
 from overspill.policies import policy_named
 from overspill.runtime.preview import step_graph
-from overspill_papers.papers import Lab, claims_of, paper_named, results
+from overspill_papers.papers import Lab, claims_of, paper_named, results, seq2seq
 from overspill_papers.papers.chainer import WORKSPACE_BYTES, as_chainer, held_bytes, inference_trace, training_trace
 
 
@@ -42,6 +43,23 @@ def test_training_keeps_every_map_to_the_end_of_backward() -> None:
 def test_the_optimum_of_alexnets_inference_is_the_papers_to_the_byte() -> None:
     claims = [c for c in claims_of(paper_named("placement"), "§5.2") if c.what.startswith("AlexNet")]
     assert [result.ours for result in results(tuple(claims), Lab())] == [10_169_344, 10_169_344]
+
+
+def test_translation_takes_gathered_weights_twice_in_the_pool_and_once_in_the_arena() -> None:
+    trace = seq2seq.inference(20)
+    weights = seq2seq.LSTM
+    scores = 4 * seq2seq.VOCABULARY
+    assert weights == 4 * sum(weight.numel() for weight in nn.LSTM(1024, 1024, 3, device="meta").parameters())
+    assert weights < trace.lower_bound_bytes < weights + 4 * scores
+    pool = replay(Events.of(trace), "chainer").peak_reserved_bytes
+    assert 2 * weights < pool < 2 * weights + 4 * scores
+
+
+def test_steps_in_turn_need_what_the_largest_needs() -> None:
+    steps = [seq2seq.training(lengths) for lengths in ([3, 4], [9, 1], [2])]
+    in_turn = seq2seq.in_turn(steps)
+    assert in_turn.lower_bound_bytes == max(step.lower_bound_bytes for step in steps)
+    assert len(in_turn.blocks) == sum(len(step.blocks) for step in steps)
 
 
 def test_chainers_examples_train() -> None:

@@ -1,0 +1,148 @@
+"""Chainer's example `seq2seq` in the blocks that it asks its pool for.
+
+Sentences of words on three layers of LSTM, by `examples/seq2seq/seq2seq.py` and `functions/connection/n_step_rnn.py` of
+Chainer: each call of cuDNN's LSTM gathers the weights of all layers in one block, 96 MiB, which lives as long as the call
+in inference, and to the end of backward in training. What cuDNN reserves for backward is taken to be the gates, the cell
+and the output of each layer; its workspace, of which nothing is published, to be nothing. Arrays of whole numbers but for
+the words found in inference, which stay until the sentence is whole, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from overspill.core import Block, Trace
+from overspill.placement.simulated_device import round_up
+from overspill_papers.placement.allocators.chainer import STEP_BYTES
+
+VOCABULARY, UNITS, LAYERS, GATES = 40_002, 1024, 3, 4
+LENGTHS, GENERATED = range(1, 50), 100
+"""Words of a sentence in training (`0 < len < 50` in the script), and in inference always (§5.3)."""
+ROW = 4 * UNITS
+"""Bytes of a word's state."""
+EMBEDDING = VOCABULARY * ROW
+LSTM = LAYERS * 2 * GATES * (UNITS + 1) * ROW
+"""Bytes of the weights and biases of an LSTM: for each gate of a layer two matrices."""
+WEIGHTS = (EMBEDDING, EMBEDDING, LSTM, LSTM, EMBEDDING + 4 * VOCABULARY)
+
+
+def held_bytes(*, training: bool) -> int:
+    """Bytes that are there before a step: weights, and in training gradients and the two moments of Adam."""
+    return sum(round_up(nbytes, STEP_BYTES) for nbytes in WEIGHTS) * (4 if training else 1)
+
+
+def in_turn(traces: Sequence[Trace]) -> Trace:
+    """The steps `traces`, one after another."""
+    blocks: list[Block] = []
+    for trace in traces:
+        begun = max((block.end for block in blocks), default=0)
+        blocks += [
+            replace(block, id=len(blocks) + block.id, start=begun + block.start, end=begun + block.end)
+            for block in trace.blocks
+        ]
+    return Trace(tuple(blocks))
+
+
+class _Step:
+    """Blocks as they are taken and given back."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._blocks: list[Block] = []
+        self._live: dict[int, tuple[int, int]] = {}
+
+    def take(self, *sizes: int) -> list[int]:
+        """New blocks of so many bytes."""
+        taken = []
+        for nbytes in sizes:
+            self._now += 1
+            self._live[self._now] = self._now, round_up(nbytes, STEP_BYTES)
+            taken.append(self._now)
+        return taken
+
+    def give(self, blocks: list[int]) -> None:
+        self._now += 1
+        for block in blocks:
+            start, nbytes = self._live.pop(block)
+            self._blocks.append(Block(block, start, self._now, nbytes))
+
+    @contextmanager
+    def taken(self, *sizes: int) -> Iterator[None]:
+        """Blocks that are given back at the end."""
+        blocks = self.take(*sizes)
+        yield
+        self.give(blocks)
+
+    def done(self) -> Trace:
+        """The trace, in which all that is left is given back."""
+        self.give([*self._live])
+        return Trace(tuple(sorted(self._blocks, key=lambda block: block.start)))
+
+
+def inference(words: int) -> Trace:
+    """The blocks of translating one sentence of so many words."""
+    step = _Step()
+    embedded = step.take(words * ROW)
+    state = step.take(LAYERS * ROW, LAYERS * ROW)
+    old, (state, outputs) = state, _inferred(step, words)
+    step.give([*old, *embedded, *outputs])
+    scores: list[int] = []
+    for _ in range(GENERATED):
+        embedded = step.take(ROW)
+        old, (state, outputs) = state, _inferred(step, 1)
+        step.give(old)
+        joined = step.take(ROW)
+        step.give(scores)  # those of the word before, until the variable is another
+        scores = step.take(4 * VOCABULARY)
+        step.take(4)  # the word found
+        step.give([*embedded, *outputs, *joined])
+    return step.done()
+
+
+def _inferred(step: _Step, words: int) -> tuple[list[int], list[int]]:
+    """The states and outputs of an LSTM of one sentence."""
+    turned = step.take(*[ROW] * words)
+    (cell,) = step.take(LAYERS * ROW)
+    with step.taken(words * ROW):
+        made = step.take(words * ROW)
+        with step.taken(LSTM):
+            (hidden,) = step.take(LAYERS * ROW)
+    outputs = step.take(words * ROW)
+    step.give([*turned, *made])
+    return [hidden, cell], outputs
+
+
+def training(lengths: Sequence[int], reserved: float = 1.0) -> Trace:
+    """The blocks of a step on sentences of these lengths, to whose translations a word is added, their end.
+
+    cuDNN reserves `reserved` times what is assumed.
+    """
+    step, states = _Step(), LAYERS * len(lengths) * ROW
+    read, written = sum(lengths), sum(lengths) + len(lengths)
+    step.take(read * ROW, written * ROW)  # embedded
+    step.take(states, states)
+    for words in (read, written):
+        step.take(words * ROW, states)
+        with step.taken(words * ROW):
+            step.take(words * ROW, LSTM, states, round(reserved * LAYERS * (GATES + 2) * words * ROW))
+        step.take(words * ROW)
+    scores = 4 * VOCABULARY * written
+    step.take(written * ROW, scores)
+    with step.taken(scores):
+        step.take(scores)
+    # Backward: of scores, of the last layer, and of both LSTMs with their embeddings.
+    with step.taken(scores):
+        gradient = step.take(written * ROW)
+        with step.taken(EMBEDDING):
+            pass
+    for words in (written, read):
+        with step.taken(words * ROW, words * ROW, states, states):
+            moved = step.take(words * ROW)
+            with step.taken(LSTM):
+                step.give(gradient)
+        gradient = [] if words == read else step.take(read * ROW)
+        with step.taken(EMBEDDING):
+            step.give(moved)
+    return step.done()
