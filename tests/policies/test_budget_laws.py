@@ -21,7 +21,7 @@ from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES, policy_named
 from overspill.simulate import simulate
 
-EXAMPLES = settings(max_examples=25, deadline=None)
+EXAMPLES = settings(max_examples=12, deadline=None)
 BY_THE_CLOCK = {"dymem"}  # where a transfer is awaited follows from the rates
 FIRST_THAT_FITS = {"vdnn-dynamic"}  # be it the slower one, as in its paper
 PAPERS = set(POLICIES) - {"auto"}

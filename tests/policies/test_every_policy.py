@@ -18,7 +18,7 @@ from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies import POLICIES, policy_named
 from overspill.simulate import check
 
-EXAMPLES = settings(max_examples=25, deadline=None)
+EXAMPLES = settings(max_examples=12, deadline=None)
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
 TRANSFERS = (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.PREFETCH, Verb.AWAIT_PREFETCH)
 

@@ -355,8 +355,7 @@ class Penalised(Smooth):
         return (first[:, 1] - second[:, 0]).square().mean()
 
 
-@pytest.mark.parametrize("budget", ["1GiB", "smallest"])
-@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize(("as_function", "budget"), [(False, "smallest"), (True, "1GiB")])
 def test_a_loss_with_gradients_in_it_is_planned_with_them(as_function: bool, budget: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -217,15 +217,9 @@ def test_what_backward_adds_to_gradients_is_planned(forward: Forward) -> None:
     Both(forward).train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "forward",
-    [
-        behind_a_trained_layer,
-        *(
-            pytest.param(f, marks=pytest.mark.long)
-            for f in (with_a_dummy, with_a_frozen_start, with_shared_weights, with_dropout)
-        ),
-    ],
+    "forward", [behind_a_trained_layer, with_a_dummy, with_a_frozen_start, with_shared_weights, with_dropout]
 )
 def test_with_inductor_what_backward_adds_to_gradients_is_that_of_stock(forward: Forward) -> None:
     Both(forward, lambda f: torch.compile(f, dynamic=False), backend="inductor", partition=1.0).train()

@@ -51,7 +51,10 @@ def test_every_optimizer_gives_the_bits_of_the_plain_loop(optimizer: str, way: s
     assert 0.98 * planned_peak(pair.step) - 4608 <= pair.step.tracker.peak_bytes <= planned_peak(pair.step)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [p if p in ("auto", "checkpoint", "vdnn-conv") else pytest.param(p, marks=pytest.mark.long) for p in POLICIES],
+)
 def test_every_policy_does_what_it_can_and_gives_the_bits_of_the_plain_loop(policy: str) -> None:
     model = Cnn if policy in ("superneurons-offload", "vdnn-conv") else Lm  # they move what convolutions read
     budget = SMALLEST if POLICIES[policy].plans_for_budget else "1GiB"
@@ -65,7 +68,7 @@ def test_every_policy_does_what_it_can_and_gives_the_bits_of_the_plain_loop(poli
     assert used == (POLICIES[policy].offloads, POLICIES[policy].recomputes)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_smallest_budget_keeps_most_tensors_in_the_store(accumulate: int) -> None:
     pair = Pair(Lm, gradients={"accumulate": accumulate}, options={"policy": "auto", "store": "disk"})
     pair.train(3)
@@ -76,7 +79,7 @@ def test_the_smallest_budget_keeps_most_tensors_in_the_store(accumulate: int) ->
     assert kinds >= {TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("resnet18", marks=pytest.mark.long), "gpt2"])
 def test_built_in_models_train_to_the_same_bits(name: str) -> None:
     torch.manual_seed(0)
     job = load(name, small=True)

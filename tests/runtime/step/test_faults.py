@@ -90,7 +90,9 @@ def train_with_failures(pair: Pair, store: Flaky, **failing: Any) -> None:
     assert same_bits(finish(pair, lambda: pair.step(*pair.inputs)), expected)
 
 
-@pytest.mark.parametrize(("model", "accumulate", "stride"), [(Mlp, 1, 2), (Mlp, 2, 5), (Lm, 1, 9)])
+@pytest.mark.parametrize(
+    ("model", "accumulate", "stride"), [(Mlp, 2, 5), pytest.param(Lm, 1, 9, marks=pytest.mark.long)]
+)
 def test_a_step_that_any_failing_transfer_stops_goes_on_with_the_same_bits(
     store: Flaky, model: Any, accumulate: int, stride: int
 ) -> None:

@@ -58,10 +58,7 @@ def test_a_step_has_the_bits_of_torch_compile_and_keeps_the_smallest_budget() ->
     assert pair.step.engine is not None
     assert pair.step.engine.offloaded_bytes > 0
     assert_within_budget(pair)
-    pair.train(1, tuple(i[:20] for i in pair.inputs))  # the last batch of an epoch
-    pair.train()
     pair.assert_same()
-    assert len(pair.step.plans) == 2
 
 
 @pytest.mark.long

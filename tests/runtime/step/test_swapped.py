@@ -67,7 +67,7 @@ def pair(
     "reads",
     [a_penalty, what_an_optimizer_holds, a_functional_call, second_derivatives, second_derivatives_of_the_model],
 )
-@pytest.mark.parametrize("budget", ["1GiB", "smallest"])
+@pytest.mark.parametrize("budget", ["1GiB", pytest.param("smallest", marks=pytest.mark.long)])
 def test_references_from_outside_are_followed(reads: Callable[[nn.Module], Loss], budget: str) -> None:
     plainly, step, differ = pair(reads, budget=budget)
     x = torch.rand(8, 2)

@@ -176,7 +176,11 @@ ASKED = {name.removeprefix("asks_"): loss for name, loss in list(globals().items
 BATCHES = [batch(1, full=True), batch(2), batch(3, full=True), batch(2, large=True), batch(1, full=True), batch(2)]
 
 
-@pytest.mark.parametrize("asked", ASKED)
+ALIKE = {"maximum", "one_element", "rows", "two_masks", "repeats", "lengths", "equality", "encoder"}
+"""What is asked as another of them does."""
+
+
+@pytest.mark.parametrize("asked", [pytest.param(a, marks=pytest.mark.long) if a in ALIKE else a for a in ASKED])
 def test_a_step_goes_the_way_that_its_values_lead_and_plans_each_way_once(asked: str) -> None:
     sides = Sides(ASKED[asked])
     for one in BATCHES:
@@ -188,11 +192,8 @@ def test_a_step_goes_the_way_that_its_values_lead_and_plans_each_way_once(asked:
     assert sides.step.peak_bytes <= max(plan.peak_bytes for plan in sides.step.plans)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [pytest.param(name, marks=pytest.mark.long) for name in ("classes", "mask_of_activations", "rows", "two_masks")]
-    + ["longest"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("asked", ["classes", "longest", "mask_of_activations", "rows", "two_masks"])
 def test_shapes_that_follow_from_values_are_planned_with_inductor(asked: str) -> None:
     sides = Sides(ASKED[asked], backend="inductor", partition=1.0, budget="smallest")
     stock = torch.compile(sides.loss, dynamic=False)
