@@ -7,6 +7,7 @@ Where it does not matter how good plans are, `auto` searches with a tenth of its
 import gc
 import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OVERSPILL_EFFORT", "0.1")
@@ -20,6 +21,14 @@ torch.set_num_threads(1)
 logging.getLogger("torch.__trace").propagate = True
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture
+def forget_compiled_code() -> Iterator[None]:
+    """Each test compiles for itself: Dynamo keeps what it compiles, and allows eight graphs a function."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def pytest_collection_finish() -> None:

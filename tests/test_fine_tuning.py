@@ -9,7 +9,7 @@ import copy
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,9 @@ from torch import Tensor, nn
 import overspill
 from overspill.runtime.training import same_bits
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forget_compiled_code")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "16_fine_tune.py"
 Batch = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def own_compilations() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_the_example_trains_evaluates_writes_and_resumes_with_the_same_bits(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,9 @@ from overspill.core.units import parse_bytes
 from overspill.errors import OverspillError
 from overspill.runtime.training import same_bits
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forget_compiled_code")]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Ran = tuple[list[float], dict[str, Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def own_compilations() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def same(one: Ran, other: Ran) -> bool:

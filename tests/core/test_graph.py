@@ -52,10 +52,6 @@ def test_consumers_are_the_readers_only(graph: Graph) -> None:
     assert graph.consumers == ((0, 4), (0, 5), (1, 2, 3, 4), (3,), (5,), (4,))
 
 
-def test_reference_counts_count_consumers(graph: Graph) -> None:
-    assert graph.reference_counts == (2, 2, 4, 1, 1, 1)
-
-
 def test_the_last_forward_use_ends_where_backward_starts(graph: Graph) -> None:
     assert [graph.last_forward_use(t) for t in range(6)] == [0, 0, 2, 2, None, None]
 

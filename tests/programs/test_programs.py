@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from tests.programs import IDENTICAL, PROGRAMS, REFUSED, harness, judge
 from tests.programs.expected import REFUSALS
 from tests.programs.harness import COMPILE, INDUCTOR, Budgeted, Made, Memory, Program
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 BY_INDUCTOR = (
     "gan", "vae", "dcgan", "diffusion", "tied-autoencoder", "vit", "convnext", "unet", "segmentation",
@@ -68,12 +69,6 @@ def nudged(_: Memory, model: nn.Sequential) -> nn.Sequential:
 def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(harness, "MOST_TRIED", 1)
     return lambda make=small: judge(Program("small", "a small program", make, (COMPILE,), 0.9), COMPILE).outcome
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def test_a_program_that_is_planned_is_identical(judged: Any) -> None:

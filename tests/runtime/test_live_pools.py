@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +19,8 @@ from overspill.runtime.live.pools import check_live
 from overspill.runtime.options import LIVE_PLACEMENTS, Options
 from overspill.runtime.training import train, train_plain
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 MIB = 1 << 20
 
 
@@ -27,12 +29,6 @@ def every_placement_quickly(quick: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "placement", [pytest.param(name, marks=() if name == quick else pytest.mark.long) for name in LIVE_PLACEMENTS]
     )
-
-
-@pytest.fixture(autouse=True)
-def _dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def net() -> nn.Module:

@@ -6,13 +6,11 @@ store, and stays within its peak. `test_exactness.py` of both folders have the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 from tests.models.variants import MODELS, OTHERS_AND_DEEP_LONG
 from tests.runtime.compiled.lowered import built_in, captured_step, check_schedule, moved_bytes
 from tests.runtime.schedules import drawn
@@ -22,13 +20,9 @@ from torch import Tensor, nn
 from overspill.core import Verb
 from overspill.runtime.transfer.stores import DiskStore, HostStore
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 MLP_AND_MORE = [Mlp, *(pytest.param(model, marks=pytest.mark.long) for model in (Cnn, Lm))]
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 class Loss(nn.Module):

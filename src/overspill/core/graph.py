@@ -221,11 +221,6 @@ class Graph(Saved):
                 found[tensor].append(op.id)
         return tuple(tuple(writers) for writers in found)
 
-    @cached_property
-    def reference_counts(self) -> tuple[int, ...]:
-        """For each tensor, the number of ops that read it (vDNN Fig. 3's Refcnt)."""
-        return tuple(len(readers) for readers in self.consumers)
-
     def last_forward_use(self, tensor: int) -> int | None:
         """The last forward op that reads or writes `tensor`, or None."""
         return max((op for op in self.uses[tensor] if self.ops[op].phase is Phase.FORWARD), default=None)

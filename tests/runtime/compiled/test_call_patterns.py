@@ -15,6 +15,8 @@ from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedErr
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 
 class Net(nn.Module):
     """Convolutions, batch norm, dropout and a residual: every kind of state and saved tensor."""
@@ -64,13 +66,6 @@ def train(model, call, x, y, steps: int = 3):
 
 def same(one, other) -> bool:
     return one[0] == other[0] and all(same_bits(v, other[1][k]) for k, v in one[1].items())
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

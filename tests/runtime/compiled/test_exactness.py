@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,11 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.stores import DiskStore, HostStore
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 State = dict[str, torch.Tensor]
 QUICK = ("resnet18", "lstm")
 """Those that do not wait for the long suite; `test_schedules.py` has more by any schedule."""
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def steps(

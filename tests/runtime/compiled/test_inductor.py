@@ -32,11 +32,7 @@ from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.training import same_bits
 
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 
 class Net(nn.Module):

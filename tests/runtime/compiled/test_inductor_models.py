@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, partial
 
 import pytest
@@ -18,13 +17,9 @@ from overspill.runtime import training as runs
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def training(model: str, optimizer: str) -> Job:

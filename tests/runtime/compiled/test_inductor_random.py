@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 
 import pytest
@@ -18,11 +18,7 @@ from overspill.core.errors import UnsupportedError
 from overspill.plans.plan import Plan
 from overspill.runtime.compiled.partitions import Partitioned
 
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 
 def in_loop(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Step]:

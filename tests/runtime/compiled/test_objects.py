@@ -7,7 +7,7 @@ import inspect
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +20,8 @@ from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError
 from overspill.core.units import format_apart
 from overspill.runtime.compiled.backend import backend_of
 from overspill.runtime.training import same_bits
+
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 
 class Net(nn.Module):
@@ -44,13 +46,6 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "torch.compile": lambda model: torch.compile(model, backend="overspill", options=dict(OPTIONS), dynamic=False),
 }
 either_way = pytest.mark.parametrize("compiled_by", WAYS.values(), ids=WAYS.keys())
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def made() -> Net:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -22,6 +22,8 @@ from overspill.runtime.compiled.pending import GraphKey, PendingCalls
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
+
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 STEPS = 4
 
@@ -68,13 +70,6 @@ class Recurrent(nn.Module):
 
 def images(seed: int, side: int = 32, count: int = 4) -> Tensor:
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # A pattern runs one step: `call(model)`, `count(batches)` from when live bytes are counted, `update()` at the end.

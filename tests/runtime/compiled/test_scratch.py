@@ -16,6 +16,8 @@ from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.stores import HostStore
 from overspill.simulate import check
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 LOSSES = {
     "mse": F.mse_loss,
     "smooth l1": F.smooth_l1_loss,
@@ -46,13 +48,6 @@ class Folded(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         images = [F.fold(patches * weight, (16, 16), 4, stride=2) for weight in self.weights]
         return torch.stack([image.square().mean() for image in images]).sum()
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def batch() -> tuple[Tensor, Tensor]:

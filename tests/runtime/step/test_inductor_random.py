@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import overspill
 from overspill.core.errors import UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 
 def stock(net: type[nn.Module], partition: float) -> list[Step]:
