@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console, RenderableType
 from tests.simulate.graphs import DEVICE, Build, with_lines
@@ -9,7 +11,7 @@ from tests.simulate.graphs import DEVICE, Build, with_lines
 from overspill.core import HOST, Graph, Phase, Stall, TensorKind, Timeline
 from overspill.placement.place import place
 from overspill.plans.plan import Plan, make_plan
-from overspill.report.plan import peak_of, plan_report, waiting
+from overspill.report.plan import peak_of, plan_report, step_notes, waiting
 from overspill.simulate import trace_of
 
 
@@ -92,6 +94,13 @@ def test_the_report_shows_names_with_brackets_and_labels_times_as_simulated() ->
     ]
     assert len(times) == 6
     assert "Times are simulated, not measured." in text
+
+
+def test_a_policy_whose_paper_moves_all_tensors_says_when_it_moves_feature_maps_alone() -> None:
+    whole = replace(step(), whole_step=True)
+    noted = [step_notes(make_plan(graph, DEVICE, "window:window=0", 1 << 20)) for graph in (step(), whole)]
+    assert [note.startswith("window moves feature maps alone here") for (note,) in noted] == [True, False]
+    assert not step_notes(plan())
 
 
 def test_waiting_is_told_by_what_it_is_for() -> None:

@@ -18,7 +18,6 @@ from .plan import NO_LIMIT_BYTES, Plan, make_plan
 
 BASELINE = "oracle"
 """What slowdowns are relative to: it has all the memory and the fastest algorithms."""
-FEATURE_MAPS_ALONE = "moves feature maps alone here; with --whole-step all tensors, as in its paper"
 BOUNDS = 7
 """At how many budgets the bound is proven for its curve, closer to one another where it bends: where there is little memory."""
 
@@ -196,8 +195,7 @@ def compare(
         if progress is not None:
             progress(name)
         row = _row(graph, device, policy, budget, times, cards[name], best)
-        note = FEATURE_MAPS_ALONE if policy.moves_all and not graph.whole_step else None
-        rows.append(replace(row, baseline_seconds=baseline.step_seconds, note=note))
+        rows.append(replace(row, baseline_seconds=baseline.step_seconds, note=policy.note_on(graph)))
     return in_order(rows)
 
 

@@ -23,6 +23,7 @@ from .parameters import Parameter, flag, spelled_parameters
 
 MEMORY_OPTIMAL = flag("m", "memory_optimal", "every op takes its algorithm of least workspace, the papers' (m)")
 """A parameter of all policies."""
+FEATURE_MAPS_ALONE = "moves feature maps alone here; with --whole-step all tensors, as in its paper"
 
 
 class Policy(ABC):
@@ -65,6 +66,10 @@ class Policy(ABC):
     def __str__(self) -> str:
         """The name with its parameters."""
         return self.spelled()
+
+    def note_on(self, graph: Graph) -> str | None:
+        """What one must know of its plans of `graph`, if anything."""
+        return FEATURE_MAPS_ALONE if self.moves_all and not graph.whole_step else None
 
     def plan(
         self, graph: Graph, device: Device, budget_bytes: int | None = None, times: MeasuredTimes | None = None

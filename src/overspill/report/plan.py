@@ -14,6 +14,7 @@ from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timel
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
+from overspill.policies import POLICIES, policy_named
 from overspill.runtime.options import store_bytes
 from overspill.simulate import check
 
@@ -91,13 +92,16 @@ def card_notes(plan: Plan) -> list[str]:
     return [f"{worst}; `overspill estimate` counts the likeliest, of plain PyTorch."]
 
 
-def whole_step_notes(plan: Plan) -> list[str]:
-    """Notes for readers of a plan of the whole step.
+def step_notes(plan: Plan) -> list[str]:
+    """Notes for readers of a plan on what may move in its step.
 
-    They say what is in the store between steps, and which updates wait for a gradient norm.
+    Of a whole step they say what is in the store between steps, and which updates wait for a gradient norm; else whether
+    the policy's paper moves more than feature maps.
     """
     if not plan.graph.whole_step:
-        return []
+        name = plan.schedule.policy.partition(":")[0]
+        note = policy_named(name).note_on(plan.graph) if name in POLICIES else None
+        return [f"{name} {note}."] if note else []
     stored = stored_by_kind(plan)
     parts = ", ".join(f"{_plural(kind)} {format_bytes(nbytes)}" for kind, nbytes in stored.items())
     notes = [f"between steps the store has {parts}" if stored else "between steps all is on the device"]
@@ -127,7 +131,7 @@ def plan_report(plan: Plan, peak: PlannedPeak, placed: Placed, title: str, note:
         printed(_largest(plan.graph, peak)),
         "",
         Text(f"Times are simulated, not measured. {_verdict(plan)}"),
-        *map(Text, [*card_notes(plan), *whole_step_notes(plan)]),
+        *map(Text, [*card_notes(plan), *step_notes(plan)]),
     ]
     return Group(*parts, *([Text(note)] if note else []))
 

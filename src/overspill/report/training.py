@@ -22,7 +22,7 @@ from overspill.runtime.options import Options, placed
 from overspill.runtime.training import Run, same_bits
 
 from .listing import count, format_flops, percent
-from .plan import stored_by_kind, whole_step_notes
+from .plan import step_notes, stored_by_kind
 from .tables import Column, Table, Unit, printed
 
 
@@ -188,7 +188,7 @@ def _times_of(count: int) -> str:
 
 def _whole_step(trained: Trained) -> list[str]:
     """Notes that apply to a plan of the whole step only."""
-    notes = whole_step_notes(trained.plan)
+    notes = step_notes(trained.plan)
     parameters = trained.plan.graph.bytes_of(TensorKind.PARAMETER)
     if trained.plan.graph.whole_step and parameters > trained.plan.budget_bytes:
         notes.append(

@@ -11,7 +11,7 @@ from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import count, percent
 from overspill.report.page import Column, Figure, Page, Section, Table, Unit, Verdict, step
-from overspill.report.plan import card_notes, figures_table, peak_of, peak_table, too_small, whole_step_notes
+from overspill.report.plan import card_notes, figures_table, peak_of, peak_table, step_notes, too_small
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -19,7 +19,7 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
 
     Its blocks are where `placer` puts them (None: PyTorch's caching allocator).
     """
-    notes = ("Times and memory are simulated, not measured.", *card_notes(plan), *whole_step_notes(plan))
+    notes = ("Times and memory are simulated, not measured.", *card_notes(plan), *step_notes(plan))
     tables = (*_swaps(plan), peak_table(plan, peak_of(plan)), figures_table(plan))
     sections: tuple[Section, ...] = (step(plan, placer), _beside(plan), *tables)
     return Page(title, plan_verdict(plan), sections, notes)
