@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.models.variants import OTHERS_AND_DEEP_LONG, OTHERS_LONG
+from tests.models.variants import OTHERS_LONG, others_long
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -171,7 +171,7 @@ def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> 
     assert torch.equal(loss, expected)
 
 
-@pytest.mark.parametrize("name", OTHERS_AND_DEEP_LONG)
+@pytest.mark.parametrize("name", others_long("alexnet", "resnet18", "unet", "lstm", "gpt2"))
 def test_a_full_model_is_built_and_trained_under_fake_tensors(name: str) -> None:
     with FakeTensorMode():
         job = load_or_skip(name)

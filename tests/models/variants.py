@@ -11,15 +11,11 @@ LIKE_ANOTHER = {
 }  # fmt: skip
 """Models that are longer or wider than another, but not of other parts."""
 MODELS = [name for name in names() if name not in ALIASES]
-DEEP = {
-    "resnet50", "resnet32-cifar", "densenet121", "overfeat", "vgg-c", "googlenet", "inception-v3", "inception-v4", "inception-resnet-v2",
-    "deeplabv3plus", "pix2pixhd", "bert-base", "seq2seq",
-}  # fmt: skip
-"""Models of many ops or large ones, whose parts others have too: they are trained in the long suite."""
 OWN = [name for name in MODELS if name not in LIKE_ANOTHER]
 OTHERS_LONG = [pytest.param(name, marks=pytest.mark.long if name in LIKE_ANOTHER else ()) for name in MODELS]
 """All models, those like another in the long suite."""
 
-OTHERS_AND_DEEP_LONG = [
-    pytest.param(name, marks=pytest.mark.long if name in LIKE_ANOTHER | DEEP else ()) for name in OWN
-]
+
+def others_long(*short: str) -> list[object]:
+    """Models of parts of their own, all but the `short` ones in the long suite."""
+    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in OWN]

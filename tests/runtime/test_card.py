@@ -289,7 +289,7 @@ def test_what_is_reserved_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPa
     assert len(asked) == 7
 
 
-@pytest.mark.parametrize("whole_step", [False, True])
+@pytest.mark.parametrize("whole_step", [pytest.param(False, marks=pytest.mark.long), True])
 def test_both_doors_look_at_what_is_reserved(whole_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int | None] = []
     monkeypatch.setattr(ReservedWatch, "look", lambda _, planned, where: looks.append(planned()))

@@ -15,13 +15,8 @@ SMALL = "decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=64"
 @pytest.mark.parametrize(
     ("model", "batch", "optimizer", "gpu", "dtype"),
     [
-        (
-            DECODER,
-            16,
-            "sgd",
-            "rtx4090",
-            "amp-bfloat16",
-        ),  # attention with dropout, which the CPU computes by other kernels
+        # Attention with dropout, which the CPU computes by other kernels.
+        (DECODER, 16, "sgd", "rtx4090", "amp-bfloat16"),
         # The update, which CUDA makes for all parameters together.
         pytest.param(DECODER, 1, "adamw", "h100", "float32", marks=pytest.mark.long),
         pytest.param("gpt2", 8, "sgd", "rtx4090", "float32", marks=pytest.mark.long),
@@ -48,8 +43,11 @@ def test_what_a_job_takes_unmanaged_is_one_number(model: str, batch: int, optimi
 
 @pytest.mark.parametrize(
     "how",
-    [{"lora": 4, "checkpointing": True}]
-    + [pytest.param(how, marks=pytest.mark.long) for how in ({}, {"accumulate": 2}, {"attention": "math"})],
+    [{}]
+    + [
+        pytest.param(how, marks=pytest.mark.long)
+        for how in ({"lora": 4, "checkpointing": True}, {"accumulate": 2}, {"attention": "math"})
+    ],
 )
 def test_every_command_says_the_same_of_the_unmanaged_step(how: dict[str, Any]) -> None:
     job: dict[str, Any] = {"optimizer": "adamw", "batch": 4, "device": "t4", **how}

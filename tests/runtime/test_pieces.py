@@ -102,8 +102,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-2)
 
 
+SHORT = ("usual, not tied", "with z-loss")
+
+
 @pytest.mark.parametrize("rows", [37, pytest.param(64, marks=pytest.mark.long)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [c if c in SHORT else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_the_smallest_budget_gives_the_bits_of_plain_pytorch_within_the_plan(case: str, rows: int) -> None:
     plain, whole, compiled = three(case)
     expected = trained(plain, rows, adam(plain))
@@ -137,20 +140,16 @@ def test_pieces_lie_at_planned_addresses() -> None:
     step.close()
 
 
-def floors(case: str, rows: int) -> tuple[int, int]:
-    """The smallest budgets of a whole step and of a compiled model."""
-    _, whole, compiled = three(case)
+def floor_of_a_step() -> int:
+    _, whole, _ = three("usual, in bfloat16")
     step = overspill.train_step(whole, lambda m, *given: m(*given), adam(whole), store="host")
-    session = Session(budget="smallest", store="host")
-    trained(overspill.compile(compiled, session=session), rows, adam(compiled))
-    return step.smallest_budget(*batch(rows)), session.plans[0].peak_bytes
+    return step.smallest_budget(*batch(64))
 
 
 def test_the_floor_falls_where_the_loss_holds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    within = floors("usual, in bfloat16", 64)
+    less = floor_of_a_step()
     monkeypatch.setattr(pieces, "SHARE", 0)  # one piece
-    for less, more in zip(within, floors("usual, in bfloat16", 64), strict=True):
-        assert less < 0.7 * more
+    assert less < 0.7 * floor_of_a_step()
 
 
 def test_a_plan_in_pieces_is_compared_with_the_step_of_plain_pytorch() -> None:

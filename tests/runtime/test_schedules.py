@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.models.variants import MODELS, OTHERS_AND_DEEP_LONG
+from tests.models.variants import MODELS, others_long
 from tests.runtime.compiled.lowered import built_in, captured_step, check_schedule, moved_bytes
 from tests.runtime.schedules import drawn
 from tests.runtime.step.whole_steps import Cnn, Lm, Mlp, Pair, batch_for, cross_entropy, made, planned_peak
@@ -36,7 +36,7 @@ class Loss(nn.Module):
         return cross_entropy(self.model, x, y)
 
 
-@pytest.mark.parametrize("model", OTHERS_AND_DEEP_LONG)
+@pytest.mark.parametrize("model", others_long("resnet18", "lstm", "gpt2"))
 def test_a_model_by_compile(model: str, tmp_path: Path) -> None:
     step, random = captured_step(*built_in(model)), Random(MODELS.index(model))
     for store in (HostStore(), HostStore(), DiskStore(tmp_path)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.variants import OWN
+from tests.models.variants import others_long
 from tests.runtime.compiled.lowered import built_in
 
 from overspill.capture.compiled.graph import HANDLE_BYTES
@@ -25,8 +25,6 @@ from overspill.runtime.transfer.stores import DiskStore, HostStore
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 State = dict[str, torch.Tensor]
-QUICK = ("resnet18", "lstm")
-"""Those that do not wait for the long suite; `test_schedules.py` has more by any schedule."""
 
 
 def steps(
@@ -46,9 +44,7 @@ def steps(
     return losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    "model", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OWN]
-)
+@pytest.mark.parametrize("model", others_long("resnet18"))  # test_schedules.py has more by any schedule
 def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, tmp_path: Path) -> None:
     module, batch = built_in(model)
     plain, start = copy.deepcopy(module), copy.deepcopy(module.state_dict())
