@@ -287,15 +287,16 @@ def test_adapters_beside_weights_in_few_bits_are_trained(bits: str, dtype: str) 
     assert alive(recording)[TensorKind.GRADIENT] == 2 * 4 * 4 * sum(map(sum, LINEAR))
 
 
-def test_a_layer_of_8_bits_keeps_its_input_and_one_of_4_bits_does_not() -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_of_8_bits_keeps_its_input_and_one_of_4_bits_does_not(checkpointing: bool) -> None:
+    how: dict[str, Any] = {"lora": 4, "lora_targets": "qkv", "upcast": False, "dtype": "bfloat16"}
     four, eight = (
-        kept_for_backward(gpt2("sgd", lora=4, lora_targets="qkv", quantize=q, upcast=False, dtype="bfloat16"))
-        for q in (FOUR_BITS, EIGHT_BITS)
+        kept_for_backward(gpt2("sgd", quantize=q, checkpointing=checkpointing, **how)) for q in (FOUR_BITS, EIGHT_BITS)
     )
     # Of attention and the first layer of the MLP the normalised stream, of its last the hidden values; attention's
-    # output is kept anyway, and nothing before the first adapter has a gradient.
+    # output is kept anyway unless blocks are checkpointed, and nothing before the first adapter has a gradient.
     stream, hidden = (2 * 2 * TOKENS * width for width in (64, 256))
-    assert eight - four == 2 * (stream + hidden) + stream
+    assert eight - four == 2 * (stream + hidden) + stream + (2 * stream if checkpointing else 0)
 
 
 @pytest.mark.long

@@ -128,7 +128,8 @@ class _Product8bit(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: Linear8bit) -> Tensor:
         """The product of int8 rows, in int32 and then dequantised."""
         ctx.layer = layer
-        ctx.save_for_backward(x)
+        # As bitsandbytes has it (`ctx.tensors`), and not saved: so checkpoints without reentrance do not give it up.
+        ctx.x = x if ctx.needs_input_grad[0] else None
         rows = x.reshape(-1, x.shape[-1])
         half = rows.to(torch.float16)
         outliers = half.abs() >= 6.0
@@ -148,7 +149,7 @@ class _Product8bit(torch.autograd.Function):
         """The gradient of `x`."""
         if not ctx.needs_input_grad[0]:
             return None, None
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.x
         layer: Linear8bit = ctx.layer
         weight = layer.weight.to(x.dtype).mul_(layer.SCB.unsqueeze(1).mul(1 / 127))
         rows = grad.reshape(-1, grad.shape[-1]).to(x.dtype)
