@@ -173,7 +173,8 @@ with torch.no_grad():
     for (x,) in data:
         seen += model(x.cuda()).argmax(1).sum().item() >= 0
     for _ in range(50):
-        model(torch.randn(4, 64).cuda())
+        with torch.autocast("cuda"):  # which keeps casts of the weights
+            model(torch.randn(4, 64).cuda())
 print('batches', seen)
 """
     found = record_script(write(MODEL + evaluation + "for step in range(20):" + STEP))

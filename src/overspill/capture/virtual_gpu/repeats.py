@@ -130,7 +130,8 @@ class Repeats:
         returned = original(module, *args, **kwargs)
         outputs = _Outputs.of(returned)
         # If it left anything else on the device, a cache or a list, it may do so each time.
-        if outputs is None or self._recorder.live_bytes - before != sum(outputs.nbytes):
+        left = self._recorder.live_bytes - before
+        if outputs is None or not 0 <= left - sum(outputs.nbytes) <= _casts(module):
             self._seen.pop(key, None)
         elif seen == outputs:
             self._times[key] += 1
@@ -167,6 +168,14 @@ class Repeats:
                 yield batch
 
         return batches
+
+
+def _casts(module: nn.Module) -> int:
+    """Bytes of weights that autocast may keep until it ends; 0 outside it."""
+    if not (torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()):
+        return 0
+    itemsize = torch.get_autocast_dtype("cuda").itemsize
+    return sum(itemsize * parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def _is_observed(module: nn.Module) -> bool:
