@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from overspill.models import BuiltModel, load
 from overspill.models.step import TrainingStep
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 
 def load_or_skip(name: str, *, small: bool = False) -> BuiltModel:
     if name.startswith("bert"):

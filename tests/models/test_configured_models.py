@@ -22,6 +22,8 @@ from overspill.runtime.options import Options
 from overspill.runtime.preview import preview
 from overspill.runtime.training import train, train_plain
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 TINY = "decoder:width=32,depth=2,heads=4,vocabulary=50,seq_len=8"
 LAYERS = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,vocab_size=97"
 HUGGING_FACE = (

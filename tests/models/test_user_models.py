@@ -13,6 +13,8 @@ from overspill.core.errors import RequestError
 from overspill.models import load
 from overspill.models.step import TrainingStep
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
 HEADER = """
 import torch
 from torch import nn

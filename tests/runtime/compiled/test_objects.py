@@ -260,7 +260,7 @@ HOOKS: dict[str, Callable[[Net, Log], Any]] = {
 
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.long) if " " in k else k for k in HOOKS])
 def test_hooks_do_what_they_do_in_plain_training_whenever_they_were_registered(kind: str, late: bool) -> None:
     logs: list[Log] = []
     losses = []

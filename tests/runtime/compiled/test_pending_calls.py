@@ -179,7 +179,6 @@ SAID = "ignore:this step calls a model"
     [
         (siamese, "smallest"),
         (different_shapes, 0.6),
-        (real_and_fake, "1300KiB"),
         *(pytest.param(p, b, marks=pytest.mark.long) for p in PATTERNS for b in ("smallest", 0.6, "1300KiB")),
     ],
 )

@@ -95,6 +95,7 @@ print("went on")
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_a_free_after_an_error_of_the_device_does_not_end_the_process(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -191,7 +191,9 @@ def test_parameters_can_be_frozen_and_thawed() -> None:
     pair.assert_same()
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw", "adagrad", "rmsprop"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(o, marks=pytest.mark.long) for o in ("momentum", "adagrad", "rmsprop"))]
+)
 def test_slices_give_the_bits_of_the_whole(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(updates.SLICE_BYTES, "cpu", 100)  # a row and a bit
     pair = Pair(Mlp, OPTIMIZERS[optimizer], {"clip_norm": 0.5})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
+from tests.runtime.compiled.test_objects import pickled, saved
 from tests.runtime.step.whole_steps import OPTIMIZERS, Cnn, Mlp, Pair, differences, made
 from torch import Tensor, nn
 
@@ -25,17 +24,6 @@ def pair() -> Pair:
     found.train(2)
     assert found.step._state.residency.away()
     return found
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def through_parameters(model: nn.Module) -> nn.Module:

@@ -360,7 +360,7 @@ def test_collections_during_a_step_cannot_see_half_of_it_and_finalizers_of_other
             assert "\n" not in str(outcome)
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", [r if r == "state_dict" else pytest.param(r, marks=pytest.mark.long) for r in READS])
 def test_an_unfinished_step_says_so_to_all_and_a_closed_or_dropped_one_shows_its_values(read: str) -> None:
     pair = small()
     pair.step.synchronize()  # nothing is away, and no guard would ask for that reason
