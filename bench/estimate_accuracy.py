@@ -9,7 +9,7 @@ says how to put them beside this environment. Every row is traced anew and repla
 What was measured differs: xMem's rows are NVML's use above a first sample that has the bare CUDA context in it, so the
 prediction is the peak of reserved memory and the kernels loaded while running; DNNMem's rows are all of NVML's use.
 
-What is fitted to xMem's rows (`estimate_calibration.py`) is fitted anew for each family of networks without its rows, so
+What is fitted to xMem's rows (`--fitted` prints it) is fitted anew for each family of networks without its rows, so
 that no constant is judged by a row that it was set on; DNNMem's rows, and chosen models, are judged with the code's constants.
 `in the interval` is the share of rows in their interval of nine in ten, beside the median width of these intervals.
 `--memtracker` asks torch's own MemTracker of xMem's rows too, which follows fake tensors on the CPU, counts live tensors and
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from estimate_calibration import Case, left_out, of_code
+from estimate_calibration import Case, left_out, of_code, print_constants
 from ground_truth import dnnmem, jobs
 from torch import device as torch_device
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -194,8 +194,12 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Save results there.")] = None,
     memtracker: Annotated[bool, typer.Option("--memtracker", help="Ask MemTracker too.")] = False,
     read: Annotated[Path | None, typer.Option(help="Print the table of a record, and trace nothing.")] = None,
+    fitted: Annotated[bool, typer.Option("--fitted", help="Print the constants that fit the rows instead.")] = False,
 ) -> None:
     """Print the error of every row, and of all."""
+    if fitted:
+        print_constants()
+        return
     if read is not None:
         print(table(json.loads(read.read_text())["summaries"]))
         return

@@ -1,10 +1,8 @@
 """The constants that estimates have from measurements: which engines cuDNN takes, the kernels that a job loads, the rest.
 
-    python bench/estimate_calibration.py
-
-traces the measured jobs of `ground_truth/xmem.csv` and prints the constants that fit all of them, as the code has them:
-SHARES and UNEXPLAINED of `costs/engines.py`, `kernels` and `cudnn_kernels` of `costs/context.toml`. For the table of
-accuracy, `estimate_accuracy.py` fits them anew without the networks that it judges.
+They are fitted to the jobs of `ground_truth/xmem.csv`: SHARES and UNEXPLAINED of `costs/engines.py`, `kernels` and
+`cudnn_kernels` of `costs/context.toml`. For the table of accuracy, `estimate_accuracy.py` fits them anew without the
+networks that it judges.
 """
 
 from __future__ import annotations
@@ -182,7 +180,7 @@ def left_out(cases: Sequence[Case]) -> Iterator[tuple[Case, Constants]]:
                 yield case, constants
 
 
-def main() -> None:
+def print_constants() -> None:
     """Print the constants that fit all rows, and how they vary as a family is left out."""
     cases = [Case(row) for row in jobs.load()]
     for family in ("", *dict.fromkeys(case.family for case in cases)):
@@ -191,7 +189,3 @@ def main() -> None:
         for name, bytes_ in (("kernels", found.kernels), ("cudnn_kernels", found.cudnn_kernels)):
             print(f"    {name}: {bytes_.low >> 20}, {bytes_.central >> 20}, {bytes_.high >> 20} MiB")
         print(f"    freed late: {found.freed_late}")
-
-
-if __name__ == "__main__":
-    main()
