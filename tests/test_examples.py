@@ -1,4 +1,4 @@
-"""Every example runs as it stands; those of which a test of another kind does the same run in the long suite."""
+"""Every example runs as it stands."""
 
 import subprocess
 import sys
@@ -9,13 +9,10 @@ import pytest
 RECIPES = ("09_hf_trainer", "10_lightning", "11_accelerate", "16_fine_tune")  # held to what they print by other tests
 FOUND = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
 EXAMPLES = [path for path in FOUND if path.stem not in RECIPES]
-QUICK = ("01_one_line",)
 
 
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.long, id=path.stem) for path in EXAMPLES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

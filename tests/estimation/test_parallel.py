@@ -76,7 +76,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("parallel", KINDS, ids=str)
+@pytest.mark.parametrize("parallel", [*KINDS[::4], *(pytest.param(k, marks=pytest.mark.long) for k in KINDS)], ids=str)
 def test_the_breakdown_of_parallel_training_adds_up(parallel):
     estimate = estimated(parallel)
     assert sum(estimate.breakdown.values()) == estimate.total_bytes

@@ -50,7 +50,7 @@ def test_a_model_by_compile_at_planned_addresses(model: str) -> None:
         check_schedule(step, random, HostStore(), in_arena=True)
 
 
-@pytest.mark.parametrize(("model", "scratch_bytes"), [(Mlp, 0), (Lm, 4096)])
+@pytest.mark.parametrize(("model", "scratch_bytes"), [(Mlp, 0), pytest.param(Lm, 4096, marks=pytest.mark.long)])
 def test_a_small_model_by_train_step_at_planned_addresses(model: type[nn.Module], scratch_bytes: int) -> None:
     with drawn(0) as policy:
         pair = Pair(model, options={"policy": policy, "placement": "planned", "budget": "4MiB"})
@@ -91,7 +91,7 @@ def check_steps(pair: Pair, schedules: int, scratch_bytes: int = 0) -> None:
     pair.step.close()
 
 
-@pytest.mark.parametrize("model", [Mlp, Cnn, Lm])
+@pytest.mark.parametrize("model", MLP_AND_MORE)
 def test_a_small_model_by_train_step(model: type[nn.Module]) -> None:
     with drawn(0) as policy:
         check_steps(Pair(model, options={"policy": policy}), 12)

@@ -99,7 +99,7 @@ def test_evaluation_runs_between_steps() -> None:
         assert torch.allclose(compiled(x), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("as_it_is", [False, True])
+@pytest.mark.parametrize("as_it_is", [pytest.param(False, marks=pytest.mark.long), True])
 def test_backward_twice_with_retain_graph(as_it_is: bool) -> None:
     model = Net()
     with nullcontext() if as_it_is else torch._functorch.config.patch(donated_buffer=False):

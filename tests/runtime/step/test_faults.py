@@ -373,6 +373,7 @@ def test_a_compiled_model_can_have_checksums_too(monkeypatch: pytest.MonkeyPatch
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_a_checkpoint_outlives_a_process_that_is_killed_within_a_step(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import torch

@@ -52,6 +52,7 @@ def assert_within_budget(pair: Pair) -> None:
     assert planned - measured <= 0.2 * planned
 
 
+@pytest.mark.long
 def test_a_step_has_the_bits_of_torch_compile_and_keeps_the_smallest_budget() -> None:
     pair = compiled()
     pair.train(2)
