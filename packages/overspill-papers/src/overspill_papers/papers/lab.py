@@ -69,6 +69,7 @@ class Lab:
         self._instead: Mapping[str, str] = {}
         self._graphs: dict[Setting, Graph] = {}
         self._runs: dict[tuple[Setting, str, int | None], PolicyRun] = {}
+        self._floors: dict[tuple[Setting, str], int] = {}
         self._within: dict[tuple[Setting, str, PaperPool], tuple[PolicyRun, int]] = {}
 
     def instead_of(self, instead: Mapping[str, str]) -> Lab:
@@ -185,10 +186,13 @@ class Lab:
 
     def floor_bytes(self, setting: Setting, policy: str | Policy) -> int:
         """The least budget for which `policy`, which plans for budgets, finds a schedule."""
-        try:
-            return self.run(setting, policy, 1).peak_bytes
-        except InfeasibleBudget as error:
-            return error.floor_bytes
+        key = setting, self.replaced(str(policy))
+        if key not in self._floors:
+            try:
+                self._floors[key] = self.run(setting, policy, 1).peak_bytes
+            except InfeasibleBudget as error:
+                self._floors[key] = error.floor_bytes
+        return self._floors[key]
 
 
 def network_wide_bytes(graph: Graph) -> int:
