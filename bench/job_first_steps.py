@@ -60,25 +60,30 @@ def _cpu_seconds() -> float:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The medians of seconds, a row a job, in Markdown; in brackets, over those of torch.compile, round by round."""
-    taken: dict[tuple[str, int], dict[str, list[float]]] = {}
+    """The medians of seconds and of CPU seconds, a row a job, in Markdown; in brackets, over torch.compile's, round by round."""
+    taken: dict[tuple[str, int], dict[str, list[Row]]] = {}
     for row in rows:
         found = taken.setdefault((row["job"], row["layers"]), {}).setdefault(row["side"], [])
-        found += [row["seconds"]] if "seconds" in row else []
+        found += [row] if "seconds" in row else []
     lines = [f"| job | layers | {' | '.join(SIDES)} |", f"|---|---|{'---|' * len(SIDES)}"]
     for (job, layers), sides in taken.items():
-        lines.append(f"| {job} | {layers} | {' | '.join(_cells(sides))} |")
+        lines.append(f"| `{job}` | {layers} | {' | '.join(_cells(sides))} |")
     return "\n".join(lines)
 
 
-def _cells(sides: dict[str, list[float]]) -> Iterator[str]:
+def _cells(sides: dict[str, list[Row]]) -> Iterator[str]:
     for side in SIDES:
-        seconds = sides.get(side, [])
-        theirs = sides.get(AGAINST.get(side.partition("-")[0], ""), [])
-        if not seconds:
-            yield "refused" if side in sides else ""
-        elif theirs:
-            ratio = statistics.median(ours / other for ours, other in zip(seconds, theirs, strict=False))
-            yield f"{statistics.median(seconds):.1f} s ({ratio:.2f})"
+        ours, theirs = sides.get(side, []), sides.get(AGAINST.get(side.partition("-")[0], ""), [])
+        if side not in sides:
+            yield "not run"
+        elif not ours:
+            yield "refused"
         else:
-            yield f"{statistics.median(seconds):.1f} s"
+            yield f"{_over(ours, theirs, 'seconds')}, CPU {_over(ours, theirs, 'cpu_seconds')}"
+
+
+def _over(ours: list[Row], theirs: list[Row], what: str) -> str:
+    found = f"{statistics.median(row[what] for row in ours):.1f} s"
+    if not theirs:
+        return found
+    return f"{found} ({statistics.median(a[what] / b[what] for a, b in zip(ours, theirs, strict=False)):.2f})"

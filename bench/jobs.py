@@ -90,7 +90,6 @@ def outcomes(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Out
 
 def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """Time the first steps of jobs at real depth, one process after the other, and record them."""
-    rows: list[Row] = []
     cases = [
         (job, side)
         for job in jobs
@@ -98,6 +97,10 @@ def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         for side in SIDES
         if side in options.ways or side not in WAYS
     ]
+    there = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    asked = {(job.name, side) for job, side in cases}
+    kept = [row for row in there.get("first_steps", []) if (row["job"], row["side"]) not in asked]
+    rows: list[Row] = []
     for (job, side), found in each(cases, first_step, 1, 2 * options.seconds, loud=options.verbose):
         rows.append(
             {"job": job.name, "layers": job.deep, "side": side}
@@ -105,8 +108,8 @@ def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         )
         print(f"{len(rows):3d}/{len(cases)} {rows[-1]}", flush=True)
         if options.json:
-            record(options.json, first_steps=rows)
-    print(first_step_table(rows))
+            record(options.json, first_steps=kept + rows)
+    print(first_step_table(kept + rows))
 
 
 def record(path: Path, **rows: Any) -> None:

@@ -187,6 +187,25 @@ def test_a_record_is_written_added_to_and_printed(
     assert "- `vae`, `compile`: refused: a line" in capsys.readouterr().out
 
 
+def test_first_steps_are_recorded_beside_what_is_there_and_told_over_those_of_stock(
+    jobs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "jobs.json"
+    others = {"job": "vit", "layers": 12, "side": "plain", "seconds": 1.0, "cpu_seconds": 1.0}
+    out.write_text(json.dumps({"first_steps": [others]}))
+    monkeypatch.setattr(jobs, "_load", lambda _: None)
+    monkeypatch.setattr(
+        jobs, "first_step", lambda _, side: {"seconds": 9.0 if side == "compile" else 10.0, "cpu_seconds": 4.0}
+    )
+    asked = ["--first-step", "--jobs", "gpt2", "--ways", "compile", "--rounds", "1", "--json", str(out)]
+    monkeypatch.setattr("sys.argv", ["jobs.py", *asked])
+    jobs.main()
+    first, *rows = json.loads(out.read_text())["first_steps"]
+    assert first == others
+    assert [row["side"] for row in rows] == ["plain", "torch.compile", "torch.compile of the loss", "compile"]
+    assert "| 10.0 s, CPU 4.0 s | 9.0 s (0.90), CPU 4.0 s (1.00) | not run |" in capsys.readouterr().out
+
+
 def test_a_job_whose_library_is_missing_is_told(jobs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(JOBS["vae"], needs=("a_library_that_nobody_has",))
     options = type("Options", (), {"processes": 1, "seconds": 1.0, "verbose": False})()
