@@ -6,7 +6,9 @@
 DIR has checkouts of the scripts' repositories, each by its own name (`git clone --depth 1 https://github.com/OWNER/NAME` in
 it); nothing of them is part of this one. Data are tiny and made here, as a user would. Each script runs in a copy of its
 repository. Seconds are of the command, its start and the script's imports included: on the clock, and of processors, which
-other programs do not slow. `--only` with `--json` leaves the other rows of the record. `make scripts-libraries` gets what they import.
+other programs do not slow. `--only` with `--json` leaves the other rows of the record. Not
+among them, for want of packages: YOLOv5 (ultralytics), torchtune (torchao), torchtitan (grain), nnU-Net (batchgenerators);
+of transformers' run_clm, diffusers' LoRA and ViT by Fabric no row is written yet. `make scripts-libraries` gets what they import.
 """
 
 from __future__ import annotations

@@ -168,6 +168,9 @@ def test_a_saved_checkpoint_can_be_copied_and_loaded_again_and_nothing_stays(wri
 def test_evaluation_that_repeats_itself_before_training_is_cut_short(write: Callable[..., str]) -> None:
     evaluation = """
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(320, 64)), batch_size=4)
+class Stream(torch.utils.data.IterableDataset):
+    __iter__ = lambda self: iter(torch.randn(20, 4, 64))
+stream = iter(torch.utils.data.DataLoader(Stream(), batch_size=None))
 seen = 0
 with torch.no_grad():
     for (x,) in data:
@@ -175,6 +178,8 @@ with torch.no_grad():
     for _ in range(50):
         with torch.autocast("cuda"):  # which keeps casts of the weights
             model(torch.randn(4, 64).cuda())
+    for _ in range(20):
+        model(next(stream).cuda())  # of which no end is expected
 print('batches', seen)
 """
     found = record_script(write(MODEL + evaluation + "for step in range(20):" + STEP))

@@ -162,8 +162,10 @@ class Repeats:
 
         def batches(loader: Any) -> Iterator[Any]:
             skipped, with_gradients = self.skipped, self._with_gradients
+            # Of a stream that a script takes as endless, by `next`, an end would be an error there.
+            ends = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
             for batch in iterate(loader):
-                if self.skipped - skipped >= _BATCHES and self._with_gradients == with_gradients:
+                if ends and self.skipped - skipped >= _BATCHES and self._with_gradients == with_gradients:
                     return
                 yield batch
 
