@@ -1,12 +1,10 @@
 // The extension overspill.runtime.live._live: the live allocator's Python face, and the C functions that PyTorch calls.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <sys/types.h>
-#include <time.h>
 
 #include <array>
 #include <atomic>
@@ -14,7 +12,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -31,15 +28,7 @@ namespace nb = nanobind;
 namespace overspill::live {
 namespace {
 
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-
-double thread_seconds() {
-    timespec now{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
 
 // The allocators that PyTorch calls, by CUDA device. They live as long as the process: tensors may outlive anything.
 constexpr int kMostDevices = 64;
@@ -88,59 +77,11 @@ class Core {
     bool free(Address address) { return allocator_->free(address); }
     bool use(Address address, Stream stream) { return allocator_->use(address, stream); }
     void begin_step() { allocator_->begin_step(); }
-    void interrupt() { allocator_->interrupt(); }
-    void resume() { allocator_->resume(); }
     void group_untold(int mobility) { allocator_->group_untold(static_cast<Mobility>(mobility)); }
     void let_spill(bool spills) { allocator_->let_spill(spills); }
     bool resize(Bytes main_bytes, bool grows) { return allocator_->resize(main_bytes, grows); }
-    void start_recording() { allocator_->start_recording(); }
-    void forget_plan() { allocator_->forget_plan(); }
     void trim() { allocator_->trim(); }
     void limit(Bytes capacity_bytes) { allocator_->limit(capacity_bytes); }
-    bool drains() const { return allocator_->drains(); }
-
-    // (what, block, bytes, stream) a row
-    nb::ndarray<nb::numpy, std::int64_t> stop_recording() {
-        auto* rows = new std::vector<Record>(allocator_->stop_recording());
-        const nb::capsule owner(rows, [](void* p) noexcept { delete static_cast<std::vector<Record>*>(p); });
-        return {rows->data(), {rows->size(), std::tuple_size_v<Record>}, owner};
-    }
-
-    bool plan(Bytes nbytes, const Column<std::int64_t>& offset, const Column<std::int64_t>& size,
-              const Column<std::int64_t>& stream, const Column<std::int64_t>& start, const Column<std::int64_t>& end) {
-        std::vector<Place> places(offset.shape(0));
-        for (std::size_t i = 0; i < places.size(); ++i) places[i] = {offset(i), size(i), 0, start(i), end(i)};
-        return allocator_->plan(nbytes, std::move(places), {stream.data(), stream.data() + stream.shape(0)});
-    }
-
-    // The CPU seconds that `repeats` steps of these events take.
-    double drive(const Column<std::int8_t>& action, const Column<std::int64_t>& block,
-                 const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream, std::int64_t block_count,
-                 int repeats) {
-        std::vector<Address> address(static_cast<std::size_t>(block_count), 0);
-        double seconds = 0;
-        for (int repeat = 0; repeat < repeats; ++repeat) {
-            allocator_->begin_step();
-            const double began = thread_seconds();
-            for (std::size_t i = 0; i < action.shape(0); ++i) {
-                Address& at = address[static_cast<std::size_t>(block(i))];
-                if (action(i) == 1) {
-                    allocator_->free(at);
-                    at = 0;
-                    continue;
-                }
-                const auto found = allocator_->allocate(nbytes(i), stream(i));
-                if (!found) throw std::bad_alloc();
-                at = *found;
-            }
-            seconds += thread_seconds() - began;
-            for (Address& at : address) {
-                allocator_->free(at);
-                at = 0;
-            }
-        }
-        return seconds;
-    }
 
     // A stream of a device whose events pass by hand has done all its work.
     void complete(Stream stream) {
@@ -161,9 +102,6 @@ class Core {
         const Statistics now = allocator_->statistics();
         nb::dict result;
         result["requests"] = now.requests;
-        result["planned"] = now.planned;
-        result["occupied"] = now.occupied;
-        result["mismatches"] = now.mismatches;
         result["deferred"] = now.deferred;
         result["allocated_bytes"] = now.allocated;
         result["peak_allocated_bytes"] = now.peak_allocated;
@@ -173,7 +111,6 @@ class Core {
         result["least_gap_bytes"] = now.main.least_gap;
         result["overflows"] = now.main.overflows;
         result["peak_spilled_bytes"] = now.peak_spilled;
-        result["needs_reoptimisation"] = now.needs_reoptimisation;
         return result;
     }
 
@@ -278,23 +215,13 @@ NB_MODULE(_live, module) {
         .def("free", &Core::free, nb::arg("address"), Unlocked())
         .def("use", &Core::use, nb::arg("address"), nb::arg("stream"), Unlocked())
         .def("begin_step", &Core::begin_step, Unlocked())
-        .def("interrupt", &Core::interrupt, Unlocked())
-        .def("resume", &Core::resume, Unlocked())
         .def("group_untold", &Core::group_untold, nb::arg("mobility"), Unlocked())
         .def("let_spill", &Core::let_spill, nb::arg("spills"), Unlocked())
         .def("resize", &Core::resize, nb::arg("main_bytes"), nb::arg("grows"), Unlocked())
         .def("enter", &Core::enter)
         .def("leave", &Core::leave)
-        .def("start_recording", &Core::start_recording, Unlocked())
-        .def("stop_recording", &Core::stop_recording)
-        .def("plan", &Core::plan, nb::arg("nbytes"), nb::arg("offset"), nb::arg("size"), nb::arg("stream"),
-             nb::arg("start"), nb::arg("end"))
-        .def("forget_plan", &Core::forget_plan, Unlocked())
         .def("trim", &Core::trim, Unlocked())
         .def("limit", &Core::limit, nb::arg("capacity_bytes"), Unlocked())
-        .def("drains", &Core::drains)
-        .def("drive", &Core::drive, nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"),
-             nb::arg("block_count"), nb::arg("repeats"), Unlocked())
         .def("complete", &Core::complete, nb::arg("stream"), Unlocked())
         .def("resident_bytes", &Core::resident_bytes)
         .def("statistics", &Core::statistics)

@@ -1,5 +1,5 @@
-// Four threads on one live allocator, for a sanitizer to watch: every device without a GPU, every pool, planned steps,
-// interruptions, recordings and streams. Each thread fills its blocks with a pattern and finds it there again.
+// Four threads on one live allocator, for a sanitizer to watch: every device without a GPU, every pool, steps and
+// streams. Each thread fills its blocks with a pattern and finds it there again.
 //
 //     native/tests/sanitize builds and runs it.
 
@@ -86,51 +86,27 @@ class Worker {
 
     // What a program does beside.
     void other() {
-        switch (draw(6)) {
+        switch (draw(4)) {
             case 0:
                 if (!live_.empty()) require(allocator_.use(live_.back().address, number_ + 100), "a live block was not known");
                 break;
             case 1:
-                allocator_.interrupt();
-                allocate();
-                allocator_.resume();
-                break;
-            case 2:
                 require(allocator_.statistics().allocated >= 0, "fewer bytes than none");
                 break;
-            case 3:
+            case 2:
                 if (number_ == 0) allocator_.begin_step();
                 break;
-            case 4:
-                if (number_ == 1) allocator_.trim();
-                break;
             default:
-                if (number_ == 2) {
-                    allocator_.start_recording();
-                    allocate();
-                    allocator_.stop_recording();
-                }
+                if (number_ == 1) allocator_.trim();
         }
     }
 };
 
-// Places for a few hundred requests, on streams that differ, some of which share addresses one after another.
-void plan(LiveAllocator& allocator) {
-    std::vector<Place> places;
-    std::vector<Stream> streams;
-    for (std::int64_t i = 0; i < 400; ++i) {
-        places.push_back({(i % 100) * 4096, 4096, 0, i, i + 50});
-        streams.push_back(i % kThreads);
-    }
-    require(allocator.plan(100 * 4096, std::move(places), streams), "no memory for a plan");
-}
-
-void run(const std::string& device_name, const std::string& pool_name, bool planned) {
+void run(const std::string& device_name, const std::string& pool_name) {
     const bool real = device_name == "host";
     auto device = make_device(device_name, 0, std::nullopt, false);
     auto pool = make_pool(pool_name, *device, kPoolBytes, kChunkBytes);
     LiveAllocator allocator(std::move(device), std::move(pool));
-    if (planned) plan(allocator);
     allocator.begin_step();
     std::vector<Worker> workers;
     for (int i = 0; i < kThreads; ++i) workers.emplace_back(allocator, i, real);
@@ -140,9 +116,8 @@ void run(const std::string& device_name, const std::string& pool_name, bool plan
     allocator.trim();
     const Statistics end = allocator.statistics();
     require(end.allocated == 0, "blocks are left");
-    require((end.planned > 0) == planned, "the plan was not used");
-    std::printf("%-9s %-9s %-7s %lld requests, %lld planned\n", device_name.c_str(), pool_name.c_str(),
-                planned ? "planned" : "", static_cast<long long>(end.requests), static_cast<long long>(end.planned));
+    std::printf("%-9s %-9s %lld requests\n", device_name.c_str(), pool_name.c_str(),
+                static_cast<long long>(end.requests));
 }
 
 }  // namespace
@@ -151,6 +126,6 @@ void run(const std::string& device_name, const std::string& pool_name, bool plan
 int main() {
     for (const char* device : {"host", "simulated"})
         for (const char* pool : {"best-fit", "two-ended", "virtual"})
-            for (const bool planned : {false, true}) overspill::live::run(device, pool, planned);
+            overspill::live::run(device, pool);
     return 0;
 }

@@ -19,7 +19,6 @@ from overspill.runtime.live.allocator import serving
 
 STEPS = 9
 ASKED: dict[str, dict[str, Any]] = {
-    "planned": {"budget": 0.6},
     "two-ended": {"budget": "800MiB", "policy": "vdnn-all"},
     "virtual": {"budget": "2000MiB", "policy": "vdnn-all"},
 }
@@ -54,7 +53,7 @@ def main() -> None:
     tell({
         "placement": placement, "pool": asdict(pool),
         "races": len(found.races), "accesses": found.accesses, "offloaded_bytes": plan.offloaded_bytes,
-        "planned": statistics.planned, "requests": statistics.requests, "deferred": statistics.deferred,
+        "requests": statistics.requests, "deferred": statistics.deferred,
         "peak_bytes": plan.peak_bytes, "peak_reserved_bytes": statistics.peak_reserved_bytes,
     })  # fmt: skip
 

@@ -104,8 +104,6 @@ def peaks(setting: Setting) -> Figures:
             "allocated_peak_bytes": now.peak_allocated_bytes,
             "reserved_peak_bytes": now.peak_reserved_bytes,
             "requests": now.requests,
-            "planned_requests": now.planned,
-            "fallbacks": now.fallbacks,
         }
     stats = torch.cuda.memory_stats()
     return found | {

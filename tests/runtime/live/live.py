@@ -1,4 +1,4 @@
-"""Ways to try the live allocator: a witness of every byte, a layout by first fit, and what replay must answer."""
+"""Ways to try the live allocator: a witness of every byte, and random steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from overspill.core import Block, Layout, Trace
-from overspill.placement import ALLOCATE, FREE, Events
-from overspill.placement.packing.base import Limits, Packing, Solver
-from overspill.placement.packing.problem import Problem
+from overspill.core import Block, Trace
+from overspill.placement import FREE, Events
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.groups import forget_groups, tell_group
 
@@ -123,44 +121,6 @@ class Witness:
             self.free(address)
 
 
-class FirstFit(Solver):
-    """Every block at the lowest address where it is apart from those before it in the trace."""
-
-    name = "first-fit"
-    summary = "the lowest address where a block fits, in the order of the trace"
-    source = "a test"
-
-    def _pack(self, problem: Problem, limits: Limits) -> Packing:
-        placed: list[tuple[int, int, list[tuple[int, int]]]] = []
-        for i in range(len(problem)):
-            pieces = self._pieces(problem, i)
-            taken = [(low, high) for low, high, others in placed if _meet(pieces, others)]
-            nbytes, step, at = int(problem.nbytes[i]), int(problem.alignment[i]), 0
-            for low, high in sorted(taken):
-                if at + nbytes <= low:
-                    break
-                at = max(at, -(-high // step) * step)
-            placed.append((at, at + nbytes, pieces))
-        return Packing(np.array([low for low, _, _ in placed], dtype=np.int64), problem.lower_bound_bytes)
-
-    @staticmethod
-    def _pieces(problem: Problem, i: int) -> list[tuple[int, int]]:
-        gaps = slice(int(problem.gap_first[i]), int(problem.gap_first[i + 1]))
-        starts = [int(problem.start[i]), *problem.gap_end[gaps].tolist()]
-        return list(zip(starts, [*problem.gap_start[gaps].tolist(), int(problem.end[i])], strict=True))
-
-
-def _meet(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
-    return any(a < d and c < b for a, b in some for c, d in others)
-
-
-def first_fit(trace: Trace) -> Layout:
-    """A layout that leaves gaps enough."""
-    layout = FirstFit().solve(trace).layout
-    assert layout is not None
-    return layout
-
-
 def random_trace(r: random.Random, count: int = 60, streams: int = 1) -> Trace:
     """A step of `count` blocks of up to 40 KiB, each allocation and free at a position of its own."""
     open_: list[tuple[int, int, int]] = []
@@ -176,42 +136,6 @@ def random_trace(r: random.Random, count: int = 60, streams: int = 1) -> Trace:
     return Trace(tuple(Block(i, s, e, n, stream=q, alignment=512) for i, (s, e, n, q) in enumerate(sorted(rows))))
 
 
-class Replayed:
-    """What replay must answer, by definition: a request gets its place if it is the planned one and nobody is there.
-
-    It is the next one, if that is as large; else the first of the 31 behind it that is; else the next one, if it has room.
-    """
-
-    def __init__(self, trace: Trace, layout: Layout) -> None:
-        order = np.argsort([b.start for b in trace.blocks], kind="stable")
-        self.plan = [(layout.offsets[i], trace.blocks[i].nbytes, trace.blocks[i].stream) for i in order]
-        self.live: dict[int, int] = {}
-        self.next = 0
-
-    def begin_step(self) -> None:
-        self.next = 0
-
-    def request(self, nbytes: int, stream: int) -> int | None:
-        """The offset that it gets, or None: the pool's."""
-        if self.next == len(self.plan):
-            return None
-        exact = (-(-nbytes // 512) * 512, stream)
-        ahead = range(self.next, min(self.next + 32, len(self.plan)))
-        found = next((i for i in ahead if self.plan[i][1:] == exact), self.next)
-        offset, size, planned_stream = self.plan[found]
-        if nbytes > size or stream != planned_stream:
-            return None
-        self.next = found + 1
-        meets = any(low < offset + size and offset < low + n for low, n in self.live.items())
-        if meets:
-            return None
-        self.live[offset] = size
-        return offset
-
-    def free(self, offset: int) -> None:
-        del self.live[offset]
-
-
 @contextmanager
 def grouped(group: int) -> Iterator[None]:
     """While this lasts, blocks that this thread asks for are of the group."""
@@ -220,18 +144,3 @@ def grouped(group: int) -> Iterator[None]:
         yield
     finally:
         forget_groups()
-
-
-__all__ = [
-    "ALLOCATE",
-    "FREE",
-    "KIB",
-    "POOLS",
-    "FirstFit",
-    "Replayed",
-    "Witness",
-    "first_fit",
-    "grouped",
-    "memory_at",
-    "random_trace",
-]

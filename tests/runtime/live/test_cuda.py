@@ -24,7 +24,7 @@ ON_THE_STAND_IN = """
 import ctypes, gc, random
 from overspill.placement import Events
 from overspill.runtime.live.allocator import LiveAllocator
-from tests.runtime.live.live import Witness, first_fit, random_trace
+from tests.runtime.live.live import Witness, random_trace
 
 driver = ctypes.CDLL("libcuda.so.1")
 for pool in ("best-fit", "two-ended", "virtual"):
@@ -40,11 +40,10 @@ for pool in ("best-fit", "two-ended", "virtual"):
             witness.check_all()
             witness.free(address)
     trace = random_trace(r, 40, 2)
-    witness.allocator.replay(trace, first_fit(trace))
     for _ in range(3):
         witness.run(Events.of(trace))
     now = witness.allocator.statistics()
-    assert now.deferred and now.planned and not now.mismatches, now
+    assert now.deferred, now
     witness.allocate(5 << 20)  # the allocator goes away with blocks that are live
     del witness
     gc.collect()

@@ -6,7 +6,6 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -204,9 +203,8 @@ class _Call:
         # Call the model, then check that planned graphs ran.
         watch = self.overspill.watch_calls
         before = watch.graphs_run
-        evaluates = steps is not None and not torch.is_grad_enabled()
         needed = plans_needed(self.overspill.options.backend)
-        with whole_models(), needed, steps.outside_a_step() if steps and evaluates else nullcontext():
+        with whole_models(), needed:
             try:
                 result = self._call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not

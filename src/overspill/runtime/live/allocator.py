@@ -1,4 +1,4 @@
-"""The live allocator: real memory at planned addresses, or from a pool.
+"""The live allocator: real memory from a pool.
 
 Of a CUDA device, of the host, or of a simulated device.
 """
@@ -6,17 +6,14 @@ Of a CUDA device, of the host, or of a simulated device.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.core import Layout, Trace
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES
-
-from .recorded import ALIGNMENT_BYTES, PlannedRequests, places_of, recorded_trace
 
 try:
     from . import _live
@@ -27,6 +24,8 @@ else:
 
 DEVICES = ("cuda", "host", "simulated")
 POOLS = ("best-fit", "two-ended", "virtual")
+ALIGNMENT_BYTES = 512
+"""PyTorch's kernels rely on addresses that are multiples of this (kMinBlockSize of its caching allocator)."""
 CHUNK_BYTES = 40 << 20
 """The window paper's size of a physical chunk (section 4)."""
 
@@ -35,18 +34,13 @@ CHUNK_BYTES = 40 << 20
 class Statistics:
     """Counts of an allocator since it was made.
 
-    Of all `requests`, `planned` got their places; the others got memory of the pool: `occupied` because an earlier block
-    was still in the place, `mismatches` because they differed from the plan (which sets `needs_reoptimisation`), the
-    rest because no plan was for them. `deferred` frees had to wait for events. `allocated_bytes` is what live blocks
-    asked for, `reserved_bytes` what the device gave. Of the main space of a pool with two ends, `least_gap_bytes` were
-    never used in this step, and `overflows` blocks found no room there and got memory of their own. At most
-    `peak_spilled_bytes` at once found no room at all and are of PyTorch's own memory (`let_spill`).
+    `deferred` frees had to wait for events. `allocated_bytes` is what live blocks asked for, `reserved_bytes` what the
+    device gave. Of the main space of a pool with two ends, `least_gap_bytes` were never used in this step, and
+    `overflows` blocks found no room there and got memory of their own. At most `peak_spilled_bytes` at once found no
+    room at all and are of PyTorch's own memory (`let_spill`).
     """
 
     requests: int
-    planned: int
-    occupied: int
-    mismatches: int
     deferred: int
     allocated_bytes: int
     peak_allocated_bytes: int
@@ -56,12 +50,6 @@ class Statistics:
     least_gap_bytes: int
     overflows: int
     peak_spilled_bytes: int
-    needs_reoptimisation: bool
-
-    @property
-    def fallbacks(self) -> int:
-        """Requests that had a planned place and did not get it."""
-        return self.occupied + self.mismatches
 
 
 _SERVING: list[LiveAllocator] = []
@@ -73,12 +61,11 @@ def serving() -> LiveAllocator | None:
 
 
 class LiveAllocator:
-    """Memory for blocks on streams: from a plan's arena, or from a pool.
+    """Memory for blocks on streams, from a pool.
 
     The pool is `best-fit` (PyTorch's caching allocator), `two-ended` (Dymem, section 3.3: `main_bytes` of which movable
     blocks take the low end and temporary ones the high end) or `virtual` (window paper, section 4: physical chunks of
-    `chunk_bytes` behind contiguous addresses). With a plan, the i-th request of a step gets the i-th place
-    (profile-guided placement, section 4.2), and the pool serves what does not follow it (section 4.3).
+    `chunk_bytes` behind contiguous addresses).
 
     All methods may be called by any thread. On a device other than CUDA a stream is any number, and its work is done at
     once, or with `events_by_hand` when `complete` says so. Raises RequestError for a device or pool that is not there.
@@ -110,7 +97,6 @@ class LiveAllocator:
         self.pool = pool
         self.capacity_bytes = capacity_bytes
         self._index = index
-        self._streams: dict[int, int] = {}
         try:
             self._core = _live.LiveCore(
                 device, pool, index, capacity_bytes, main_bytes or 0, chunk_bytes, events_by_hand
@@ -148,53 +134,8 @@ class LiveAllocator:
             raise RequestError(f"no live block begins at address {address:#x}")
 
     def begin_step(self) -> None:
-        """Begin a step: requests are counted from the first of the plan again."""
+        """Begin a step; what the main space of a two-ended pool never used is counted anew."""
         self._core.begin_step()
-
-    def record(self) -> None:
-        """Record all requests and frees until `recorded`; a plan stays in force."""
-        self._core.start_recording()
-
-    def recorded(self) -> Trace:
-        """The trace of the last recorded step whose next step has ended.
-
-        See `recorded_trace`.
-        """
-        trace, self._streams = recorded_trace(self._core.stop_recording())
-        return trace
-
-    def replay(self, trace: Trace, layout: Layout, streams: Mapping[int, int] | None = None) -> None:
-        """Serve each coming step's requests at the addresses of `layout`.
-
-        The layout is of `trace`; it starts with the next `begin_step`. `streams` gives the stream that a number of the
-        trace stands for; None: those that `recorded` numbered, and for others the number itself. Frees may come in any
-        order: a request whose place is not free yet is served by the pool. An earlier plan is dropped, and its memory
-        when its last block is freed.
-
-        Raises InvalidLayout when the layout is not one of the trace, RequestError when it is not aligned as CUDA needs,
-        and OutOfMemory when there is no memory for the arena.
-        """
-        places = places_of(trace, layout, self._streams if streams is None else streams)
-        if self.device == "cuda" and (places.offset % ALIGNMENT_BYTES).any():
-            raise RequestError(f"on a CUDA device every block needs an address that is a multiple of {ALIGNMENT_BYTES}")
-        if not self._plan(places):
-            raise self._out_of_memory(places.nbytes)
-
-    def forget_plan(self) -> None:
-        """Serve all requests from the pool again."""
-        self._core.forget_plan()
-
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """Context for a part that differs from step to step.
-
-        It is neither recorded nor planned (section 4.3).
-        """
-        self._core.interrupt()
-        try:
-            yield
-        finally:
-            self._core.resume()
 
     def group_untold(self, group: int) -> None:
         """Set the group of blocks without a hint (`groups.py`)."""
@@ -231,11 +172,6 @@ class LiveAllocator:
         self.capacity_bytes = capacity_bytes
         self._core.limit(capacity_bytes)
 
-    @property
-    def drains(self) -> bool:
-        """Whether a dropped plan's arena still has live blocks."""
-        return self._core.drains()
-
     def trim(self) -> None:
         """Give unused memory back to the device.
 
@@ -245,7 +181,7 @@ class LiveAllocator:
 
     def statistics(self) -> Statistics:
         """The counts so far."""
-        return Statistics(**self._core.statistics())  # type: ignore[arg-type]
+        return Statistics(**self._core.statistics())
 
     def complete(self, stream: int) -> None:
         """Complete all work of `stream`, on a device with `events_by_hand`."""
@@ -265,8 +201,8 @@ class LiveAllocator:
         """A `torch.cuda.memory.CUDAPluggableAllocator` that allocates here, for good.
 
         As the process's allocator (`torch.cuda.memory.change_current_allocator`, before the first CUDA tensor) it sees
-        every request, so that a plan can place it. In a `torch.cuda.MemPool(allocator.allocator())` PyTorch's caching
-        allocator stands before it and asks for whole segments only.
+        every request. In a `torch.cuda.MemPool(allocator.allocator())` PyTorch's caching allocator stands before it and
+        asks for whole segments only.
 
         Raises RequestError without CUDA, and where another allocator serves the device already.
         """
@@ -307,11 +243,6 @@ class LiveAllocator:
         except RuntimeError as error:  # another one than PyTorch's own
             raise RequestError(f"{too_late} ({error})") from None
         _SERVING.append(self)
-
-    def _plan(self, places: PlannedRequests) -> bool:
-        return self._core.plan(
-            max(places.nbytes, ALIGNMENT_BYTES), places.offset, places.size, places.stream, places.start, places.end
-        )
 
     def _out_of_memory(self, nbytes: int) -> OutOfMemory:
         reserved = self.statistics().reserved_bytes

@@ -15,9 +15,8 @@ from overspill.placement.simulated_device import round_up
 from overspill.plans.plan import Plan
 from overspill.simulate import trace_of
 
-from .allocator import CHUNK_BYTES, LiveAllocator, Statistics
+from .allocator import ALIGNMENT_BYTES, CHUNK_BYTES, LiveAllocator, Statistics
 from .groups import forget_groups, staying, tell_group
-from .recorded import ALIGNMENT_BYTES
 
 TWO_ENDED, VIRTUAL = "two-ended", "virtual"
 LIVE_PLACEMENTS = (TWO_ENDED, VIRTUAL)

@@ -87,12 +87,6 @@ class LiveSteps:
         with ours, planned_blocks():
             yield
 
-    @contextmanager
-    def outside_a_step(self) -> Iterator[None]:
-        """Context for work that is not part of each step, such as an evaluation."""
-        with self.allocator.interrupted():
-            yield
-
     def enlarge(self) -> bool:
         """Make more room for a step that starts again; whether there is."""
         return False

@@ -14,10 +14,9 @@ from overspill.placement.allocators.two_ended import BETA_BYTES, FIRST_POOL_SHAR
 from overspill.placement.simulated_device import round_up
 from overspill.plans.plan import Plan
 
-from .allocator import LiveAllocator, Statistics
+from .allocator import ALIGNMENT_BYTES, LiveAllocator, Statistics
 from .groups import UNPLANNED
 from .need import TWO_ENDED, need_of, outside_bytes
-from .recorded import ALIGNMENT_BYTES
 from .steps import LiveSteps, PoolReport
 
 BETA_CARD_BYTES = 12 << 30
