@@ -1,6 +1,6 @@
 """A sharded language model of 70B: `auto` against the best of what people choose by hand, at equal memory.
 
-    python bench/sharded.py [--layers 80] [--gpus 8,64] [--seq-len 8192] [--dtype float32]
+    python bench/sharded.py [--layers 80] [--gpus 8,64] [--seq-len 8192] [--dtype float32] [--json FILE]
     python bench/sharded.py --run [--rounds 6]
 
 With --run two gloo ranks on this machine train a small decoder by FSDP2 and by planned steps, in turns
@@ -16,12 +16,15 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from math import exp, log
+from pathlib import Path
 
 import sharded_ranks
+import torch
 from llm import OffloadSaved
+from paired import json_record
 
 from overspill.core import Device, Graph, LayerType, Schedule
 from overspill.core.units import format_bytes
@@ -94,8 +97,36 @@ def job(layers: int, gpus: int, seq_len: int, dtype: str) -> Job:
     return Job(NamedModel(config, seq_len=seq_len), 1, "adamw", dtype, parallel=parallel, checkpointing=True)
 
 
-def rows(layers: int, gpus: int, seq_len: int, dtype: str) -> Iterator[float]:
-    """Print a line for each way; gives how many times as fast `auto` is."""
+@dataclass(frozen=True)
+class Row:
+    """One way by hand, and `auto` with its memory."""
+
+    gpus: int
+    way: str
+    nbytes: int
+    seconds: float
+    exposed_seconds: float
+    best_seconds: float
+    auto_seconds: float
+    auto_exposed_seconds: float
+    planning_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast `auto` is as the best by hand."""
+        return self.best_seconds / self.auto_seconds
+
+    def line(self) -> str:
+        """The row of the table."""
+        return (
+            f"| {self.gpus} | {self.way} | {format_bytes(self.nbytes)} | {self.seconds:.3f} | {self.exposed_seconds:.3f} "
+            f"| {self.best_seconds:.3f} | {self.auto_seconds:.3f} | {self.auto_exposed_seconds:.3f} | {self.gain:.3f} "
+            f"| {self.planning_seconds:.0f} s |"
+        )
+
+
+def rows(layers: int, gpus: int, seq_len: int, dtype: str) -> Iterator[Row]:
+    """A row for each way, the fastest first."""
     begun = time.perf_counter()
     graph, device = graph_for(job(layers, gpus, seq_len, dtype), Options(device=load_device("h100"), whole_step=True))
     print(f"{gpus} GPUs: {len(graph.ops)} ops, captured in {time.perf_counter() - begun:.0f} s", file=sys.stderr)
@@ -105,12 +136,7 @@ def rows(layers: int, gpus: int, seq_len: int, dtype: str) -> Iterator[float]:
         best = min(took for _, (nbytes, took, _) in made if nbytes <= peak)
         plan = make_plan(graph, device, "auto", peak)
         ours = plan.timeline.exposed_communication_seconds
-        print(
-            f"| {gpus} | {way} | {format_bytes(peak)} | {seconds:.3f} | {exposed:.3f} | {best:.3f} | {plan.step_seconds:.3f} "
-            f"| {ours:.3f} | {best / plan.step_seconds:.3f} | {plan.plan_seconds:.0f} s |",
-            flush=True,
-        )
-        yield best / plan.step_seconds
+        yield Row(gpus, str(way), peak, seconds, exposed, best, plan.step_seconds, ours, plan.plan_seconds)
 
 
 def by_hand(graph: Graph, device: Device, way: Way) -> tuple[int, float, float]:
@@ -129,16 +155,25 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of shards and states; float32 gathers in bfloat16")
     parser.add_argument("--run", action="store_true", help="measure on two ranks of this machine instead")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", type=Path, help="the record to write")
     arguments = parser.parse_args()
     if arguments.run:
         sharded_ranks.run(arguments.rounds)
         return
     print("| GPUs | by hand | memory | step | exposed | best by hand | `auto` | exposed | times as fast | planning |")
     print("|---|---|---|---|---|---|---|---|---|---|")
+    done: list[Row] = []
     for gpus in map(int, arguments.gpus.split(",")):
-        gains = list(rows(arguments.layers, gpus, arguments.seq_len, arguments.dtype))
+        found: list[Row] = []
+        for row in rows(arguments.layers, gpus, arguments.seq_len, arguments.dtype):
+            print(row.line(), flush=True)
+            found.append(row)
+        gains = [row.gain for row in found]
         mean = exp(sum(map(log, gains)) / len(gains))
         print(f"{gpus} GPUs: {mean:.3f} times as fast in the geometric mean, {min(gains):.3f} at least", flush=True)
+        done += found
+        if arguments.json is not None:
+            arguments.json.write_text(json_record(torch.device("cpu"), rows=[asdict(row) for row in done]))
 
 
 if __name__ == "__main__":

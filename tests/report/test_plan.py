@@ -108,4 +108,6 @@ def test_waiting_is_told_by_what_it_is_for() -> None:
     timeline = Timeline((), stalls, (), 1.0)
     assert timeline.host_seconds == pytest.approx(0.002)
     assert waiting(timeline) == "5.0 ms (for transfers 3.0 ms, for the host 2.0 ms)"
+    gathers = Timeline((), (*stalls, Stall(2, 0.005, 0.009, "gather of b")), (), 1.0)
+    assert waiting(gathers) == "9.0 ms (for transfers 3.0 ms, for the host 2.0 ms, for collectives 4.0 ms)"
     assert waiting(Timeline((), (), (), 1.0)) == "0 µs"

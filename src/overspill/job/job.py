@@ -358,9 +358,11 @@ class Job:
     def manner(self, *, whole_step: bool) -> str:
         """How training differs from the plain loop, for a title.
 
-        It names the dtype, what is planned if that is the whole step, and other options.
+        It names the dtype, several GPUs, what is planned if that is the whole step, and other options.
         """
         parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
+        if self.parallel is not None:
+            parts.append(str(self.parallel))
         if whole_step:
             parts.append("whole step")
         worded = {
@@ -391,7 +393,7 @@ class Job:
             kind, of = self.parallel.kind, "batch and bytes are of each GPU"
             if kind == "pp":
                 of = "the batch is of all, bytes are of the GPU that needs most"
-            parts.append(f"{kind} over {self.parallel.gpus} GPUs: {of}")
+            parts.append(f"{self.parallel}: {of}")
         return ", ".join(parts)
 
     def _way(self, name: str) -> str:

@@ -55,6 +55,9 @@ class Parallel:
     stage: int = 0
     nvlink: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.gpus} GPUs"
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join(KINDS)}")

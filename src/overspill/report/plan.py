@@ -199,13 +199,12 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
 
 
 def waiting(timeline: Timeline) -> str:
-    """How long compute waits, and for which transfers."""
-    whole, host = timeline.exposed_transfer_seconds, timeline.host_seconds
-    if not whole:
-        return format_seconds(whole)
-    if not host:
-        return f"{format_seconds(whole)} for transfers"
-    return f"{format_seconds(whole)} (for transfers {format_seconds(max(0.0, whole - host))}, for the host {format_seconds(host)})"
+    """How long compute waits, and for what."""
+    whole = timeline.exposed_transfer_seconds
+    others = {"the host": timeline.host_seconds, "collectives": timeline.exposed_communication_seconds}
+    causes = {"transfers": max(0.0, whole - sum(others.values())), **others}
+    parts = [f"for {cause} {format_seconds(seconds)}" for cause, seconds in causes.items() if seconds]
+    return f"{format_seconds(whole)} ({', '.join(parts)})" if parts else format_seconds(whole)
 
 
 def longest_wait(timeline: Timeline) -> str:
