@@ -1,5 +1,6 @@
 """Cases of models that `fully_shard` has sharded, which `ranks.py` runs and `test_sharding.py` looks at."""
 
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 import overspill
 from overspill.core.errors import OverspillError, StoreError
 
-STEPS, WIDTH = 2, 30
+STEPS, WIDTH, DRAWN = 2, 30, 6
 Make = Callable[[nn.Module], Optimizer]
 
 
@@ -39,10 +40,10 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Rows that the ranks cannot share evenly, a weight that is used twice, and statistics of each rank's own."""
 
-    def __init__(self, width: int = WIDTH, words: int = 23, *, half: bool = False) -> None:
+    def __init__(self, width: int = WIDTH, words: int = 23, depth: int = 3, *, half: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width) if half else nn.BatchNorm1d(width)  # statistics stay float32
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
@@ -58,12 +59,14 @@ def sharded(
     policy: MixedPrecisionPolicy | None = None,
     reshard: bool = True,
     mesh: DeviceMesh | None = None,
+    width: int = WIDTH,
+    depth: int = 3,
     *,
     frozen: bool = False,
 ) -> nn.Module:
     torch.manual_seed(0)
-    model = Words(half=policy is not None)
-    for parameter in model.blocks[1].up.parameters() if frozen else ():
+    model = Words(width, depth=depth, half=policy is not None)
+    for parameter in model.blocks[depth // 2].up.parameters() if frozen else ():
         parameter.requires_grad_(False)
     given = {"mp_policy": policy} if policy is not None else {}
     within = {"mp_policy": replace(policy, output_dtype=None)} if policy is not None else {}
@@ -136,6 +139,47 @@ def replicated(ranks: int, policy: MixedPrecisionPolicy | None = None, **options
     """The same on a mesh of two dimensions: so many replicas of a model that is sharded."""
     mesh = init_device_mesh("cpu", (ranks, dist.get_world_size() // ranks), mesh_dim_names=("replicate", "shard"))
     return both(adamw, policy, True, mesh, **options)
+
+
+def drawn() -> list[Any]:
+    """The same of models, meshes, precisions and options that are drawn at random, alike on all ranks."""
+    draw = random.Random(0)
+    found = []
+    for _ in range(DRAWN):
+        across = draw.choice([1, 2, dist.get_world_size()])
+        mesh = init_device_mesh("cpu", (across, dist.get_world_size() // across), mesh_dim_names=("replicate", "shard"))
+        half = draw.choice([None, HALF, MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
+        options = {"accumulate": draw.choice([1, 2, 4]), "clip_norm": draw.choice([None, 0.1])}
+        ways = {"budget": draw.choice(["smallest", "1GiB"])}
+        if draw.random() < 0.5:
+            ways["placement"] = "planned"
+        how = half, draw.random() < 0.7, mesh, draw.randint(3, 40), draw.randint(1, 4)
+        found.append(both(draw.choice([adamw, sgd]), *how, frozen=draw.random() < 0.3, ways=ways, **options))
+    return found
+
+
+def fewer_ranks() -> Any:
+    """A checkpoint of four ranks, gone on with by half of them: by FSDP and by a planned step."""
+    half = dist.new_group([0, 1])
+    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as directory:
+        paths = [directory]
+        dist.broadcast_object_list(paths)
+        model = sharded()
+        optimizer = adamw(model)
+        step = overspill.train_step(model, loss, optimizer, budget="smallest", store="host")
+        step(batch(0))
+        dcp.save(in_state(model, optimizer), checkpoint_id=paths[0])
+        step.close()
+        found = []
+        for plans in (False, True) if dist.get_rank() < 2 else ():
+            other = sharded(None, True, DeviceMesh.from_group(half, "cpu"))
+            others = adamw(other)
+            state = in_state(other, others)
+            dcp.load(state, checkpoint_id=paths[0], process_group=half)
+            set_state_dict(other, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            found.append(planned(other, others) if plans else by_hand(other, others))
+        dist.barrier()
+    return found
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
@@ -276,6 +320,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "sharded, all half": lambda: both(adamw, MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "sharded, replicated": lambda: replicated(2, accumulate=2, clip_norm=0.1),
     "sharded, replicated half": lambda: replicated(2, HALF),
+    "drawn": drawn,
+    "fewer ranks": fewer_ranks,
     "budgets": budgets,
     "refusals": refusals,
     "full disk": full_disk,

@@ -17,6 +17,8 @@ FOUR = (
     "sharded, placed",
     "sharded, replicated",
     "sharded, replicated half",
+    "drawn",
+    "fewer ranks",
     "integer",
 )
 
@@ -33,16 +35,33 @@ def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]], case: str)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", FOUR[:-1])
+@pytest.mark.parametrize("case", [case for case in FOUR if case.startswith("sharded")])
 def test_each_of_four_ranks_gets_the_bits_of_fsdp(more: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_fsdp(more, case)
+
+
+@pytest.mark.long
+def test_models_and_meshes_drawn_at_random_get_the_bits_of_fsdp(more: list[dict[str, Any]]) -> None:
+    for of_rank in of(more, "drawn"):
+        for ours, fsdp in of_rank:
+            assert_same(ours, fsdp)
+
+
+@pytest.mark.long
+def test_a_checkpoint_goes_on_with_fewer_ranks(more: list[dict[str, Any]]) -> None:
+    for fsdp, ours in filter(None, of(more, "fewer ranks")):
+        assert_same(ours, fsdp)
+
+
+def assert_same(ours: dict[str, Any], fsdp: dict[str, Any]) -> None:
+    assert ours.keys() == fsdp.keys()
+    assert [name for name in ours if not torch.equal(ours[name], fsdp[name])] == []
 
 
 def assert_bits_of_fsdp(ranks: list[dict[str, Any]], case: str) -> None:
     found = of(ranks, case)
     for ours, fsdp in found:
-        assert ours.keys() == fsdp.keys()
-        assert [name for name in ours if not torch.equal(ours[name], fsdp[name])] == []
+        assert_same(ours, fsdp)
     assert not torch.equal(found[0][0]["losses"], found[1][0]["losses"])
 
 

@@ -27,6 +27,7 @@ from overspill.core import Device
 from overspill.core.units import format_bytes
 from overspill.devices.loader import DEVICES, load_device
 
+from .parallel import all_gather
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.lanes import Slot, ThreadLane
 from .transfer.stores import DiskStore, Store
@@ -111,12 +112,12 @@ def calibrate_link(device: Device, progress: Progress | None = None) -> Device:
             torch.zeros(nbytes // ranks, dtype=torch.uint8),
             torch.empty(nbytes // ranks * ranks, dtype=torch.uint8),
         )
-        return _fastest(lambda: dist.all_gather_into_tensor(whole, part), rounds=5)
+        return _fastest(lambda: all_gather(whole, part), rounds=5)
 
     small, large = gather(PAGE_BYTES), gather(COPY_BYTES)
     figures = torch.tensor([small / (ranks - 1), (ranks - 1) / ranks * COPY_BYTES / max(large - small, 1e-9)])
     dist.broadcast(figures, 0)  # as rank 0 has measured it
-    how = f"{_by()}: all_gather_into_tensor of {ranks} ranks, {dist.get_backend()}, of"
+    how = f"{_by()}: all_gather_single of {ranks} ranks, {dist.get_backend()}, of"
     sources = {
         "link_latency_seconds": f"{how} {format_bytes(PAGE_BYTES)}, by hop",
         "link_bytes_per_second": f"{how} {format_bytes(COPY_BYTES)}",

@@ -40,6 +40,16 @@ BROADCAST_BYTES = 1 << 20
 _FAILED = -1
 
 
+def _named(name: str, before: str) -> Callable[..., Any]:
+    """A collective by its name since PyTorch 2.13, or that from before."""
+    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, before, None)
+    return found
+
+
+all_gather = _named("all_gather_single", "all_gather_into_tensor")
+reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 class OneProcess:
     """A step's process group when a process trains alone."""
 

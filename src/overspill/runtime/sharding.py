@@ -24,7 +24,7 @@ from torch.distributed.utils import _apply_to_tensors
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs.gloo import GLOO_THREADS, gloo_bytes
 
-from .parallel import Agreeing, OneProcess, begun, lent
+from .parallel import Agreeing, OneProcess, all_gather, begun, lent, reduce_scatter
 from .parallel import processes_of as unsharded_processes
 
 INSTEAD = "shard it by fully_shard, by its first dimension"
@@ -111,7 +111,7 @@ class ShardGroup:
         # Sent from its own place in the result, as FSDP sends it.
         sent = found[rows * self.group.rank() :][:rows]
         sent[: shard.numel()].copy_(shard.detach().reshape(-1))
-        wait = begun((found, sent), lambda to, part: dist.all_gather_into_tensor(to, part, self.group, async_op=True))
+        wait = begun((found, sent), lambda to, part: all_gather(to, part, self.group, async_op=True))
 
         def end() -> Tensor:
             wait()
@@ -163,7 +163,7 @@ class ShardGroup:
             summed = packed.new_empty(packed.shape[1])
             wait = begun(
                 (summed, packed.view(-1)),
-                lambda to, given: dist.reduce_scatter_tensor(to, given, op, self.group, async_op=True),
+                lambda to, given: reduce_scatter(to, given, op, self.group, async_op=True),
             )
 
         def end() -> tuple[Tensor, ...]:
