@@ -40,10 +40,9 @@ BROADCAST_BYTES = 1 << 20
 _FAILED = -1
 
 
-def _named(name: str, before: str) -> Callable[..., Any]:
+def _named(name: str, before: str) -> Any:
     """A collective by its name since PyTorch 2.13, or that from before."""
-    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, before, None)
-    return found
+    return getattr(dist, name, None) or getattr(dist, before, None)
 
 
 all_gather = _named("all_gather_single", "all_gather_into_tensor")

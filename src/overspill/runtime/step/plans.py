@@ -176,8 +176,7 @@ class StepPlans:
         *_, part = batches.split(inputs, self.gradients.accumulate)
         found = self._capture(part, self._elsewhere(part, inputs), last=True)
         planned = self._planner(found.steps)
-        plan = planned(self._budget(found.steps.graph, planned))
-        return self._gathered(found.steps.of(plan.graph), plan)
+        return self._gathered(found.steps, planned(self._budget(found.steps.graph, planned)))
 
     def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
         """The smallest feasible budget in bytes for a step on `inputs`."""
@@ -336,9 +335,9 @@ class StepPlans:
                 budget = self._budget(found.steps.graph, planned)
 
         def agreed(nbytes: int) -> Plan:
-            return self.processes.plan(found.steps.graph, nbytes, planned)
+            return self.processes.plan(found.steps.graph, nbytes, lambda n: self._gathered(found.steps, planned(n)))
 
-        # Plan; all processes agree on one plan.
+        # Plan, and gather updates; all processes agree on one plan.
         with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
             try:
                 plan = agreed(budget)
@@ -347,10 +346,9 @@ class StepPlans:
                     raise
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
-        # Gather updates, and reserve the store and the live pool.
+        # Reserve the store and the live pool.
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._captures.state_of(captured))
-        plan = self._gathered(captured, plan)
         self.processes.check_schedule(plan)
         if self.state.where.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
@@ -434,11 +432,11 @@ class StepPlans:
             self.clear()  # the plans of before take other inputs
         return found
 
-    def _gathered(self, captured: CapturedStep, plan: Plan) -> Plan:
+    def _gathered(self, steps: Partitioned[CapturedStep], plan: Plan) -> Plan:
         """`plan` with updates gathered into groups, unless each op is timed."""
         if self.options.profile:
             return plan
-        return gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
+        return gathered(steps.of(plan.graph), plan, self.state.updates, partial(measured_again, self.options))
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
         """A function from bytes to the best plan of `steps`."""
