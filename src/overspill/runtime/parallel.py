@@ -5,7 +5,7 @@ Each rank trains on a batch of its own, and gradients are averaged as Distribute
 one rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `_dynamo.config.optimize_ddp`,
-`DistributedDataParallel._get_active_ddp_module`, and `_world.pg_names`, the process groups by name.
+`DistributedDataParallel._get_active_ddp_module`, `torch._C._storage_Use_Count`, and `_world.pg_names`, the process groups by name.
 """
 
 from __future__ import annotations
@@ -358,9 +358,12 @@ def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
 def begun(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callable[[], None]:
     """Run `collective` on `tensors`, which may start it only; the function waits until the backend has released them.
 
-    Gloo's thread holds what it worked on for a moment after the collective is done; a tensor could not be freed.
+    Gloo's thread holds what it worked on, or views of it, for a moment after the collective is done; the memory could
+    not be freed.
     """
-    given = [tensor.detach() for tensor in tensors]
+    kept = [*tensors, *(tensor.detach() for tensor in tensors)]
+    given = kept[len(tensors) :]
+    held = [*map(_holders, given)]
     with others_needed():
         works = [collective(*given)]
 
@@ -371,11 +374,17 @@ def begun(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callable
                 del work
         if given[0].device.type == "cpu":
             for looks in range(MOST_LOOKS):  # no deadline: on a machine that stood still, the thread may come later
-                if all(tensor._use_count() == 1 for tensor in given):
+                if all(_holders(tensor) <= before for tensor, before in zip(given, held, strict=True)):
                     break
                 time.sleep(0 if looks < MOST_LOOKS // 2 else 0.001)
+        kept.clear()
 
     return wait
+
+
+def _holders(tensor: Tensor) -> int:
+    """How often `tensor` and others that share its memory are held."""
+    return tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:

@@ -148,11 +148,7 @@ class ShardGroup:
         parameters = [self.parameters[name] for name in names]
         rows = [parameter.padded_sharded_param_size.numel() for parameter in parameters]
         dtype = self.reduce_dtype or gradients[0].dtype
-        packed = gradients[0].new_zeros((self.ranks, sum(rows)), dtype=dtype)
-        for part, gradient in zip(packed.split(rows, 1), gradients, strict=True):
-            whole = gradient.reshape(-1)
-            for rank, own in enumerate(whole.split(part.shape[1]) if whole.numel() else ()):
-                part[rank, : own.numel()].copy_(own)
+        packed = self._packed(gradients, rows, dtype)
         before, after, op = divided(self.ranks * (1 if self.replicas is None else self.replicas.size()), dtype)
         if before != 1:
             packed.div_(before)
@@ -178,6 +174,15 @@ class ShardGroup:
             )
 
         return end
+
+    def _packed(self, gradients: Sequence[Tensor], rows: list[int], dtype: torch.dtype) -> Tensor:
+        """The rows of each rank's shards of all gradients, one after another."""
+        packed = gradients[0].new_zeros((self.ranks, sum(rows)), dtype=dtype)
+        for part, gradient in zip(packed.split(rows, 1), gradients, strict=True):
+            whole = gradient.reshape(-1)
+            for rank, own in enumerate(whole.split(part.shape[1]) if whole.numel() else ()):
+                part[rank, : own.numel()].copy_(own)
+        return packed
 
 
 def divided(ranks: int, dtype: torch.dtype) -> tuple[float, float, Any]:
