@@ -180,7 +180,8 @@ def test_the_plan_is_that_of_the_run() -> None:
 def test_a_plan_from_python_and_a_budget_below_the_floor() -> None:
     given = (lambda: Net(4096), (torch.randn(64, 16), torch.randint(8, (64,))), nn.CrossEntropyLoss(), "sgd")
     plan = overspill.plan(*given, budget="100%", device="rtx4090", backend="inductor")
-    assert plan.peak_bytes <= plan.budget_bytes == plan.unmanaged_peak_bytes
+    assert plan.peak_bytes == plan.unmanaged_peak_bytes <= plan.budget_bytes  # of a card, all is in it
     assert plan.slowdown == 1
+    assert plan.needed_bytes <= plan.asked_bytes
     with pytest.raises(InfeasibleBudget, match="below auto's floor"):
         overspill.plan(*given, budget="1KiB", device="rtx4090", backend="inductor")

@@ -333,7 +333,7 @@ def test_the_public_function_takes_every_way() -> None:
 
     made = estimate(
         "decoder:width=64,depth=2,heads=4,vocabulary=211,seq_len=32", optimizer="paged-adamw8bit", dtype="bfloat16",
-        accumulate=2, set_to_none=False, checkpointing=True, attention="flash", lora=4, quantize="4bit", batch=2,
+        accumulate=2, set_to_none=False, checkpointing=True, attention="flash", lora=4, quantize="4bit", upcast=False, batch=2,
     )  # fmt: skip
     assert made.fits()
     assert sum(made.breakdown.values()) == made.total_bytes
