@@ -7,7 +7,7 @@ DIR has checkouts of the scripts' repositories, each by its own name (`git clone
 it); nothing of them is part of this one. Data are tiny and made here, as a user would. Each script runs in a copy of its
 repository. Seconds are of the command, its start and the script's imports included: on the clock, and of processors, which
 other programs do not slow. `--only` with `--json` leaves the other rows of the record. Not
-among them, for want of packages: YOLOv5 (ultralytics), torchtune (torchao), torchtitan (grain), nnU-Net (batchgenerators);
+among them yet: YOLOv5 (ultralytics), torchtune (torchao), torchtitan (grain), nnU-Net (batchgenerators);
 of transformers' run_clm, diffusers' LoRA and ViT by Fabric no row is written yet. `make scripts-libraries` gets what they import.
 """
 
