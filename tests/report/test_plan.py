@@ -110,4 +110,5 @@ def test_waiting_is_told_by_what_it_is_for() -> None:
     assert waiting(timeline) == "5.0 ms (for transfers 3.0 ms, for the host 2.0 ms)"
     gathers = Timeline((), (*stalls, Stall(2, 0.005, 0.009, "gather of b")), (), 1.0)
     assert waiting(gathers) == "9.0 ms (for transfers 3.0 ms, for the host 2.0 ms, for collectives 4.0 ms)"
+    assert waiting(Timeline((), stalls[1:], (), 1.0)) == "3.0 ms for transfers"
     assert waiting(Timeline((), (), (), 1.0)) == "0 µs"

@@ -3,8 +3,8 @@
 import random
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -158,9 +158,9 @@ def drawn() -> list[Any]:
     return found
 
 
-def fewer_ranks() -> Any:
-    """A checkpoint of four ranks, gone on with by half of them: by FSDP and by a planned step."""
-    half = dist.new_group([0, 1])
+@contextmanager
+def saved() -> Iterator[tuple[str, Any, nn.Module, Optimizer]]:
+    """A checkpoint's path, and the planned step that took it after its first batch, with its model and optimizer."""
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as directory:
         paths = [directory]
         dist.broadcast_object_list(paths)
@@ -169,16 +169,23 @@ def fewer_ranks() -> Any:
         step = overspill.train_step(model, loss, optimizer, budget="smallest", store="host")
         step(batch(0))
         dcp.save(in_state(model, optimizer), checkpoint_id=paths[0])
+        yield paths[0], step, model, optimizer
+        dist.barrier()
+
+
+def fewer_ranks() -> Any:
+    """A checkpoint of four ranks, gone on with by half of them: by FSDP and by a planned step."""
+    half = dist.new_group([0, 1])
+    with saved() as (path, step, *_):
         step.close()
         found = []
         for plans in (False, True) if dist.get_rank() < 2 else ():
             other = sharded(None, True, DeviceMesh.from_group(half, "cpu"))
             others = adamw(other)
             state = in_state(other, others)
-            dcp.load(state, checkpoint_id=paths[0], process_group=half)
+            dcp.load(state, checkpoint_id=path, process_group=half)
             set_state_dict(other, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             found.append(planned(other, others) if plans else by_hand(other, others))
-        dist.barrier()
     return found
 
 
@@ -247,14 +254,7 @@ def refusals() -> dict[str, str]:
 
 def checkpoints() -> Any:
     """A planned step's checkpoint, gone on with by FSDP and by another planned step; and FSDP's by a planned step."""
-    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as directory:
-        paths = [directory]
-        dist.broadcast_object_list(paths)
-        model = sharded()
-        optimizer = adamw(model)
-        step = overspill.train_step(model, loss, optimizer, budget="smallest", store="host")
-        step(batch(0))
-        dcp.save(in_state(model, optimizer), checkpoint_id=paths[0])
+    with saved() as (path, step, model, optimizer):
         step(batch(1))
         want = everything(model, optimizer, [])
         step.close()
@@ -268,7 +268,7 @@ def checkpoints() -> Any:
             else:
                 by_hand(other, others)
             state = in_state(other, others)
-            dcp.load(state, checkpoint_id=paths[0])
+            dcp.load(state, checkpoint_id=path)
             set_state_dict(other, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             if takes is not None:
                 takes(batch(1))
@@ -276,7 +276,6 @@ def checkpoints() -> Any:
                 loss(other, batch(1)).backward()
                 others.step()
             found.append(everything(other, others, []))
-        dist.barrier()
     return want, *found
 
 

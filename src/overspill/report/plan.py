@@ -203,8 +203,11 @@ def waiting(timeline: Timeline) -> str:
     whole = timeline.exposed_transfer_seconds
     others = {"the host": timeline.host_seconds, "collectives": timeline.exposed_communication_seconds}
     causes = {"transfers": max(0.0, whole - sum(others.values())), **others}
-    parts = [f"for {cause} {format_seconds(seconds)}" for cause, seconds in causes.items() if seconds]
-    return f"{format_seconds(whole)} ({', '.join(parts)})" if parts else format_seconds(whole)
+    waited = {cause: seconds for cause, seconds in causes.items() if seconds}
+    if len(waited) < 2:
+        return format_seconds(whole) + "".join(f" for {cause}" for cause in waited)
+    parts = ", ".join(f"for {cause} {format_seconds(seconds)}" for cause, seconds in waited.items())
+    return f"{format_seconds(whole)} ({parts})"
 
 
 def longest_wait(timeline: Timeline) -> str:

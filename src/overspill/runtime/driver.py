@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from overspill.capture.compiled.gathers import Begin
+from overspill.capture.compiled.gathers import StartCollective
 from overspill.capture.compiled.whole_step import MUTATION
 from overspill.core.errors import OverspillError
 from overspill.runtime.lower import HANDLE_PREFIX, HOLDS
@@ -179,7 +179,8 @@ class ProgramRun:
     def give_up(self, wanted: Iterable[int], engine: TransferEngine | None) -> dict[int, tuple[Form, Any]]:
         """The `wanted` inputs as they are now, as tensors or handles.
 
-        Transfers are cancelled, and collectives that run are waited for. An input on its way back is given as a handle of what the store has.
+        Transfers are cancelled, and collectives that run are waited for. An input on its way back is given as a handle
+        of what the store has.
         """
         values = dict(zip(self._live, self._values, strict=True))
         self._values.clear()
@@ -187,7 +188,7 @@ class ProgramRun:
         for node, value in values.items():
             if node.target is prefetch and engine is not None:
                 engine.cancel(value)
-            elif isinstance(node.target, Begin):
+            elif isinstance(node.target, StartCollective):
                 with suppress(OverspillError):  # the run has its own error
                     value()
         return found

@@ -30,7 +30,7 @@ from overspill.capture.compiled.batch_norm import (
     recomputes_without_statistics,
     results_without_statistics,
 )
-from overspill.capture.compiled.gathers import Begin, Gather, end
+from overspill.capture.compiled.gathers import Gather, StartCollective, wait
 from overspill.capture.compiled.given import into_given
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, StorageKey, storages
@@ -176,7 +176,7 @@ class _Emitter:
         self.arena = arena
         self.memory: fx.Node | None = None
         self.position = 0
-        self.begun: dict[int, fx.Node] = {}  # collectives that nothing has waited for, by op
+        self.started: dict[int, fx.Node] = {}  # collectives that nothing has waited for, by op
         self.joint: JointGraph = captured.joint
         self.engine = engine
         self.backward = backward
@@ -313,10 +313,10 @@ class _Emitter:
             self._recompute(self.captured.graph.ops[target])
         elif verb is Verb.START:
             node = self.captured.nodes[target]
-            begun = self._in_given(node) or self.graph.node_copy(node, self.resolve)
-            begun.target = Begin(begun.target)
-            begun.meta = {"val": None, OP_ID: target, DOES: (verb, target)}
-            self.begun[target] = begun
+            started = self._in_given(node) or self.graph.node_copy(node, self.resolve)
+            started.target = StartCollective(started.target)
+            started.meta = {"val": None, OP_ID: target, DOES: (verb, target)}
+            self.started[target] = started
         elif verb is Verb.FREE:
             self._free(target)
         # Transfers: a call of the engine, whose result is a handle or the arriving tensor.
@@ -399,8 +399,8 @@ class _Emitter:
         self._touch(*op.recompute_reads, *op.recompute_writes)
 
     def _copy(self, node: fx.Node, does: tuple[Verb, int]) -> fx.Node:
-        if (begun := self.begun.pop(does[1], None)) is not None:
-            return self._call(end, (begun,), node.name)
+        if (started := self.started.pop(does[1], None)) is not None:
+            return self._call(wait, (started,), node.name)
         new = self._in_place(node) or self._in_given(node) or self.graph.node_copy(node, self.resolve)
         new.target = RUN_AS.get(new.target, new.target)
         if not reduces_in_place(node):

@@ -352,10 +352,10 @@ def others_needed() -> Iterator[None]:
 
 def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
     """Run `collective` on `tensors`, and wait until the backend has released them."""
-    begun(tensors, collective)()
+    started(tensors, collective)()
 
 
-def begun(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callable[[], None]:
+def started(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callable[[], None]:
     """Run `collective` on `tensors`, which may start it only; the function waits until the backend has released them.
 
     Gloo's thread holds what it worked on, or views of it, for a moment after the collective is done; the memory could

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.utils import _apply_to_tensors
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs.gloo import GLOO_THREADS, gloo_bytes
 
-from .parallel import Agreeing, OneProcess, all_gather, begun, lent, reduce_scatter
+from .parallel import Agreeing, OneProcess, all_gather, lent, reduce_scatter, started
 from .parallel import processes_of as unsharded_processes
 
 INSTEAD = "shard it by fully_shard, by its first dimension"
@@ -94,7 +94,7 @@ class ShardGroup:
         """The ranks with the same shard, in a mesh of two dimensions (HSDP)."""
 
     def gather(self, *shards: Tensor, into: Mapping[int, Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to make all rows of each parameter from each rank's `shards`, cast before they are sent.
+        """Start to make all rows of each parameter from each rank's `shards`, cast before they are sent.
 
         Those at some positions are made in memory that is there.
         """
@@ -111,7 +111,7 @@ class ShardGroup:
         # Sent from its own place in the result, as FSDP sends it.
         sent = found[rows * self.group.rank() :][:rows]
         sent[: shard.numel()].copy_(shard.detach().reshape(-1))
-        wait = begun((found, sent), lambda to, part: all_gather(to, part, self.group, async_op=True))
+        wait = started((found, sent), lambda to, part: all_gather(to, part, self.group, async_op=True))
 
         def end() -> Tensor:
             wait()
@@ -141,7 +141,7 @@ class ShardGroup:
         return part * self.ranks + (0 if some.sharded_param.device.type == "cpu" else part)
 
     def scatter(self, names: Sequence[str], *gradients: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to make this rank's rows of the mean over ranks of the `gradients` of these parameters.
+        """Start to make this rank's rows of the mean over ranks of the `gradients` of these parameters.
 
         They are packed as FSDP packs them, on whose order the last bits of sums over more than two ranks depend.
         """
@@ -154,10 +154,10 @@ class ShardGroup:
             packed.div_(before)
         if packed.device.type == "cpu":  # gloo scatters so too, on a copy that it gives back late
             summed = packed[self.group.rank()]
-            wait = begun((packed,), lambda given: dist.all_reduce(given, op, self.group, async_op=True))
+            wait = started((packed,), lambda given: dist.all_reduce(given, op, self.group, async_op=True))
         else:
             summed = packed.new_empty(packed.shape[1])
-            wait = begun(
+            wait = started(
                 (summed, packed.view(-1)),
                 lambda to, given: reduce_scatter(to, given, op, self.group, async_op=True),
             )
@@ -215,10 +215,14 @@ class Sharding:
                 "the model is sharded over several meshes; a planned step needs one for all of it: pass the same mesh to every fully_shard"
             )
         self._shards = self.groups[0].group
-        self.group = self._shards if self.groups[0].replicas is None else _group_of(groups[0].mesh_info.mesh)
-        """The ranks that train together."""
+        self._mesh = groups[0].mesh_info.mesh
         self._hooks: list[tuple[Any, int, Any]] = []
         self._is_taken = False
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that train together."""
+        return self._shards if self.groups[0].replicas is None else _group_of(self._mesh)
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
         """Add `tensor` up over the ranks that have different shards, in place."""

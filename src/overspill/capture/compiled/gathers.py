@@ -17,15 +17,15 @@ from overspill.capture.sharding import GATHER, SCATTER
 
 from .joint import JointGraph, copied
 
-Ending = Callable[[], tuple[Tensor, ...]]
-"""Waits for a collective that has begun; returns its results."""
+Wait = Callable[[], tuple[Tensor, ...]]
+"""Waits for a collective that was started; returns its results."""
 
 
 @dataclass(frozen=True)
 class GatheredGroup:
     """Parameters that are gathered by one op, by their positions among the inputs.
 
-    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards, into={…})` begins to make the
+    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards, into={…})` starts to make the
     whole parameters, those of some positions in memory that it is given, and `scatter(*gradients, positions=…)` to make of
     the gradients of some positions each shard's. They take workspaces besides their results; `reshards`: the program
     itself frees what it has gathered after forward, and gathers it again.
@@ -35,29 +35,29 @@ class GatheredGroup:
     positions: tuple[int, ...]
     shards: tuple[Tensor, ...]
     ranks: int
-    gather: Callable[..., Ending]
+    gather: Callable[..., Wait]
     gather_workspace_bytes: int
-    scatter: Callable[..., Ending]
+    scatter: Callable[..., Wait]
     scatter_workspace_bytes: Callable[[Sequence[int]], int]
     reshards: bool
 
 
-class Apart(ABC):
-    """The target of a collective's node: a call begins it and waits for it."""
+class AsyncCollective(ABC):
+    """The target of a collective's node: a call starts it and waits for it."""
 
     tags = ()
     __name__: str
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The collective's results."""
-        return self.begin(*tensors)()
+        return self.start(*tensors)()
 
     @abstractmethod
-    def begin(self, *tensors: Tensor) -> Ending:
-        """Begin the collective."""
+    def start(self, *tensors: Tensor) -> Wait:
+        """Start the collective."""
 
 
-class Gather(Apart):
+class Gather(AsyncCollective):
     """The target of a gather's node, which takes the memory for some of its results, and the shards of all."""
 
     __name__ = GATHER
@@ -67,7 +67,7 @@ class Gather(Apart):
         self.number = number
         self._into = into
 
-    def begin(self, *tensors: Tensor) -> Ending:
+    def start(self, *tensors: Tensor) -> Wait:
         memory = dict(zip(self._into, tensors, strict=False))
         return self.group.gather(*tensors[len(memory) :], into=memory)
 
@@ -76,7 +76,7 @@ class Gather(Apart):
         return Gather(self.group, self.number, into)
 
 
-class Scatter(Apart):
+class Scatter(AsyncCollective):
     """The target of a scatter's node, which takes the gradients of parameters at these positions of its group."""
 
     __name__ = SCATTER
@@ -84,24 +84,24 @@ class Scatter(Apart):
     def __init__(self, group: GatheredGroup, positions: Sequence[int]) -> None:
         self._group, self._positions = group, positions
 
-    def begin(self, *gradients: Tensor) -> Ending:
+    def start(self, *gradients: Tensor) -> Wait:
         return self._group.scatter(*gradients, positions=self._positions)
 
 
-class Begin:
-    """The target of a node that begins a collective, whose value `end` waits for."""
+class StartCollective:
+    """The target of a node that starts a collective, whose value `wait` takes."""
 
-    def __init__(self, collective: Apart) -> None:
+    def __init__(self, collective: AsyncCollective) -> None:
         self._collective = collective
-        self.__name__ = f"{collective.__name__}.begin"
+        self.__name__ = f"{collective.__name__}.start"
 
-    def __call__(self, *tensors: Tensor) -> Ending:
-        return self._collective.begin(*tensors)
+    def __call__(self, *tensors: Tensor) -> Wait:
+        return self._collective.start(*tensors)
 
 
-def end(begun: Ending) -> tuple[Tensor, ...]:
-    """The results of a collective that was begun."""
-    return begun()
+def wait(started: Wait) -> tuple[Tensor, ...]:
+    """The results of a collective that was started."""
+    return started()
 
 
 def with_gathers(joint: JointGraph, groups: Sequence[GatheredGroup]) -> JointGraph:

@@ -39,8 +39,8 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
 
     Then, when it is asked for, the same in pieces of rows, if it has chains worth it.
 
-    Call it with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises OverspillError if nothing requires a gradient, and Dynamo's errors if the
-    module is not a single graph.
+    Call it with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises
+    OverspillError if nothing requires a gradient, and Dynamo's errors if the module is not a single graph.
     """
     found: list[tuple[JointGraph, list[InputInfo], Surroundings]] = []
 

@@ -104,9 +104,8 @@ def _loss_in_chunks(module: nn.Module, chunks: int) -> None:
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(kind.forward(head, hidden).float(), targets, reduction="sum")
 
-    def loss(
-        logits: Tensor, labels: Tensor, **_: Any
-    ) -> Tensor:  # of the name that transformers gives what the layer returned
+    # `logits` is the name that transformers gives what the layer has returned.
+    def loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
         targets = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:].flatten()
         parts = zip(logits.flatten(0, 1).chunk(chunks), targets.chunk(chunks), strict=True)
         summed = torch.stack([checkpoint(loss_of, *part, use_reentrant=False) for part in parts]).sum()

@@ -154,16 +154,18 @@ def results(claims: tuple[Claim, ...], lab: Lab, instead: Mapping[str, str] = Ma
     for `Result.without`. Claims that need what is still being made are tried again.
     """
     without, found = lab.instead_of(instead) if instead else None, dict[int, Result]()
+
+    def is_found(number: int) -> bool:
+        if number not in found:
+            with suppress(StillMadeError):
+                found[number] = _result(claims[number], lab, without)
+        return number in found
+
     for first in range(len(claims)):
-        while first not in found:
-            for number, claim in enumerate(claims[first:], first):
-                if number not in found:
-                    with suppress(StillMadeError):
-                        found[number] = _result(claim, lab, without)
-                if first in found:
-                    break
-            else:
-                lab.workers.wait()
+        while not is_found(first):
+            for later in range(first + 1, len(claims)):
+                is_found(later)
+            lab.workers.wait()
         yield found[first]
 
 
