@@ -70,9 +70,16 @@ class Ran:
     partitions: set[float | None]
 
 
-def judge(job: Job, way: str) -> Outcome:
-    """Train `job` by `way` within 70 % of its memory, or within what the refusal of that names, and compare."""
+def judge(job: Job, way: str, device: str = "cpu") -> Outcome:
+    """Train `job` by `way` within 70 % of its memory, or within what the refusal of that names, and compare.
+
+    On a GPU, where the job makes all that it makes, kernels repeat themselves as far as PyTorch has such.
+    """
     begun = time.perf_counter()
+    if device != "cpu":
+        torch.set_default_device(device)
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     made = WAYS[way]
     found = Outcome.of(job, way, IDENTICAL)
     ran = None
@@ -147,7 +154,9 @@ def _numbers(way: Way, yielded: Any) -> dict[str, Tensor]:
     for position, optimizer in enumerate(way.optimizers):
         found |= dict(_state(f"optimizer {position}", optimizer.state_dict()["state"]))
     found["generator"] = torch.get_rng_state()
-    return {name: t.detach().to_dense().clone() if t.is_sparse else t.detach().clone() for name, t in found.items()}
+    if torch.get_default_device().type == "cuda":
+        found["generator of the device"] = torch.cuda.get_rng_state()
+    return {name: (t.to_dense() if t.is_sparse else t).detach().to("cpu", copy=True) for name, t in found.items()}
 
 
 def _state(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
     python bench/jobs.py [--jobs NAME,…] [--ways NAME,…] [--processes 2] [--json FILE]
     python bench/jobs.py --list
+    PYTORCH_NVML_BASED_CUDA_CHECK=1 python bench/jobs.py --device cuda [--processes 12] [--json FILE]
     python bench/jobs.py --first-step [--rounds 3] [--jobs NAME,…] [--json FILE]
     python bench/jobs.py --read bench/results/jobs.json
 
@@ -36,11 +37,12 @@ from jobs_by_field import JOBS
 from jobs_by_field.job import Job
 from jobs_by_field.known import KNOWN
 from jobs_by_field.ways import WAYS
-from paired import json_record
+from paired import json_record, machine
 
 from overspill.planning.effort import VARIABLE
 
 Case = tuple[Job, str]
+NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 LIBRARIES = ("transformers", "peft", "timm", "diffusers", "torch_geometric", "monai", "torchvision")
 
 
@@ -54,14 +56,17 @@ def main() -> None:
         print(*(f"{job.name:28s} {job.field:15s} {job.about}" for job in JOBS.values()), sep="\n")
         return
     warnings.simplefilter("ignore")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # kernels of cuBLAS that repeat themselves
     os.environ.setdefault(VARIABLE, "0.1")  # the bits are asked for, not the best of plans
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
     cases = [(JOBS[name], way) for name in options.jobs for way in options.ways]
     _load(job for job, _ in cases)
+    # Asked in a process of its own, for processes that are forked from one that has asked a GPU cannot use it.
+    ((_, here),) = each([(torch.device(options.device),)], machine, 1, options.seconds)
     if options.first_step:
-        time_first_steps([JOBS[name] for name in options.jobs if JOBS[name].deep], options)
+        time_first_steps([JOBS[name] for name in options.jobs if JOBS[name].deep], options, here)
         return
     found = {(o.job, o.way): o for o in read(options.json)} if options.json and options.json.exists() else {}
     ran: list[Outcome] = []
@@ -74,7 +79,7 @@ def main() -> None:
         if options.json:
             found[outcome.job, outcome.way] = ran[-1]
             rows = [row(found[name, way]) for name in JOBS for way in WAYS if (name, way) in found]
-            record(options.json, jobs=rows)
+            record(options.json, here, jobs=rows)
     print(summary(ran))
 
 
@@ -84,11 +89,13 @@ def outcomes(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Out
         if job.missing:
             yield Outcome.of(job, way, NOT_INSTALLED, ", ".join(job.missing))
     there = [case for case in cases if not case[0].missing]
-    for (job, way), found in each(there, judge, options.processes, options.seconds, loud=options.verbose):
+    for (job, way, _), found in each(
+        [(*case, options.device) for case in there], judge, options.processes, options.seconds, loud=options.verbose
+    ):
         yield Outcome.of(job, way, CRASH, found) if isinstance(found, str) else found
 
 
-def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace, here: dict[str, str]) -> None:
     """Time the first steps of jobs at real depth, one process after the other, and record them."""
     cases = [
         (job, side)
@@ -108,15 +115,15 @@ def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         )
         print(f"{len(rows):3d}/{len(cases)} {rows[-1]}", flush=True)
         if options.json:
-            record(options.json, first_steps=kept + rows)
+            record(options.json, here, first_steps=kept + rows)
     print(first_step_table(kept + rows))
 
 
-def record(path: Path, **rows: Any) -> None:
-    """Write `rows`; those of the other kind that are there stay."""
+def record(path: Path, here: dict[str, str], **rows: Any) -> None:
+    """Write `rows`, measured `here`; those of the other kind that are there stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: kept[name] for name in ("jobs", "first_steps") if name in kept}
-    path.write_text(json_record(torch.device("cpu"), libraries=_versions(), **kept | rows))
+    path.write_text(json_record(here, libraries=_versions(), **kept | rows))
 
 
 def _options() -> argparse.Namespace:
@@ -128,6 +135,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--first-step", action="store_true", help="time first steps of eight jobs at real depth instead"
     )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; times of first steps are the CPU's")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side's first step is timed")
     parser.add_argument("--verbose", action="store_true", help="with all that the jobs print, and tracebacks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record to write, or to add to")
@@ -139,6 +147,8 @@ def _options() -> argparse.Namespace:
         if unknown := [name for name in names if name not in known]:
             parser.error(f"--{asked}: no {unknown[0]}; there are {', '.join(known)}")
         setattr(options, asked, names)
+    if options.device != "cpu" and os.environ.get(NVML) != "1":
+        parser.error(f"--device {options.device} needs {NVML}=1: who asks CUDA itself cannot fork processes that use it")
     return options
 
 

@@ -227,7 +227,11 @@ def machine(device: torch.device) -> dict[str, str]:
     return found
 
 
-def json_record(device: torch.device, **figures: Any) -> str:
-    """`figures` as JSON, behind the machine that they were measured on, the date (UTC) and the command."""
-    begun = {"machine": machine(device), "date": datetime.now(UTC).date().isoformat(), "command": sys.argv}
+def json_record(device: torch.device | dict[str, str], **figures: Any) -> str:
+    """`figures` as JSON, behind what `machine` says of the device, the date (UTC) and the command."""
+    begun = {
+        "machine": machine(device) if isinstance(device, torch.device) else device,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": sys.argv,
+    }
     return json.dumps(begun | figures, indent=1) + "\n"

@@ -68,7 +68,8 @@ class Way:
         used = optimizer or adamw(model)
         self.models.append(model)
         self.optimizers.append(used)
-        return self._step(model, loss, used, clip, accumulate, has_gradients=has_gradients)
+        taken = self._step(model, loss, used, clip, accumulate, has_gradients=has_gradients)
+        return taken if torch.get_default_device().type == "cpu" else _on_its_own_device(taken)
 
     def called(self, model: Any) -> Any:
         """`model`, to call in a loss or beside it."""
@@ -124,6 +125,20 @@ class Way:
 def _micro_batches(batch: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
     for index in range(count):
         yield tree_map_only(Tensor, lambda t, i=index: t.chunk(count)[i], batch) if count > 1 else batch
+
+
+def _on_its_own_device(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The step without PyTorch's default device, on which the job has made its model and batches, as `.to(device)` does."""
+
+    def taken(*batch: Any) -> Tensor:
+        device = torch.get_default_device()
+        torch.set_default_device(None)
+        try:
+            return step(*batch)
+        finally:
+            torch.set_default_device(device)
+
+    return taken
 
 
 class StockModel(Way):
