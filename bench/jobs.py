@@ -148,7 +148,9 @@ def _options() -> argparse.Namespace:
             parser.error(f"--{asked}: no {unknown[0]}; there are {', '.join(known)}")
         setattr(options, asked, names)
     if options.device != "cpu" and os.environ.get(NVML) != "1":
-        parser.error(f"--device {options.device} needs {NVML}=1: who asks CUDA itself cannot fork processes that use it")
+        parser.error(
+            f"--device {options.device} needs {NVML}=1: who asks CUDA itself cannot fork processes that use it"
+        )
     return options
 
 
