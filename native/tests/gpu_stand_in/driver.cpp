@@ -86,12 +86,10 @@ CUresult CUDAAPI cuDeviceTotalMem(std::size_t* nbytes, CUdevice) {
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
-    const int compute_capability_minor = static_cast<int>(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) + 1;
-    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 9
-             : static_cast<int>(attribute) == compute_capability_minor ? 0
-                                                                       : 1;
-    return CUDA_SUCCESS;
+// The runtime has the same numbers.
+int cudaDeviceGetAttribute(int* value, int attribute, int device);
+CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+    return static_cast<CUresult>(cudaDeviceGetAttribute(value, static_cast<int>(attribute), device));
 }
 
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
@@ -185,6 +183,10 @@ CUresult CUDAAPI cuMemHostUnregister(void* address) {
 }
 
 CUresult CUDAAPI cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+    if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER) {
+        std::memcpy(value, &address, sizeof address);
+        return device_of(raw(address)) >= 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    }
     if (attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE) return CUDA_ERROR_NOT_SUPPORTED;
     const unsigned type = device_of(raw(address)) >= 0 ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
     std::memcpy(value, &type, sizeof type);

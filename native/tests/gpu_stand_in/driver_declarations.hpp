@@ -25,7 +25,7 @@ enum CUresult {
     CUDA_ERROR_NOT_SUPPORTED = 801,
 };
 enum CUdevice_attribute { CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75 };
-enum CUpointer_attribute { CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2 };
+enum CUpointer_attribute { CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2, CU_POINTER_ATTRIBUTE_DEVICE_POINTER = 3 };
 enum CUmemorytype { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
 enum CUmemAllocationType { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum CUmemAllocationHandleType { CU_MEM_HANDLE_TYPE_NONE = 0 };

@@ -14,6 +14,7 @@ kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A statement of any other kind is re
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
+from torch._inductor.utils import align_inputs_from_check_idxs
 
 from overspill.core.errors import UnsupportedError
 
@@ -176,6 +178,8 @@ def namespace_of(compiled: Any) -> dict[str, Any]:
     `compiled` is what `compile_fx_inner` returns.
     """
     call = getattr(compiled, "current_callable", None)
+    if getattr(call, "__module__", None) == align_inputs_from_check_idxs.__module__:
+        call = inspect.getclosurevars(call).nonlocals["model"]  # for a GPU it is in a function that aligns inputs
     found: dict[str, Any] = getattr(getattr(call, "__func__", call), "__globals__", {})
     return found
 

@@ -177,6 +177,11 @@ class _Follower:
 
     def _statement(self, program: Program, statement: Statement, part: int) -> None:
         target = statement.target
+        if target is not None and ast.unparse(statement.value).startswith("get_raw_stream("):
+            # The device's stream, bound again for every stretch of kernels: whichever is current when the kernel runs.
+            self.found.values[target] = self._value(program, statement.value)
+            self.found.aliases[target] = statement.value
+            return
         if target is not None and target in self.found.values:
             raise UnsupportedError(f'Inductor\'s program binds {target} twice; use backend="eager"')
         # By kind: a new buffer, another name, one of several results, a check, or a call.
@@ -257,9 +262,6 @@ class _Follower:
                 self._made(call, statement.target, result)
             elif isinstance(result, (tuple, list)):
                 call.container = statement.target
-            elif not statement.uses:  # a stream, say
-                self.found.aliases[statement.target] = node
-                return
         self.found.calls[part].append(call)
         tensors = [self.found.values[n] for n in statement.uses] + tree_leaves(result)
         # Its cost.

@@ -27,6 +27,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.utils import ALIGNMENT, clone_preserve_strides, copy_misaligned_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import without_tokens
@@ -183,6 +184,11 @@ def programs_of(
             yield found
 
 
+def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`tensors`, of which copies are used where Inductor's kernels for GPUs take an alignment for granted."""
+    return [clone_preserve_strides(t) if t.is_cuda and t.data_ptr() % ALIGNMENT else t for t in tensors]
+
+
 class _Partitioner(CustomPartitionerFn):
     """The usual partitioner, with the result recorded."""
 
@@ -317,12 +323,22 @@ class _Compiler:
                 self.joint = JointGraph(module, len(program.outputs))
                 self._follow(program, None)
 
-        # Run the lowered graphs in place of the program.
+        # Run the lowered graphs in place of the program. What forward has saved is aligned, other inputs may not be.
+        checked = frozenset(compiled.inputs_to_check)
+        tangents = 0 if self.joint is None else len(self.joint.tangents)
+
         def run(args: list[Any]) -> Any:
             lowered = self._lowered
             assert lowered is not None  # both programs are planned before the first call
+            at = range(len(args) - tangents, len(args)) if is_backward else checked
+            given, copies = copy_misaligned_inputs(
+                args, [i for i in at if isinstance(args[i], Tensor) and args[i].is_cuda], checked
+            )
             with self._running() as recorder:
-                return (lowered.backward if is_backward else lowered.forward)(args, recorder)
+                found = (lowered.backward if is_backward else lowered.forward)(args, recorder)
+            for tensor, copy in zip(given, copies, strict=True):
+                tensor.copy_(copy)
+            return found
 
         compiled.current_callable = run
         return compiled
