@@ -177,7 +177,7 @@ def namespace_of(compiled: Any) -> dict[str, Any]:
 
     `compiled` is what `compile_fx_inner` returns.
     """
-    call = getattr(compiled, "current_callable", None)
+    call: Any = getattr(compiled, "current_callable", None)
     if getattr(call, "__module__", None) == align_inputs_from_check_idxs.__module__:
         call = inspect.getclosurevars(call).nonlocals["model"]  # for a GPU it is in a function that aligns inputs
     found: dict[str, Any] = getattr(getattr(call, "__func__", call), "__globals__", {})
