@@ -2,7 +2,7 @@
 
     python bench/jobs.py [--jobs NAME,…] [--ways NAME,…] [--processes 2] [--json FILE]
     python bench/jobs.py --list
-    PYTORCH_NVML_BASED_CUDA_CHECK=1 python bench/jobs.py --device cuda [--processes 12] [--json FILE]
+    python bench/jobs.py --device cuda --processes 0 [--jobs NAME,…] [--json FILE]
     python bench/jobs.py --first-step [--rounds 3] [--jobs NAME,…] [--json FILE]
     python bench/jobs.py --read bench/results/jobs.json
 
@@ -42,7 +42,6 @@ from paired import json_record, machine
 from overspill.planning.effort import VARIABLE
 
 Case = tuple[Job, str]
-NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 LIBRARIES = ("transformers", "peft", "timm", "diffusers", "torch_geometric", "monai", "torchvision")
 
 
@@ -63,8 +62,7 @@ def main() -> None:
     torch._inductor.config.compile_threads = 1
     cases = [(JOBS[name], way) for name in options.jobs for way in options.ways]
     _load(job for job, _ in cases)
-    # Asked in a process of its own, for processes that are forked from one that has asked a GPU cannot use it.
-    ((_, here),) = each([(torch.device(options.device),)], machine, 1, options.seconds)
+    here = machine(torch.device(options.device))
     if options.first_step:
         time_first_steps([JOBS[name] for name in options.jobs if JOBS[name].deep], options, here)
         return
@@ -89,9 +87,11 @@ def outcomes(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Out
         if job.missing:
             yield Outcome.of(job, way, NOT_INSTALLED, ", ".join(job.missing))
     there = [case for case in cases if not case[0].missing]
-    for (job, way, _), found in each(
-        [(*case, options.device) for case in there], judge, options.processes, options.seconds, loud=options.verbose
-    ):
+    if not options.processes:
+        for job, way in there:
+            yield judge(job, way, options.device)
+        return
+    for (job, way), found in each(there, judge, options.processes, options.seconds, loud=options.verbose):
         yield Outcome.of(job, way, CRASH, found) if isinstance(found, str) else found
 
 
@@ -130,7 +130,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default=",".join(JOBS), metavar="NAME,…")
     parser.add_argument("--ways", default=",".join(WAYS), metavar="NAME,…")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="so many at once; 0: in this process, one by one")
     parser.add_argument("--seconds", type=float, default=300.0, help="a job that takes longer is a crash")
     parser.add_argument(
         "--first-step", action="store_true", help="time first steps of eight jobs at real depth instead"
@@ -147,10 +147,8 @@ def _options() -> argparse.Namespace:
         if unknown := [name for name in names if name not in known]:
             parser.error(f"--{asked}: no {unknown[0]}; there are {', '.join(known)}")
         setattr(options, asked, names)
-    if options.device != "cpu" and os.environ.get(NVML) != "1":
-        parser.error(
-            f"--device {options.device} needs {NVML}=1: who asks CUDA itself cannot fork processes that use it"
-        )
+    if options.device != "cpu" and options.processes:
+        parser.error(f"--device {options.device} needs --processes 0: forked processes cannot use CUDA")
     return options
 
 

@@ -87,6 +87,7 @@ def _within(budget: str | None, run: Callable[[str | None], Run]) -> Run:
 def _deterministic() -> None:
     """Kernels that repeat themselves, as far as PyTorch has them; without its extra writes to fresh memory."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its gradients are other ones each time
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 

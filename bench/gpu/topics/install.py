@@ -39,7 +39,19 @@ def imports(setting: Setting) -> Figures:
 
 def command_line(setting: Setting) -> Figures:
     """A small model trained under a budget, and proved equal, by the command that the README has."""
-    words = ["train", "resnet18", "--small", "--batch", "8", "--budget", "60%", "--steps", "3", "--check", "--json"]
+    words = [
+        "train",
+        "resnet18",
+        "--small",
+        "--batch",
+        "8",
+        "--budget",
+        "smallest",
+        "--steps",
+        "3",
+        "--check",
+        "--json",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "overspill", *words, "--device", setting.device],
         capture_output=True, text=True, check=False,
