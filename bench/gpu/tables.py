@@ -98,13 +98,19 @@ def live(found: Found) -> str:
 
 def peaks(found: Found) -> str:
     """What was planned, and what allocator and driver counted."""
-    keys = ("budget", "planned_peak", "allocated_peak", "reserved_peak", "device_used")
+    keys = (
+        "budget", "planned_peak", "planned_allocated", "allocated_peak", "planned_reserved", "reserved_peak", "device_used",
+    )  # fmt: skip
     rows = [
         (name.removeprefix("peak-"), *(_bytes(f.get(f"{key}_bytes")) for key in keys), f.get("retries"))
         for name, f in named(found, "5-").items()
         if not name.startswith("survives-")
     ]
-    return table(("job", "budget", "planned", "allocated", "reserved", "device in use", "retries"), rows)
+    head = (
+        "job", "budget", "planned live", "planned allocated", "allocated", "planned reserved", "reserved",
+        "device in use", "retries",
+    )  # fmt: skip
+    return table(head, rows)
 
 
 def survival(found: Found) -> str:

@@ -22,7 +22,12 @@ EXPECTED = {
     "whole_round_trips": (["round-trips-late: 3 of 200 wrong"], 1),
     "same_bits": (["resnet50, compile: model.0.weight"], 1),
     "within_budget": (
-        ["3-bits-resnet50, compile: 3.0 GiB of 2.0 GiB", "5-peak-gpt2-50%-default: 2.0 GiB (2148532224 bytes) of 2.0 GiB (2147483648 bytes)"], 2,
+        [
+            "3-bits-resnet50, compile: reserved 3.0 GiB of 2.0 GiB",
+            "5-peak-gpt2-50%-default: reserved 3.0 GiB (3222274048 bytes) of 3.0 GiB (3221225472 bytes)",
+            "5-peak-gpt2-50%-default: device in use 4.0 GiB (4296015872 bytes) of 4.0 GiB (4294967296 bytes)",
+        ],
+        3,
     ),
     "card_of_that_size": (["resnet50-50%-x1.0: out of memory", "gpt2-100%-x1.0: 2 retries"], 1),
     "sound_pools": (

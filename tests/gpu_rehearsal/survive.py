@@ -28,10 +28,11 @@ def main(door: str, model: str, batch: str, optimizer: str, budget: str) -> None
         except Exception as error:  # noqa: BLE001 - what it was is the answer
             found = {"outcome": type(error).__name__, "said": str(error).splitlines()[0][:200]}
         with suppress(IndexError):  # there is no plan where the model alone was too large
-            found["planned_bytes"] = it.plan().peak_bytes
+            found |= {"planned_bytes": it.plan().peak_bytes, "planned_allocated_bytes": it.plan().allocated_bytes}
     statistics = torch.cuda.memory_stats()
     found |= {
         "steps": done,
+        "requested_bytes": statistics["requested_bytes.all.peak"],
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "card_bytes": stand_in.peak_bytes(),

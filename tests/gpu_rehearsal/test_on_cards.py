@@ -37,3 +37,5 @@ def test_a_card_of_the_size_of_the_budget_is_enough(
     record.rows("cards").append({"door": door, "model": model, "batch": batch, "budget_bytes": card_bytes} | found)
     assert found["retries"] == 0
     assert found["outcome"] == "survived" or (found["outcome"] == "InfeasibleBudget" and not is_largest)
+    if found["outcome"] == "survived":
+        assert found["requested_bytes"] <= found["planned_allocated_bytes"]

@@ -119,9 +119,12 @@ def _difference(run: Run, plain: Run) -> Figures:
         row["its_largest_difference"] = (one.double() - other.double()).abs().max().item()
     if run.plan is not None:
         row |= {
-            "budget_bytes": run.plan.budget_bytes,
+            "budget_bytes": run.plan.asked_bytes,
             "planned_peak_bytes": run.planned_peak_bytes,
+            "planned_allocated_bytes": run.plan.allocated_bytes,
+            "planned_reserved_bytes": run.planned_reserved_bytes,
             "measured_peak_bytes": run.measured_peak_bytes,
+            "reserved_peak_bytes": run.reserved_peak_bytes,
             "offloaded_bytes": run.offloaded_bytes,
         }
     return row

@@ -26,11 +26,13 @@ def peak(setting: Setting, job: str, budget: str, placement: str | None = None, 
 
 
 def survives(setting: Setting, job: str, of: str, factor: float) -> Figures:
-    """Whether the job trains where PyTorch's allocator may reserve `factor` times the budget of the experiment `of`."""
-    budget = setting.figures_of(of)["budget_bytes"]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, factor * budget / torch.cuda.mem_get_info()[1]))
+    """Whether the job trains where PyTorch's allocator may reserve `factor` times what the budget of `of` has for it."""
+    told = setting.figures_of(of)
+    budget = told["budget_bytes"]
+    limit = int(factor * (budget - (told["planned_device_bytes"] - told["planned_reserved_bytes"])))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
     built = build(setting, JOBS[job])
-    found: Figures = {"budget_bytes": budget, "limit_bytes": int(factor * budget)}
+    found: Figures = {"budget_bytes": budget, "limit_bytes": limit}
     try:
         return found | _steps(setting, managed(built, budget)) | {"survived": True}
     except torch.OutOfMemoryError as error:

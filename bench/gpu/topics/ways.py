@@ -123,8 +123,12 @@ def whole_step(built: Built, budget: str | int | None, backend: str = "eager") -
 
 
 def promises(plan: Plan) -> Figures:
-    """What a plan promises. Its times are simulated."""
+    """What a plan promises, on CUDA of a card of the budget's size. Its times are simulated."""
     return plan_figures(plan) | {
+        "budget_bytes": plan.asked_bytes,
+        "planned_allocated_bytes": plan.allocated_bytes,
+        "planned_reserved_bytes": plan.reserved_bytes,
+        "planned_device_bytes": plan.device_bytes,
         "simulated_step_seconds": plan.step_seconds,
         "simulated_slowdown": plan.slowdown,
     }

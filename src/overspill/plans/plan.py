@@ -112,6 +112,12 @@ class Plan(Reportable):
         return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
 
     @property
+    def allocated_bytes(self) -> int:
+        """The most bytes that are allocated at once: the arena and what is live beside it, or live bytes; and cuBLAS's."""
+        tensors = self.peak_bytes if self.places is None else self.places.total_bytes
+        return tensors + (self.library_bytes or 0)
+
+    @property
     def unmanaged_needed_bytes(self) -> int:
         """Bytes that the unmanaged step needs, counted the same way.
 
