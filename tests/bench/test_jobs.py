@@ -177,7 +177,9 @@ def test_a_record_is_written_added_to_and_printed(
 ) -> None:
     out = tmp_path / "jobs.json"
     for name, way in (("vae", "compile"), ("dqn", "train_step")):
-        monkeypatch.setattr(jobs, "judge", lambda job, way, _: replace(Outcome.of(job, way, REFUSED, "a line"), error="E"))
+        monkeypatch.setattr(
+            jobs, "judge", lambda job, way, _: replace(Outcome.of(job, way, REFUSED, "a line"), error="E")
+        )
         monkeypatch.setattr("sys.argv", ["jobs.py", "--jobs", name, "--ways", way, "--json", str(out)])
         jobs.main()
     assert [row["job"] for row in json.loads(out.read_text())["jobs"]] == ["vae", "dqn"]
