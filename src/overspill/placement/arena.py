@@ -31,11 +31,11 @@ ALIGNMENT = 512
 
 
 def places_of(
-    graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]], solver: Solver, limits: Limits
+    graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]], solver: Solver, limits: Limits, grain: int = 1
 ) -> Places:
     """Addresses of the arena's blocks under `schedule`.
 
-    The solver's layout is checked before it is used. Raises RequestError where it has none.
+    Only the multiple of `grain` bytes that the arena needs counts: a layout within the least such is not improved. The solver's layout is checked before it is used. Raises RequestError where it has none.
     """
     inside: list[Block] = []
     outside: list[Block] = []
@@ -64,6 +64,8 @@ def places_of(
     keys += ((tensor, ends[tensor]) for tensor in residents)
     inside += residents.values()
     numbered = Trace(tuple(replace(block, id=i, alignment=ALIGNMENT) for i, block in enumerate(inside)))
+    if grain > 1:
+        limits = replace(limits, capacity_bytes=-(-numbered.lower_bound_bytes // grain) * grain)
     layout = solver.solve(numbered, limits).layout
     if layout is None:
         raise RequestError(f"the solver {solver.name!r} found no layout within its time")
@@ -145,11 +147,11 @@ def plan_in_arena(
     return least
 
 
-def in_arena(plan: Plan, solver: Solver, limits: Limits) -> Plan:
-    """`plan` with the places of its blocks in an arena, all of which it retains.
+def in_arena(plan: Plan, solver: Solver, limits: Limits, grain: int = 1) -> Plan:
+    """`plan` with the places of its blocks in an arena, all of which it retains; `grain` as in `places_of`.
 
     Its peak is then that of the arena and of what is live beside it.
     """
-    places = places_of(plan.graph, plan.schedule, plan.groups, solver, limits)
+    places = places_of(plan.graph, plan.schedule, plan.groups, solver, limits, grain)
     kept = places.arena_bytes + places.retained_bytes
     return replace(plan, places=places, retained_bytes=kept, peak_bytes=places.total_bytes)

@@ -39,6 +39,9 @@ LOOSE = 1.05
 """Share of its live bytes that a plan in an arena may take before the caching allocator is tried too."""
 NEAR = 1.02
 """Slowdown up to which it is not: there is little to be gained."""
+ARENA_GRAIN_BYTES = 1 << 20
+"""An arena that ends between two multiples of this costs the same: the allocator's segments are multiples of 2 MiB, and
+blocks are small up to 1 MiB."""
 SPARE_BYTES = 4 << 20
 """Two small segments, for scalars and other small blocks that no plan counts."""
 
@@ -108,7 +111,8 @@ class Card:
     def placed(self, plan: Plan) -> Plan:
         """`plan` with its blocks at addresses, and what the allocator takes for the arena and the rest."""
         if self.solver is not None:
-            plan = replace(in_arena(plan, solver_named(self.solver), SEARCH), peak_bytes=plan.peak_bytes)
+            inside = in_arena(plan, solver_named(self.solver), SEARCH, ARENA_GRAIN_BYTES)
+            plan = replace(inside, peak_bytes=plan.peak_bytes)
         return replace(plan, reserved_bytes=self.reserved_bytes(plan))
 
     def measured(self, plan: Plan) -> Plan:
