@@ -51,7 +51,7 @@ def kernel_image_bytes(
 ) -> Interval:
     """Bytes of kernels that a job loads while it runs.
 
-    On top of `context_bytes`. `cudnn` says whether it convolves, or runs recurrent layers: then some of cuDNN's are
+    On top of `context_bytes`, with what cuBLAS takes beside the allocator. `cudnn` says whether it convolves, or runs recurrent layers: then some of cuDNN's are
     among them.
     """
     table = _table()
@@ -60,6 +60,9 @@ def kernel_image_bytes(
     loaded = NOTHING
     for name in ("kernels", "cudnn_kernels") if cudnn else ("kernels",):
         loaded += _mib(*(table[name][f"{bound}_mib"] for bound in ("low", "central", "high")))
+    handles = table["cublas_handles"]
+    if device.compute_capability == handles["capability"] and _release(cuda_version) >= _release(handles["since"]):
+        loaded += _mib(*3 * (handles["mib"],))
     return loaded
 
 

@@ -107,8 +107,9 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
         parts = count()
         for call in calls:
             code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
+            seeds = _seeds(call, values)
             for fill in (_zeros, _definite, *_counting(call, values)):
-                given = {name: fill(values[name]) for name in call.uses}
+                given = {name: _seed(values[name]) if name in seeds else fill(values[name]) for name in call.uses}
                 with found.part():
                     failure = _failure(code, namespace, given)
                 given.clear()
@@ -132,6 +133,18 @@ def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]
     except (AssertionError, IndexError, RuntimeError, TypeError) as error:
         return error.with_traceback(None)
     return None
+
+
+def _seeds(call: Library, values: Mapping[str, Any]) -> set[str]:
+    """Names of a dropout's seed and offset, which attention reads on the host and fake tensors have on the GPU."""
+    if not re.search(r"attention_(backward|forward)", ast.unparse(call.node)):
+        return set()
+    kinds = torch.int64, torch.uint64
+    return {n for n in call.uses if isinstance(v := values[n], Tensor) and not v.dim() and v.dtype in kinds}
+
+
+def _seed(value: Tensor) -> Tensor:
+    return torch.zeros((), dtype=value.dtype, device="cpu")
 
 
 def _zeros(value: Any) -> Any:

@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.compiling import not_exporting
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
@@ -203,8 +205,8 @@ class _Call:
         # Call the model, then check that planned graphs ran.
         watch = self.overspill.watch_calls
         before = watch.graphs_run
-        needed = plans_needed(self.overspill.options.backend)
-        with whole_models(), needed:
+        backend = self.overspill.options.backend
+        with whole_models(), plans_needed(backend), not_exporting() if backend == "eager" else nullcontext():
             try:
                 result = self._call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not
