@@ -18,8 +18,9 @@ NONE = "-"
 
 
 def figures_of(known: Iterable[Line]) -> dict[str, Figures]:
-    """Of each experiment that ran to its end what it found."""
-    return {name: line.figures for name, line in lines.latest(known).items() if line.status == lines.OK}
+    """What each experiment found that ran to its end, or that compares arms one by one."""
+    latest = lines.latest(known).items()
+    return {name: line.figures for name, line in latest if line.status == lines.OK or "arms" in line.figures}
 
 
 def named(found: Found, prefix: str) -> dict[str, Figures]:

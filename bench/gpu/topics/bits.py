@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -78,10 +78,9 @@ def _runs(setting: Setting, model: str, batch: int, optimizer: str) -> list[Call
 
 def _within(budget: str | None, run: Callable[[str | None], Run]) -> Run:
     """A run within the budget, or where that is below the floor within the floor."""
-    try:
+    with suppress(InfeasibleBudget):
         return run(budget)
-    except InfeasibleBudget:
-        return run("smallest")
+    return run("smallest")  # not while the error is handled, whose frames hold a model
 
 
 def _deterministic() -> None:

@@ -35,7 +35,8 @@ def places_of(
 ) -> Places:
     """Addresses of the arena's blocks under `schedule`.
 
-    Only the multiple of `grain` bytes that the arena needs counts: a layout within the least such is not improved. The solver's layout is checked before it is used. Raises RequestError where it has none.
+    Only the multiple of `grain` bytes that the arena needs counts: a layout within the least such is not improved. The
+    solver's layout is checked before it is used. Raises RequestError where it has none.
     """
     inside: list[Block] = []
     outside: list[Block] = []

@@ -20,10 +20,8 @@ HALVINGS = 6
 """Plans made to find where they no longer fit."""
 UPWARDS = 6
 """Further plans made for more live bytes than the largest plan found to fit."""
-FROM_FLOOR = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Grid sizes above the fewest live bytes that plans are made for, to find the smallest card."""
-IN_VAIN = 4
-"""Plans made one after the other without one that fits, or that takes less, before a search upwards ends."""
+FROM_FLOOR = 16
+"""Plans made from the fewest live bytes upwards, to find the smallest card."""
 
 
 class Tried(NamedTuple, Generic[T]):
@@ -68,15 +66,11 @@ class CardSearch(Generic[T]):
             fewest, cause = self._at(1), "the policy has no smaller plan"
         except InfeasibleBudget as error:
             fewest, cause = self._at(error.floor_bytes), error.cause
-        least, in_vain = fewest, 0
-        for number, live in zip(range(1, FROM_FLOOR[-1] + 1), upwards_from(fewest.plan.peak_bytes), strict=False):
-            # Where nothing smaller can come, or comes.
-            if live >= min(least.plan.taken_bytes, least.plan.unmanaged_peak_bytes) or in_vain == IN_VAIN:
+        least = fewest
+        for _, live in zip(range(FROM_FLOOR), upwards_from(least.plan.peak_bytes), strict=False):
+            if live >= min(least.plan.taken_bytes, least.plan.unmanaged_peak_bytes):  # where nothing smaller can come
                 break
-            if number in FROM_FLOOR:
-                tried = self._at(live)
-                in_vain = 0 if tried.plan.taken_bytes < least.plan.taken_bytes else in_vain + 1
-                least = min(tried, least, key=lambda tried: tried.plan.taken_bytes)
+            least = min(self._at(live), least, key=lambda tried: tried.plan.taken_bytes)
         return least, fewest, cause
 
     def _largest_that_fits(self) -> int:
@@ -91,7 +85,7 @@ class CardSearch(Generic[T]):
             if excess <= 0:
                 low = max(low, asked)
             else:
-                over = min(asked, tried.plan.peak_bytes)  # whose plan is the same
+                over = asked
             # Bisect; before anything fits, go down by the excess.
             less = min(asked, tried.plan.peak_bytes) - excess
             asked = on_grid((low + over) // 2 if low else less)
@@ -101,12 +95,12 @@ class CardSearch(Generic[T]):
 
     def _upwards(self, low: int) -> None:
         """Try larger live bytes than the largest found to fit, within the room."""
-        left, in_vain = UPWARDS, 0
+        left = UPWARDS
         for live in upwards_from(low):
-            if not left or in_vain == IN_VAIN or live > self._room_bytes:
+            if not left or live > self._room_bytes:
                 return
             left -= live not in self._tried
-            in_vain = 0 if self._at(live).plan.taken_bytes <= self._room_bytes else in_vain + 1
+            self._at(live)
 
     def _at(self, live_bytes: int) -> Tried[T]:
         if live_bytes not in self._tried:
