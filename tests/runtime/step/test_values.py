@@ -441,6 +441,16 @@ def asks_whether_compiled(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     return net(x).sum() * 0 + told + mask.sum() * 0
 
 
+def test_code_by_compile_that_asks_whether_it_is_exported_is_told_no() -> None:
+    model = nn.Linear(8, 8)
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().mean() * (2 if torch.compiler.is_exporting() else 1)
+
+    x = torch.randn(4, 8)
+    assert same_bits(overspill.compile(loss, budget="smallest")(x), loss(x))
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_code_that_asks_whether_it_is_compiled_is_told_what_the_reference_tells_it(backend: str) -> None:
     reference = asks_whether_compiled if backend == "eager" else torch.compile(asks_whether_compiled, dynamic=False)
