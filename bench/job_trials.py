@@ -80,6 +80,7 @@ def judge(job: Job, way: str, device: str = "cpu") -> Outcome:
         torch.set_default_device(device)
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)  # its gradients are other ones each time
     made = WAYS[way]
     found = Outcome.of(job, way, IDENTICAL)
     ran = None
