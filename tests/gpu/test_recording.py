@@ -41,7 +41,7 @@ def _deterministic() -> Iterator[None]:
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_a_recorded_run_has_the_bits_of_plain_training(whole_step: bool, backend: str) -> None:
     job = Job(lambda: load("gpt2", small=True), 16, "momentum")
-    options = Options(budget=0.85, backend=backend, whole_step=whole_step)
+    options = Options(budget="smallest", backend=backend, whole_step=whole_step)
     recorder = RunRecorder(by_hand=True, snapshot=True)
     managed = train(job, options, recorder=recorder, steps=STEPS, device="cuda")
     assert managed.identical_to(train_plain(job, options, partition=managed.partition, steps=STEPS, device="cuda"))

@@ -139,6 +139,7 @@ def _of_card(trained: Trained) -> list[tuple[str, int]]:
     if run.planned_reserved_bytes is None or run.planned_device_bytes is None:
         return [(f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes)]
     return [
+        ("planned peak, allocated", trained.plan.allocated_bytes),
         ("planned peak, reserved by PyTorch", run.planned_reserved_bytes),
         ("planned peak, card with context", run.planned_device_bytes),
     ]

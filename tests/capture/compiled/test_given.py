@@ -85,6 +85,18 @@ def _words() -> tuple[Tensor, Tensor]:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
+class Filled(nn.Module):
+    """Sums tensors that one value fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x.new_full((32, 64), 2.0), torch.full((32, 64), 3.0), torch.full_like(x, 4.0), x.new_ones(32, 64)
+        return sum((self.weight * filled).sum() for filled in (*made, torch.zeros_like(x)))
+
+
 MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("resnet18", "unet", "seq2seq"))]
 
 
@@ -116,6 +128,11 @@ def test_a_decoders_ops(dtype: torch.dtype) -> None:
     }
     wanted |= {"_to_copy"} if dtype is torch.bfloat16 else set()
     assert wanted <= {name.split(".")[1] for name in seen}
+
+
+def test_tensors_that_one_value_fills() -> None:
+    seen = {name.split(".")[1] for name in compared(Filled(), (torch.randn(32, 64),))}
+    assert {"new_full", "full", "full_like", "new_ones", "zeros_like"} <= seen
 
 
 @pytest.mark.parametrize("model", MODELS)
