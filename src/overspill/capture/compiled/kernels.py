@@ -29,11 +29,13 @@ import torch._decomp  # registers the Python kernels
 import torch._functorch.config
 import torch._meta_registrations
 import torch._refs  # registers more of them
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.utils._python_dispatch import _disable_current_modes
+
+from overspill.core.errors import UnsupportedError
 
 from .casts import CAST, Casts
 from .strides import in_order_of, strides_kept
@@ -74,6 +76,7 @@ def eager_kernels() -> Iterator[Casts]:
             with (
                 torch._functorch.config.patch({"backward_pass_autocast": "off"}),
                 patch.dict(op_implementations_dict, FAKE),
+                patch.object(nn.RNNBase, "flatten_parameters", lambda _: None),  # it looks at addresses
                 casts.watched(),
                 strides_kept(),
             ):
@@ -178,7 +181,30 @@ def _bernoulli_in_order(x: Tensor, p: float = 0.5, *, generator: torch.Generator
     return x.copy_(in_order_of(x, lambda shape: x.new_empty(shape).bernoulli_(p, generator=generator)))
 
 
+def _recurrent(op: Any) -> Callable[..., Any]:
+    """The layer by its C++ kernel. Raises UnsupportedError for cuDNN's, which cannot be traced.
+
+    It takes all weights as one storage, and keeps a dropout's state outside of PyTorch's graph.
+    """
+
+    def run(x: Tensor, *args: Any) -> Any:
+        if x.device.type == "cuda" and torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled:
+            raise UnsupportedError(
+                f"{op.overloadpacket} on CUDA runs by cuDNN, which cannot be captured; PyTorch's own kernels can: "
+                "set torch.backends.cudnn.enabled = False before training"
+            )
+        return op._op_dk(DispatchKey.CompositeImplicitAutograd, x, *args)
+
+    return run
+
+
+RECURRENT = [
+    getattr(packet, overload)
+    for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+    for overload in ("input", "data")
+]
 REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
+    **{op: {DispatchKey.CompositeImplicitAutograd: _recurrent(op)} for op in RECURRENT},
     aten.cudnn_batch_norm.default: {DispatchKey.Autograd: _cudnn_batch_norm},
     aten.dropout.default: dict.fromkeys(KEYS, _dropout),
     aten.bernoulli_.float: {DispatchKey.Autograd: _bernoulli_in_order},

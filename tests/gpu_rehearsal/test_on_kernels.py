@@ -1,4 +1,4 @@
-"""Inductor on the stand-in: Triton compiles its kernels, which do nothing there; its programs are read, planned and run."""
+"""Kernels of other hands: Triton's, which are compiled and do nothing here, are planned and run; cuDNN's recurrent ones are refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import overspill
+from overspill.core.errors import UnsupportedError
 
 
 class Attends(nn.Module):
@@ -25,6 +26,29 @@ class Attends(nn.Module):
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_recurrent_layers_of_cudnn_are_refused_with_what_works(
+    whole_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *_: None)
+    model, x = nn.GRU(16, 16).cuda(), torch.randn(4, 2, 16, device="cuda")
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[0].square().mean()
+
+    def trained() -> Tensor:
+        if whole_step:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            return overspill.train_step(model, loss, optimizer, budget="smallest")(x)
+        return loss(overspill.compile(model, budget="smallest"), x)
+
+    with pytest.raises(UnsupportedError, match=r"aten.gru on CUDA runs by cuDNN.*cudnn.enabled = False"):
+        trained()
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    torch._dynamo.reset()
+    trained()
 
 
 @pytest.mark.parametrize("whole_step", [False, True])
