@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 from jobs_by_field.job import Job
 from jobs_by_field.ways import WAYS, Way
+from paired import repeatable_kernels
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -78,9 +79,7 @@ def judge(job: Job, way: str, device: str = "cpu") -> Outcome:
     begun = time.perf_counter()
     if device != "cpu":
         torch.set_default_device(device)
-        torch.use_deterministic_algorithms(mode=True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)  # its gradients are other ones each time
+        repeatable_kernels()
     made = WAYS[way]
     found = Outcome.of(job, way, IDENTICAL)
     ran = None

@@ -37,7 +37,7 @@ from jobs_by_field import JOBS
 from jobs_by_field.job import Job
 from jobs_by_field.known import KNOWN
 from jobs_by_field.ways import WAYS
-from paired import json_record, machine
+from paired import json_record
 
 from overspill.planning.effort import VARIABLE
 
@@ -55,16 +55,16 @@ def main() -> None:
         print(*(f"{job.name:28s} {job.field:15s} {job.about}" for job in JOBS.values()), sep="\n")
         return
     warnings.simplefilter("ignore")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # kernels of cuBLAS that repeat themselves
+    if options.device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # kernels of cuBLAS that repeat themselves
     os.environ.setdefault(VARIABLE, "0.1")  # the bits are asked for, not the best of plans
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
     cases = [(JOBS[name], way) for name in options.jobs for way in options.ways]
     _load(job for job, _ in cases)
-    here = machine(torch.device(options.device))
     if options.first_step:
-        time_first_steps([JOBS[name] for name in options.jobs if JOBS[name].deep], options, here)
+        time_first_steps([JOBS[name] for name in options.jobs if JOBS[name].deep], options)
         return
     found = {(o.job, o.way): o for o in read(options.json)} if options.json and options.json.exists() else {}
     ran: list[Outcome] = []
@@ -77,7 +77,7 @@ def main() -> None:
         if options.json:
             found[outcome.job, outcome.way] = ran[-1]
             rows = [row(found[name, way]) for name in JOBS for way in WAYS if (name, way) in found]
-            record(options.json, here, jobs=rows)
+            record(options.json, options.device, jobs=rows)
     print(summary(ran))
 
 
@@ -95,7 +95,7 @@ def outcomes(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Out
         yield Outcome.of(job, way, CRASH, found) if isinstance(found, str) else found
 
 
-def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace, here: dict[str, str]) -> None:
+def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """Time the first steps of jobs at real depth, one process after the other, and record them."""
     cases = [
         (job, side)
@@ -115,15 +115,15 @@ def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace, here: dic
         )
         print(f"{len(rows):3d}/{len(cases)} {rows[-1]}", flush=True)
         if options.json:
-            record(options.json, here, first_steps=kept + rows)
+            record(options.json, "cpu", first_steps=kept + rows)
     print(first_step_table(kept + rows))
 
 
-def record(path: Path, here: dict[str, str], **rows: Any) -> None:
-    """Write `rows`, measured `here`; those of the other kind that are there stay."""
+def record(path: Path, device: str, **rows: Any) -> None:
+    """Write `rows`, found on `device`; those of the other kind that are there stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: kept[name] for name in ("jobs", "first_steps") if name in kept}
-    path.write_text(json_record(here, libraries=_versions(), **kept | rows))
+    path.write_text(json_record(torch.device(device), libraries=_versions(), **kept | rows))
 
 
 def _options() -> argparse.Namespace:

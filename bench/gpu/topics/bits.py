@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from paired import repeatable_kernels
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,7 +28,7 @@ BUDGET = "60%"
 
 def eager(setting: Setting, model: str, batch: int, optimizer: str = "momentum") -> Figures:
     """Plain training, again, with PyTorch's own batch norm kernels; then managed with and without transfers, by both doors."""
-    _deterministic()
+    repeatable_kernels()
     managed, plain = _runs(setting, model, batch, optimizer)
     arms: dict[str, Callable[[], Run]] = {
         "plain again": lambda: plain(Options()),
@@ -47,7 +48,7 @@ def inductor(
     On the CPU in one thread, for several add up an embedding's gradient in no fixed order.
     """
     if deterministic:
-        _deterministic()
+        repeatable_kernels()
     if not setting.is_cuda:
         torch.set_num_threads(1)
     managed, plain = _runs(setting, model, batch, optimizer)
@@ -81,13 +82,6 @@ def _within(budget: str | None, run: Callable[[str | None], Run]) -> Run:
     with suppress(InfeasibleBudget):
         return run(budget)
     return run("smallest")  # not while the error is handled, whose frames hold a model
-
-
-def _deterministic() -> None:
-    """Kernels that repeat themselves, as far as PyTorch has them; without its extra writes to fresh memory."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its gradients are other ones each time
-    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _compared(setting: Setting, plain: Run, arms: dict[str, Callable[[], Run]]) -> Figures:

@@ -51,8 +51,8 @@ def kernel_image_bytes(
 ) -> Interval:
     """Bytes of kernels that a job loads while it runs.
 
-    On top of `context_bytes`, with what cuBLAS takes beside the allocator. `cudnn` says whether it convolves, or runs recurrent layers: then some of cuDNN's are
-    among them.
+    On top of `context_bytes`, with what cuBLAS takes beside the allocator. `cudnn` says whether it convolves, or runs
+    recurrent layers: then some of cuDNN's are among them.
     """
     table = _table()
     if device.kind != "cuda" or not lazy or _release(cuda_version) < _release(table["lazy_since"]):
@@ -62,7 +62,7 @@ def kernel_image_bytes(
         loaded += _mib(*(table[name][f"{bound}_mib"] for bound in ("low", "central", "high")))
     handles = table["cublas_handles"]
     if device.compute_capability == handles["capability"] and _release(cuda_version) >= _release(handles["since"]):
-        loaded += _mib(*3 * (handles["mib"],))
+        loaded += _mib(handles["mib"], handles["mib"], handles["mib"])
     return loaded
 
 

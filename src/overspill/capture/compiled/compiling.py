@@ -4,7 +4,8 @@ A capture promises the numbers of a reference, plain eager PyTorch or stock `tor
 whether they are compiled. So they get the answer that they would get from the reference.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): that `torch._utils` and `torch._dynamo` ask
-`torch.compiler.is_compiling`, Dynamo's table `tracing_state_functions`, and `torch.fx._symbolic_trace.is_fx_tracing`, which Dynamo answers with no.
+`torch.compiler.is_compiling`, Dynamo's table `tracing_state_functions`, and `torch.fx._symbolic_trace.is_fx_tracing`,
+which Dynamo answers with no.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ class _Follower:
 
     def _statement(self, program: Program, statement: Statement, part: int) -> None:
         target = statement.target
-        if target is not None and ast.unparse(statement.value).startswith("get_raw_stream("):
+        called = statement.value.func if isinstance(statement.value, ast.Call) else None
+        if target is not None and isinstance(called, ast.Name) and called.id == "get_raw_stream":
             # The device's stream, bound again for every stretch of kernels: whichever is current when the kernel runs.
             self.found.values[target] = self._value(program, statement.value)
             self.found.aliases[target] = statement.value

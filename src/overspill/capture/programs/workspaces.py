@@ -109,7 +109,7 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
             code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
             seeds = _seeds(call, values)
             for fill in (_zeros, _definite, *_counting(call, values)):
-                given = {name: _seed(values[name]) if name in seeds else fill(values[name]) for name in call.uses}
+                given = {name: fill(values[name]) for name in call.uses} | seeds
                 with found.part():
                     failure = _failure(code, namespace, given)
                 given.clear()
@@ -135,16 +135,15 @@ def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]
     return None
 
 
-def _seeds(call: Library, values: Mapping[str, Any]) -> set[str]:
-    """Names of a dropout's seed and offset, which attention reads on the host and fake tensors have on the GPU."""
-    if not re.search(r"attention_(backward|forward)", ast.unparse(call.node)):
-        return set()
+def _seeds(call: Library, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A dropout's seed and offset, which attention reads on the host and fake tensors have on the GPU, by name."""
+    if "attention_backward" not in ast.unparse(call.node):
+        return {}
+    given = {name: value for name in call.uses if isinstance(value := values[name], Tensor)}
     kinds = torch.int64, torch.uint64
-    return {n for n in call.uses if isinstance(v := values[n], Tensor) and not v.dim() and v.dtype in kinds}
-
-
-def _seed(value: Tensor) -> Tensor:
-    return torch.zeros((), dtype=value.dtype, device="cpu")
+    return {
+        n: torch.zeros((), dtype=v.dtype, device="cpu") for n, v in given.items() if not v.dim() and v.dtype in kinds
+    }
 
 
 def _zeros(value: Any) -> Any:

@@ -6,7 +6,6 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overspill.capture.compiled.compiling import not_exporting
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
@@ -205,8 +203,7 @@ class _Call:
         # Call the model, then check that planned graphs ran.
         watch = self.overspill.watch_calls
         before = watch.graphs_run
-        backend = self.overspill.options.backend
-        with whole_models(), plans_needed(backend), not_exporting() if backend == "eager" else nullcontext():
+        with whole_models(), plans_needed(self.overspill.options.backend):
             try:
                 result = self._call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.compiled.compiling import not_exporting
 from overspill.capture.frames import shown_path
 from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
@@ -74,7 +75,8 @@ def plans_needed(backend: str) -> Iterator[None]:
     # Stock torch.compile, whose bits Inductor's kernels must give, ends its graphs at leaves.
     follow_leaves(backend == "eager")
     try:
-        yield
+        with not_exporting() if backend == "eager" else nullcontext():
+            yield
     # Dynamo's failures as ours.
     except FailOnRecompileLimitHit:
         raise too_many_kinds() from None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.utils import ALIGNMENT, clone_preserve_strides, copy_misaligned_inputs
+from torch._inductor.utils import ALIGNMENT, clone_preserve_strides
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import without_tokens
@@ -184,9 +184,17 @@ def programs_of(
             yield found
 
 
-def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`tensors`, of which copies are used where Inductor's kernels for GPUs take an alignment for granted."""
-    return [clone_preserve_strides(t) if t.is_cuda and t.data_ptr() % ALIGNMENT else t for t in tensors]
+def align(args: list[Any], positions: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Put copies in the place of GPU tensors that are not aligned as Inductor's kernels take for granted.
+
+    Of `args` at `positions`; returns those tensors and their copies, by position.
+    """
+    found = {}
+    for i in positions:
+        if isinstance(tensor := args[i], Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT:
+            args[i] = clone_preserve_strides(tensor)
+            found[i] = tensor, args[i]
+    return found
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -324,19 +332,19 @@ class _Compiler:
                 self._follow(program, None)
 
         # Run the lowered graphs in place of the program. What forward has saved is aligned, other inputs may not be.
-        checked = frozenset(compiled.inputs_to_check)
         tangents = 0 if self.joint is None else len(self.joint.tangents)
 
         def run(args: list[Any]) -> Any:
             lowered = self._lowered
             assert lowered is not None  # both programs are planned before the first call
-            at = range(len(args) - tangents, len(args)) if is_backward else checked
-            given, copies = copy_misaligned_inputs(
-                args, [i for i in at if isinstance(args[i], Tensor) and args[i].is_cuda], checked
-            )
+            if is_backward:
+                align(args, range(len(args) - tangents, len(args)))
+                with self._running() as recorder:
+                    return lowered.backward(args, recorder)
+            copied = align(args, compiled.inputs_to_check)
             with self._running() as recorder:
-                found = (lowered.backward if is_backward else lowered.forward)(args, recorder)
-            for tensor, copy in zip(given, copies, strict=True):
+                found = lowered.forward(args, recorder)
+            for tensor, copy in (copied[i] for i in copied.keys() & compiled.mutated_input_idxs):
                 tensor.copy_(copy)
             return found
 

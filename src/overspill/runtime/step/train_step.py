@@ -27,7 +27,7 @@ from overspill.job import GradientOptions
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
-from overspill.runtime.compiled.inductor import aligned
+from overspill.runtime.compiled.inductor import align
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.driver import ProgramRun
 from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
@@ -471,7 +471,9 @@ class TrainStep(PlannedPeaks):
                 self._move(compiled, self._state.engine)
         # Collect the program's arguments.
         tensors = batches.tensors(part)
-        given = [*self._state.buffers.values(), *(aligned(tensors) if self.options.backend == "inductor" else tensors)]
+        if self.options.backend == "inductor":
+            align(tensors, range(len(tensors)))
+        given = [*self._state.buffers.values(), *tensors]
         residents = self._state.residency.residents
         args: list[Any] = []
         for what in compiled.takes:
