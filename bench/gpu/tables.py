@@ -135,11 +135,11 @@ def step_times(found: Found, job: str) -> str:
                 name, _seconds(step) or f.get("outcome"), f"{step / base:.2f}" if step and base else None,
                 _seconds(f.get("gpu_seconds")), _seconds(f.get("host_seconds")), _bytes(f.get("allocated_peak_bytes")),
                 _bytes(f.get("reserved_peak_bytes")), _bytes(f.get("budget_bytes")),
-                _seconds(f.get("plan_seconds")), f"{f['simulated_slowdown']:.2f}" if "simulated_slowdown" in f else None,
+                f"{f['simulated_slowdown']:.2f}" if "simulated_slowdown" in f else None,
             )
         )  # fmt: skip
     head = (
-        "way", "measured step", "over eager", "GPU time", "host time", "allocated", "reserved", "budget", "planned in", "simulated slowdown",
+        "way", "measured step", "over eager", "GPU time", "host time", "allocated", "reserved", "budget", "simulated slowdown",
     )  # fmt: skip
     return table(head, rows)
 
