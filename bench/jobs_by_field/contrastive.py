@@ -45,8 +45,10 @@ def encoder() -> nn.Module:
 def of_pairs(first: Tensor, second: Tensor) -> Tensor:
     """NT-Xent: each image of a pair is to be found from the other among all."""
     both = F.normalize(torch.cat([first, second]), dim=-1)
-    likeness = (both @ both.T / 0.5).masked_fill(torch.eye(len(both), dtype=torch.bool), float("-inf"))
-    return F.cross_entropy(likeness, torch.arange(len(both)).roll(len(first)))
+    likeness = (both @ both.T / 0.5).masked_fill(
+        torch.eye(len(both), dtype=torch.bool, device=both.device), float("-inf")
+    )
+    return F.cross_entropy(likeness, torch.arange(len(both), device=both.device).roll(len(first)))
 
 
 @job("SimCLR: two calls before a backward")
@@ -84,7 +86,7 @@ def moco(way: Way) -> Steps:
                 keys = F.normalize(self.key(second), dim=-1)
             scores = torch.cat([(queries * keys).sum(-1, keepdim=True), queries @ self.queue.clone().T], 1) / 0.2
             self.queue.copy_(torch.cat([keys, self.queue[: -len(keys)]]))
-            return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+            return F.cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.long))
 
     batches = [tuple(torch.randn(2, 8, 3, 16, 16)) for _ in range(3)]
     return way.train(Moco(), lambda model, first, second: model(first, second), batches)

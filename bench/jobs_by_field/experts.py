@@ -49,7 +49,7 @@ class Switch(nn.Module):
         one_hot = F.one_hot(chosen, shares.shape[1])
         place = ((one_hot.cumsum(0) - 1) * one_hot).sum(-1)
         fits = place < self.capacity
-        slots = torch.zeros(shares.shape[1], self.capacity + 1, 32)
+        slots = x.new_zeros(shares.shape[1], self.capacity + 1, 32)
         slots = slots.index_put((chosen, place.clamp(max=self.capacity)), x)
         worked = torch.bmm(F.gelu(torch.bmm(slots, self.into)), self.out)
         made = worked[chosen, place.clamp(max=self.capacity)] * (weight * fits)[:, None]

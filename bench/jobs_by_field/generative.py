@@ -110,7 +110,7 @@ def diffusion_transformer(way: Way, layers: int = 3) -> Steps:
             return self.out(x)
 
     def loss(model: nn.Module, image: Tensor) -> Tensor:
-        noise, time = torch.randn_like(image), torch.rand(len(image)).sigmoid()
+        noise, time = torch.randn_like(image), torch.rand(len(image), device=image.device).sigmoid()
         return F.mse_loss(model(torch.lerp(image, noise, time[:, None, None]), time), noise - image)
 
     return way.train(Transformer(), loss, [torch.randn(4, 16, 8) for _ in range(3)])
@@ -156,7 +156,7 @@ def gradient_penalty(way: Way) -> Steps:
     _, critic = adversaries()
 
     def loss(model: nn.Module, real: Tensor, made: Tensor) -> Tensor:
-        between = torch.lerp(real, made, torch.rand(len(real), 1, 1, 1)).requires_grad_()
+        between = torch.lerp(real, made, torch.rand(len(real), 1, 1, 1, device=real.device)).requires_grad_()
         (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
         penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
         return model(made).mean() - model(real).mean() + 10 * penalty
@@ -199,7 +199,7 @@ def normalizing_flow(way: Way) -> Steps:
             self.nets = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            volume = torch.zeros(len(x))
+            volume = x.new_zeros(len(x))
             for net in self.nets:
                 kept, moved = x.chunk(2, -1)
                 scale, shift = net(kept).chunk(2, -1)

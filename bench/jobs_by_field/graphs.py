@@ -67,7 +67,7 @@ def gin(way: Way) -> Steps:
             return global_add_pool(self.layers(features, edges), graph, 10)
 
     def loss(model: nn.Module, features: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(model(features, edges, torch.arange(100) // 10), labels[:10])
+        return F.cross_entropy(model(features, edges, torch.arange(100, device=edges.device) // 10), labels[:10])
 
     return way.train(Pooled(), loss, graphs())
 
@@ -89,12 +89,12 @@ class Passing(nn.Module):
     def forward(self, features: Tensor, edges: Tensor) -> Tensor:
         nodes = len(features)
         edges = edges[:, edges[0] != edges[1]]  # so many as there are
-        edges = torch.cat([edges, torch.arange(nodes).expand(2, -1)], 1)
+        edges = torch.cat([edges, torch.arange(nodes, device=edges.device).expand(2, -1)], 1)
         source, target = edges
-        degree = torch.zeros(nodes).scatter_add(0, target, torch.ones(edges.shape[1]))
+        degree = features.new_zeros(nodes).scatter_add(0, target, features.new_ones(edges.shape[1]))
         weight = (degree[source] * degree[target]).rsqrt()
         messages = self.linear(features)[source] * weight[:, None]
-        return torch.zeros(nodes, messages.shape[1]).index_add(0, target, messages)
+        return messages.new_zeros(nodes, messages.shape[1]).index_add(0, target, messages)
 
 
 @job("message passing of one's own, self loops taken out by a mask")

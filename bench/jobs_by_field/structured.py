@@ -61,7 +61,7 @@ def two_towers(way: Way) -> Steps:
             return F.normalize(self.user(users), dim=-1) @ F.normalize(self.item(items), dim=-1).T / 0.1
 
     def loss(model: nn.Module, users: Tensor, items: Tensor) -> Tensor:
-        return F.cross_entropy(model(users, items), torch.arange(len(users)))
+        return F.cross_entropy(model(users, items), torch.arange(len(users), device=users.device))
 
     batches = [(torch.randint(0, 500, (size, 3)), torch.randint(0, 500, (size, 3))) for size in (24, 24, 24, 9)]
     return way.train(Towers(), loss, batches)
@@ -131,9 +131,9 @@ def forces(way: Way) -> Steps:
             self.pair = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 1))
 
         def forward(self, places: Tensor) -> Tensor:
-            first, second = torch.triu_indices(places.shape[1], places.shape[1], 1)
+            first, second = torch.triu_indices(places.shape[1], places.shape[1], 1, device=places.device)
             distance = (places[:, first] - places[:, second]).norm(dim=-1, keepdim=True)
-            return self.pair(torch.exp(-((distance - torch.linspace(0, 3, 8)) ** 2))).sum((1, 2))
+            return self.pair(torch.exp(-((distance - torch.linspace(0, 3, 8, device=places.device)) ** 2))).sum((1, 2))
 
     def loss(model: nn.Module, places: Tensor, energies: Tensor, pulls: Tensor) -> Tensor:
         places = places.detach().requires_grad_()
