@@ -64,7 +64,7 @@ class Way:
         Where the loss `has_gradients` in it, it is what is compiled, and not the model.
         """
         self.begun = self.begun or time.perf_counter()
-        model.train()
+        model.to(torch.get_default_device()).train()  # some make a parameter on the CPU always
         used = optimizer or adamw(model)
         self.models.append(model)
         self.optimizers.append(used)

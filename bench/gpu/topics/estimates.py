@@ -6,7 +6,6 @@ import torch
 
 import overspill
 from gpu.experiment import Figures, Setting
-from overspill.runtime.hardware import device_noun
 
 from .jobs import Job, build, forget_peaks, peaks, synchronize
 from .ways import eager
@@ -18,9 +17,9 @@ def estimated(setting: Setting, model: str, batch: int, optimizer: str) -> Figur
     """Plain training of a job, counted by PyTorch's allocator and by the driver, beside the estimate of it."""
     job = Job(model, batch, optimizer)
     if setting.is_cuda:
-        device = device_noun(torch.device(setting.device))
+        device = overspill.load_device(torch.cuda.get_device_name(setting.device))
         free, total = torch.cuda.mem_get_info()
-        others = total - free  # a context of ours among them, which device_noun has made
+        others = total - free  # a context of ours among them
     else:
         device, others = overspill.load_device("a100-80gb"), 0
     answer = overspill.estimate(model, batch=job.batch_on(setting), optimizer=optimizer, device=device)

@@ -54,7 +54,8 @@ class Card:
     allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
     blocks lie in an arena (`arena.py`), and the allocator has it and the rest: `always`, or where that is faster than the
     allocator alone. With a `pool` all lie in one like this: of `runtime/live/`, which PyTorch's allocator precedes, or
-    of a paper, which is `apart` from PyTorch. `estimated_bytes` are those of the unmanaged job, where it was estimated.
+    of a paper, which is `apart` from PyTorch. Workspaces of libraries are measured on the GPU, where `is_measured`, or what is likely.
+    `estimated_bytes` are those of the unmanaged job, where it was estimated.
     """
 
     context_bytes: int
@@ -64,6 +65,7 @@ class Card:
     always: bool = True
     pool: str | None = None
     apart: bool = False
+    is_measured: bool = False
     estimated_bytes: int | None = None
 
     @property
@@ -74,14 +76,14 @@ class Card:
     def reserved_bytes(self, plan: Plan) -> int:
         """The most that PyTorch's allocator takes from the device for `plan`.
 
-        Over the plan's first steps. Blocks lie elsewhere where cuDNN takes less workspace than is likely, where kernels
+        Over the plan's first steps. Blocks lie elsewhere where cuDNN takes less workspace than is likely, if none was measured, where kernels
         make their results in another order, and where the driver gives segments at other addresses, by which the
         allocator chooses among equals. The least of that may cost one more segment of the largest size. So the most
         over several ways counts.
         """
         if self.pool is not None:
             return self._pool_bytes(plan, self.pool)
-        has_elastic = any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
+        has_elastic = not self.is_measured and any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
         steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
         found = []
         for share, backwards in product(SHARES if has_elastic else SHARES[-1:], (False, True)):

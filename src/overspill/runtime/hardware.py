@@ -55,6 +55,8 @@ def device_noun(device: torch.device) -> Device:
         compute_capability=f"{major}.{minor}",
         index=index,
         context_bytes=_context_bytes(index, known),
+        context_low_bytes=0,
+        context_high_bytes=0,
     )
 
 
@@ -111,7 +113,8 @@ def card_of(device: Device, software: Software | None = None) -> Card:
         blas.own_bytes,
         lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
     )  # in the order in which they come up
-    return Card(device.context_bytes, tuple(filter(None, handles)), allocator_config())
+    is_measured = device.index not in (None, ELSEWHERE)
+    return Card(device.context_bytes, tuple(filter(None, handles)), allocator_config(), is_measured=is_measured)
 
 
 def allocator_config() -> CachingConfig:

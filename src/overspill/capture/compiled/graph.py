@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .batch_norm import recomputes_without_statistics, results_without_statistic
 from .given import into_given
 from .joint import JointGraph, StorageKey, is_random, is_repeatable, mutated_args, storage_bytes, storages
 from .lines import NodeLines
-from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
+from .scratch import AS_LARGE_AS_INPUT, measure, scratch_bytes
 
 GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, CLIP, UPDATE = (
     "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.clip", "step.update",
@@ -132,6 +133,7 @@ class CaptureOfStep:
         if self._is_random():
             self.random_state = (self._add_tensor(0, TensorKind.BUFFER, RANDOM_STATE, persistent=True),)
         # Forward and backward, each with what autograd and the caller do around it.
+        measure([*self.joint.forward, *self.joint.backward])
         self._add_ops(Phase.FORWARD)
         self._add_write_back()
         self._add_tangents()
@@ -156,14 +158,15 @@ class CaptureOfStep:
         """Whether the captured graph has the optimizer's update too."""
         return False
 
+    @cached_property
+    def _on_cpu(self) -> bool:
+        """Whether the step runs on the CPU, where all that it is given is."""
+        given = (n.meta.get("val") for n in self.joint.primals)
+        return all(value.device.type == "cpu" for value in given if isinstance(value, torch.Tensor))
+
     def _add_handles(self) -> None:
         """Add bytes for handles of offloaded tensors, where the device is the CPU."""
-        on_cpu = any(
-            n.meta["val"].device.type == "cpu"
-            for n in self.joint.primals
-            if isinstance(n.meta.get("val"), torch.Tensor)
-        )
-        if on_cpu and (movable := sum(t.movable for t in self.tensors)):
+        if self._on_cpu and (movable := sum(t.movable for t in self.tensors)):
             self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, "transfer handles", persistent=True)
 
     def _is_random(self) -> bool:
@@ -178,6 +181,8 @@ class CaptureOfStep:
     def _add_tensor(self, nbytes: int, kind: TensorKind, name: str, value: Any = None, **flags: bool) -> int:
         shape = tuple(int(n) for n in value.shape) if value is not None else (nbytes,)
         dtype = str(value.dtype).removeprefix("torch.") if value is not None else "uint8"
+        if value is not None and value.device.type == "cpu" and not self._on_cpu:  # a number of the host's, on no plan
+            nbytes, flags = 0, flags | {"movable": False}
         self.tensors.append(Tensor(len(self.tensors), nbytes, kind, name, shape, dtype, **flags))
         return len(self.tensors) - 1
 

@@ -4,12 +4,13 @@ Some C++ kernels make their result in a larger buffer, and keep that. Tracing do
 would keep the bytes of all of them for as long as it lives, so a captured step copies it out; other results are counted
 as large as their buffer.
 
-On CUDA, kernels and libraries need workspaces while they run: `capture/fake_cuda` knows their sizes.
+On CUDA, kernels and libraries need workspaces while they run. `capture/fake_cuda` knows their sizes, but for those of
+convolutions: cuDNN chooses among its engines by rules of its own. On a GPU that is there each convolution is run once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.fake_cuda.retarget import SCRATCH
+from overspill.capture.programs.workspaces import workspaces_of
 from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
 
@@ -28,6 +30,7 @@ LOSSES = frozenset({
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
 })  # fmt: skip
 """Ops that reduce element losses within their own storage (PyTorch 2.13, aten/src/ATen/native/Loss.cpp)."""
+CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 AS_LARGE_AS_INPUT = frozenset({aten.im2col.default, aten.col2im.default})
 """Ops that resize a tensor like their input (PyTorch 2.13, aten/src/ATen/native/Im2Col.cpp, Col2Im.cpp)."""
 
@@ -44,6 +47,8 @@ def scratch_bytes(node: fx.Node) -> int:
     """
     where = _device_of(node)
     if where.type == "cuda":
+        if node.target in CONVOLUTIONS and (measured := workspaces_of([node])) is not None:
+            return measured[0]
         major, minor = torch.cuda.get_device_capability(where)
         return _most(node, f"{major}.{minor}", room_bytes)
     if capability := CAPABILITY.get():
@@ -52,6 +57,12 @@ def scratch_bytes(node: fx.Node) -> int:
         return 0
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
     return prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size()
+
+
+def measure(nodes: Iterable[fx.Node]) -> None:
+    """Run each convolution among `nodes` once, where they are for a GPU that is there; `scratch_bytes` knows them then."""
+    if found := [n for n in nodes if n.target in CONVOLUTIONS and _device_of(n).type == "cuda"]:
+        workspaces_of(found)
 
 
 def cuda_scratch_bytes(node: fx.Node, capability: str) -> int:

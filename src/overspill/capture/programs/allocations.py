@@ -9,6 +9,7 @@ saw at that address, and it is left out.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -46,8 +47,14 @@ class Allocations:
 def allocations() -> Iterator[Allocations]:
     """Record allocations inside the block; results are there once it ends."""
     found = Allocations()
-    with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
+    profiled = profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Profiler clears events")  # of cycles, of which there is one (2.11)
+        profiled.start()
+    try:
         yield found
+    finally:
+        profiled.stop()
     # Changes of the whole block, then by part.
     results = profiled.profiler.kineto_results
     changes = list(_changes(results.experimental_event_tree()))

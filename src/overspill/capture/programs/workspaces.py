@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import UnsupportedError
@@ -80,6 +80,30 @@ def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], valu
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(), values_made_up():
             _known.update(zip(new, _measured(list(new.values()), namespace, values), strict=True))
     return [_known[signature] for signature, _ in signed]
+
+
+def workspaces_of(nodes: Sequence[fx.Node]) -> list[int] | None:
+    """The workspace of each op of a graph on CUDA, as of a library call; None where not all can be run, for lack of memory.
+
+    What they were measured in is given back to the device, for no plan counts it.
+    """
+    calls = [_call_of(node) for node in nodes]
+    values = {used.name: used.meta["val"] for node in nodes for used in node.all_input_nodes}
+    known = len(_known)
+    try:
+        return workspace_bytes(calls, {"torch": torch}, values)
+    except UnsupportedError:
+        return None
+    finally:
+        if len(_known) > known:
+            torch.cuda.empty_cache()
+
+
+def _call_of(node: fx.Node) -> Library:
+    """An op of a graph as a library call."""
+    call = ast.parse(f"result = torch.ops.{node.target}{node.args}", mode="exec").body
+    assert isinstance(call[0], ast.Assign)
+    return Library(call[0].value, call, [used.name for used in node.all_input_nodes])
 
 
 def _of_collective(call: Library, values: Mapping[str, Any]) -> int:
