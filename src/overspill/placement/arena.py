@@ -22,6 +22,7 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.plans.plan import Plan
 from overspill.simulate import owned_trace
 
+from .card_search import FIRST_EFFORT
 from .packing import Limits, Solver
 from .place import REPLANS
 
@@ -123,26 +124,35 @@ def _first_backward(graph: Graph, schedule: Schedule) -> int:
 
 
 def plan_in_arena(
-    make: Callable[[int], tuple[T, Plan]], room_bytes: int, placed: Callable[[Plan], Plan]
+    make: Callable[[int, float], tuple[T, Plan]], room_bytes: int, placed: Callable[[Plan], Plan]
 ) -> tuple[T, Plan]:
     """What `make` gives for live bytes, with a plan that takes no more than `room_bytes` once it is `placed`.
 
-    A plan that takes more is made again for as much less. If none fits, the one that takes the least.
+    `make` takes live bytes, and a share of the usual effort. A plan that takes more is made again for as much less, with
+    little effort until one fits, and then with all of it. If none fits, the one that takes the least.
     """
+
+    def at(asked: int, effort: float) -> tuple[T, Plan]:
+        answer, plan = make(asked, effort)
+        return answer, placed(plan)
+
     asked, least = room_bytes, None
     for left in reversed(range(REPLANS)):
         try:
-            (answer, plan), is_least = make(max(1, asked)), False
+            found, is_least = at(max(1, asked), FIRST_EFFORT), False
         except InfeasibleBudget as error:
-            (answer, plan), is_least = make(error.floor_bytes), True
+            found, is_least = at(error.floor_bytes, 1.0), True
         # Solve for addresses: if they fit, done; else plan again within fewer bytes.
-        found = placed(plan)
-        if least is None or found.taken_bytes < least[1].taken_bytes:
-            least = answer, found
-        over = found.taken_bytes - room_bytes
+        if least is None or found[1].taken_bytes < least[1].taken_bytes:
+            least = found
+        over = found[1].taken_bytes - room_bytes
+        if over <= 0 and not is_least and found[1].slowdown > 1:
+            better = at(max(1, asked), 1.0)
+            if better[1].taken_bytes <= room_bytes and better[1].step_seconds <= found[1].step_seconds:
+                return better
         if over <= 0 or is_least:
             break
-        less = min(asked, plan.peak_bytes) - over
+        less = min(asked, found[1].peak_bytes) - over
         asked = less if left > 1 else 1  # the last to try is what has the least live bytes
     assert least is not None
     return least

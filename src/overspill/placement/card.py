@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 from overspill.core import Device, Graph, Phase
 from overspill.core.errors import Amount, InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes
+from overspill.planning.effort import at_effort
 from overspill.plans.plan import NO_LIMIT_BYTES, Plan, make_plan
 from overspill.policies.in_core import Liveness
 
@@ -160,7 +161,13 @@ class Card:
         Raises InfeasibleBudget with the size of a card that would do.
         """
         begun = time.perf_counter()
-        room, made = budget_bytes - self.context_bytes, cache(make)  # all searches share its plans
+        room = budget_bytes - self.context_bytes
+
+        @cache  # all searches share its plans
+        def made(live_bytes: int, effort: float = 1.0) -> tuple[T, Plan]:
+            with at_effort(effort):
+                return make(live_bytes)
+
         ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
         searches = [CardSearch(room, made, way.placed) for way in ways]
         if (found := self._fastest(room, made, searches[-1])) is None:
@@ -176,7 +183,7 @@ class Card:
         return found.answer, told
 
     def _fastest(
-        self, room_bytes: int, make: Callable[[int], tuple[T, Plan]], search: CardSearch[T]
+        self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], search: CardSearch[T]
     ) -> Tried[T] | None:
         """The fastest plan found that fits, or None; `search` is for one in the caching allocator alone."""
         if self.solver is None:

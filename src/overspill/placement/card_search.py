@@ -2,12 +2,18 @@
 
 What the allocator takes does not grow steadily with live bytes: of two plans the one that has more live may lie better.
 So several are made, for live bytes on a grid, which cards of nearly one size share, and the fastest that fits counts.
+Where plans begin to fit is looked for with little effort; those about there are then made with all of it, at once on as
+many threads as there are cores. How many these are does not change what is found.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from overspill.core.errors import InfeasibleBudget
@@ -24,6 +30,10 @@ FROM_FLOOR = 16
 """Plans made from the fewest live bytes upwards, to find the smallest card."""
 
 
+FIRST_EFFORT = 0.2
+"""Share of the effort with which plans are made to find where they no longer fit."""
+
+
 class Tried(NamedTuple, Generic[T]):
     """A placed plan, and what else `make` gave."""
 
@@ -34,14 +44,16 @@ class Tried(NamedTuple, Generic[T]):
 class CardSearch(Generic[T]):
     """Plans for a card with `room_bytes` besides its context.
 
-    `make` makes them for live bytes; `placed` adds the bytes that the allocator takes.
+    `make` makes them for live bytes, with a share of the usual effort; `placed` adds the bytes that the allocator takes.
     """
 
-    def __init__(self, room_bytes: int, make: Callable[[int], tuple[T, Plan]], placed: Callable[[Plan], Plan]) -> None:
+    def __init__(
+        self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], placed: Callable[[Plan], Plan]
+    ) -> None:
         self._room_bytes = room_bytes
         self._make = make
         self._placed = placed
-        self._tried: dict[int, Tried[T]] = {}
+        self._tried: dict[tuple[int, float], Tried[T]] = {}
 
     def fastest(self) -> Tried[T] | None:
         """The fastest plan tried that fits, or None."""
@@ -51,8 +63,9 @@ class CardSearch(Generic[T]):
             low = 0
         if not low:
             self.from_floor()
-        else:
-            self._upwards(low)
+        elif self._at(low, FIRST_EFFORT).plan.slowdown > 1:
+            beyond = (live for live in islice(upwards_from(low), UPWARDS) if live <= self._room_bytes)
+            self._at_all([low, *beyond])
         fitting = [tried for tried in self._tried.values() if tried.plan.taken_bytes <= self._room_bytes]
         return min(fitting, key=lambda tried: tried.plan.step_seconds, default=None)
 
@@ -66,12 +79,11 @@ class CardSearch(Generic[T]):
             fewest, cause = self._at(1), "the policy has no smaller plan"
         except InfeasibleBudget as error:
             fewest, cause = self._at(error.floor_bytes), error.cause
-        least = fewest
-        for _, live in zip(range(FROM_FLOOR), upwards_from(least.plan.peak_bytes), strict=False):
-            if live >= min(least.plan.taken_bytes, least.plan.unmanaged_peak_bytes):  # where nothing smaller can come
-                break
-            least = min(self._at(live), least, key=lambda tried: tried.plan.taken_bytes)
-        return least, fewest, cause
+        # Beyond what the first takes, nothing smaller can come.
+        most = min(fewest.plan.taken_bytes, fewest.plan.unmanaged_peak_bytes)
+        beyond = (live for live in islice(upwards_from(fewest.plan.peak_bytes), FROM_FLOOR) if live < most)
+        others = self._at_all(beyond)
+        return min([fewest, *others], key=lambda tried: tried.plan.taken_bytes), fewest, cause
 
     def _largest_that_fits(self) -> int:
         """The most live bytes found with which a plan fits, or 0.
@@ -80,7 +92,7 @@ class CardSearch(Generic[T]):
         """
         asked, low, over = on_grid(self._room_bytes), 0, self._room_bytes
         for _ in range(HALVINGS):
-            tried = self._at(asked)
+            tried = self._at(asked, FIRST_EFFORT)
             excess = tried.plan.taken_bytes - self._room_bytes
             if excess <= 0:
                 low = max(low, asked)
@@ -93,20 +105,16 @@ class CardSearch(Generic[T]):
                 break
         return low
 
-    def _upwards(self, low: int) -> None:
-        """Try larger live bytes than the largest found to fit, within the room."""
-        left = UPWARDS
-        for live in upwards_from(low):
-            if not left or live > self._room_bytes:
-                return
-            left -= live not in self._tried
-            self._at(live)
+    def _at_all(self, asked: Iterable[int]) -> list[Tried[T]]:
+        """The plans for these live bytes, made at once; the search frees Python's lock."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return [made.result() for made in [pool.submit(copy_context().run, self._at, live) for live in asked]]
 
-    def _at(self, live_bytes: int) -> Tried[T]:
-        if live_bytes not in self._tried:
-            answer, plan = self._make(live_bytes)
-            self._tried[live_bytes] = Tried(answer, self._placed(plan))
-        return self._tried[live_bytes]
+    def _at(self, live_bytes: int, effort: float = 1.0) -> Tried[T]:
+        if (live_bytes, effort) not in self._tried:
+            answer, plan = self._make(live_bytes, effort)
+            self._tried[live_bytes, effort] = Tried(answer, self._placed(plan))
+        return self._tried[live_bytes, effort]
 
 
 def on_grid(nbytes: int) -> int:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from overspill.core.errors import RequestError
 
 VARIABLE = "OVERSPILL_EFFORT"
 """Environment variable that scales the default effort: `0.1` plans ten times faster, for somewhat slower steps."""
+_share = ContextVar("overspill_effort", default=1.0)
+
+
+@contextmanager
+def at_effort(share: float) -> Iterator[None]:
+    """Plan with this share of the usual effort inside the block."""
+    token = _share.set(share)
+    try:
+        yield
+    finally:
+        _share.reset(token)
 
 
 @dataclass(frozen=True)
@@ -42,4 +56,4 @@ class Effort:
             factor = 0.0
         if not 0.0 < factor < float("inf"):
             raise RequestError(f"{VARIABLE}={text}: it is a factor above 0, as 0.1 or 5")
-        return cls().scaled(factor)
+        return cls().scaled(factor * _share.get())

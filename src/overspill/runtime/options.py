@@ -27,6 +27,7 @@ from overspill.placement.arena import in_arena, plan_in_arena
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT, solver_named
 from overspill.placement.place import SEARCH, Placed, check_placer, place_plan, plan_within
+from overspill.planning.effort import at_effort
 from overspill.plans.comparison import Best, Comparison, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
@@ -291,8 +292,9 @@ def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int)
 def _in_arena(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
     """The plan whose arena, with what is live beside it, lies within a budget. Raises InfeasibleBudget."""
 
-    def make(nbytes: int) -> tuple[None, Plan]:
-        return None, make_plan(graph, device, options.policy, nbytes, options.times)
+    def make(nbytes: int, effort: float) -> tuple[None, Plan]:
+        with at_effort(effort):
+            return None, make_plan(graph, device, options.policy, nbytes, options.times)
 
     _, plan = plan_in_arena(make, budget_bytes, lambda plan: in_arena(plan, solver_named(), SEARCH))
     if plan.peak_bytes <= budget_bytes:
