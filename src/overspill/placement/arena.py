@@ -22,7 +22,7 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.plans.plan import Plan
 from overspill.simulate import owned_trace
 
-from .card_search import FIRST_EFFORT
+from .card_search import FIRST_EFFORT, least_of
 from .packing import Limits, Solver
 from .place import REPLANS
 
@@ -141,7 +141,7 @@ def plan_in_arena(
         try:
             found, is_least = at(max(1, asked), FIRST_EFFORT), False
         except InfeasibleBudget as error:
-            found, is_least = at(error.floor_bytes, 1.0), True
+            (_, found, _), is_least = least_of(lambda live: at(live, 1.0), error.floor_bytes), True
         # Solve for addresses: if they fit, done; else plan again within fewer bytes.
         if least is None or found[1].taken_bytes < least[1].taken_bytes:
             least = found

@@ -20,6 +20,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import Plan
 
 T = TypeVar("T")
+R = TypeVar("R")
 GRID = 24
 """Grid sizes between a number and its double."""
 HALVINGS = 6
@@ -30,6 +31,8 @@ FROM_FLOOR = 16
 """Plans made from the fewest live bytes upwards, to find the smallest card."""
 
 
+MOST_FLOORS = 8
+"""Floors that are followed to the smallest plan."""
 FIRST_EFFORT = 0.2
 """Share of the effort with which plans are made to find where they no longer fit."""
 
@@ -75,13 +78,10 @@ class CardSearch(Generic[T]):
         The third is what holds the live bytes up. The plans tried do not depend on the room: so a card of the size that
         an error names will do.
         """
-        try:
-            fewest, cause = self._at(1), "the policy has no smaller plan"
-        except InfeasibleBudget as error:
-            fewest, cause = self._at(error.floor_bytes), error.cause
+        floor, fewest, cause = least_of(self._at)
         # Beyond what the first takes, nothing smaller can come.
         most = min(fewest.plan.taken_bytes, fewest.plan.unmanaged_peak_bytes)
-        beyond = (live for live in islice(upwards_from(fewest.plan.peak_bytes), FROM_FLOOR) if live < most)
+        beyond = (live for live in islice(upwards_from(max(floor, fewest.plan.peak_bytes)), FROM_FLOOR) if live < most)
         others = self._at_all(beyond)
         return min([fewest, *others], key=lambda tried: tried.plan.taken_bytes), fewest, cause
 
@@ -115,6 +115,21 @@ class CardSearch(Generic[T]):
             answer, plan = self._make(live_bytes, effort)
             self._tried[live_bytes, effort] = Tried(answer, self._placed(plan))
         return self._tried[live_bytes, effort]
+
+
+def least_of(make: Callable[[int], R], asked: int = 1) -> tuple[int, R, str]:
+    """The fewest live bytes from `asked` on that `make` does not refuse, what it gives, and why for no fewer.
+
+    A graph whose surroundings depend on its plan may refuse a floor that it named, and name another. Raises the last of
+    MOST_FLOORS refusals.
+    """
+    cause = "the policy has no smaller plan"
+    for _ in range(MOST_FLOORS):
+        try:
+            return asked, make(asked), cause
+        except InfeasibleBudget as error:
+            asked, cause = error.floor_bytes, error.cause
+    return asked, make(asked), cause
 
 
 def on_grid(nbytes: int) -> int:
