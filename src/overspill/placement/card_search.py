@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from itertools import islice
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from overspill.core.errors import InfeasibleBudget
@@ -69,7 +70,12 @@ class CardSearch(Generic[T]):
         elif self._at(low, FIRST_EFFORT).plan.slowdown > 1:
             beyond = (live for live in islice(upwards_from(low), UPWARDS) if live <= self._room_bytes)
             self._at_all([low, *beyond])
-        fitting = [tried for tried in self._tried.values() if tried.plan.taken_bytes <= self._room_bytes]
+        # In the order of live bytes, for threads add them in any.
+        fitting = [
+            tried
+            for _, tried in sorted(self._tried.items(), key=itemgetter(0))
+            if tried.plan.taken_bytes <= self._room_bytes
+        ]
         return min(fitting, key=lambda tried: tried.plan.step_seconds, default=None)
 
     def from_floor(self) -> tuple[Tried[T], Tried[T], str]:

@@ -12,17 +12,18 @@ from overspill.core.errors import RequestError
 
 VARIABLE = "OVERSPILL_EFFORT"
 """Environment variable that scales the default effort: `0.1` plans ten times faster, for somewhat slower steps."""
-_share = ContextVar("overspill_effort", default=1.0)
+EFFORT = ContextVar("overspill_effort", default=1.0)
+"""Share of its effort with which a policy plans at present."""
 
 
 @contextmanager
 def at_effort(share: float) -> Iterator[None]:
-    """Plan with this share of the usual effort inside the block."""
-    token = _share.set(share)
+    """Let policies plan with this share of their effort inside the block."""
+    token = EFFORT.set(share)
     try:
         yield
     finally:
-        _share.reset(token)
+        EFFORT.reset(token)
 
 
 @dataclass(frozen=True)
@@ -56,4 +57,4 @@ class Effort:
             factor = 0.0
         if not 0.0 < factor < float("inf"):
             raise RequestError(f"{VARIABLE}={text}: it is a factor above 0, as 0.1 or 5")
-        return cls().scaled(factor * _share.get())
+        return cls().scaled(factor)

@@ -12,7 +12,7 @@ from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget, InvalidSchedule, PolicyError
 from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
-from overspill.planning.effort import Effort
+from overspill.planning.effort import EFFORT
 from overspill.policies import POLICIES, Policy, policy_named
 
 from .plan import NO_LIMIT_BYTES, Plan, make_plan
@@ -259,10 +259,10 @@ def planner(
 ) -> Callable[[int], Plan]:
     """A function from a budget to the policy's plan, as by `overspill.plan`."""
     adapts = policy.plans_for_budget
-    plans: dict[tuple[int, int, Effort], Plan] = {}
+    plans: dict[tuple[int, int, float], Plan] = {}
 
     def made(step: Graph, live_bytes: int) -> tuple[None, Plan]:
-        key = id(step), live_bytes if adapts else NO_LIMIT_BYTES, Effort.usual()
+        key = id(step), live_bytes if adapts else NO_LIMIT_BYTES, EFFORT.get()
         if key not in plans:  # budgets of a card that are near one another ask for the same live bytes
             plans[key] = make_plan(step, device, policy, key[1], times)
         return None, plans[key]

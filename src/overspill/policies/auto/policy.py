@@ -7,7 +7,7 @@ from dataclasses import replace
 from overspill.core import Device, Graph, Schedule
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.assemble import assemble
-from overspill.planning.effort import Effort
+from overspill.planning.effort import EFFORT, Effort
 from overspill.planning.floor import infeasible
 from overspill.planning.gaps import swappable_gaps
 from overspill.planning.order import best_order
@@ -56,6 +56,6 @@ class Auto(Policy):
         least = program.with_algorithms(memory_optimal(graph))
         if least.live_bytes(swappable_gaps(least)).max(initial=0) > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
-        effort = self.effort.scaled(SHARE_OF_AN_ORDER) if graph.whole_step else self.effort
+        effort = self.effort.scaled(EFFORT.get() * (SHARE_OF_AN_ORDER if graph.whole_step else 1))
         made = Search(program, seconds, device, budget_bytes, effort).best().schedule(self.name)
         return replace(made, budget_bytes=budget_bytes)

@@ -586,5 +586,6 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 def torch_device(examples: Sequence[Any]) -> torch.device:
-    """The device of the first tensor among `examples`."""
-    return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
+    """The device of the first tensor among `examples` that is on one; numbers of the host may come before."""
+    devices = [e.device for e in examples if isinstance(e, Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
