@@ -15,12 +15,12 @@ import torch
 import torch._dynamo
 from jobs_by_field.job import Job
 from jobs_by_field.ways import WAYS, Way
-from paired import repeatable_kernels
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import forgetful
 from overspill.errors import InfeasibleBudget, OverspillError
+from overspill.runtime.accelerator import repeatable_kernels
 
 IDENTICAL, REFUSED, OTHER_BITS, UNPLANNED = "identical", "refused", "other bits", "no plan"
 CRASH, PLAIN_FAILS, NOT_INSTALLED = "crash", "plain fails too", "not installed"

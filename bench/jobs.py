@@ -55,8 +55,6 @@ def main() -> None:
         print(*(f"{job.name:28s} {job.field:15s} {job.about}" for job in JOBS.values()), sep="\n")
         return
     warnings.simplefilter("ignore")
-    if options.device != "cpu":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # kernels of cuBLAS that repeat themselves
     os.environ.setdefault(VARIABLE, "0.1")  # the bits are asked for, not the best of plans
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)

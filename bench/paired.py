@@ -227,13 +227,6 @@ def machine(device: torch.device) -> dict[str, str]:
     return found
 
 
-def repeatable_kernels() -> None:
-    """Have kernels repeat themselves, as far as PyTorch has such; without its extra writes to fresh memory."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its gradients are other ones each time
-    torch.utils.deterministic.fill_uninitialized_memory = False
-
-
 def json_record(device: torch.device, **figures: Any) -> str:
     """`figures` as JSON, behind the machine that they were measured on, the date (UTC) and the command."""
     begun = {"machine": machine(device), "date": datetime.now(UTC).date().isoformat(), "command": sys.argv}

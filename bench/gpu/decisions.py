@@ -11,7 +11,7 @@ from overspill.core.units import format_apart, format_seconds
 from overspill.devices import load_device
 
 from . import tables
-from .experiment import Figures, allocated_peak
+from .experiment import Figures, peak_of
 from .tables import Found
 
 HELD, CROSSED, UNKNOWN = "holds", "act", "no figures"
@@ -248,7 +248,7 @@ def larger_than_memory(found: Found) -> Iterator[Verdict]:
     if plain and ours:
         same = plain["losses"] == ours["losses"]
         yield _judged(not same, "losses are " + ("equal" if same else "not equal"), "claim nothing of it")
-    if ours and (peak := allocated_peak(ours)) is not None:
+    if ours and (peak := peak_of(ours, "allocated")) is not None:
         yield _compared("10-decoder-6GiB:", peak, ours["budget_bytes"])
 
 

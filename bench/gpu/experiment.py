@@ -94,9 +94,10 @@ class Setting:
             write_atomically(self.notes, {"figures": self.noted})
 
 
-def allocated_peak(figures: Figures) -> int | None:
-    """What a job had allocated at most, in the steps that were timed and in those before; None where nobody counted."""
-    peaks = figures.get("allocated_peak_bytes"), figures.get("first_steps_peaks", {}).get("allocated_peak_bytes")
+def peak_of(figures: Figures, kind: str) -> int | None:
+    """What a job had `allocated` or `reserved` at most, in the steps that were timed and before; None if nobody counted."""
+    name = f"{kind}_peak_bytes"
+    peaks = figures.get(name), figures.get("first_steps_peaks", {}).get(name)
     return max((int(peak) for peak in peaks if peak is not None), default=None)
 
 

@@ -59,7 +59,7 @@ class Loop:
         self.model = nn.Sequential(*layers).cuda()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.x = torch.randn(ROWS, WIDTH, device="cuda")
-        asked: dict[str, Any] = {"budget": 0.85, "policy": "vdnn-all"}
+        asked: dict[str, Any] = {"budget": 0.9, "policy": "vdnn-all"}
         if door == "train_step":
             self.source: Any = overspill.train_step(self.model, self.loss, self.optimizer, **asked)
         else:
@@ -157,7 +157,11 @@ def test_the_snapshot_is_pytorchs_own_and_says_what_each_allocation_is(
     snapshot = recording.record.device_snapshot
     assert snapshot is not None
     said = {entry["user_metadata"] for entry in snapshot["device_traces"][0] if entry["action"] == "alloc"}
-    assert {text.rpartition(" | ")[2] for text in said} >= {"prefetch", "run, forward", "run, backward"}
+    (plan,) = recording.plans
+    named = {"run, forward", "run, backward"} | (
+        {"prefetch"} if plan.places is None else set()
+    )  # else it is in the arena
+    assert {text.rpartition(" | ")[2] for text in said} >= named
     steps = [a["name"] for a in snapshot["external_annotations"] if a["name"].startswith("step ")]
     assert steps == [f"step {number}" for number in range(1, STEPS + 1) for _ in range(2)]
 

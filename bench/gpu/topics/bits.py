@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from paired import repeatable_kernels
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from gpu.experiment import Figures, Setting
 from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.job import Job
 from overspill.models import load
+from overspill.runtime.accelerator import repeatable_kernels
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, same_bits, train, train_plain
 

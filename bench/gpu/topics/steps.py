@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from gpu.experiment import Figures, Setting, allocated_peak
+from gpu.experiment import Figures, Setting, peak_of
 from overspill.core.errors import InfeasibleBudget
+from overspill.runtime.hardware import device_noun
 
 from .jobs import INFEASIBLE, JOBS, OUT_OF_MEMORY, TRAINED, build, peaks, timed
 from .ways import WAYS
@@ -20,10 +21,10 @@ STEPS_IN_SMALL = 2
 def step_time(setting: Setting, job: str, way: str, **arguments: Any) -> Figures:
     """A job's step times by one way to train, or that it has no room.
 
-    With `at`, the budget is the peak that another experiment measured: what its allocator had allocated.
+    With `at`, the budget is the card that another experiment took: what its allocator had reserved, and the context.
     """
     if "at" in arguments:
-        arguments["budget"] = _peak_of(setting, arguments.pop("at"))
+        arguments["budget"] = _card_of(setting, arguments.pop("at"))
     found: Figures = {"job": job, "batch": JOBS[job].batch_on(setting), "way": way}
     try:
         built = build(setting, JOBS[job])
@@ -38,6 +39,7 @@ def step_time(setting: Setting, job: str, way: str, **arguments: Any) -> Figures
         return found | {"outcome": INFEASIBLE, "budget_bytes": refusal.budget_bytes} | told
 
 
-def _peak_of(setting: Setting, name: str) -> str | int:
-    """What the experiment's steps had allocated at most, first ones included."""
-    return allocated_peak(setting.figures_of(name)) or CPU_BUDGET
+def _card_of(setting: Setting, name: str) -> str | int:
+    """The card that the experiment's steps took, first ones included."""
+    reserved = peak_of(setting.figures_of(name), "reserved")
+    return CPU_BUDGET if reserved is None else reserved + device_noun(torch.device(setting.device)).context_bytes

@@ -210,6 +210,7 @@ def run_training(
     `recorder` records the managed run.
     """
     from overspill.report.training import Trained
+    from overspill.runtime.accelerator import repeatable_kernels
     from overspill.runtime.training import train as train_managed
 
     def on_step(index: int, loss: float) -> None:
@@ -222,6 +223,9 @@ def run_training(
 
         torch.set_num_threads(1)
         narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
+    if check and device != "cpu":
+        repeatable_kernels()
+        narrator.line("kernels that repeat themselves: others add up some gradients in an order that changes")
     # The run within the budget, and then its reference.
     narrator.parts(steps)
     managed = train_managed(job, options, on_step, recorder, steps=steps, device=device, keep_state=check)

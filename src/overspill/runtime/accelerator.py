@@ -10,6 +10,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._cud
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -277,3 +278,14 @@ class PageLock:
             torch.ones((), device="cuda")
         except RuntimeError:
             return
+
+
+def repeatable_kernels() -> None:
+    """Have a GPU's kernels repeat themselves, as far as PyTorch has such; without its extra writes to fresh memory.
+
+    Matrix products do from the first on that a process multiplies.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its gradients are other ones each time
+    torch.utils.deterministic.fill_uninitialized_memory = False

@@ -198,6 +198,13 @@ def _recurrent(op: Any) -> Callable[..., Any]:
     return run
 
 
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths_and_how: Any) -> Any:
+    """CTC loss with its lengths where the sound is: PyTorch reads them, which a trace cannot, or asks that they be there."""
+    lengths = (length.to(log_probs.device) for length in lengths_and_how[:2])
+    op = aten.ctc_loss.Tensor
+    return op._op_dk(DispatchKey.CompositeImplicitAutograd, log_probs, targets, *lengths, *lengths_and_how[2:])
+
+
 RECURRENT = [
     getattr(packet, overload)
     for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
@@ -205,6 +212,7 @@ RECURRENT = [
 ]
 REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
     **{op: {DispatchKey.CompositeImplicitAutograd: _recurrent(op)} for op in RECURRENT},
+    aten.ctc_loss.Tensor: {DispatchKey.CompositeImplicitAutograd: _ctc_loss},
     aten.cudnn_batch_norm.default: {DispatchKey.Autograd: _cudnn_batch_norm},
     aten.dropout.default: dict.fromkeys(KEYS, _dropout),
     aten.bernoulli_.float: {DispatchKey.Autograd: _bernoulli_in_order},
