@@ -286,6 +286,8 @@ class _Emitter:
 
         Instructions after backward are dropped, since gradients are read when they are returned.
         """
+        if self.memory is None and any(0 <= at - first < len(instructions) for _, at in self.arena.places.offsets):
+            self._take_arena()
         remaining = enumerate(instructions, first)
         for position, instruction in remaining:
             if self._is_end(instruction):
@@ -450,13 +452,15 @@ class _Emitter:
         offset = self.arena.places.offsets.get((tensor, self.position))
         if offset is None:
             return []
-        if self.memory is None:
-            assert self.arena.take is not None
-            self.memory = self._call(self.arena.take, (), "arena")
-            with self.fake_mode:
-                self.memory.meta["val"] = torch.empty(self.arena.places.arena_bytes, dtype=torch.uint8)
         placed = self.captured.graph.tensors[tensor]
         return [self._call(what, (self.memory, offset, placed.nbytes, *layout), f"place_{placed.name}")]
+
+    def _take_arena(self) -> None:
+        """Take the arena, before anything else is allocated: nothing then lies in its way."""
+        assert self.arena.take is not None
+        self.memory = self._call(self.arena.take, (), "arena")
+        with self.fake_mode:
+            self.memory.meta["val"] = torch.empty(self.arena.places.arena_bytes, dtype=torch.uint8)
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         """The captured nodes for the results of `node`: itself, or its getitems."""

@@ -154,6 +154,7 @@ class _GraphCompiler:
         self.module = module
         self.examples = list(examples)
         self._session = session
+        self.where = torch_device(examples, module.graph)
         self.inputs = describe_inputs(module, examples)
         self.frame = frame
         self.planned: Planned | None = None
@@ -227,7 +228,7 @@ class _GraphCompiler:
                     self.module = unchanged
             # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
             self.fakes = fake_examples(self.examples) if torch.is_grad_enabled() else []
-            self.autocast = _autocast(torch_device(self.examples))
+            self.autocast = _autocast(self.where)
             with torch._functorch.config.patch(donated_buffer=False):
                 return self._traced(self.examples, self.partition)
 
@@ -264,7 +265,7 @@ class _GraphCompiler:
 
     def _prepared(self, plan: Plan) -> tuple[int, Arena]:
         """The number of an engine with room for `plan` in its store, and the plan's arena."""
-        device = torch_device(self.examples)
+        device = self.where
         arena = self.session.arenas.of(plan, device)
         self.has_arena = arena.take is not None
         return self.session.engine_for(plan, device), arena
@@ -282,7 +283,7 @@ class _GraphCompiler:
         self._again = partial(self._for_layout, engine, arena, forward)
         # Measure op times if asked.
         if self.session.options.profile:
-            self.timer = self.session.timer = OpTimer(captured.graph, torch_device(self.examples))
+            self.timer = self.session.timer = OpTimer(captured.graph, self.where)
         return forward, backward
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
