@@ -34,8 +34,8 @@ def test_numbers_of_the_host_stay_there(loss: Callable[..., Tensor], whole_step:
         step = overspill.train_step(model, loss, optimizer, budget="smallest")
         of_step = [step(x) for _ in range(3)]
     else:
-        compiled = overspill.compile(lambda x: loss(model, x), budget="smallest")
-        of_step = [compiled(x) for _ in range(3)]
+        compiled = overspill.compile(loss, budget="smallest")
+        of_step = [compiled(model, x) for _ in range(3)]
         of_step[-1].backward()
     assert all(value.is_cuda for value in of_step)
 
