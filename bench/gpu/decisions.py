@@ -16,8 +16,8 @@ from .tables import Found
 
 HELD, CROSSED, UNKNOWN = "holds", "act", "no figures"
 MOST_ADDS_A_SWAP = 10.0
-FULL_DUPLEX_SHARE = 0.6
-"""Both directions at once in this share of their times added up count as full duplex, as in `overspill calibrate`."""
+FULL_DUPLEX_SHARE = 0.75
+"""Both directions at once in this share of their times added up are two lanes, each with half of what both carry."""
 DEVICE_FILE_TOLERANCE = 0.1
 MOST_HOST_SHARE = 0.9
 """The time between two events on the GPU has its waits for the host in it: near 1 the host is what the step waits for."""
@@ -82,7 +82,8 @@ def true_device_file(found: Found) -> Iterator[Verdict]:
         yield _judged(True, "this device has no file of its own", "write one from these figures")
         return
     for field in ("offload_bytes_per_second", "prefetch_bytes_per_second"):
-        measured, said = link[field], getattr(device, field)
+        measured = link["both_ways_bytes_per_second"] / 2 if device.full_duplex else link[field]
+        said = getattr(device, field)
         evidence = f"{field}: {measured / 1e9:.1f} GB/s measured, {said / 1e9:.1f} GB/s in {device.name}.toml"
         yield _judged(abs(measured / said - 1) > DEVICE_FILE_TOLERANCE, evidence, "put the measured rate into the file")
     duplex = link["duplex_share"] < FULL_DUPLEX_SHARE

@@ -56,7 +56,9 @@ EXPECTED = {
         2,
     ),
     "cheap_recordings": (["resnet50-step-60%: +25.0%"], 1),
-    "true_device_file": (["prefetch_bytes_per_second: 30.0 GB/s measured, 50.0 GB/s in h100.toml"], 2),
+    "true_device_file": (
+        [f"{way}_bytes_per_second: 30.0 GB/s measured, 41.0 GB/s in h100.toml" for way in ("offload", "prefetch")], 1,
+    ),
     "good_device_file": (["resnet50: +20.0%"], 1),
     "true_estimates": (["median 2.0%, largest 20.0% (lstm-64-adam), 3 jobs"], 0),
     "larger_than_memory": (["10-decoder-6GiB: 7.0 GiB of 6.0 GiB"], 1),

@@ -16,7 +16,7 @@ from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card
 from overspill.placement.card_events import events_of
-from overspill.placement.card_search import GRID, HALVINGS, UPWARDS, on_grid, upwards_from
+from overspill.placement.card_search import GRID, HALVINGS, UPWARDS, least_of, on_grid, upwards_from
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
@@ -75,6 +75,20 @@ def test_cards_of_nearly_one_size_ask_for_the_same_live_bytes() -> None:
     assert on_grid(1 << 30) == 1 << 30
     assert [size for size, _ in zip(upwards_from(1 << 30), range(GRID), strict=False)][-1] == 1 << 31
     assert all(on_grid(size) == size for size, _ in zip(upwards_from(1 << 20), range(200), strict=False))
+
+
+def test_a_floor_that_rises_is_followed_to_what_is_made() -> None:
+    floors = {1: 10, 10: 20}
+
+    def make(live: int) -> str:
+        if live in floors:
+            raise InfeasibleBudget("", budget_bytes=live, floor_bytes=floors[live], cause=f"the floor {floors[live]}")
+        return f"a plan of {live}"
+
+    assert least_of(make) == (20, "a plan of 20", "the floor 20")
+    floors[20] = 20
+    with pytest.raises(InfeasibleBudget):
+        least_of(make)
 
 
 def test_a_budget_of_live_bytes_does_not_survive_on_such_a_card() -> None:

@@ -1,11 +1,13 @@
-"""Collectives in Inductor's programs are not run to be measured: other ranks would have to run them too."""
+"""Library calls are run to be measured: those of programs, and ops of graphs; but collectives, which other ranks would have to run too."""
 
 import ast
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from overspill.capture.programs.workspaces import Library, workspace_bytes
+from overspill.capture.programs.workspaces import Library, workspace_bytes, workspaces_of
 
 
 def test_a_collective_is_not_run_and_takes_what_gloo_takes() -> None:
@@ -19,3 +21,24 @@ def test_a_collective_is_not_run_and_takes_what_gloo_takes() -> None:
     }
     given = [Library(ast.parse(call, mode="eval").body, [], ["part"]) for call in calls]
     assert workspace_bytes(given, {}, values) == list(calls.values())
+
+
+def test_the_workspace_of_an_op_is_what_it_takes_besides_its_result() -> None:
+    def plain(x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    def with_copies(x: Tensor) -> Tensor:
+        return torch.linalg.inv(x)
+
+    with FakeTensorMode():
+        graphs = [make_fx(f)(torch.empty(64, 64)).graph for f in (plain, with_copies)]
+    nodes = [next(n for n in graph.nodes if n.op == "call_function") for graph in graphs]
+    assert [n.target for n in nodes] == [torch.ops.aten.relu.default, torch.ops.aten.linalg_inv_ex.default]
+    none, some = workspaces_of(nodes) or []
+    assert none == 0 < some
+
+
+def test_an_op_that_no_memory_is_large_enough_for_has_no_measured_workspace() -> None:
+    with FakeTensorMode():
+        graph = make_fx(lambda x: x + 1)(torch.empty(1 << 50)).graph
+    assert workspaces_of([n for n in graph.nodes if n.op == "call_function"]) is None

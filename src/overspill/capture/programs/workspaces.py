@@ -133,7 +133,10 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
             code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
             seeds = _seeds(call, values)
             for fill in (_zeros, _definite, *_counting(call, values)):
-                given = {name: fill(values[name]) for name in call.uses} | seeds
+                try:
+                    given = {name: fill(values[name]) for name in call.uses} | seeds
+                except RuntimeError as error:
+                    raise _not_measured(call, error) from None
                 with found.part():
                     failure = _failure(code, namespace, given)
                 given.clear()
@@ -142,12 +145,16 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
                     succeeded.append(part)
                     break
             else:
-                raise UnsupportedError(
-                    f"what {ast.unparse(call.node)[:80]} of Inductor's program allocates for itself cannot be measured "
-                    f'({str(failure).splitlines()[0]}); use backend="eager"'
-                )
+                raise _not_measured(call, failure)
     peaks = [peak_of(found.by_part[part]) for part in succeeded]
     return [most - max(results, 0) for most, results in peaks]
+
+
+def _not_measured(call: Library, error: Exception | None) -> UnsupportedError:
+    return UnsupportedError(
+        f"what {ast.unparse(call.node)[:80]} of Inductor's program allocates for itself cannot be measured "
+        f'({str(error).splitlines()[0]}); use backend="eager"'
+    )
 
 
 def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]) -> Exception | None:
