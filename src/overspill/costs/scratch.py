@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .blas_workspace import Lifetime, cublas_workspace_bytes, cublaslt_workspace_bytes
 from .capability import capability_of
-from .engines import Convolution, kind_of, roomy, workspaces
+from .engines import Convolution, kind_of, likeliest, roomy, workspaces
 from .interval import NOTHING, Interval
 
 LARGE_GPU = 132
@@ -117,12 +117,9 @@ def room_bytes(scratch: Scratch, compute_capability: str, software: Software) ->
 
 
 def _convolution(scratch: Scratch, compute_capability: str) -> Interval:
-    """Workspace bytes of cuDNN's engine, benchmark off.
-
-    None, which is likeliest, up to the largest.
-    """
+    """Workspace bytes of cuDNN's engine, benchmark off: none up to the largest, most likely those of the likeliest."""
     kind, found = engines_of(scratch, compute_capability)
-    return NOTHING if kind is None else Interval(0, 0, max(found))
+    return NOTHING if kind is None else Interval(0, found[likeliest(kind)], max(found))
 
 
 def engines_of(scratch: Scratch, compute_capability: str) -> tuple[str | None, tuple[int, int, int, int]]:
