@@ -114,7 +114,11 @@ class CardSearch(Generic[T]):
     def _at_all(self, asked: Iterable[int]) -> list[Tried[T]]:
         """The plans for these live bytes, made at once; the search frees Python's lock."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return [made.result() for made in [pool.submit(copy_context().run, self._at, live) for live in asked]]
+            made = [pool.submit(copy_context().run, self._at, live) for live in asked]
+            try:
+                return [one.result() for one in made]
+            finally:  # after an error, or Ctrl-C, none begins
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _at(self, live_bytes: int, effort: float = 1.0) -> Tried[T]:
         if (live_bytes, effort) not in self._tried:
