@@ -116,14 +116,14 @@ def test_checkpoints_are_around_every_block(gpu: ModuleType, small, monkeypatch:
     assert losses["eager"] == losses["checkpoint"]
 
 
-def test_a_budget_is_the_peak_of_the_peer_and_a_refusal_is_an_answer(
+def test_a_budget_is_the_card_of_the_peer_and_a_refusal_is_an_answer(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(_: object, budget: int) -> None:
         raise InfeasibleBudget("made up", budget_bytes=budget, floor_bytes=budget + 1, cause="")
 
     monkeypatch.setitem(gpu.topics.ways.WAYS, "overspill", refused)
-    peer = {"allocated_peak_bytes": 1000, "first_steps_peaks": {"allocated_peak_bytes": 3000}}
+    peer = {"reserved_peak_bytes": 1000, "first_steps_peaks": {"reserved_peak_bytes": 3000}}
     setting = gpu.experiment.Setting("cpu", small=True, earlier={"6-gpt2-checkpoint": peer})
     found = gpu.topics.steps.step_time(setting, "gpt2", "overspill", at="6-gpt2-checkpoint")
     assert (found["outcome"], found["budget_bytes"]) == (gpu.topics.jobs.INFEASIBLE, 3000)
