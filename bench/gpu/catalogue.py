@@ -33,7 +33,7 @@ PEAKS = Topic(
 )  # fmt: skip
 SPEED = Topic(
     6, "Step times", "How fast are steps at the memory that other ways to save it take? Host and GPU time apart.",
-    "host time above GPU time: transfers need native code first; slower than a peer at its own peak: not to be claimed",
+    "host time above GPU time: transfers need native code first; slower than a peer on a card as the peer took: not to be claimed",
 )  # fmt: skip
 KERNELS = Topic(
     7, "Profile", "How long are kernels and copies at work in a managed step, and how much of it at once? Does a recording say so?",

@@ -161,7 +161,7 @@ def device_bound(found: Found) -> Iterator[Verdict]:
 
 
 def faster_than_peers(found: Found) -> Iterator[Verdict]:
-    """Topic 6, against each peer at its own peak, beyond what plain training differs from itself."""
+    """Topic 6, against each peer on a card as it took, beyond what plain training differs from itself."""
     for name, figures in _ours(found):
         _, job, way = name.split("-", 2)
         peer = found.get(f"6-{job}-{way.partition('-at-')[2]}", {})
@@ -279,7 +279,7 @@ RULES: dict[Rule, str] = {
     sound_pools: "each pool of the live allocator trains, fails and ends as PyTorch's own allocator does",
     cheap_swaps: f"a swap takes at most {MOST_ADDS_A_SWAP:.0f} small ops of host time",
     device_bound: f"host time of our steps is at most {MOST_HOST_SHARE:.0%} of the time between events on the GPU",
-    faster_than_peers: "our step at a peer's peak is no slower than the peer's, beyond the noise of plain training",
+    faster_than_peers: "our step on a card as a peer took is no slower than the peer's, beyond the noise of plain training",
     overlap: f"at least {LEAST_OVERLAP:.0%} of copy time lies beside kernels",
     true_recordings: f"a recording has the share of copy time beside ops that the profiler has, within {RECORDED_TOLERANCE:.0%}, and its snapshot replays",
     cheap_recordings: f"a recorded step takes at most {MOST_RECORDING_COST:.0%} longer",
