@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -158,15 +157,9 @@ class CaptureOfStep:
         """Whether the captured graph has the optimizer's update too."""
         return False
 
-    @cached_property
-    def _on_cpu(self) -> bool:
-        """Whether the step runs on the CPU, where all that it is given is."""
-        given = (n.meta.get("val") for n in self.joint.primals)
-        return all(value.device.type == "cpu" for value in given if isinstance(value, torch.Tensor))
-
     def _add_handles(self) -> None:
         """Add bytes for handles of offloaded tensors, where the device is the CPU."""
-        if self._on_cpu and (movable := sum(t.movable for t in self.tensors)):
+        if self.joint.device.type == "cpu" and (movable := sum(t.movable for t in self.tensors)):
             self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, "transfer handles", persistent=True)
 
     def _is_random(self) -> bool:
@@ -181,7 +174,8 @@ class CaptureOfStep:
     def _add_tensor(self, nbytes: int, kind: TensorKind, name: str, value: Any = None, **flags: bool) -> int:
         shape = tuple(int(n) for n in value.shape) if value is not None else (nbytes,)
         dtype = str(value.dtype).removeprefix("torch.") if value is not None else "uint8"
-        if value is not None and value.device.type == "cpu" and not self._on_cpu:  # a number of the host's, on no plan
+        of_host = value is not None and value.device.type == "cpu" and self.joint.device.type != "cpu"
+        if of_host:  # a number, which no plan has to count
             nbytes, flags = 0, flags | {"movable": False}
         self.tensors.append(Tensor(len(self.tensors), nbytes, kind, name, shape, dtype, **flags))
         return len(self.tensors) - 1

@@ -30,6 +30,16 @@ StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 
 
+def device_of(graph: fx.Graph) -> torch.device:
+    """Where `graph` runs: the device of the first tensor that it is given, or makes, on one; else the CPU.
+
+    Numbers of the host may come before, and a graph may make all that it has.
+    """
+    values = (node.meta.get(key) for node in graph.nodes for key in ("val", "example_value"))
+    devices = (value.device for value in tree_leaves(list(values)) if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
 class JointGraph:
     """The joint graph of `module`, split into forward and backward, with its storages.
 
@@ -63,6 +73,11 @@ class JointGraph:
         self.primals = [n for n in placeholders if "tangents" not in str(n.target)]
         self.tangents = [n for n in placeholders if "tangents" in str(n.target)]
         self.snapshots = [n for n in self.module.graph.nodes if SNAPSHOT in n.meta]
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return device_of(self.module.graph)
 
     @cached_property
     def write_backs(self) -> dict[fx.Node, fx.Node]:

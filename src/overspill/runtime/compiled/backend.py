@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.graph import Captured, capture
-from overspill.capture.compiled.joint import JointGraph, copied
+from overspill.capture.compiled.joint import JointGraph, copied, device_of
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.known_values import nested
 from overspill.capture.compiled.pieces import in_pieces
@@ -54,7 +54,7 @@ from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
 from .planned import GraphFrame, Planned
-from .session import Session, plan_captured, torch_device
+from .session import Session, plan_captured
 from .tangents import JointGradients, Layout, begin_backward, fake_examples, laid_out, same_steps, without_absent
 
 Compiled = Callable[..., Any]
@@ -154,7 +154,7 @@ class _GraphCompiler:
         self.module = module
         self.examples = list(examples)
         self._session = session
-        self.where = torch_device(examples, module.graph)
+        self.where = device_of(module.graph)
         self.inputs = describe_inputs(module, examples)
         self.frame = frame
         self.planned: Planned | None = None

@@ -15,12 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
@@ -305,7 +304,7 @@ class Session(PlannedPeaks):
 
         Returns the captured graph and its plan. Raises InfeasibleBudget when the budget cannot be met.
         """
-        where = torch_device(examples, joint.module.graph)
+        where = joint.device
         device = device_for(self.options, where)
         self.device_name, self._where = device.name, where
         # Which call this is, and which others are pending when it runs.
@@ -584,13 +583,3 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
-
-
-def torch_device(examples: Sequence[Any], graph: fx.Graph) -> torch.device:
-    """The device of the first tensor among `examples`, or that `graph` makes, that is on one.
-
-    Numbers of the host may come before, and a graph may make all that it has.
-    """
-    made = (node.meta.get(key) for node in graph.nodes for key in ("val", "example_value"))
-    tensors = (value for value in tree_leaves([*examples, *made]) if isinstance(value, Tensor))
-    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
