@@ -39,8 +39,8 @@ Numbers = list[dict[str, Tensor]]
 class Outcome:
     """How a job fared by one way: `kind` is one of `KINDS`, and `said` the line of a refusal, or what is wrong.
 
-    `budget` is the last that was tried. A budget that a refusal named, and that was refused too, is one `named_in_vain`. `revision` is
-    the commit of this repository.
+    `budget` is the last that was tried. A budget that a refusal named, and that was refused too, is one `named_in_vain`. By so many
+    `over_bytes` the measured peak of a step is over the budget. `revision` is the commit of this repository.
     """
 
     job: str
@@ -53,6 +53,7 @@ class Outcome:
     budget: float = SHARE
     named_in_vain: int = 0
     plans: int = 0
+    over_bytes: int = 0
     seconds: float = 0.0
     revision: str = ""
 
@@ -69,6 +70,7 @@ class Ran:
     numbers: Numbers
     plans: int
     partitions: set[float | None]
+    over_bytes: int
 
 
 def judge(job: Job, way: str, device: str = "cpu") -> Outcome:
@@ -98,9 +100,8 @@ def judge(job: Job, way: str, device: str = "cpu") -> Outcome:
         found = replace(found, kind=PLAIN_FAILS, error=type(error).__name__, said=_line(error))
     else:
         if ran is not None:
-            found = replace(
-                found, plans=ran.plans, **_compared(expected, ran, gradients=made[1](SHARE).gives_gradients)
-            )
+            compared = _compared(expected, ran, gradients=made[1](SHARE).gives_gradients)
+            found = replace(found, plans=ran.plans, over_bytes=ran.over_bytes, **compared)
     return replace(found, seconds=time.perf_counter() - begun)
 
 
@@ -137,7 +138,7 @@ def run(job: Job, way: Way) -> Ran:
         seed(0)
     try:
         numbers = [_numbers(way, value) for value in job.trains(way)]
-        return Ran(numbers, len(way.plans), way.partitions)
+        return Ran(numbers, len(way.plans), way.partitions, way.over_bytes)
     finally:
         way.close()
 

@@ -8,7 +8,8 @@
 
 The jobs are in `jobs_by_field/`, three or four steps each. By `compile` and `train_step` a job is compared with plain
 PyTorch, with Inductor's kernels with stock torch.compile: losses, gradients (those of a planned step live inside it),
-parameters, buffers, optimizer state and the generator, after every step. Each runs in a process of its own, on one thread.
+parameters, buffers, optimizer state and the generator, after every step; and on the CPU, with eager kernels, the measured
+peak of each with the budget. Each runs in a process of its own, on one thread.
 A process that ends, or that gives no answer in time, is a crash. Of a record that is there, what was not run stays.
 Libraries that some need: `make jobs-libraries`. Some hours for all, most of it in C++ compilers.
 """
@@ -39,6 +40,7 @@ from jobs_by_field.known import KNOWN
 from jobs_by_field.ways import WAYS
 from paired import json_record
 
+from overspill.core.units import format_bytes
 from overspill.planning.effort import VARIABLE
 
 Case = tuple[Job, str]
@@ -177,6 +179,7 @@ def print_record(path: Path) -> None:
 def told(outcome: Outcome) -> str:
     """One line on an outcome."""
     vain = f" ({outcome.named_in_vain} budgets named in vain)" if outcome.named_in_vain else ""
+    vain += f" ({format_bytes(outcome.over_bytes)} over the budget)" if outcome.over_bytes else ""
     said = f": {outcome.error} {outcome.said}".replace(":  ", ": ") if outcome.said else ""
     return f"{outcome.job:26s} {outcome.way:20s} {outcome.kind}{vain}{said}"
 

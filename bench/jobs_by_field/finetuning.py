@@ -166,9 +166,11 @@ def dpo(way: Way) -> Steps:
 def distillation(way: Way) -> Steps:
     teacher = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).requires_grad_(False)
     student = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
+    way.together(student, teacher)
+    teaches = way.called(teacher)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return F.kl_div(model(x).log_softmax(-1), teacher(x).softmax(-1), reduction="batchmean")
+        return F.kl_div(model(x).log_softmax(-1), teaches(x).softmax(-1), reduction="batchmean")
 
     return way.train(student, loss, [torch.randn(64, 32) for _ in range(3)])
 

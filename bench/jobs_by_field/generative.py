@@ -208,3 +208,20 @@ def normalizing_flow(way: Way) -> Steps:
             return torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(-1) + volume
 
     return way.train(Flow(), lambda model, x: -model(x).mean(), [torch.randn(64, 16) for _ in range(3)])
+
+
+@job("denoising autoencoder whose decoder has the encoder's weights, turned")
+def tied_autoencoder(way: Way) -> Steps:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.bias = nn.Linear(64, 32), nn.Linear(32, 16), nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            code = self.second(self.first(x).relu()).relu()
+            return F.linear(F.linear(code, self.second.weight.T).relu(), self.first.weight.T, self.bias)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.smooth_l1_loss(model(x + 0.1 * torch.randn_like(x)), x)
+
+    return way.train(Tied(), loss, [torch.randn(128, 64) for _ in range(3)])

@@ -265,3 +265,24 @@ def transformer(way: Way) -> Steps:
         return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
 
     return way.train(Translator(), loss, [(F.pad(tokens(4, 10), (0, 2)), tokens(4, 9)) for _ in range(3)])
+
+
+@job("texts of any length in three buckets, read by convolutions")
+def buckets(way: Way) -> Steps:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(VOCABULARY, 32, padding_idx=0)
+            self.narrow, self.wide = (nn.Conv1d(32, 64, n, padding=n // 2) for n in (3, 5))
+            self.head = nn.Linear(128, 2)
+
+        def forward(self, words: Tensor) -> Tensor:
+            x = self.words(words).mT
+            found = [layer(x).relu().amax(2) for layer in (self.narrow, self.wide)]
+            return self.head(F.dropout(torch.cat(found, 1), 0.5, self.training))
+
+    batches = []
+    for longest in (30, 10, 18, 32, 15):
+        length = next(n for n in (12, 20, 32) if n >= longest)
+        batches.append((F.pad(tokens(16, longest), (0, length - longest)), torch.randint(0, 2, (16,))))
+    return way.train(Classifier(), lambda model, words, labels: F.cross_entropy(model(words), labels), batches)

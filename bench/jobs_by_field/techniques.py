@@ -284,3 +284,28 @@ def mixup(way: Way) -> Steps:
     for x, labels in [*labelled(), *labelled(5, 1)]:
         yield step(x, labels, torch.distributions.Beta(0.4, 0.4).sample())
         schedule.step()
+
+
+@job("an average of the weights beside, made by hand between steps")
+def moving_average(way: Way) -> Steps:
+    model = mlp()
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    step = way.step(model, classification)
+    for x, labels in labelled():
+        loss = step(x, labels)
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 0.01)
+        yield loss, average
+
+
+@job("a frozen trunk that thaws midway, with a new parameter group")
+def thawing(way: Way) -> Steps:
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 10))
+    trunk = [*model[0].requires_grad_(False).parameters()]
+    optimizer = torch.optim.Adam(model[2].parameters(), 1e-3)
+    step = way.step(model, classification, optimizer)
+    for number, (x, labels) in enumerate(labelled(512, 5)):
+        if number == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": trunk, "lr": 1e-4})
+        yield step(x, labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -211,3 +212,50 @@ def retinanet(way: Way) -> Steps:
         for _ in range(3)
     ]
     return way.train(model, loss, batches)
+
+
+@job("super-resolution: PixelShuffle, and targets of nine times the size")
+def super_resolution(way: Way) -> Steps:
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 9, 3, padding=1), nn.PixelShuffle(3),
+    )  # fmt: skip
+    batches = [(torch.rand(4, 1, 24, 24), torch.rand(4, 1, 72, 72)) for _ in range(3)]
+    return way.train(model, lambda model, small, large: F.mse_loss(model(small), large), batches)
+
+
+def stages(width: int = 16, count: int = 3, **norm: Any) -> list[nn.Module]:
+    """Convolutions with batch norm."""
+    return [
+        nn.Sequential(nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width, **norm), nn.ReLU(inplace=True))
+        for inputs in (3, *[width] * (count - 1))
+    ]
+
+
+@job("deep supervision: three heads, three losses")
+def deep_supervision(way: Way) -> Steps:
+    class WithHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList(stages())
+            self.heads = nn.ModuleList(nn.Linear(16, 10) for _ in self.stages)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            found = []
+            for stage, head in zip(self.stages, self.heads, strict=True):
+                x = stage(x)
+                found.append(head(x.mean((2, 3))))
+                x = F.avg_pool2d(x, 2)
+            return found
+
+    def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        *others, last = (F.cross_entropy(logits, labels) for logits in model(images))
+        return last + 0.3 * sum(others)
+
+    return way.train(WithHeads(), loss, labelled(32))
+
+
+@job("BatchNorm(momentum=None): a plain average of all batches")
+def cumulative_batch_norm(way: Way) -> Steps:
+    model = nn.Sequential(*stages(momentum=None), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return way.train(model, classification, labelled(32))

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map_only
 import overspill
 from overspill.plans.plan import Plan
 
+from .peaks import measured
+
 Loss = Callable[..., Tensor]
 """The loss, of the model and of the parts of a batch."""
 Steps = Iterator[Any]
@@ -118,6 +120,11 @@ class Way:
         """What was chosen of Inductor's partitions."""
         return set()
 
+    @property
+    def over_bytes(self) -> int:
+        """By how much the measured peak of a step is over the budget; 0 where none was measured."""
+        return 0
+
     def close(self) -> None:
         """Give the stores back."""
 
@@ -167,6 +174,16 @@ class Managed(Way):
         super().__init__()
         self._asked: dict[str, Any] = {"budget": budget, "backend": backend}
         self._session: overspill.Session | None = None
+        self._measures = backend == "eager" and torch.get_default_device().type == "cpu"
+        self.peaks: list[int] = []
+
+    def step(self, *args: Any, **how: Any) -> Callable[..., Tensor]:
+        """The same, with each step's peak measured, on the CPU and with eager kernels."""
+        taken = super().step(*args, **how)
+        if not self._measures:
+            return taken
+        own = self.models[-1:], self.optimizers[-1:]
+        return measured(taken, lambda: (self.models, self.optimizers) if self._session else own, self.peaks)
 
     @property
     def _held(self) -> list[Any]:
@@ -181,6 +198,12 @@ class Managed(Way):
     def partitions(self) -> set[float | None]:
         """Those of all plans."""
         return {partition for held in self._held for partition in held.partitions}
+
+    @property
+    def over_bytes(self) -> int:
+        """As above."""
+        allowed = max((plan.budget_bytes for plan in self.plans), default=0)
+        return max(0, max(self.peaks, default=0) - allowed)
 
     def close(self) -> None:
         """Close all that is held."""

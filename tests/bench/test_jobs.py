@@ -21,7 +21,7 @@ from job_processes import each
 from job_trials import CRASH, IDENTICAL, NOT_INSTALLED, OTHER_BITS, PLAIN_FAILS, REFUSED, UNPLANNED, Outcome, judge
 from jobs_by_field import JOBS
 from jobs_by_field.job import Job
-from jobs_by_field.known import KNOWN
+from jobs_by_field.known import KNOWN, OVER
 from jobs_by_field.ways import WAYS, Steps, Way
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,7 @@ def test_a_job_trains_with_the_same_bits_or_is_refused_as_is_known(name: str, wa
     found = judge(JOBS[name], way)
     known = KNOWN.get((name, way))
     assert (found.kind, found.error) == ((known.kind, known.error) if known else (IDENTICAL, "")), found
+    assert (found.over_bytes > 0) == ((name, way) in OVER), found
 
 
 # -- what is wrong is seen
@@ -85,6 +86,14 @@ def test_another_last_bit_is_seen_with_its_size_and_place(monkeypatch: pytest.Mo
     assert found.kind == OTHER_BITS
     assert found.said.startswith("in step 0 ")
     assert " by " in found.said
+
+
+def test_what_a_step_takes_beyond_the_budget_is_measured() -> None:
+    def takes_more(way: Way) -> Steps:
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        return way.train(model, lambda model, x: model(x).mean() + torch.zeros(2**18).mean(), [torch.randn(64, 8)])
+
+    assert 2**19 < judged(takes_more).over_bytes < 2**20
 
 
 def test_numbers_that_are_drawn_and_not_used_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +169,8 @@ def test_the_record_and_what_is_known_agree(jobs: ModuleType) -> None:
 
 
 def test_what_is_known_is_of_jobs_that_there_are_and_has_a_reason() -> None:
-    for (name, way), known in KNOWN.items():
-        assert name in JOBS
-        assert way in WAYS
+    assert all(name in JOBS and way in WAYS for name, way in {*KNOWN, *OVER})
+    for known in KNOWN.values():
         assert known.kind in (REFUSED, OTHER_BITS, CRASH, PLAIN_FAILS)
         assert known.reason
 
