@@ -83,7 +83,7 @@ def test_slow_blocks_are_left_out_and_other_blocks_are_none_of_ours(
     transcripts: Any, page: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = block("$ overspill --version", "overspill 0.0", before="<!-- slow -->")
-    others = block("$ python bench/big_decoder.py", "nothing") + block("overspill pack FILE")
+    others = block("$ python bench/price.py", "nothing") + block("overspill pack FILE")
     path = page(slow + others)
     assert transcripts.main([str(path)]) == 0
     assert "slow, left out" in capsys.readouterr().out
