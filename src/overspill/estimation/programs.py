@@ -1,4 +1,4 @@
-"""Training and inference loops that can be recorded.
+"""Training (`job/loop.py`) and inference that can be recorded.
 
 They are what the user would write, on `cuda`.
 """
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.job import Job
+from overspill.job.loop import train_steps, update
 from overspill.job.prepare import prepared_batch
 from overspill.models import BuiltModel
-from overspill.models.step import clip, whole_dtype
+from overspill.models.step import whole_dtype
 
 from .training.compiled import compiled_step
 from .training.generation import forward_of
@@ -129,19 +129,15 @@ def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
         kept: list[Any] = []
         if job.keep_outputs:
             module.register_forward_hook(lambda _module, _inputs, output: kept.__setitem__(slice(None), [output]))
+
+        def loss_of(module: nn.Module, inputs: Any) -> Tensor:
+            with _autocast(job.dtype):
+                return value_of(module, inputs)
+
+        steps = train_steps(job, module, optimizer, lambda _: _batch(recorder, loop), loss_of, scaler)
         for _ in range(iterations):
             recorder.start_iteration()
-            if optimizer is not None:
-                optimizer.zero_grad(job.set_to_none)
-            # Micro-batches, whose gradients add up.
-            for _ in range(job.accumulate):
-                inputs = _batch(recorder, loop)
-                with _autocast(job.dtype):
-                    value = value_of(module, inputs)
-                if scaler is not None:
-                    value = scaler.scale(value)
-                (value / job.accumulate if job.accumulate > 1 else value).backward()
-            _update(module, optimizer, scaler, job)
+            next(steps)
 
     return program
 
@@ -172,7 +168,7 @@ def _pipeline(loop: _Loop, iterations: int) -> Program:
             if stage.reads:
                 inputs = prepared_batch(inputs, job, device="cuda")
             stage.step(inputs, partial(_autocast, job.dtype), scaler)
-            _update(module, optimizer, scaler, job)
+            update(job, module, optimizer, scaler)
 
     return program
 
@@ -204,23 +200,6 @@ def _inference(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
 def _call_with(module: nn.Module, arguments: Any) -> Any:
     args, kwargs = arguments
     return module(*args, **kwargs)
-
-
-def _update(module: nn.Module, optimizer: Optimizer | None, scaler: torch.amp.GradScaler | None, job: Job) -> None:
-    """The end of a step: clip gradients and update the parameters.
-
-    It goes through the scaler where there is one. Without an optimizer gradients are given up.
-    """
-    if optimizer is not None and scaler is not None and (job.clip_norm or job.clip_value):
-        scaler.unscale_(optimizer)
-    clip(module, job.clip_norm, job.clip_value)
-    if optimizer is None:
-        module.zero_grad(job.set_to_none)
-    elif scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def _autocast(dtype: str) -> AbstractContextManager[Any]:

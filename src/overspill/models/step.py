@@ -103,18 +103,6 @@ def loss_in(output: Any) -> Any:
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
 
 
-def clip(module: nn.Module, norm: float | None, value: float | None) -> None:
-    """Clip gradients by the norm of all, then by value.
-
-    As the user of plain PyTorch does.
-    """
-    owned = list(module.parameters())
-    if norm is not None:
-        nn.utils.clip_grad_norm_(owned, norm)
-    if value is not None:
-        nn.utils.clip_grad_value_(owned, value)
-
-
 def without_memory(module: nn.Module) -> nn.Module:
     """A copy of `module` whose tensors need no memory.
 

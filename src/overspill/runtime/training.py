@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,8 +22,9 @@ from overspill.core.errors import RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.job import Job
+from overspill.job.loop import train_steps
 from overspill.job.prepare import attention_kernel
-from overspill.models.step import TrainingStep, clip
+from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 
 from . import accelerator, batches
@@ -193,22 +194,23 @@ def _train(running: _Running, session: Session | None, *, compiled: bool) -> Run
         nullcontext(nullcontext) if counts else _measured(running.device, session, there, run) as watching,
         _recorded(session, running.recorder, run),
     ):
+        parts: list[tuple[Tensor, ...]] = []
+        losses: list[Tensor] = []
+
+        def loss_of(_: nn.Module, part: tuple[Tensor, ...]) -> Tensor:
+            with watching() if session is None else nullcontext():
+                loss = model(*part)
+            losses.append(loss.detach())
+            return loss
+
+        steps = train_steps(job, step, optimizer, parts.__getitem__, loss_of, around=watching)
 
         def one_step(index: int) -> Tensor:
-            optimizer.zero_grad(job.set_to_none)
-            total, share = None, job.accumulate
-            for part in batches.split(given[index % len(given)], share):
-                with watching() if session is None else nullcontext():
-                    loss = model(*part)
-                with watching():
-                    loss = loss / share if share > 1 else loss
-                    loss.backward()
-                    total = loss.detach() if total is None else total + loss.detach()
-            with watching():
-                clip(step, job.clip_norm, job.clip_value)
-                optimizer.step()
-            assert total is not None
-            return total
+            parts[:] = batches.split(given[index % len(given)], job.accumulate)
+            losses.clear()
+            next(steps)
+            first, *others = [loss / job.accumulate for loss in losses]
+            return sum(others, first)
 
         @contextmanager
         def counted() -> Iterator[None]:
