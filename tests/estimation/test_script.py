@@ -516,6 +516,21 @@ def test_what_a_thread_may_not_do_ends_the_script_that_waits_for_it(write: Calla
         record_script(write(script), time_limit=20)
 
 
-def test_a_graph_of_cuda_is_said_not_to_be_there(write: Callable[..., str]) -> None:
-    with pytest.raises(UnsupportedError, match=r"^train\.py:2 .*CUDAGraph"):
-        record_script(write("import torch\ntorch.cuda.CUDAGraph()\n"))
+GRAPHED = (
+    "import torch\nfrom torch import nn\nmodel = nn.Linear(512, 512).cuda()\n"
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nbatch = torch.ones(2048, 512, device='cuda')\n"
+    "def step():\n    optimizer.zero_grad()\n    model(batch).relu().sum().backward()\n    optimizer.step()\n"
+    "step()\ngraph = torch.cuda.CUDAGraph()\n"
+    "with torch.cuda.graph(graph):\n    step()\n"
+    "graph.replay()\nstep()\n"
+)
+
+
+def test_what_a_graph_of_cuda_captures_lies_apart(write: Callable[..., str]) -> None:
+    captured, eager = (
+        record_script(write(text)).recording
+        for text in (GRAPHED, GRAPHED.replace("with torch.cuda.graph(graph)", "if True"))
+    )
+    assert not any(allocation.stream for allocation in eager.allocations)
+    apart = [allocation for allocation in captured.allocations if allocation.stream]
+    assert sum(allocation.nbytes for allocation in apart) > 2048 * 512 * 4

@@ -323,6 +323,24 @@ def test_parameters_gradients_and_optimizer_state_are_sharded(host):
     assert found["after"] == pytest.approx(4 * shard, abs=8192)
 
 
+def test_shards_are_drawn_on_the_device():
+    def make():
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def program(recorder):
+        dist.init_process_group("nccl", world_size=GPUS)
+        model = make()
+        fully_shard(model)
+        model.to_empty(device="cuda")
+        for draw in (nn.init.normal_, nn.init.trunc_normal_):
+            draw(model[0].weight)
+        recorder.mark_module(model)
+        steps(recorder, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, WIDTH).cuda())
+
+    assert max(live_bytes(record(program), TensorKind.PARAMETER)) >= LINEAR_BYTES // GPUS
+
+
 def test_a_model_on_the_host_is_never_whole_on_the_device():
     assert max(live_bytes(sharded(host=True), TensorKind.PARAMETER)) < LAYERS * LINEAR_BYTES
 

@@ -87,6 +87,8 @@ def test_every_argument_of_to(gpu: VirtualGpu) -> None:
     assert host.to(there).dtype is torch.float16
     assert host.to(there).is_cuda
     assert host.to(other=there).is_cuda
+    assert host.type_as(there).is_cuda
+    assert there.float().type_as(there).is_cuda
     assert there.to(host).device == CPU
     assert there.to(host).dtype is torch.float32
     assert there.to(torch.float64).is_cuda

@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
@@ -141,6 +142,11 @@ class FastFakeMode(FakeTensorMode):
         """True: no device is ever touched, even if there is one."""
         return True
 
+    @property
+    def supports_higher_order_operators(self) -> bool:
+        """True: ops that call functions run them here, and their inner ops are ops of the program."""
+        return True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # wrapping every dispatch for Dynamo's sake would cost as much as the dispatch
@@ -153,6 +159,8 @@ class FastFakeMode(FakeTensorMode):
         for kind in types:
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a DTensor's own dispatch runs the op on what it wraps
+        if isinstance(func, HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         # Inner ops are not observed; a composite op is taken apart first.
         if self.computing or self._observe is None:
             return self._fake(func, types, args, kwargs)

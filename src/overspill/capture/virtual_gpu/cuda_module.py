@@ -12,6 +12,7 @@ import torch
 
 from overspill.capture.recording.recorder import Recorder
 
+_GRAPHS = (0, 1)  # the memory pool of CUDA graphs
 _POOL = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPool: streams of one priority; then they are handed out again
 
 
@@ -48,6 +49,32 @@ class _Stream:
         pass
 
     record = wait = synchronize = wait_event = wait_stream = _nothing
+
+
+class _Graph:
+    """A CUDA graph: what it captures runs once, as eager code on its stream, and replays need nothing more."""
+
+    capturing = False  # one at a time, as the driver has it
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        """From here on the current stream captures."""
+        _Graph.capturing = True
+
+    def capture_end(self) -> None:
+        """Until here."""
+        _Graph.capturing = False
+
+    def pool(self) -> tuple[int, int]:
+        """The one pool of all graphs."""
+        return _GRAPHS
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    replay = reset = instantiate = enable_debug_mode = debug_dump = _nothing
 
 
 class _Generator(torch.Generator):
@@ -104,7 +131,9 @@ class CudaFunctions:
         # Functions with an answer, then those to ignore.
         answers: dict[str, Any] = {
             "is_available": constant(True),
-            "is_current_stream_capturing": constant(False),
+            "is_current_stream_capturing": lambda: _Graph.capturing,
+            "CUDAGraph": _Graph,
+            "graph_pool_handle": constant(_GRAPHS),
             "is_initialized": constant(False),  # where it is true, torch asks the driver
             "device_count": constant(1),
             "current_device": constant(0),
@@ -139,7 +168,7 @@ class CudaFunctions:
         answers |= dict.fromkeys(ignored, nothing)
         found = [
             (module, name, answer)
-            for module in (torch.cuda, torch.cuda.random)
+            for module in (torch.cuda, torch.cuda.graphs, torch.cuda.random)
             for name, answer in answers.items()
             if hasattr(module, name)
         ]
@@ -162,6 +191,7 @@ class CudaFunctions:
             (torch.backends.cudnn, "is_available", constant(True)),
             (torch.backends.cudnn, "is_acceptable", constant(True)),
             (torch, "Generator", _Generator),
+            (torch._C, "_host_emptyCache", nothing),
             (torch._C, "_cuda_getCurrentRawStream", constant(0)),  # kernels of libraries ask for it when imported
             (torch, "compile", lambda model=None, *_, **__: model if model is not None else (lambda f: f)),
         ]

@@ -90,6 +90,7 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
 
     `on_group` is called before a group is made.
     """
+    from torch.cuda import nccl  # noqa: PLC0415
     from torch.distributed import device_mesh, distributed_c10d  # noqa: PLC0415 - only where torch has them
     from torch.nn.parallel import distributed as ddp  # noqa: PLC0415
 
@@ -135,6 +136,9 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
         (device_mesh, "_get_default_group", group),
         (ddp, "_get_default_group", group),
         (torch._C, "_get_accelerator", lambda *_: torch.device("cuda")),
+        # NCCL is there for programs, in a version of torch's wheels; torch itself has no class of its groups.
+        (dist, "is_nccl_available", lambda: True),
+        (nccl, "version", lambda: (2, 20, 5)),
     ]
 
 

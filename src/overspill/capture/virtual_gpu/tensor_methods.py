@@ -51,6 +51,7 @@ class TensorMethods:
             (FakeTensor, "is_cpu", property(lambda tensor: tensor.device.type == "cpu")),
             # How it moves.
             (Tensor, "to", to),
+            (Tensor, "type_as", to),
             (Tensor, "cuda", lambda tensor, *_, **__: moved(tensor, GPU)),
             (Tensor, "cpu", lambda tensor, *_, **__: moved(tensor, CPU)),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),

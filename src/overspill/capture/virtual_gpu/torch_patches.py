@@ -41,11 +41,12 @@ _TYPES = {
 
 
 def fake_weights() -> Patches:
-    """Skip torch's rejection sampling for fake weights, since it reads what it drew."""
+    """Skip torch's rejection sampling for fake weights and their shards, since it reads what it drew."""
     original = nn.init._no_grad_trunc_normal_
 
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
+        fake = isinstance(getattr(tensor, "_local_tensor", tensor), FakeTensor)
+        return tensor if fake else original(tensor, *args, **kwargs)
 
     return [(nn.init, "_no_grad_trunc_normal_", fill)]
 
