@@ -213,9 +213,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that ran out of memory is undone, though buffers have changed",
-        "runtime/step/train_step.py",
-        "is_short = is_out_of_memory(error)",
-        "is_short = False",
+        "runtime/step/call.py",
+        "run, is_short = call.run, is_out_of_memory(error)",
+        "run, is_short = call.run, False",
         ("tests/runtime/step/test_crash.py",),
     ),
     Mutation(

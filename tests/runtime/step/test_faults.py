@@ -73,7 +73,7 @@ def finish(pair: Pair, call: Callable[[], Tensor], limit: int = 50) -> Tensor:
         try:
             return call()
         except StoreError:
-            if pair.step.is_unfinished and pair.step._call.run is not None:  # type: ignore[union-attr]
+            if pair.step.is_unfinished and pair.step._underway.call.run is not None:  # type: ignore[union-attr]
                 with pytest.raises(RequestError, match="unfinished"):
                     pair.model.state_dict()
                 with pytest.raises(RequestError, match="unfinished"):

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from overspill.core.errors import OverspillError
+from overspill.core.errors import OverspillError, StoreError, is_out_of_memory
 from overspill.runtime.driver import Form, ProgramRun
 from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.transfer.engine import first_line
 
 from .in_arena import leave
 from .plans import Compiled, StepPlans
+from .residency import readable
 from .state import StepState
 
 UNFINISHED = (
@@ -70,6 +71,15 @@ class StepCall:
         """Advice to the user on this call after an error."""
         return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
 
+    def moved(self) -> str:
+        """The name of the tensor that the failed instruction moves, as a message's beginning."""
+        if self.run is None or self.compiled is None:
+            return ""
+        position, name = self.run.where()
+        if position is not None:
+            name = readable(str(self.compiled.takes[position]))
+        return f"{name}: " if name else ""
+
 
 class Underway:
     """The call that is running, if any.
@@ -103,6 +113,25 @@ class Underway:
         call.begin_again(state.where)
         self.call = call
         return steps.enlarge()
+
+    def stopped(self, error: BaseException, state: StepState) -> None:
+        """After an error, keep the call as unfinished, or undo it.
+
+        It is kept if it can go on, or has changed too much to go back.
+        """
+        call = self.call
+        assert call is not None
+        run, is_short = call.run, is_out_of_memory(error)
+        passes = isinstance(error, (StoreError, KeyboardInterrupt)) or is_short
+        if not ((call.number or run) and (passes or (run and run.changed))):
+            self.abandon(state)
+        elif isinstance(error, StoreError):
+            raise StoreError(f"{call.moved()}{error}; {UNFINISHED}") from error
+        elif is_short and state.where.type == "cpu" and not (run and run.lost):
+            at = "" if run is None else f" in {run.op()}"
+            raise StoreError(f"out of host memory{at}; {UNFINISHED}") from error
+        else:
+            error.add_note(f"overspill: {call.advice}")
 
     def abandon(self, state: StepState) -> None:
         """Give up the call; its tensors go back to `state` as they are now, out of the arena."""

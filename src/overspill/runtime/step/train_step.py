@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph, TensorKind
-from overspill.core.errors import RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
+from overspill.core.errors import RequestError, UnsupportedError, forgetful, is_out_of_memory
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.job import GradientOptions
@@ -43,11 +43,10 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
-from .call import UNFINISHED, StepCall, Underway, dropped, let_go
+from .call import StepCall, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .in_arena import settle
 from .plans import LOSS_BYTES, Compiled, StepPlans
-from .residency import readable
 from .shown import optimizer_hooks
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
@@ -124,9 +123,9 @@ class TrainStep(PlannedPeaks):
 
     def _step(self, inputs: tuple[Any, ...]) -> Any:
         self._state.gate.check_process()
-        if self._call is not None:
-            if not batches.same(self._call.inputs, inputs):
-                raise RequestError(f"these are other inputs: {self._call.advice}")
+        if (call := self._underway.call) is not None:
+            if not batches.same(call.inputs, inputs):
+                raise RequestError(f"these are other inputs: {call.advice}")
             return self._resume()
         prepared = self._prepared(inputs)
         if (steps := self._plans.steps) is not None:
@@ -152,26 +151,24 @@ class TrainStep(PlannedPeaks):
 
     def _resume(self) -> Any:
         self._state.gate.check_process()
-        if self._call is None:
+        call = self._underway.call
+        if call is None:
             raise RequestError("no step is unfinished; call the step with inputs")
-        if self._call.run is not None and self._call.run.lost:
-            raise RequestError(self._call.advice)
+        if call.run is not None and call.run.lost:
+            raise RequestError(call.advice)
         if self._state.engine is not None:
             self._state.engine.settle()
-        return self._go_on(self._call)
+        return self._go_on(call)
 
     def abandon(self) -> None:
         """Give up a step that an error stopped, if there is one.
 
         Model and optimizer are then as far as it got: what it had updated is updated. Load a checkpoint next.
         """
-        self._state.gate.alone(self._abandon, steps=True)
-
-    def _abandon(self) -> None:
-        self._underway.abandon(self._state)
+        self._state.gate.alone(lambda: self._underway.abandon(self._state), steps=True)
 
     def _go_on(self, call: StepCall) -> Any:
-        self._call = call
+        self._underway.call = call
         if self.recorder is not None:
             self.recorder.begin_step(self._state.where)
         # Run the micro-batches; an error leaves an unfinished step, or undoes it.
@@ -179,11 +176,11 @@ class TrainStep(PlannedPeaks):
             while not call.is_done:
                 self._carry_on(call)
         except BaseException as error:
-            self._stopped(call, error)
+            self._underway.stopped(error, self._state)
             raise
         finally:
             self._state.arm()
-        self._call = None
+        self._underway.call = None
         if self.recorder is not None:
             self.recorder.end_step()
         self._reserved.look(lambda: self.reserved_bytes, self._state.where)
@@ -214,45 +211,6 @@ class TrainStep(PlannedPeaks):
                 f"step post-hooks are there to see all weights and state, which take {needs} of a budget of {budget}; "
                 "remove them, and do it behind step(...)"
             )
-
-    def _stopped(self, call: StepCall, error: BaseException) -> None:
-        """After an error, keep the step as unfinished, or undo it.
-
-        It is kept if it can go on, or has changed too much to go back.
-        """
-        run = call.run
-        is_short = is_out_of_memory(error)
-        passes = isinstance(error, (StoreError, KeyboardInterrupt)) or is_short
-        if (call.number or run) and (passes or (run and run.changed)):
-            what = self._moved(call)
-            if isinstance(error, StoreError):
-                raise StoreError(f"{what}{error}; {UNFINISHED}") from error
-            if is_short and self._state.where.type == "cpu" and not (run and run.lost):
-                raise StoreError(f"out of host memory{self._at(call)}; {UNFINISHED}") from error
-            error.add_note(f"overspill: {call.advice}")
-        else:
-            self._abandon()
-
-    def _moved(self, call: StepCall) -> str:
-        """The name of the tensor that the failed instruction moves, as a message's beginning."""
-        if call.run is None or call.compiled is None:
-            return ""
-        position, name = call.run.where()
-        if position is not None:
-            name = readable(str(call.compiled.takes[position]))
-        return f"{name}: " if name else ""
-
-    def _at(self, call: StepCall) -> str:
-        """The op that failed, as part of a message."""
-        return "" if call.run is None else f" in {call.run.op()}"
-
-    @property
-    def _call(self) -> StepCall | None:
-        return self._underway.call
-
-    @_call.setter
-    def _call(self, call: StepCall | None) -> None:
-        self._underway.call = call
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise RequestError(
@@ -294,7 +252,7 @@ class TrainStep(PlannedPeaks):
     @property
     def is_unfinished(self) -> bool:
         """Whether an error stopped a step that `resume` or `abandon` must end."""
-        return self._call is not None
+        return self._underway.call is not None
 
     @property
     def engine(self) -> TransferEngine | None:
