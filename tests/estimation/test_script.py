@@ -435,6 +435,8 @@ loader = DataLoader(data, 32, sampler=sampler, num_workers=4, persistent_workers
 def test_profilers_see_nothing(write: Callable[..., str]) -> None:
     script = (
         "from torch.profiler import ProfilerActivity, profile, record_function, schedule\n" + MODEL
+        + "x = torch.ones(2, 64, device='cuda')\ntraced = torch.jit.trace(model, x)\n"
+        + "assert not [*traced.graph.nodes()] and torch.jit.trace(traced, ())(x).is_cuda\n"
         + "with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=1, warmup=1, active=1)) as prof:\n"
         + "".join(f"    {line}\n" for line in ("for step in range(20):" + STEP + "    prof.step()").splitlines())
         + "print(prof.key_averages().table(sort_by='x'))\n"

@@ -96,6 +96,15 @@ def test_what_was_written_by_what_nobody_knows_is_not_known(steps: list[tuple[St
         assert any(step is UNKNOWN for step, _ in steps) or all(values_of(tensor) is not None for tensor in fake)
 
 
+def test_of_boxes_that_may_overlap_all_are_left_on_the_device() -> None:
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    left = torch.ops.torchvision.nms(torch.rand(130, 4, device="cuda"), torch.rand(130, device="cuda"), 0.5)
+    assert left.is_cuda
+    assert (left.shape, left.dtype) == ((130,), torch.int64)
+
+
 def test_masks_and_edges_from_arrays_have_their_shapes() -> None:
     edges = torch.from_numpy(np.array([[0, 1, 2, 2], [1, 2, 0, 2]])).cuda()
     adjacency = torch.zeros(2000, 2000, device="cuda")

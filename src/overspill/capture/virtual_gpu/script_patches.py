@@ -58,7 +58,8 @@ def script_patches() -> AbstractContextManager[None]:
             (torch.multiprocessing, "Process", type("Process", (_Process,), {"started": []})),
             (ThreadPoolExecutor, "submit", _at_once(ThreadPoolExecutor.submit)),
             (nn.DataParallel, "forward", _data_parallel),
-            # Profilers.
+            # Profilers and traces, which TensorBoard draws.
+            (torch.jit, "trace", _trace(torch.jit.trace)),
             (torch.profiler, "profile", _NoProfiler),
             (torch.autograd.profiler, "profile", _NoProfiler),
             (torch.autograd.profiler, "emit_nvtx", _NoProfiler),
@@ -149,6 +150,36 @@ def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
         return value.cuda() if isinstance(value, torch.Tensor) else value
 
     return self.module(*tree_map(there, inputs), **tree_map(there, kwargs))
+
+
+def _trace(trace: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.jit.trace` that runs a model once and returns it, since sizes are tensors to the tracer."""
+
+    def run(traced: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(traced, _Traced):
+            return traced
+        if not isinstance(traced, nn.Module) or example_inputs is None:
+            return trace(traced, example_inputs, *args, **kwargs)
+        traced(*example_inputs) if isinstance(example_inputs, tuple) else traced(example_inputs)
+        return _Traced(traced)
+
+    return run
+
+
+class _Traced:
+    """A model in the place of its trace, with a graph of no ops."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.graph = model, torch._C.Graph()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def save(self, *_: Any, **__: Any) -> None:
+        """Nothing: there are no values to save."""
 
 
 class _NoProfiler:

@@ -186,6 +186,8 @@ def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
 
     aten/src/ATen/native/TensorAdvancedIndexingUtils.h, `expandTensors`.
     """
+    if func.namespace == "torchvision" and func._schema.name == "torchvision::nms":
+        return lambda: _suppressed(*args[:2])
     if func is aten.masked_select.default:
         if not any(isinstance(tensor, FakeTensor) for tensor in args):
             return None
@@ -207,6 +209,17 @@ def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
 def _expanded(x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return x.expand(shape), [mask.expand(shape)]
+
+
+def _suppressed(boxes: Tensor, scores: Tensor) -> Tensor:
+    """Boxes that none of a better score overlaps (torchvision/csrc/ops/cuda/nms_kernel.cu, `nms_kernel`)."""
+    order = scores.sort(stable=True, dim=0, descending=True)[1]
+    ordered = boxes.index_select(0, order)
+    words = -(-len(boxes) // 64)
+    masks = boxes.new_empty(len(boxes) * words, dtype=torch.int64)
+    kept = boxes.new_zeros(len(boxes), dtype=torch.bool)
+    del ordered, masks
+    return order.masked_select(kept)
 
 
 def _unique(x: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, ...]:
