@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overspill.core.errors import UnsupportedError
 
 from .casts import CAST, Casts
-from .strides import in_order_of, strides_kept
+from .strides import in_order_of, strides_kept, strides_of_kernels
 
 aten = torch.ops.aten
 
@@ -79,6 +79,7 @@ def eager_kernels() -> Iterator[Casts]:
                 patch.object(nn.RNNBase, "flatten_parameters", lambda _: None),  # it looks at addresses
                 casts.watched(),
                 strides_kept(),
+                strides_of_kernels(),
             ):
                 yield casts
         finally:

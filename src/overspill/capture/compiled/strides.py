@@ -1,12 +1,15 @@
-"""Keep the strides of tensors updated in place while a step is traced.
+"""Give traced tensors the strides that they have in eager.
 
-A trace has a new tensor in place of an update. The new one has the strides of the op's results, which may differ, and
+PyTorch's fake results of some ops lie in another order than those of the kernels. A `reshape` may then be traced as a
+view that is none, and ops behind it may take other kernels. `REAL` says how such results lie.
+
+A trace has a new tensor in place of an in-place update. The new one has the strides of the op's results, which may differ, and
 then ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and
 one with sizes of 1 loses the strides by which a convolution picks its layout. Elements with gaps between them would
 become dense.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FunctionalTensorMode.__torch_dispatch__`, a
-FunctionalTensor's `elem`, `commit_update` and `sync`, and `torch._functionalize_replace`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FunctionalTensorMode.__torch_dispatch__`,
+`FakeTensorMode.dispatch`, a FunctionalTensor's `elem`, `commit_update` and `sync`, and `torch._functionalize_replace`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,85 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._pytree import tree_leaves
 
 from .joint import written_by
+
+aten = torch.ops.aten
+
+
+def _contiguous(*_: Any) -> Any:
+    """Dense, its dimensions in their order."""
+    return torch.contiguous_format
+
+
+def _on_cpu(number: int) -> Callable[..., Any]:
+    """On the CPU in the memory format of argument `number`, whatever the order of its dimensions."""
+
+    def found(*args: Any) -> Any:
+        return suggest_memory_format(args[number]) if args[number].device.type == "cpu" else None
+
+    return found
+
+
+def _like_product(gradient: Tensor, mask: Tensor, *_: Any) -> Any:
+    """As what the CPU's kernel, a product, gives; on a GPU in the memory format of the gradient."""
+    return (gradient * mask).stride() if gradient.device.type == "cpu" else suggest_memory_format(gradient)
+
+
+REAL: dict[Any, Callable[..., Any]] = {
+    aten._log_softmax_backward_data.default: _contiguous,
+    aten.huber_loss_backward.default: _contiguous,
+    aten.mse_loss_backward.default: _contiguous,
+    aten.smooth_l1_loss_backward.default: _contiguous,
+    aten.log_sigmoid_forward.default: lambda x: torch.contiguous_format if x.device.type == "cpu" else None,
+    aten.native_dropout_backward.default: _like_product,
+    aten._native_batch_norm_legit_functional.default: _on_cpu(0),
+    aten._native_batch_norm_legit.default: _on_cpu(0),
+    aten._native_batch_norm_legit.no_stats: _on_cpu(0),
+    aten.native_batch_norm.default: _on_cpu(0),
+    aten.native_batch_norm_backward.default: _on_cpu(1),
+    aten.channel_shuffle.default: _on_cpu(0),
+    aten.max_unpool2d.default: _on_cpu(0),
+    aten.reflection_pad2d_backward.default: _on_cpu(1),
+    aten.reflection_pad3d.default: _on_cpu(0),
+    aten.reflection_pad3d_backward.default: _on_cpu(1),
+    aten.replication_pad2d_backward.default: _on_cpu(1),
+    aten.replication_pad3d.default: _on_cpu(0),
+    aten.replication_pad3d_backward.default: _on_cpu(1),
+}
+"""Of ops whose fake results lie otherwise: the memory format, or strides, of those of the first one's shape; None where it is right."""
+
+
+@contextmanager
+def strides_of_kernels() -> Iterator[None]:
+    """Let fake results lie as those of the kernels do, inside the block."""
+    dispatch: Callable[..., Any] = FakeTensorMode.dispatch
+
+    def run(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        results = dispatch(mode, op, types, args, kwargs)
+        if op not in REAL:
+            return results
+        with mode:
+            return _lying_as(results, REAL[op](*args))
+
+    with patch.object(FakeTensorMode, "dispatch", run):
+        yield
+
+
+def _lying_as(results: Any, how: Any) -> Any:
+    """Fake `results`, those of the first one's shape in this memory format, or with these strides."""
+    if how is None or results is None:
+        return results
+    if isinstance(results, (tuple, list)):
+        shape = results[0].shape if results[0] is not None else None
+        return tuple(_lying_as(r, how) if isinstance(r, Tensor) and r.shape == shape else r for r in results)
+    if isinstance(how, torch.memory_format):
+        return torch.empty_like(results, memory_format=how)
+    return torch.empty_strided(results.shape, how, dtype=results.dtype, device=results.device)
 
 
 @contextmanager
