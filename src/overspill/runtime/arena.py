@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from overspill.core import Places
+from overspill.core import Graph, Phase, Places, Schedule, Verb
 from overspill.plans.plan import Plan
 
 from .accelerator import empty_cache
@@ -29,6 +30,13 @@ class Arena(NamedTuple):
 
     places: Places = NOWHERE
     take: Callable[[], Tensor] | None = None
+
+    def of_forward(self, graph: Graph, schedule: Schedule) -> Arena:
+        """The same for forward's blocks alone."""
+        runs = (i.verb is not Verb.RUN or graph.ops[i.target].phase is Phase.FORWARD for i in schedule.instructions)
+        first = next((at for at, is_forward in enumerate(runs) if not is_forward), len(schedule.instructions))
+        kept = {key: offset for key, offset in self.places.offsets.items() if key[1] < first}
+        return self._replace(places=replace(self.places, offsets=kept))
 
 
 _OURS = 2

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.graph import Surroundings
-from overspill.capture.compiled.joint import JointGraph
+from overspill.capture.compiled.joint import JointGraph, storages
 from overspill.core import TensorKind
 from overspill.core.units import parse_bytes
 from overspill.job import Job
@@ -32,15 +32,21 @@ def surroundings_of(
     accumulates: bool = False,
     clips: bool = False,
     beside: Sequence[int] = (),
+    ends_in_loss: bool = False,
 ) -> Surroundings:
     """Device bytes outside the graph `joint` during a training step.
 
     The graph reads the parameters `here` of all the model's `parameters`. `optimizers`: those that step on them; None:
     found among those that exist. `reserve`: bytes for a loss outside the model; None: those of `LossOutside`.
     `retained_bytes`: what other graphs of the model leave there. `clips`: gradients are clipped by their norm before
-    the update. `beside`: bytes of each batch on the device besides the model's inputs.
+    the update. `beside`: bytes of each batch on the device besides the model's inputs. `ends_in_loss`: no loss outside is
+    made from outputs that the graph makes into a loss itself.
     """
-    loss = LossOutside.of(joint, beside) if reserve is None else LossOutside(parse_bytes(reserve))
+    loss = (
+        LossOutside.of(joint, beside, ends_in_loss=ends_in_loss)
+        if reserve is None
+        else LossOutside(parse_bytes(reserve))
+    )
     # All parameters, those of the optimizers included.
     known = {id(p): p for p in (*parameters, *here)}
     stepping = optimizers if optimizers is not None else find_optimizers(list(known.values()))
@@ -108,8 +114,8 @@ class LossOutside:
     previous_bytes: int = 0
 
     @classmethod
-    def of(cls, joint: JointGraph, beside: Sequence[int]) -> LossOutside:
-        """Bytes for a loss of the graph's differentiable outputs.
+    def of(cls, joint: JointGraph, beside: Sequence[int], *, ends_in_loss: bool = False) -> LossOutside:
+        """Bytes for a loss of the graph's differentiable outputs; with `ends_in_loss`, of those made into none inside.
 
         Batches of `beside` bytes are on the device. In units of an output in float32: a cross-entropy saves one, its
         gradient goes through another, and becomes a third, with a number or two per row; a loss of each element (where
@@ -118,15 +124,26 @@ class LossOutside:
         values = outputs_of(joint) if joint.tangents else []
         if not values:
             return cls()
-        sizes = {v.untyped_storage()._cdata: v for v in values}.values()
-        output, single = sum(_bytes(v) for v in sizes), sum(4 * _elements(v) for v in sizes)
+        previous = sum(_bytes(v) for v in _apart(values))
+        # What the graph has made into a loss itself is in no other.
+        inside = joint.made_into_loss if ends_in_loss else ()
+        known = {key for i in inside for key in storages(joint.differentiable[i])}
+        values = [v for v in _apart(values) if v.untyped_storage()._cdata not in known]
+        if not values:
+            return cls(targets_bytes=sum(beside), previous_bytes=previous)
+        output, single = sum(_bytes(v) for v in values), sum(4 * _elements(v) for v in values)
         inputs = [_bytes(n.meta["val"]) for n in joint.primals if isinstance(n.meta.get("val"), Tensor)]
         # Whether some target is as large as the outputs: then the loss is of each element.
-        dense = max((*beside, *inputs), default=0) >= max(_bytes(v) for v in sizes)
+        dense = max((*beside, *inputs), default=0) >= max(_bytes(v) for v in values)
         wide = max(single, output)
         copies = (4 if dense else 3) + (wide > output)
-        rows = 0 if dense else sum(_elements(v) // min((d for d in v.shape[1:] if d > 1), default=1) for v in sizes)
-        return cls(copies * wide + 2 * 4 * rows, sum(beside), wide if dense else 0, output)
+        rows = 0 if dense else sum(_elements(v) // min((d for d in v.shape[1:] if d > 1), default=1) for v in values)
+        return cls(copies * wide + 2 * 4 * rows, sum(beside), wide if dense else 0, previous)
+
+
+def _apart(values: Iterable[Tensor]) -> list[Tensor]:
+    """One of those that share a storage."""
+    return list({v.untyped_storage()._cdata: v for v in values}.values())
 
 
 def outputs_of(joint: JointGraph) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import overspill
+from overspill.core.errors import InfeasibleBudget
 from overspill.runtime.compiled.tangents import without_absent
 
 
@@ -150,7 +152,68 @@ def test_what_follows_from_a_sum_that_is_left_out_is_a_view_of_the_other_summand
         return both, both * 2
 
     joint = make_fx(backward, tracing_mode="fake")(torch.randn(4, 4), torch.randn(4, 4))
-    without_absent(joint, (None, (4, 1)))
+    without_absent(joint, [0])
     nodes = {node.name: node.meta.get("val") for node in joint.graph.nodes}
     assert nodes["view"].untyped_storage() == nodes["tangents_2_1"].untyped_storage()
     assert nodes["view"].stride() == nodes["mul"].stride() == (2, 1, 4)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss, and the logits that it made that from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(50, 32), nn.Linear(32, 64), nn.Linear(64, 500)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(self.embed(x)).relu())
+        return F.cross_entropy(logits, labels), logits
+
+
+BESIDE = {
+    "its own": lambda loss, logits, step: loss,
+    "its own and one more": lambda loss, logits, step: loss + logits.square().mean(),
+    "another": lambda loss, logits, step: logits.std(),
+    "one more at times": lambda loss, logits, step: loss + (logits.std() if step == 2 else 0),
+}
+
+
+def with_loss(model: nn.Module, call: Any, of: Any) -> Iterator[list[Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    for step in range(4):
+        loss = of(*call(*torch.randint(50, (2, 128), generator=torch.Generator().manual_seed(step))), step)
+        loss.backward()
+        yield [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def peaks_within(budget: str, placement: str | None, of: str) -> Iterator[int]:
+    """The planned peak after each step of a model that returns its loss, whose gradients are plain PyTorch's."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, ours = WithLoss(), WithLoss()
+    ours.load_state_dict(plain.state_dict())
+    session = overspill.Session(budget=budget, placement=placement)
+    steps = with_loss(ours, overspill.compile(ours, session=session), BESIDE[of])
+    for a, b in zip(with_loss(plain, plain, BESIDE[of]), steps, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(a, b, strict=True))
+        yield session.peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:this step")
+@pytest.mark.parametrize("placement", [None, "planned"])
+@pytest.mark.parametrize("of", BESIDE)
+def test_room_for_another_loss_is_there_where_one_is_made(of: str, placement: str | None) -> None:
+    peaks = list(peaks_within("smallest", placement, of))
+    assert (peaks[1] < 0.9 * peaks[0]) == (of in ("its own", "one more at times"))
+    assert (peaks[3] < 0.9 * peaks[0]) == (of == "its own")
+
+
+def test_a_model_that_returns_its_loss_trains_where_no_other_has_room() -> None:
+    assert max(peaks_within("1.1MiB", None, "its own")) < 1.1 * 2**20
+    peaks = peaks_within("1.1MiB", None, "its own and one more")
+    with pytest.warns(UserWarning, match="budget"):
+        next(peaks)
+    with pytest.raises(InfeasibleBudget):
+        next(peaks)

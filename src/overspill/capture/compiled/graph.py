@@ -338,7 +338,7 @@ class CaptureOfStep:
         if nbytes := self.surroundings.reserved_bytes:
             self._add_op(REST, "", LayerType.OTHER, Phase.BACKWARD, (), (), workspace_bytes=nbytes)
         before = len(self.tensors)
-        for node in self.joint.tangents:
+        for node in self.joint.given_tangents:
             self._add_storages(node, TensorKind.GRADIENT, node.name)
         if self.surroundings.sums and not self.surroundings.accumulates and (nbytes := self._gradient_bytes()):
             self.pending += (self._add_tensor(nbytes, TensorKind.GRADIENT, "gradients of other calls"),)
@@ -364,7 +364,7 @@ class CaptureOfStep:
         return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in self.joint.backward_outputs]
 
     def _add_gradients_and_update(self) -> None:
-        tangents = () if TANGENTS_ARE_GIVEN else self._ids({k for n in self.joint.tangents for k in storages(n)})
+        tangents = () if TANGENTS_ARE_GIVEN else self._ids({k for n in self.joint.given_tangents for k in storages(n)})
         gradients = self._ids({key for key in self.grads if key in self.tensor_of})
         if not gradients:
             return

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
 
-from .effects import EFFECT
+from .effects import EFFECT, is_token
 from .formulas import put_right
 
 SOURCES = ("_param_name_to_source", "_dynamo_source")
@@ -26,6 +26,8 @@ NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 """AOTAutograd's key in a node's meta: saved for backward without autograd's check for in-place changes."""
 SNAPSHOT = "overspill_snapshot"
 """Key in a node's meta: it is the copy of an input that backward reads and forward updates."""
+ABSENT = "overspill_absent"
+"""Key in a tangent's meta: it is None when backward runs."""
 StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 
@@ -98,6 +100,33 @@ class JointGraph:
             for desc, value in zip(self.backward_descs, self.backward_outputs, strict=True)
             if type(desc).__name__ == "GradAOTOutput" and isinstance(value, fx.Node)
         }
+
+    @cached_property
+    def given_tangents(self) -> list[fx.Node]:
+        """The tangents that are there when backward runs."""
+        return [tangent for tangent in self.tangents if ABSENT not in tangent.meta]
+
+    @cached_property
+    def differentiable(self) -> dict[int, fx.Node]:
+        """Outputs of forward that may get a gradient, by their position as autograd counts, in the order of `tangents`."""
+        # Tokens, by which AOTAutograd orders checks of matrices, come before the outputs and after their gradients.
+        pairs = zip(self.forward_descs, self.forward_outputs, strict=True)
+        known = {repr(desc): (i, node) for i, (desc, node) in enumerate(p for p in pairs if not is_token(p[0]))}
+        descs = (tangent.meta["desc"] for tangent in self.tangents)
+        return dict(known[repr(desc.output)] for desc in descs if not is_token(desc))
+
+    @cached_property
+    def made_into_loss(self) -> frozenset[int]:
+        """Positions of the outputs from which a number follows that is returned too, as a loss from its logits."""
+        before = {n for n in self.differentiable.values() if not n.meta["val"].dim()}
+        numbers, found = set(before), set[StorageKey]()
+        for node in reversed(self.module.graph.nodes):
+            if node in before:
+                before.update(node.all_input_nodes)
+                found.update(() if node in numbers else storages(node))
+        return frozenset(
+            i for i, n in self.differentiable.items() if n not in numbers and found.issuperset(storages(n))
+        )
 
     @cached_property
     def mutated_storages(self) -> frozenset[StorageKey]:

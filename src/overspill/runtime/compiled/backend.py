@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._functorch.config
@@ -34,10 +34,10 @@ from overspill.capture.compiled.known_values import nested
 from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.core import Device, Graph
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.planning.carried_over import carried_over
-from overspill.plans.plan import Plan
+from overspill.plans.plan import NO_LIMIT_BYTES, Plan
 from overspill.runtime.arena import Arena
 from overspill.runtime.batches import kind
 from overspill.runtime.driver import LoweredProgram
@@ -55,9 +55,19 @@ from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
 from .planned import GraphFrame, Planned
 from .session import Session, plan_captured
-from .tangents import JointGradients, Layout, begin_backward, fake_examples, laid_out, same_steps, without_absent
+from .tangents import (
+    JointGradients,
+    Layout,
+    begin_backward,
+    fake_examples,
+    laid_out,
+    takes_what_is_saved,
+    without_absent,
+    without_outputs_of_loss,
+)
 
 Compiled = Callable[..., Any]
+T = TypeVar("T")
 _LOG = logging.getLogger("overspill")
 
 
@@ -174,8 +184,7 @@ class _GraphCompiler:
 
         A second derivative of its backward is refused.
         """
-        session_now, planned, has_arena = self._session, self.planned, self.has_arena
-        with_gradients = self.gradients is not None
+        session_now, planned, has_arena, gradients = self._session, self.planned, self.has_arena, self.gradients
         if planned is None:  # no ops
             return compiled
 
@@ -193,8 +202,11 @@ class _GraphCompiler:
             # Register what must happen when autograd reaches this call's backward.
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)
-                if with_gradients:
+                if gradients is not None:
                     node.register_prehook(begin_backward)
+                    node.set_materialize_grads(not gradients.can_differ)
+                if planned.made_into_loss:
+                    node.register_prehook(partial(session.see_gradients, planned))
                 # The node has the session now: a model may be dropped before its backward.
                 session.pending.begin(node, planned.kind, partial(begin, session))
             return outputs
@@ -257,7 +269,8 @@ class _GraphCompiler:
             return partitioned.best_plan(lambda captured: plan_captured(options, captured, device, budget_bytes))
 
         # Plan every partition that is worth it; `make` picks the fastest.
-        partitioned, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how, make)
+        about = joint, self.inputs, self.examples, self.frame, how, make
+        partitioned, self.planned = self._if_only_loss(joint, partial(self.session.plan, *about))
         plan = self.planned.plan
         captured = partitioned.of(plan.graph)
         self.planned.partition = captured.partition
@@ -276,7 +289,12 @@ class _GraphCompiler:
         """AOTAutograd's partitioner: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
         self.gradients = JointGradients(graph)
-        captured, plan = self._plan(graph)
+
+        def made() -> tuple[Captured, Plan]:
+            ends = self.session.ends_in_loss(graph, self.examples, self.frame)
+            return self._plan(without_outputs_of_loss(graph) if ends else graph)
+
+        captured, plan = self._if_only_loss(graph, made)
         # Open the store and lower the plan.
         engine, arena = self._prepared(plan)
         forward, backward = self._lowered(captured, plan, engine, arena)
@@ -285,6 +303,20 @@ class _GraphCompiler:
         if self.session.options.profile:
             self.timer = self.session.timer = OpTimer(captured.graph, self.where)
         return forward, backward
+
+    def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
+        """The result of `plan`; where that does not fit, of another try that takes a loss which `joint` returns for the only one.
+
+        Raises InfeasibleBudget.
+        """
+        about = joint, self.examples, self.frame
+        known = self.session.ends_in_loss(*about)
+        try:
+            return plan()
+        except InfeasibleBudget:
+            if known or not self.session.may_end_in_loss(*about):
+                raise
+        return plan()
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
         """The session's plan of `graph`, and the capture that it is of: as it is, or in pieces of rows."""
@@ -317,7 +349,7 @@ class _GraphCompiler:
         found: list[JointGraph] = []
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            without_absent(joint, layout)
+            without_absent(joint, {number for number, strides in enumerate(layout) if strides is None})
             found.append(JointGraph(joint, num_fwd_outputs))
             raise _Traced
 
@@ -327,15 +359,21 @@ class _GraphCompiler:
             self._traced(self.fakes, partition)
         # Carry the plan over, if forward is still the same.
         assert self.planned is not None
+        assert self.gradients is not None
         plan = self.planned.plan
+        # Gradients that it was planned without take what they take: the session has said so, and plans anew.
+        limit = NO_LIMIT_BYTES if self.gradients.are_more(layout) else plan.schedule.budget_bytes
+        followed, places = replace(plan.schedule, budget_bytes=limit), arena
         for captured in self.session.captured_again(self.planned, found[0]):
-            if (schedule := carried_over(plan.schedule, plan.graph, captured.graph)) is None:
+            if (schedule := carried_over(followed, plan.graph, captured.graph)) is None:
                 continue
             if arena.take is not None and schedule.instructions != plan.schedule.instructions:
-                return None  # forward's blocks lie where its own backward has room beside them
+                # Forward's blocks lie where its own backward has room beside them: what is new lies outside.
+                places = arena.of_forward(captured.graph, schedule)
             carried = replace(plan, graph=captured.graph, schedule=schedule)
-            again, backward = self._lowered(captured, carried, engine, arena)
-            return self._boxed(backward, None, captured.graph) if same_steps(again, forward) else None
+            again, backward = self._lowered(captured, carried, engine, places)
+            if takes_what_is_saved(backward, again, forward, len(found[0].forward_outputs)):
+                return self._boxed(backward, None, captured.graph)
         return None
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
@@ -362,6 +400,8 @@ class _GraphCompiler:
                 first = len(args) - len(layout)
                 for number in list(given):
                     args[first + number] = given.pop(number)
+            elif gradients.can_differ:
+                gradients.fill(args, given)
             given.clear()
             return gradients.of((backwards[layout] or compiled)(args))
 

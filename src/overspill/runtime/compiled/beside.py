@@ -136,7 +136,7 @@ class GraphProblem(Generic[C]):
         """Bytes of a pending call's inputs and gradients of its outputs."""
         names = {info.name for info in self.inputs}
         gradients: dict[int, int] = {}
-        for node in self.joint.tangents:
+        for node in self.joint.given_tangents:
             gradients.update(storage_bytes(node))
         inputs = (t.nbytes for t in self.alone.tensors if t.kind is TensorKind.INPUT and t.name in names)
         return sum(inputs) * self.late + sum(gradients.values())

@@ -54,6 +54,10 @@ class Planned:
     """Bytes reserved for what runs between forward and backward."""
     partition: float | None = None
     """The `activation_memory_budget` of its partition, with Inductor's kernels."""
+    made_into_loss: frozenset[int] = frozenset()
+    """Outputs that the graph makes into a loss which it returns."""
+    ends_in_loss: bool = False
+    """Whether the plan has no room for another loss made from them."""
 
     @property
     def part(self) -> Part:

@@ -64,6 +64,8 @@ MOST_ROUNDS = 4
 """Most rounds of replanning because concurrent calls keep more than the plans assumed."""
 MOST_WAITING = 1024
 """Calls for which outdated plans stay in use while any backward is pending."""
+WORTHWHILE = 1.01
+"""Slowdown of a plan from which on a better one is worth planning anew."""
 TOGETHER = "keeps what several models need for backward at once"
 _LOG = logging.getLogger("overspill")
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -124,6 +126,7 @@ class Session(PlannedPeaks):
         self._steps: weakref.WeakSet[SessionStep] = weakref.WeakSet()
         self._waited = 0
         self._bystanders = Bystanders()
+        self._ends: dict[Part, bool] = {}  # whether no loss is made of a graph's outputs but the one that it returns
         self._late: set[GraphKey] = set()  # kinds of calls whose inputs arrive while others are pending
         # Concurrent calls, and the room that each leaves to the others.
         self.pending = PendingCalls()
@@ -318,8 +321,10 @@ class Session(PlannedPeaks):
             count * self._keeps[other] for other, count in beside.items() if other.part[0] != part[0]
         )
         # What the device holds outside this graph, and the budget left for it.
+        batches_beside = self._beside(joint, inputs, examples)
+        ends_in_loss = self.ends_in_loss(joint, examples, frame)
         surroundings = self._surroundings(
-            joint, here, self._kept_bytes() + (0 if trains else others), self._beside(joint, inputs, examples)
+            joint, here, self._kept_bytes() + (0 if trains else others), batches_beside, ends_in_loss=ends_in_loss
         )
         problem = GraphProblem(joint, inputs, surroundings, self.options, device, frame.broken, capture, make)
         room = self._rooms.get(kind, Room(pending_bytes=others))
@@ -343,6 +348,7 @@ class Session(PlannedPeaks):
             frame, kind, plan, plan.retained_bytes - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,
         )  # fmt: skip
+        planned.made_into_loss, planned.ends_in_loss = joint.made_into_loss, ends_in_loss
         self._planned.append(planned)
         self._check_whole(budget, here, frame)
         if trains:
@@ -456,6 +462,30 @@ class Session(PlannedPeaks):
             calls = f"calls a model {planned.beside.total() + 1} times before their backwards"
             self._plan_anew(TOGETHER if several else calls)
 
+    def may_end_in_loss(self, joint: JointGraph, examples: Sequence[Any], frame: GraphFrame) -> bool:
+        """Whether the graph returns a loss, and none outside has been seen that is made from the same outputs.
+
+        From then on it is taken to be the only loss.
+        """
+        if self.options.reserve is not None or frame.broken or not joint.made_into_loss:
+            return False
+        return self._ends.setdefault(self._part(examples), True)
+
+    def ends_in_loss(self, joint: JointGraph, examples: Sequence[Any], frame: GraphFrame) -> bool:
+        """Whether it is known that the graph returns the only loss."""
+        return self._ends.get(self._part(examples), False) and self.may_end_in_loss(joint, examples, frame)
+
+    def see_gradients(self, planned: Planned, given: Sequence[Any]) -> None:
+        """Note the gradients that autograd passes to a backward: whether the loss that the graph returns is the only one."""
+        is_only, known = all(given[i] is None for i in planned.made_into_loss), self._ends.get(planned.part)
+        if known is False or known is is_only:
+            return
+        self._ends[planned.part], self._rounds = is_only, 0
+        if not is_only and planned.ends_in_loss:
+            self._plan_anew("makes a loss from outputs of a model that returns one itself")
+        elif is_only and self.replans and planned.plan.slowdown > WORTHWHILE:
+            self.outdated = True  # its plan has room for another loss, and for gradients of what that is made from
+
     def _needs(self, planned: Planned) -> int:
         """Peak bytes of a plan with all calls known to be concurrent with it."""
         room, problem = planned.room, self._problems.get(planned.kind)
@@ -546,11 +576,18 @@ class Session(PlannedPeaks):
         return self._bystanders.sizes(besides=[e for e in examples if isinstance(e, Tensor)])
 
     def _surroundings(
-        self, joint: JointGraph, here: list[nn.Parameter], retained_bytes: int, beside: Sequence[int]
+        self,
+        joint: JointGraph,
+        here: list[nn.Parameter],
+        retained_bytes: int,
+        beside: Sequence[int],
+        *,
+        ends_in_loss: bool,
     ) -> Surroundings:
         return surroundings_of(
             joint, here, self.followed.parameters, self.followed.optimizers, self.options.reserve,
             retained_bytes=retained_bytes, accumulates=self.accumulates, clips=self.clips, beside=beside,
+            ends_in_loss=ends_in_loss,
         )  # fmt: skip
 
     def _part(self, examples: Sequence[Any]) -> Part:

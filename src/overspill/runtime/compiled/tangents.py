@@ -8,6 +8,9 @@ It also copies a gradient into the strides that backward was traced for, the out
 the order of their input then differ from eager, and so do those after a sum with such zeros. So for gradients of other
 strides, or None, backward is traced again, and follows the first plan as far as that goes.
 
+A model that returns its loss, and the logits that it made it from, is planned without the gradients of these: zeros would
+take as much memory as they do. If they get gradients after all, backward is traced again, and the model planned anew.
+
 Names private to PyTorch that this file relies on (2.11 to 2.14): `desc` of tangents, and its `output`, and where AOTAutograd
 takes the order from, `coerce_tangent_and_suggest_memory_format`.
 """
@@ -15,7 +18,7 @@ takes the order from, `coerce_tangent_and_suggest_memory_format`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +30,8 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import is_token
-from overspill.capture.compiled.joint import JointGraph
+from overspill.capture.compiled.joint import ABSENT, JointGraph
+from overspill.core.errors import UnsupportedError
 
 Layout = tuple[tuple[int, ...] | None, ...]
 """Strides of the gradients of a graph's outputs, in their order; None where the gradient is None."""
@@ -47,6 +51,15 @@ def begin_backward(given: Sequence[Any]) -> None:
     _GIVEN.gradients = given
 
 
+def without_outputs_of_loss(joint: JointGraph) -> JointGraph:
+    """`joint` without gradients of the outputs that it makes into a loss itself."""
+    numbers = [number for number, output in enumerate(joint.differentiable) if output in joint.made_into_loss]
+    if not numbers or len(joint.differentiable) < len(joint.tangents):
+        return joint
+    without_absent(joint.module, numbers)
+    return JointGraph(joint.module, len(joint.forward_outputs))
+
+
 class JointGradients:
     """Gradients that a joint graph's backward takes and returns.
 
@@ -54,13 +67,11 @@ class JointGradients:
     """
 
     def __init__(self, joint: JointGraph) -> None:
-        # Tokens, by which AOTAutograd orders checks of matrices, come before the outputs and after their gradients.
-        descs = [desc for desc in joint.forward_descs if not is_token(desc)]
-        number = {repr(desc): i for i, desc in enumerate(descs)}
         tangents = [tangent for tangent in joint.tangents if not is_token(tangent.meta["desc"])]
-        self._can_differ = len(tangents) == len(joint.tangents)
-        self._outputs = [number[repr(tangent.meta["desc"].output)] for tangent in tangents]
-        self._layout: Layout = tuple(tangent.meta["val"].stride() for tangent in tangents)
+        self.can_differ = len(tangents) == len(joint.tangents)
+        """Whether None, and other strides, are told to backward."""
+        self._outputs = list(joint.differentiable)
+        self._tangents = tangents
         # Propagate through the graph which outputs' gradients each node depends on.
         follows: dict[fx.Node, frozenset[int]] = {
             tangent: frozenset({output}) for tangent, output in zip(tangents, self._outputs, strict=True)
@@ -69,13 +80,40 @@ class JointGradients:
             follows.setdefault(node, frozenset().union(*(follows[n] for n in node.all_input_nodes)))
         self._follow = [follows.get(output, frozenset()) for output in joint.backward_outputs]
 
+    @property
+    def _layout(self) -> Layout:
+        """The strides that backward was traced for."""
+        return tuple(None if ABSENT in t.meta else t.meta["val"].stride() for t in self._tangents)
+
     def given(self) -> tuple[dict[int, Tensor], Layout | None]:
         """This backward's gradients by input number; strides if not the traced ones."""
         given, _GIVEN.gradients = _GIVEN.gradients, ()
         self._absent = frozenset(i for i, gradient in enumerate(given) if gradient is None)
         there = {i: given[output] for i, output in enumerate(self._outputs) if given and given[output] is not None}
         layout = tuple(there[i].stride() if i in there else None for i in range(len(self._outputs)))
-        return there, layout if given and self._can_differ and layout != self._layout else None
+        return there, layout if given and self.can_differ and layout != self._layout else None
+
+    def are_more(self, layout: Layout) -> bool:
+        """Whether gradients of this layout are more than backward was planned with."""
+        return any(there is not None and none is None for there, none in zip(layout, self._layout, strict=True))
+
+    def fill(self, args: list[Any], given: Mapping[int, Tensor]) -> None:
+        """Put zeros for absent gradients into the arguments of the backward that was planned.
+
+        Raises UnsupportedError for a gradient that it was planned without.
+        """
+        first = len(args) - len(self._tangents)
+        for number, tangent in enumerate(self._tangents):
+            if ABSENT in tangent.meta:
+                if number in given:
+                    raise UnsupportedError(
+                        f"output {self._outputs[number]} of the model got a gradient besides the loss that the model returns, "
+                        "and backward was planned without it: pass reserve=, with the bytes of the loss outside of the model"
+                    )
+            elif args[first + number] is None:
+                value = tangent.meta["val"]
+                zeros = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                args[first + number] = zeros.zero_()
 
     def of(self, made: Sequence[Any]) -> list[Any]:
         """Backward's results, with None where every gradient it depends on was None."""
@@ -105,16 +143,18 @@ def laid_out(layout: Layout) -> Iterator[None]:
         yield
 
 
-def without_absent(joint: fx.GraphModule, layout: Layout) -> None:
+def without_absent(joint: fx.GraphModule, absent_tangents: Container[int]) -> None:
     """Remove sums with absent gradients from `joint`, as autograd does.
 
-    `layout` has None for an absent gradient. What depends on the remaining summand gets new metadata: its strides may
+    `absent_tangents` are numbers of tangents. What depends on the remaining summand gets new metadata: its strides may
     differ, and it may be a view of it.
     """
     tangents = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-    absent = {tangent for tangent, strides in zip(tangents, layout, strict=True) if strides is None}
+    absent = {tangent for number, tangent in enumerate(tangents) if number in absent_tangents}
     if not absent:
         return
+    for tangent in absent:
+        tangent.meta[ABSENT] = True
     follows, others = set(tangents), set[fx.Node]()
     # A node is absent if all its gradients are; a sum with one absent is its other summand.
     for node in list(joint.graph.nodes):
@@ -151,10 +191,28 @@ def _describe(node: fx.Node) -> None:
             node.meta["val"] = node.target(*args, **kwargs)
 
 
-def same_steps(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two lowered graphs call the same ops on the same arguments."""
+def takes_what_is_saved(backward: fx.GraphModule, again: fx.GraphModule, forward: fx.GraphModule, outputs: int) -> bool:
+    """Let `backward` take all that `forward` saves behind its `outputs`, of which `again`, its own forward, may save less.
+
+    False if these do not call the same ops on the same arguments, or it needs more than is saved.
+    """
 
     def spelled(module: fx.GraphModule) -> list[Any]:
-        return [(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in module.graph.nodes]
+        return [(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in module.graph.nodes if n.op != "output"]
 
-    return spelled(one) == spelled(other)
+    def returned(module: fx.GraphModule) -> list[str]:
+        return [str(value) for value in module.graph.find_nodes(op="output")[0].args[0]]
+
+    theirs, ours = returned(forward), returned(again)
+    if spelled(again) != spelled(forward) or ours[:outputs] != theirs[:outputs]:
+        return False
+    inputs, needed = iter(backward.graph.find_nodes(op="placeholder")), iter(ours[outputs:])
+    at, name = next(inputs), next(needed, None)
+    for saved in theirs[outputs:]:
+        if saved == name:
+            at, name = next(inputs), next(needed, None)
+        else:
+            with backward.graph.inserting_before(at):
+                backward.graph.placeholder(f"unused_{saved}")
+    backward.recompile()
+    return name is None
