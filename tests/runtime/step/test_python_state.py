@@ -214,6 +214,45 @@ def test_a_hook_that_collects_is_refused() -> None:
         step_of(model, optimizer)(*batch())
 
 
+@pytest.mark.parametrize("before", [{}, {"features": torch.ones(6, 3)}])
+def test_features_that_a_hook_puts_into_a_dictionary_are_used_in_the_loss_and_not_kept(before: dict[str, Any]) -> None:
+    def trained(*, planned: bool) -> tuple[list[Tensor], dict[str, Any]]:
+        (model, optimizer), found = made(), dict(before)
+        model.linear.register_forward_hook(lambda _m, _a, output: found.update(features=output))
+
+        def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(model(x), labels) + found["features"].square().mean()
+
+        step = step_of(model, optimizer, loss) if planned else None
+        for _ in range(3):
+            if step is None:
+                optimizer.zero_grad()
+                loss(model, *batch()).backward()
+                optimizer.step()
+            else:
+                step(*batch())
+        return [*model.parameters()], found
+
+    (expected, _), (ours, found) = trained(planned=False), trained(planned=True)
+    assert all(map(torch.equal, expected, ours))
+    with pytest.raises(UnsupportedError, match="features"):
+        found["features"] + 1
+
+
+def test_features_of_the_step_before_are_refused() -> None:
+    (model, optimizer), found = made(), {"before": torch.zeros(6, 3)}
+
+    def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        logits = model(x)
+        value = F.cross_entropy(logits - found["before"], labels)
+        found["before"] = logits.detach()
+        return value
+
+    with pytest.raises(UnsupportedError, match="found of loss"):
+        step_of(model, optimizer, loss)(*batch())
+    assert found["before"].equal(torch.zeros(6, 3))
+
+
 def test_what_is_set_at_the_first_call_and_changes_nothing_is_no_matter() -> None:
     def notes(model: Plus, y: Tensor) -> Tensor:
         if model.config.kind is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -60,6 +60,12 @@ def items(value: Any) -> tuple[Any, ...]:
     return (len(value), *value, *value.values()) if isinstance(value, Mapping) else (len(value), *value)
 
 
+def entries(values: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
+    """Keys and values of a mapping, of what `items` gave."""
+    held = values[1:]
+    return zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True)
+
+
 def put_back(where: Any, values: tuple[Any, ...]) -> None:
     """Restore a container to what `items` gave."""
     if not hasattr(where, "clear"):
@@ -67,7 +73,7 @@ def put_back(where: Any, values: tuple[Any, ...]) -> None:
     held = values[1:]
     where.clear()
     if isinstance(where, Mapping):
-        where.update(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))  # type: ignore[attr-defined]
+        where.update(entries(values))  # type: ignore[attr-defined]
     elif isinstance(where, set):
         where.update(held)
     else:

@@ -25,7 +25,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from operator import is_
@@ -50,6 +50,7 @@ from .compared import (
     array_kind,
     compared,
     contents_of,
+    entries,
     items,
     present,
     put_back,
@@ -208,11 +209,18 @@ class PythonState:
             for name in names
             if _holds_fakes(m, name)
         ]
-        holders = [c for c in (*self._compared, *self._empty) if c.read is items]
-        spoiled += [c.names()[0] for c in holders if any(map(_is_of_capture, items(c.where)))]
+        holders = [c for c in (*self._compared, *self._empty) if c.read is items and any(map(_is_fake, items(c.where)))]
+        spoiled += [c.names()[0] for c in holders if not isinstance(c.where, dict)]
         if spoiled:
             self.undo()
             raise Changed(spoiled[0], self, for_good=True)
+        # Those that a hook puts into a dictionary of features are as attributes that the step has set.
+        for holder in holders:
+            before = dict(entries(holder.values))
+            for key, value in holder.where.items():
+                if _is_fake(value):
+                    old = before.get(key)
+                    holder.where[key] = old if isinstance(old, NotKept) else NotKept(f"{holder.names()[0]}[{key!r}]")
 
     def undo(self) -> None:
         """Restore module attributes and containers that the step has changed."""
@@ -260,12 +268,12 @@ class PythonState:
                     f"the step reads {label}, with more than {MOST_VALUES} values to compare; {INSTEAD}"
                 )
             self._known[id(value)] = value
-            pending.extend((inner, label) for inner in self._contents(value, label))
+            pending.extend(self._contents(value, label))
 
-    def _contents(self, value: Any, label: str) -> Sequence[Any]:
-        """Compare `value` itself later; returns what is in it."""
+    def _contents(self, value: Any, label: str) -> Iterable[tuple[Any, str]]:
+        """Compare `value` itself later; returns what is in it, with names."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            return self._function(value)
+            return self._callable(value, label)
         if isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
             return self._container(value, label)
         # Tensors by metadata, arrays by checksum, iterators by position.
@@ -277,16 +285,16 @@ class PythonState:
         elif advances(value):
             self._advancing.append((label, value, position_of(value)))
         elif isinstance(value, functools._lru_cache_wrapper):
-            return (value.__wrapped__,)
+            return [(value.__wrapped__, label)]
         elif isinstance(value, ContextVar):
             self._compare(value_of, value, label)
-            return value_of(value)
+            return [(value_of(value), label)]
         # Of other objects, the attributes.
         elif is_open(value) and isinstance(own := getattr(value, "__dict__", None), dict):
             return self._container(own, f"{label} ({type(value).__name__})")
         return ()
 
-    def _container(self, value: Any, label: str) -> Sequence[Any]:
+    def _container(self, value: Any, label: str) -> Iterable[tuple[Any, str]]:
         if not isinstance(value, (tuple, frozenset)) and not any(map(_is_of_capture, items(value))):
             # What holds tensors of the capture now (an RNN's list of its weights) holds the parameters else.
             if value:
@@ -294,20 +302,25 @@ class PythonState:
             else:
                 self._empty.append(Compared(items, value, (0,), lambda: [label]))
                 self._empty_values.append(value)
-        return [*value.values()] if isinstance(value, Mapping) else [*value]
+        return [(inner, label) for inner in (value.values() if isinstance(value, Mapping) else value)]
 
-    def _function(self, value: Any) -> Sequence[Any]:
-        if isinstance(value, types.MethodType):
-            return self._method(value)
-        if isinstance(value, functools.partial):
-            return value.func, value.args, value.keywords
+    def _callable(self, value: Any, label: str) -> Iterable[tuple[Any, str]]:
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        is_method = isinstance(value, types.MethodType)
+        found = self._method(value) if is_method else (value.func, value.args, value.keywords)
+        return [(inner, label) for inner in found]
+
+    def _function(self, value: types.FunctionType) -> Iterable[tuple[Any, str]]:
         if not is_followed(value.__globals__.get("__name__")):
             return ()
         # Its defaults, its closure, and the globals that it reads.
-        found: list[Any] = [value.__defaults__, value.__kwdefaults__]
+        found: list[tuple[Any, str]] = [
+            (of, f"a default of {value.__name__}") for of in (value.__defaults__, value.__kwdefaults__)
+        ]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._compare(contents_of, cell, f"{name} of {value.__name__}")
-            found.extend(contents_of(cell))
+            found += [(inner, f"{name} of {value.__name__}") for inner in contents_of(cell)]
         code = value.__code__
         where = value.__globals__
         found.extend(self._globals(where, globals_of(code), names_of(code), str(where.get("__name__"))))
@@ -333,7 +346,9 @@ class PythonState:
             self._compared.append(compared(vars(of), names, tuple(vars(of)[n] for n in names), type(of).__name__))
         return [*functions, *(vars(of)[n] for n in names)]
 
-    def _globals(self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str) -> list[Any]:
+    def _globals(
+        self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str
+    ) -> list[tuple[Any, str]]:
         """Values that a function reads of its module and of modules found there.
 
         The function names all of `used`.
@@ -349,9 +364,9 @@ class PythonState:
                 if is_followed(value.__name__):
                     found.extend(self._globals(vars(value), used, used, value.__name__))
             elif isinstance(value, type):
-                found.extend(methods_of(value, used))
+                found += [(method, f"{where}.{name}") for method in methods_of(value, used)]
             else:
-                found.append(value)
+                found.append((value, f"{where}.{name}"))
         return found
 
     def _watch_class(self, kind: type, name: str, label: str) -> None:
@@ -410,7 +425,11 @@ class NotKept:
 
 
 def _holds_fakes(module: nn.Module, name: str) -> bool:
-    return any(_is_of_capture(leaf) for leaf in tree_leaves(module.__dict__.get(name)))
+    return _is_fake(module.__dict__.get(name))
+
+
+def _is_fake(value: Any) -> bool:
+    return any(map(_is_of_capture, tree_leaves(value)))
 
 
 def _is_of_capture(leaf: Any) -> bool:

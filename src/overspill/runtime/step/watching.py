@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from overspill.core.errors import UnsupportedError
+
 from .python_state import Changed, PythonState
 
 T = TypeVar("T")
@@ -38,7 +40,7 @@ def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], s
                 again = capture(state.undo)
             if spelled(again) == spelled(first[0]):
                 return again, state
-        except Changed:
+        except UnsupportedError:  # it changes again, or reads what the first call has set
             pass
         change.state.undo()
         raise
