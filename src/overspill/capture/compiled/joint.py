@@ -272,13 +272,19 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether `node` really draws random numbers: attention is tagged random even without dropout."""
-    if not is_random(node):
+    """Whether `node` really draws random numbers."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return call_draws(node.target, node.args, node.kwargs)
+    return is_random(node)
+
+
+def call_draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `op` draws random numbers: attention is tagged random even without dropout."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
-    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    chances = [given.get(a.name, a.default_value) for a in arguments if a.name == "dropout_p"]
-    return chances != [0.0]
+    arguments = op._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    return [given.get(a.name, a.default_value) for a in arguments if a.name == "dropout_p"] != [0.0]
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:

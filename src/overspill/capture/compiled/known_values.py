@@ -37,7 +37,7 @@ from overspill.capture.frames import Stack, shown_path, stack_within
 from overspill.core.errors import UnsupportedError
 
 from .guards import DRAWS, Guards, Question, drawing, needed_for, word
-from .joint import written_by
+from .joint import call_draws, written_by
 
 aten = torch.ops.aten
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -216,7 +216,7 @@ class KnownValues(FakeTensorMode):
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         """Record how `made` is computed, if it follows from known tensors."""
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._depth:
+        if (draws := call_draws(func, args, kwargs)) and not self._depth:
             self._note_draw(func, args, kwargs, made)
             if self._knows_draws:
                 return
@@ -224,7 +224,7 @@ class KnownValues(FakeTensorMode):
             # Nodes are of ops that change nothing; traced programs have hardly any others.
             self._changed.update(_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))
             return
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws:
             return
         if self._depth and func.overloadpacket in _EMPTY:  # in another op's fake kernel it stands for a result
             return
