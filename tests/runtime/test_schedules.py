@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.models.variants import MODELS, others_long
+from tests.models.variants import MODELS, OWN, others_long
 from tests.runtime.compiled.lowered import built_in, captured_step, check_schedule, moved_bytes
 from tests.runtime.schedules import drawn
 from tests.runtime.step.whole_steps import Cnn, Lm, Mlp, Pair, batch_for, cross_entropy, made, planned_peak
@@ -58,7 +58,7 @@ def test_a_small_model_by_train_step_at_planned_addresses(model: type[nn.Module]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", OWN)
 def test_a_model_by_compile_with_inductor(model: str) -> None:
     step, random = captured_step(*built_in(model), "inductor"), Random(MODELS.index(model))
     for _ in range(20):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 
 from overspill.core import Device, Graph, Schedule
 from overspill.core.errors import OverspillError, PolicyError, is_out_of_memory
+from overspill.core.garbage import without_collection
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.algorithms import folded, folded_seconds, memory_optimal, unfolded
 from overspill.planning.floor import infeasible
@@ -89,7 +89,8 @@ class Policy(ABC):
             raise infeasible(StepProgram(graph), budget_bytes, self.name)
         seconds = op_seconds(graph, device, times)
         # Memory-optimal algorithms are fixed beforehand, so that policies need not know of them.
-        with _without_collection(), self._failing_by_name():
+        # Collecting garbage would take a third of the planning time.
+        with without_collection(), self._failing_by_name():
             if not self.memory_optimal:
                 made = self._plan(graph, device, budget_bytes, seconds)
                 return self._named(overlapped(graph, made, device, seconds, budget_bytes))
@@ -120,15 +121,3 @@ class Policy(ABC):
     @abstractmethod
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
         """The schedule; op `i` takes `seconds[i]` with its fastest algorithm."""
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Turn off garbage collection inside the block: it would take a third of the planning time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

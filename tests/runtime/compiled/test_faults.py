@@ -1,11 +1,10 @@
-"""What goes wrong in the store ends in one clear error, never in wrong numbers; and the exactness tests can fail."""
+"""What goes wrong in the store ends in one clear error, never in wrong numbers; and the exactness tests can fail.
+
+What a store does about its own trouble is in tests/runtime/transfer.
+"""
 
 import errno
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -38,19 +37,6 @@ def test_a_disk_that_fills_up_during_training_is_one_clear_error(monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_was_cut_short_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(StoreError, match="gave only 0 of"):
-        train(JOB, OPTIONS)
-
-
-def test_writes_and_reads_that_move_few_bytes_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:1000], offset))
-    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:777]], offset))
-    assert train(JOB, OPTIONS).identical_to(train_plain(JOB, OPTIONS))
-
-
 def test_one_flipped_bit_in_the_store_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     real, done = HostStore.read, [False]
 
@@ -80,25 +66,6 @@ def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> N
         cut = plan.schedule.instructions[:index] + plan.schedule.instructions[index + 1 :]
         with pytest.raises(InvalidSchedule):
             check(plan.graph, replace(plan.schedule, instructions=cut))
-
-
-@pytest.mark.long  # as the store alone does, in tests/runtime/transfer/test_disk_store.py
-def test_a_killed_process_leaves_nothing_behind(tmp_path) -> None:
-    script = textwrap.dedent(f"""
-        import sys
-        from overspill.models import load
-        from overspill.runtime.options import Options
-        from overspill.job import Job
-        from overspill.runtime.training import train
-        job = Job(lambda: load("resnet18", small=True), 4)
-        options = Options(budget="1GiB", policy="vdnn-all", store_dir={str(tmp_path)!r})
-        train(job, options, lambda step, loss: print(step, flush=True), steps=1000)
-    """)
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline().strip() == "0"
-        child.send_signal(signal.SIGKILL)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:

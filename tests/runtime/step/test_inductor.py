@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,14 +23,9 @@ from tests.runtime.step.whole_steps import (
 from torch import Tensor, nn
 
 import overspill
-from overspill.core import Verb
 from overspill.core.errors import InfeasibleBudget, RequestError, StoreError, UnsupportedError
-from overspill.job import Job
-from overspill.models import load, names
-from overspill.runtime.options import Options
-from overspill.runtime.preview import preview
 from overspill.runtime.step.train_step import TrainStep
-from overspill.runtime.training import Run, same_bits, train, train_plain
+from overspill.runtime.training import same_bits
 
 
 def compiled(
@@ -50,16 +44,6 @@ def assert_within_budget(pair: Pair) -> None:
     measured, planned = pair.measured_peak(), planned_peak(pair.step)
     assert measured <= planned <= pair.step.plans[0].budget_bytes
     assert planned - measured <= 0.2 * planned
-
-
-@pytest.mark.long
-def test_a_step_has_the_bits_of_torch_compile_and_keeps_the_smallest_budget() -> None:
-    pair = compiled()
-    pair.train(2)
-    assert pair.step.engine is not None
-    assert pair.step.engine.offloaded_bytes > 0
-    assert_within_budget(pair)
-    pair.assert_same()
 
 
 @pytest.mark.long
@@ -96,12 +80,16 @@ def test_what_inductor_cannot_plan_is_refused_in_a_line() -> None:
 # --- Slow: everything that a step does --------------------------------------------------------------------------------
 
 
+MODELS = (Mlp, Cnn, Lm)
+CASES = [
+    pytest.param(MODELS[(i + j) % 3], optimizer, gradients, id=f"{optimizer}-{gradients}")  # on the models by turns
+    for i, optimizer in enumerate(["adamw", "momentum", "adamw, foreach", "adafactor"])
+    for j, gradients in enumerate([{}, {"clip_norm": 0.1}, {"clip_value": 0.01}, {"accumulate": 2, "clip_norm": 1.0}])
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "gradients", [{}, {"clip_norm": 0.1}, {"clip_value": 0.01}, {"accumulate": 2, "clip_norm": 1.0}], ids=str
-)
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adamw, foreach", "adafactor"])
-@pytest.mark.parametrize("model", [Mlp, Cnn, Lm])
+@pytest.mark.parametrize(("model", "optimizer", "gradients"), CASES)
 def test_gradients_and_optimizers(model: type[nn.Module], optimizer: str, gradients: dict[str, Any]) -> None:
     pair = compiled(model, optimizer, gradients)
     pair.train(3)
@@ -167,77 +155,6 @@ def test_under_autocast() -> None:
     pair.assert_same()
 
 
-# --- Slow: the built-in models ----------------------------------------------------------------------------------------
-
-
-def training(model: str, optimizer: str, accumulate: int = 1) -> Job:
-    return Job(partial(load, model, small=True), 4 // accumulate, optimizer, accumulate=accumulate)
-
-
-Whole = partial(Options, whole_step=True)
-
-
-VARIED = "seq2seq-varied"
-"""A model whose batches differ in shape, each of which is compiled, the last one's while bytes are counted."""
-
-
-@cache
-def stock(model: str, optimizer: str) -> Run:
-    with torch._dynamo.config.patch(allow_rnn=True):
-        return train_plain(training(model, optimizer), Whole(backend="inductor"))
-
-
-def checked(model: str, optimizer: str, policy: str, store: str, budget: str) -> Run:
-    """A run within `budget`, or the smallest that works; it equals stock torch.compile and keeps the budget."""
-    job = training(model, optimizer)
-    try:
-        run = train(job, Whole(budget, policy, store, backend="inductor", partition=1))
-    except InfeasibleBudget as error:
-        run = train(job, Whole(error.floor_bytes, policy, store, backend="inductor", partition=1))
-    assert run.plan is not None
-    assert run.identical_to(stock(model, optimizer))
-    assert run.measured_peak_bytes <= run.plan.budget_bytes
-    assert 0 <= run.planned_peak_bytes - run.measured_peak_bytes <= max(0.05 * run.planned_peak_bytes, 20_000)
-    return run
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", [name for name in names() if name != VARIED])
-def test_every_model_trains_with_the_bits_of_torch_compile(model: str) -> None:
-    checked(model, "momentum", "auto", "host", "70%")
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:a profiler runs")
-def test_a_model_of_varied_batches_trains_with_the_bits_of_torch_compile() -> None:
-    options = Whole("1MiB", "auto", "host", backend="inductor", partition=1)
-    assert train(training(VARIED, "momentum"), options).identical_to(stock(VARIED, "momentum"))
-
-
-@pytest.mark.long
-def test_what_is_recomputed_is_identical_too() -> None:
-    run = checked("gpt2", "adamw", "auto", "host", SMALLEST)
-    assert run.plan is not None
-    assert run.plan.schedule.targets(Verb.RECOMPUTE)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("accumulate", [1, 2], ids=["alone", "accumulated"])
-@pytest.mark.parametrize("model", ["gpt2", "resnet18"])
-def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(model: str, accumulate: int) -> None:
-    job = training(model, "momentum", accumulate)
-    usual = train_plain(job, Whole(backend="inductor"))
-    budget = usual.measured_peak_bytes // 2
-    try:
-        run = train(job, Whole(budget, store="host", backend="inductor"))
-    except InfeasibleBudget as error:
-        run = train(job, Whole(error.floor_bytes, store="host", backend="inductor"))
-    assert run.partition is not None
-    assert run.identical_to(train_plain(job, Whole(backend="inductor"), partition=run.partition))
-    assert run.plan is not None
-    assert run.measured_peak_bytes <= run.plan.budget_bytes
-
-
 @pytest.mark.long
 def test_micro_batches_have_one_partition() -> None:
     model = made(Lm)
@@ -249,16 +166,6 @@ def test_micro_batches_have_one_partition() -> None:
     assert len(step.plans) == len(step.partitions) > 1
     assert len({*step.partitions}) == 1
     assert step.partitions[0] is not None
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("backend", "partition"), [("eager", None), ("inductor", 1)])
-def test_a_preview_is_the_plan_of_the_run(backend: str, partition: float | None) -> None:
-    job, options = training("gpt2", "momentum"), Whole("70%", store="host", backend=backend, partition=partition)
-    seen, run = preview(job, options), train(job, options).plan
-    assert run is not None
-    assert seen.schedule.instructions == run.schedule.instructions
-    assert (seen.peak_bytes, seen.budget_bytes) == (run.peak_bytes, run.budget_bytes)
 
 
 def test_what_the_loss_reads_from_outside_is_read_as_it_is_in_each_step() -> None:

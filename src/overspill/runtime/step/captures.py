@@ -34,6 +34,7 @@ from overspill.capture.compiled.whole_step import (
 from overspill.capture.programs.whole_step import capture_step_of_programs
 from overspill.core import TensorKind
 from overspill.core.errors import UnsupportedError
+from overspill.core.garbage import without_collection
 from overspill.job import GradientOptions
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
@@ -41,7 +42,6 @@ from overspill.runtime.parallel import OneProcess
 from overspill.runtime.sharding import ShardGroup
 from overspill.runtime.transfer.forks import ForkedLock
 
-from .gate import without_collections
 from .programs import PartitionPrograms, Step, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
@@ -149,8 +149,9 @@ class StepCaptures:
                 return self._capture_programs(function, infos, values, ops, elsewhere, chosen)
             return self._capture_ops(function, infos, values, ops, elsewhere)
 
+        # Finalizers and callbacks of a garbage collection would see the model's fake parameters, or make some.
         try:
-            with CAPTURES.lock, without_collections(), closing(swapped):
+            with CAPTURES.lock, without_collection(), closing(swapped):
                 try:
                     made, python = capture()
                 except Held:
@@ -313,7 +314,7 @@ def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere, swapped: Swapp
     The caller may still hold the tensors that the step before has returned.
     """
     while True:
-        with CAPTURES.lock, without_collections(), closing(swapped):
+        with CAPTURES.lock, without_collection(), closing(swapped):
             if (found := next(made, None)) is None:
                 return
             captured, again = found

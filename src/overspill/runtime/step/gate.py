@@ -7,7 +7,6 @@ in its own thread cannot wait: a finalizer gets an error, and signal handlers ru
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 import threading
@@ -280,21 +279,6 @@ class During(Collection[Any]):
 
     def __contains__(self, item: object) -> bool:
         return item in self._view
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Context without garbage collection while a model is captured.
-
-    Finalizers and callbacks of a collection would see its fake parameters, or make some.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _nothing() -> None:

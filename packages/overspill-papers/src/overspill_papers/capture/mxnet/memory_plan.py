@@ -85,11 +85,6 @@ class MemoryPlan:
             if storage >= 0:
                 self.nbytes[storage] = max(self.nbytes.get(storage, 0), self._bytes(entry))
 
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes of all storages, which live as long as the executor."""
-        return sum(self.nbytes.values())
-
     def _place(self, i: int) -> None:
         node = self.step.nodes[i]
         outputs = [NodeOutput(i, k) for k in range(len(self.step.shapes[i]))]

@@ -31,7 +31,6 @@ class PaperFigure:
     y_axis: str
     compute: Callable[[Lab], Mapping[str, Curve]]
     lines: bool = False
-    stacked: bool = False
 
 
 def in_parts(found: Mapping[str, Mapping[str, int]]) -> Mapping[str, Curve]:

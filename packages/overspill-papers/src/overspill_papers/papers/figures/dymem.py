@@ -111,17 +111,15 @@ def _by_step(lab: Lab) -> Mapping[str, Curve]:
 
 
 FIGURES = (
-    PaperFigure("Fig. 1", "Memory by what it is for", "network (batch)", "MB", _breakdown, stacked=True),
+    PaperFigure("Fig. 1", "Memory by what it is for", "network (batch)", "MB", _breakdown),
     PaperFigure("Fig. 5", "GoogLeNet (128): first layers in forward", "layer", "ms", _layers),
-    PaperFigure("Fig. 8", "Feature maps by the layers that make them", "network (batch)", "%", _shares, stacked=True),
+    PaperFigure("Fig. 8", "Feature maps by the layers that make them", "network (batch)", "%", _shares),
     PaperFigure("Fig. 12", "Memory with memory-optimal algorithms", "network (batch)", "MB", _memory),
     PaperFigure(
         "Fig. 12", "Convolutions' throughput of the fastest algorithms'", "network (batch)", "share", _convolutions
     ),
     PaperFigure("Fig. 13", "ResNet-50: throughput", "batch", "images/s", _throughput, lines=True),
-    PaperFigure(
-        "Fig. 14", "Time of a step, of that with one stream", "network, policy", "share", _decomposition, stacked=True
-    ),
+    PaperFigure("Fig. 14", "Time of a step, of that with one stream", "network, policy", "share", _decomposition),
     PaperFigure(
         "Fig. 15", "ResNet-32 (100): memory used over a step", "% of the step's events", "MB", _by_step, lines=True
     ),

@@ -130,7 +130,7 @@ def _deep(lab: Lab) -> Mapping[str, Curve]:
 
 FIGURES = (
     PaperFigure("Fig. 1", "Memory of the baseline, and what one layer uses of it", "network (batch)", "MB", _baseline),
-    PaperFigure("Fig. 4", "Memory by what it is for", "network (batch)", "MB", _breakdown, stacked=True),
+    PaperFigure("Fig. 4", "Memory by what it is for", "network (batch)", "MB", _breakdown),
     PaperFigure("Fig. 5", "VGG-16 (256): memory of each layer in forward", "layer", "MB", _layer_memory),
     PaperFigure(
         "Fig. 6", "VGG-16 (64): time of each layer, and until its input is used again", "layer", "ms", _layer_times
@@ -139,7 +139,5 @@ FIGURES = (
     PaperFigure("Fig. 12", "Memory offloaded to the host", "network (batch)", "MB", _offloaded),
     PaperFigure("Fig. 13", "VGG-16 (64): DRAM bandwidth of each layer", "layer", "GB/s", _bandwidth),
     PaperFigure("Fig. 14", "Performance, of the baseline's", "network (batch)", "of the baseline's", _performance),
-    PaperFigure(
-        "Fig. 15", "Very deep networks: memory on the GPU and the host", "network (batch)", "MB", _deep, stacked=True
-    ),
+    PaperFigure("Fig. 15", "Very deep networks: memory on the GPU and the host", "network (batch)", "MB", _deep),
 )

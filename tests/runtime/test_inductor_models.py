@@ -1,0 +1,120 @@
+"""Built-in models with Inductor's kernels within a budget, by either way in: the bits of stock torch.compile, and the peak that was planned."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+from tests.models.variants import OWN
+
+from overspill.core import Verb
+from overspill.core.errors import InfeasibleBudget
+from overspill.job import Job
+from overspill.models import load
+from overspill.runtime.options import Options
+from overspill.runtime.preview import preview
+from overspill.runtime.training import Run, train, train_plain
+
+pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.long]
+
+VARIED = "seq2seq-varied"
+"""A model whose batches differ in shape, each of which is compiled, the last one's while bytes are counted."""
+Kernels = partial(Options, store="host", backend="inductor")
+by_both = pytest.mark.parametrize("whole_step", [False, True], ids=["compile", "train_step"])
+
+
+def training(model: str, optimizer: str = "momentum", accumulate: int = 1) -> Job:
+    return Job(partial(load, model, small=True), 4 // accumulate, optimizer, accumulate=accumulate)
+
+
+@cache
+def stock(model: str, optimizer: str, whole_step: bool) -> Run:
+    with torch._dynamo.config.patch(allow_rnn=whole_step):
+        return train_plain(training(model, optimizer), Kernels(whole_step=whole_step))
+
+
+def checked(model: str, optimizer: str, budget: str, whole_step: bool) -> Run:
+    """A run within `budget`, or the smallest that works; it equals stock torch.compile and keeps the budget."""
+    job, options = training(model, optimizer), partial(Kernels, partition=1, whole_step=whole_step)
+    try:
+        run = train(job, options(budget))
+    except InfeasibleBudget as error:
+        run = train(job, options(error.floor_bytes))
+    assert run.plan is not None
+    assert run.identical_to(stock(model, optimizer, whole_step))
+    assert run.measured_peak_bytes <= run.plan.budget_bytes
+    room = max((0.05 if whole_step else 0.02) * run.planned_peak_bytes, 20_000)
+    assert 0 <= run.planned_peak_bytes - run.measured_peak_bytes <= room
+    return run
+
+
+@by_both
+@pytest.mark.parametrize("model", OWN)
+def test_every_model_trains_with_the_bits_of_torch_compile(model: str, whole_step: bool) -> None:
+    checked(model, "momentum", "70%", whole_step)
+
+
+@pytest.mark.parametrize(("whole_step", "optimizer"), [(False, "momentum"), (True, "adamw")])
+def test_a_transformer_trains_in_much_less_memory(whole_step: bool, optimizer: str) -> None:
+    run = checked("gpt2", optimizer, "smallest", whole_step)
+    assert run.plan is not None
+    assert run.offloaded_bytes > 0
+    assert run.plan.schedule.targets(Verb.RECOMPUTE) or not whole_step
+    assert run.measured_peak_bytes < 0.7 * run.plan.unmanaged_peak_bytes
+
+
+@by_both
+@pytest.mark.filterwarnings("ignore:a profiler runs")
+def test_a_model_of_varied_batches_trains_with_the_bits_of_torch_compile(whole_step: bool) -> None:
+    options = Kernels("1MiB", partition=1, whole_step=whole_step)
+    assert train(training(VARIED), options).identical_to(stock(VARIED, "momentum", whole_step))
+
+
+@pytest.mark.parametrize(
+    ("whole_step", "accumulate"), [(False, 1), (True, 1), (True, 2)], ids=["compile", "train_step", "accumulated"]
+)
+@pytest.mark.parametrize("model", ["gpt2", "resnet18"])
+def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(
+    model: str, whole_step: bool, accumulate: int
+) -> None:
+    job, options = training(model, accumulate=accumulate), partial(Kernels, whole_step=whole_step)
+    run = train(job, options("smallest"))
+    assert run.partition is not None
+    assert run.identical_to(train_plain(job, options(), partition=run.partition))
+    assert run.plan is not None
+    assert run.measured_peak_bytes <= run.plan.budget_bytes
+
+
+def test_the_partition_that_the_user_has_set_is_taken() -> None:
+    job = training("gpt2")
+    tried = train(job, Kernels("smallest"))
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        run = train(job, Kernels("smallest"))
+    assert run.partition == 0.5
+    assert tried.plan is not None
+    assert run.plan is not None
+    assert tried.plan.budget_bytes <= run.plan.budget_bytes
+
+
+@pytest.mark.parametrize("model", ["gpt2", "resnet18", "unet", "lstm"])
+def test_the_arena_keeps_the_budget(model: str) -> None:
+    job, placed = training(model), partial(Kernels, placement="planned")
+    with pytest.raises(InfeasibleBudget) as error:
+        train(job, placed(1))
+    for budget in (error.value.floor_bytes, int(1.1 * error.value.floor_bytes)):
+        run = train(job, placed(budget))
+        assert run.identical_to(stock(model, "momentum", False))
+        assert run.measured_peak_bytes <= budget
+
+
+@pytest.mark.parametrize(("backend", "partition"), [("eager", None), ("inductor", 1)])
+def test_a_preview_is_the_plan_of_the_run(backend: str, partition: float | None) -> None:
+    job = training("gpt2")
+    options = Options("70%", store="host", backend=backend, partition=partition, whole_step=True)
+    seen, run = preview(job, options), train(job, options).plan
+    assert run is not None
+    assert seen.schedule.instructions == run.schedule.instructions
+    assert (seen.peak_bytes, seen.budget_bytes) == (run.peak_bytes, run.budget_bytes)
