@@ -91,12 +91,30 @@ def test_batch_norm_and_relu(shape: list[int], last: bool, affine: bool) -> None
     same(aten.threshold_backward.default, x, x, 0)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(sizes, min_size=2, max_size=4), sizes, st.booleans(), st.integers(1, 3))
+def test_layers_of_transformers(shape: list[int], width: int, turned: bool, normalized: int) -> None:
+    x = torch.empty(shape)
+    a, b = torch.empty(shape[:2]), torch.empty(shape[1], width)
+    b = torch.empty(width, shape[1]).t() if turned else b
+    same(aten.mm.default, a, b)
+    same(aten.addmm.default, torch.empty(width), a, b)
+    last = shape[-normalized:]
+    same(aten.native_layer_norm.default, x, last, torch.empty(last), None if turned else torch.empty(last), 1e-5)
+    same(aten.embedding.default, torch.empty(10, width), torch.zeros(shape, dtype=torch.int64))
+    for other in (x, 2, 0.5, torch.empty(shape[-1]), x.double()):
+        same(aten.mul.Tensor, x, other)
+        same(aten.add.Tensor, x, other)
+
+
 def test_the_plain_cases_are_answered_at_all() -> None:
     x, w = torch.empty(2, 4, 8, 8), torch.empty(6, 4, 3, 3)
     channel = torch.empty(4)
     assert same(aten.convolution.default, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     assert same(aten.native_batch_norm.default, x, channel, channel, channel, channel, True, 0.1, 1e-5)
     assert same(aten.relu.default, x)
+    assert same(aten.addmm.default, torch.empty(6), torch.empty(3, 4), torch.empty(6, 4).t())
+    assert same(aten.native_layer_norm.default, torch.empty(3, 4), [4], channel, channel, 1e-5)
     assert not same(aten.relu.default, x.half())
     assert not same(aten.relu.default, x.contiguous(memory_format=torch.channels_last))
 

@@ -7,6 +7,7 @@ caches results under a leaner key, for plain cases only; everything else goes to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._mode_utils import no_dispatch
 
 from .retarget import COMPOSITES, FAKES, composed
-from .shapes import SHAPES, Shapes, contiguous_stride
+from .shapes import SHAPES, contiguous_stride
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _DEVICE_OF = torch.ops.prim.device.default
 # Values that a cache key holds unchanged, with their type, since 1 == 1.0 == True.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_RESHAPES = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _KEEP_OUT = {
     torch.Tag.inplace_view,
     torch.Tag.data_dependent_output,
@@ -179,7 +181,7 @@ class FastFakeMode(FakeTensorMode):
         try:
             key = (func, _keys(args, tensors), tuple((name, _key(kwargs[name], tensors)) for name in sorted(kwargs)))
             known = _MEMORY.get(key, ...)
-            if known is ... and func in SHAPES and (foretold := _foretold(SHAPES[func](*args, **kwargs))) is not None:
+            if known is ... and (foretold := _foretold(func, args, kwargs)) is not None:
                 known = _remember(key, foretold)
         except _Uncacheable:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -252,12 +254,26 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
     raise _Uncacheable
 
 
-def _foretold(shapes: Shapes | None) -> Any:
-    """The cache entry for float32 outputs of these shapes, contiguous; None without shapes."""
+def _foretold(func: Any, args: Any, kwargs: Any) -> Any:
+    """The cache entry of an op whose output shapes need no torch; None for others."""
+    if func in _RESHAPES:
+        return _reshaped(*args)
+    shapes = SHAPES[func](*args, **kwargs) if func in SHAPES else None
     if shapes is None:
         return None
     made = [None if shape is None else _Fresh(shape, contiguous_stride(shape), torch.float32) for shape in shapes]
     return made[0] if len(made) == 1 else (tuple, tuple(made))
+
+
+def _reshaped(x: FakeTensor, size: Sequence[int]) -> _View | None:
+    """The view of a contiguous tensor in another shape; None if torch has to say, or to complain."""
+    count, known = x.numel(), math.prod(n for n in size if n != -1)
+    if count == 0 or known <= 0 or x.stride() != contiguous_stride(x.shape):
+        return None
+    shape = tuple(count // known if n == -1 else n for n in size)
+    if size.count(-1) > 1 or min(shape, default=1) < 1 or math.prod(shape) != count:
+        return None
+    return _View(0, shape, contiguous_stride(shape), x.storage_offset(), x.dtype)
 
 
 def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Output shapes of the most frequent ops of convolutional networks, without torch.
+"""Output shapes of the most frequent ops of convolutional networks and transformers, without torch.
 
 torch finds the shapes of a batch norm's backward from some thirty elementary ops. For contiguous tensors the answer is
 a line each; anything else gets None here and goes to torch. `tests/capture/fake_cuda/test_fake.py` compares these
@@ -103,6 +103,38 @@ def _relu_backward(grad: Tensor, x: Tensor, threshold: float) -> Shapes | None:
     return (tuple(x.shape),) if grad.shape == x.shape and _plain(grad, x) else None
 
 
+def _product(a: Tensor, b: Tensor) -> Shapes | None:
+    if not a.dtype is b.dtype is torch.float32 or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        return None
+    return ((a.shape[0], b.shape[1]),)
+
+
+def _linear(bias: Tensor, a: Tensor, b: Tensor, **factors: float) -> Shapes | None:
+    del factors
+    return _product(a, b) if _plain(bias) and bias.shape == b.shape[1:] else None
+
+
+def _layer_norm(
+    x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Shapes | None:
+    del eps
+    start = x.dim() - len(normalized)
+    if not _plain(x, weight, bias) or start < 0 or list(x.shape[start:]) != list(normalized):
+        return None
+    rows = (*x.shape[:start], *(1 for _ in normalized))
+    return (tuple(x.shape), rows, rows)
+
+
+def _embedding(weight: Tensor, indices: Tensor, *rest: Any) -> Shapes | None:
+    del rest
+    return ((*indices.shape, weight.shape[1]),) if _plain(weight) and indices.is_contiguous() else None
+
+
+def _elementwise(x: Tensor, other: Tensor | float, **factors: float) -> Shapes | None:
+    alike = not isinstance(other, Tensor) or (other.shape == x.shape and _plain(other))
+    return (tuple(x.shape),) if alike and not factors and type(other) is not complex and _plain(x) else None
+
+
 SHAPES: dict[Any, Callable[..., Shapes | None]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
@@ -110,6 +142,12 @@ SHAPES: dict[Any, Callable[..., Shapes | None]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.relu.default: _relu,
     aten.threshold_backward.default: _relu_backward,
+    aten.mm.default: _product,
+    aten.addmm.default: _linear,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.embedding.default: _embedding,
+    aten.add.Tensor: _elementwise,
+    aten.mul.Tensor: _elementwise,
 }
 
 
