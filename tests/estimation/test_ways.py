@@ -299,6 +299,14 @@ def test_a_layer_of_8_bits_keeps_its_input_and_one_of_4_bits_does_not(checkpoint
     assert eight - four == 2 * (stream + hidden) + stream + (2 * stream if checkpointing else 0)
 
 
+def test_reentrant_checkpoints_keep_no_input_of_layers_of_8_bits() -> None:
+    kept = [
+        kept_for_backward(gpt2("sgd", quantize=q, lora=4, checkpointing=True, reentrant=True))
+        for q in (FOUR_BITS, EIGHT_BITS)
+    ]
+    assert kept[0] == kept[1] < kept_for_backward(gpt2("sgd", quantize=EIGHT_BITS, lora=4, checkpointing=True))
+
+
 @pytest.mark.long
 def test_adapters_are_trained_on_several_gpus() -> None:
     for parallel in (Parallel("ddp", 2), Parallel("fsdp", 2)):

@@ -40,6 +40,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "set_to_none": {"set_to_none": False},
     "parallel": {"parallel": Parallel("ddp", 2)},
     "checkpointing": {"checkpointing": True},
+    "reentrant": {"checkpointing": True, "reentrant": True},
     "attention": {"attention": "math"},
     "channels_last": {"model": IMAGES, "channels_last": True},
     "lora": {"lora": 4},

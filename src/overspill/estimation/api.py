@@ -85,6 +85,7 @@ def estimate(
     set_to_none: bool = True,
     parallel: Parallel | None = None,
     checkpointing: bool | tuple[str, ...] = False,
+    reentrant: bool = False,
     attention: str | None = None,
     channels_last: bool = False,
     lora: int | None = None,
@@ -126,6 +127,7 @@ def estimate(
         parallel: How several GPUs share the work (`overspill.job.Parallel`); the answer is for the one
             that needs most.
         checkpointing: The blocks that the model repeats are computed again in backward; or modules of the classes named.
+        reentrant: These checkpoints are torch's older ones, as transformers before 5 has them.
         attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`; of
             transformers also `eager`.
         channels_last: Model and images are in that memory format.
@@ -159,7 +161,7 @@ def estimate(
     setting = Setting.of(device, allocator, allocator_config, torch, cuda)
     job = job_of(
         build, inputs, loss, batch, optimizer, dtype=dtype, accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
-        set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, attention=attention,
+        set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, reentrant=reentrant, attention=attention,
         channels_last=channels_last, lora=lora, lora_targets=lora_targets, lora_dropout=lora_dropout, quantize=quantize,
         upcast=upcast, shift_logits=shift_logits, loss_chunks=loss_chunks, keep_outputs=keep_outputs,
         offload_optimizer=offload_optimizer, cudnn_benchmark=cudnn_benchmark, generate=generate,

@@ -75,6 +75,9 @@ class Job:
     checkpointing: bool | tuple[str, ...] = way(
         bool, False, "Compute the blocks that the model repeats again in backward.", PIPELINE
     )
+    reentrant: bool = way(
+        bool, False, "Of --checkpointing: with reentrance, as in transformers before 5.", flag="--reentrant"
+    )
     attention: str | None = way(
         str, None,
         "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn; of transformers also eager.  [default: as CUDA chooses]",
@@ -210,6 +213,8 @@ class Job:
              f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"),
             (self.lora is None and (self.lora_targets or self.lora_dropout), ["lora", *self.changed("lora_targets", "lora_dropout")],
              "targets and dropout are of adapters; add lora="),
+            (self.reentrant and not self.checkpointing, ["reentrant", "checkpointing"],
+             "reentrant= is of checkpoints; add checkpointing=, or leave it out"),
             (self.quantize is None and self.upcast is not None, ["upcast", "quantize"],
              "upcast= is of what is not quantised; add quantize=, or leave it out"),
             (self.loss_chunks and self.shift_logits, ["loss_chunks", "shift_logits"],
@@ -329,6 +334,7 @@ class Job:
              "offload_optimizer=: a plan moves the optimizer's state with whole_step=; take that in its place"),
             (self.keep_outputs, ["keep_outputs"],
              "keep_outputs=: a planned loop gives a step's outputs up; leave it out, or estimate it"),
+            (self.reentrant, ["reentrant"], "reentrant=: what a plan computes again, it does without reentrance; leave it out"),
             (self.cudnn_benchmark, ["cudnn_benchmark"],
              "cudnn_benchmark=: its trials are in the first step, and a plan is of a later one; leave it out"),
             # A plan of the whole step also runs the updates.

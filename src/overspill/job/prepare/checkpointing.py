@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,11 +20,11 @@ from overspill.job.parallel import Parallel
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
-def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = ()) -> None:
+def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = (), *, reentrant: bool = False) -> None:
     """Checkpoint the modules of these `classes`, or the `repeated_blocks`.
 
-    It is torch's own checkpoint without reentrance, as torch recommends; `gradient_checkpointing_enable` of transformers
-    does so to the same blocks.
+    It is torch's own checkpoint, without reentrance as torch recommends, or `reentrant`; `gradient_checkpointing_enable`
+    of transformers does so to the same blocks.
     Raises RequestError where there is none to checkpoint.
     """
     if classes:
@@ -35,15 +36,20 @@ def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = ()) -> None:
     if not blocks:
         raise RequestError(f"{type(module).__name__} {missing}")
     for block in blocks:
-        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]
+        block.__class__ = _checkpointed(type(block), reentrant)  # type: ignore[arg-type]
 
 
 @cache
-def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+def _checkpointed(kind: type[nn.Module], reentrant: bool) -> type[nn.Module]:
     """A subclass of `kind`, by the same name, that recomputes its forward in backward."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
+        if not reentrant:
+            return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
+        # What the first block reads has a gradient too, as by `enable_input_require_grads` of transformers.
+        if torch.is_grad_enabled() and not args[0].requires_grad:
+            args[0].requires_grad_()
+        return checkpoint(partial(kind.forward, self, **kwargs), *args, use_reentrant=True)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

@@ -56,7 +56,8 @@ def prepare(module: nn.Module, job: Job) -> None:
     if job.lora:
         add_adapters(module, job.lora, job.lora_targets, job.lora_dropout)
     if job.checkpointing:
-        checkpoint_blocks(module, () if isinstance(job.checkpointing, bool) else job.checkpointing)
+        classes = () if isinstance(job.checkpointing, bool) else job.checkpointing
+        checkpoint_blocks(module, classes, reentrant=job.reentrant)
     if job.loss_chunks:
         _loss_in_chunks(module, job.loss_chunks)
 
