@@ -74,9 +74,9 @@ def test_a_model_of_varied_batches_trains_with_the_bits_of_torch_compile(whole_s
 
 
 @pytest.mark.parametrize(
-    ("whole_step", "accumulate"), [(False, 1), (True, 1), (True, 2)], ids=["compile", "train_step", "accumulated"]
+    ("model", "whole_step", "accumulate"),
+    [("gpt2", False, 1), ("resnet18", False, 1), ("resnet18", True, 1), ("gpt2", True, 2)],
 )
-@pytest.mark.parametrize("model", ["gpt2", "resnet18"])
 def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(
     model: str, whole_step: bool, accumulate: int
 ) -> None:
