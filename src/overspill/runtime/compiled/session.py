@@ -29,6 +29,7 @@ from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
+from overspill.runtime.accelerator import empty_cache
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.pools import check_live, live_steps
@@ -256,6 +257,7 @@ class Session(PlannedPeaks):
         """Drop all plans, before the models are compiled again."""
         self._planned.clear()
         self.arenas.give_back()
+        empty_cache(self._where)  # what the plans before took, those to come may not count on
         self._budget.forget()
         self.outdated = False
 
