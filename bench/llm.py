@@ -372,7 +372,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
             if at := [(row.card_bytes / 2**30, row.theirs) for row in theirs if row.what == what]:
                 axis.plot(*zip(*at, strict=True), "x", color=f"C{colour}", label=what)
         axis.set(title=f"{name}, {here[0].gpu}", xlabel="card (GiB)", ylabel="step over unmanaged")
-        axis.set_ylim(bottom=0.95)
+        axis.set_ylim(bottom=min(1.0, *(step for _, step in ours)) - 0.05)
     handles = {
         label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }

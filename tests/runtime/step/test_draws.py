@@ -38,6 +38,14 @@ def reads_behind_attention(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     return y.square().mean() if torch.rand([]) < 0.5 else y.abs().mean()
 
 
+def checks_behind_draws(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    """A check that is tried both ways, behind a mask that is drawn in place then."""
+    y = torch.nn.functional.dropout(net(x), 0.1)
+    if torch.rand([]) < 0.5:
+        y = y * 2
+    return -torch.distributions.Normal(y[:, 0], y[:, 1].exp(), validate_args=True).log_prob(x[:, 0]).mean()
+
+
 def chooses(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     rows = torch.randint(0, 3, (1,)).item()
     return net(x[rows:]).square().mean() + torch.rand_like(x).mean()

@@ -46,7 +46,8 @@ _DRAWS = frozenset(
     getattr(aten, name)
     for name in (
         "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "uniform", "normal",
-        "normal_functional", "exponential", "random", "native_dropout",
+        "normal_functional", "exponential", "random", "native_dropout", "bernoulli_", "uniform_", "normal_",
+        "exponential_", "random_",
     )
 )  # fmt: skip
 """Ops whose number of draws does not depend on the values of their tensors."""
