@@ -313,10 +313,13 @@ class _GraphCompiler:
         known = self.session.ends_in_loss(*about)
         try:
             return plan()
-        except InfeasibleBudget:
+        except InfeasibleBudget as error:
             if known or not self.session.may_end_in_loss(*about):
                 raise
-        return plan()
+            try:
+                return plan()
+            except InfeasibleBudget:
+                raise error from None  # what it names would do whatever losses are made
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
         """The session's plan of `graph`, and the capture that it is of: as it is, or in pieces of rows."""
