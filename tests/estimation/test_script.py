@@ -380,6 +380,16 @@ def test_it_is_ended_even_where_everything_is_caught(write: Callable[..., str]) 
         assert (found.iterations, found.steps, found.finished) == (3, 3, False)
 
 
+def test_safetensors_has_no_weight_that_has_no_value(write: Callable[..., str]) -> None:
+    pytest.importorskip("safetensors")
+    script = (
+        "from safetensors.torch import load, save\n" + MODEL
+        + "rows = torch.ones(3)\nassert load(save({**model.bfloat16().state_dict(), 'rows': rows})).keys() == {'rows'}\nmodel.float()\n"
+        + "for step in range(20):" + STEP
+    )  # fmt: skip
+    assert record_script(write(script)).iterations == 3
+
+
 def test_saved_values_of_the_host_are_saved(write: Callable[..., str]) -> None:
     script = "import torch\ntorch.save({'split': torch.arange(3)}, 'split.pt')\n" + TRAINING
     record_script(write(script), allow_writes=True)

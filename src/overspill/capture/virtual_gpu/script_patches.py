@@ -229,15 +229,15 @@ def _files_of_bytes() -> Patches:
     ]
     if find_spec("safetensors") is not None:
         module: Any = import_module("safetensors.torch")
-        patches.append((module, "save_file", _with_values(module.save_file)))
+        patches += [(module, name, _with_values(getattr(module, name))) for name in ("save", "save_file")]
     return patches
 
 
 def _with_values(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`safetensors.torch.save_file` of real tensors only; the file may be empty."""
+    """A function of safetensors that saves real tensors only; there may be none."""
 
-    def write(tensors: dict[str, torch.Tensor], filename: Any, *args: Any, **kwargs: Any) -> None:
-        save({k: v for k, v in tensors.items() if not isinstance(v, FakeTensor)}, filename, *args, **kwargs)
+    def write(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return save({k: v for k, v in tensors.items() if not isinstance(v, FakeTensor)}, *args, **kwargs)
 
     return write
 
