@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import no_python_dispatcher
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from overspill.core.errors import OverspillError, StoreError, is_out_of_memory
@@ -174,7 +176,13 @@ def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Seque
     They are brought back if model or optimizer still exist.
     """
     if not state.gate.is_forked:  # in a child the guards stay, to say what cannot be read there
-        state.gate.alone_or_later(lambda: _dropped(underway, state, plans, hooks))
+        state.gate.alone_or_later(lambda: _dropped_in_trace(underway, state, plans, hooks))
+
+
+def _dropped_in_trace(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
+    """The same, in the middle of another model's trace too, as a collection may come: tensors are real here."""
+    with _disable_current_modes(), no_python_dispatcher():
+        _dropped(underway, state, plans, hooks)
 
 
 def _dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
