@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, Plain, batch_for, made
 from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_function
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -45,6 +46,21 @@ def test_a_dropped_step_brings_all_back_and_frees_what_it_had() -> None:
     pair.assert_same()
     pair.step = Plain(pair.model, pair.optimizer)  # type: ignore[assignment]
     pair.train(2)
+    pair.assert_same()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_that_is_collected_in_the_trace_of_another_model_brings_all_back() -> None:
+    pair = Pair(Mlp)
+    pair.train(2)
+
+    def traced(x: Tensor) -> Tensor:
+        vars(pair).pop("step", None)
+        return x.sin()
+
+    aot_function(traced, fw_compiler=lambda graph, _: graph)(torch.randn(3, requires_grad=True))
+    gc.collect()
+    assert not any(isinstance(m._parameters, Guarded) for m in pair.model.modules())
     pair.assert_same()
 
 
