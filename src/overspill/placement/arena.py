@@ -42,7 +42,7 @@ def places_of(
     inside: list[Block] = []
     outside: list[Block] = []
     keys: list[tuple[int, int]] = []
-    backward = _first_backward(graph, schedule)
+    backward = first_backward(graph, schedule)
     retained = 0
     trace, owners = owned_trace(graph, schedule, groups)
     blocks = list(zip(trace.blocks, owners, strict=True))
@@ -116,7 +116,7 @@ def _is_given(graph: Graph, schedule: Schedule, position: int, tensor: int) -> b
     return instruction.verb is Verb.PREFETCH or tensor in graph.ops[instruction.target].given
 
 
-def _first_backward(graph: Graph, schedule: Schedule) -> int:
+def first_backward(graph: Graph, schedule: Schedule) -> int:
     """The position of the first op that is not of forward."""
     runs = (at for at, i in enumerate(schedule.instructions) if i.verb is Verb.RUN)
     phases = ((at, graph.ops[schedule.instructions[at].target].phase) for at in runs)

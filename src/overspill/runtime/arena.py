@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overspill.core import Graph, Phase, Places, Schedule, Verb
+from overspill.core import Graph, Places, Schedule
+from overspill.placement.arena import first_backward
 from overspill.plans.plan import Plan
 
 from .accelerator import empty_cache
@@ -33,8 +34,7 @@ class Arena(NamedTuple):
 
     def of_forward(self, graph: Graph, schedule: Schedule) -> Arena:
         """The same for forward's blocks alone."""
-        runs = (i.verb is not Verb.RUN or graph.ops[i.target].phase is Phase.FORWARD for i in schedule.instructions)
-        first = next((at for at, is_forward in enumerate(runs) if not is_forward), len(schedule.instructions))
+        first = first_backward(graph, schedule)
         kept = {key: offset for key, offset in self.places.offsets.items() if key[1] < first}
         return self._replace(places=replace(self.places, offsets=kept))
 

@@ -3,8 +3,8 @@
 PyTorch's fake results of some ops lie in another order than those of the kernels. A `reshape` may then be traced as a
 view that is none, and ops behind it may take other kernels. `REAL` says how such results lie.
 
-A trace has a new tensor in place of an in-place update. The new one has the strides of the op's results, which may differ, and
-then ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and
+Where eager updates a tensor in place, a trace makes a new one. That has the strides of the op's results, which may
+differ, and then ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and
 one with sizes of 1 loses the strides by which a convolution picks its layout. Elements with gaps between them would
 become dense.
 

@@ -314,7 +314,7 @@ class _GraphCompiler:
         try:
             return plan()
         except InfeasibleBudget as error:
-            if known or not self.session.may_end_in_loss(*about):
+            if known or not self.session.take_for_only_loss(*about):
                 raise
             try:
                 return plan()

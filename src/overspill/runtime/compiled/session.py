@@ -350,7 +350,7 @@ class Session(PlannedPeaks):
             frame, kind, plan, plan.retained_bytes - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,
         )  # fmt: skip
-        planned.made_into_loss, planned.ends_in_loss = joint.made_into_loss, ends_in_loss
+        planned.made_into_loss, planned.ends_in_loss = self._made_into_loss(joint, frame), ends_in_loss
         self._planned.append(planned)
         self._check_whole(budget, here, frame)
         if trains:
@@ -464,18 +464,17 @@ class Session(PlannedPeaks):
             calls = f"calls a model {planned.beside.total() + 1} times before their backwards"
             self._plan_anew(TOGETHER if several else calls)
 
-    def may_end_in_loss(self, joint: JointGraph, examples: Sequence[Any], frame: GraphFrame) -> bool:
-        """Whether the graph returns a loss, and none outside has been seen that is made from the same outputs.
-
-        From then on it is taken to be the only loss.
-        """
-        if self.options.reserve is not None or frame.broken or not joint.made_into_loss:
-            return False
-        return self._ends.setdefault(self._part(examples), True)
+    def _made_into_loss(self, joint: JointGraph, frame: GraphFrame) -> frozenset[int]:
+        """The outputs that the graph makes into a loss which it returns, where that may be the only one."""
+        return frozenset() if self.options.reserve is not None or frame.broken else joint.made_into_loss
 
     def ends_in_loss(self, joint: JointGraph, examples: Sequence[Any], frame: GraphFrame) -> bool:
         """Whether it is known that the graph returns the only loss."""
-        return self._ends.get(self._part(examples), False) and self.may_end_in_loss(joint, examples, frame)
+        return bool(self._made_into_loss(joint, frame)) and self._ends.get(self._part(examples), False)
+
+    def take_for_only_loss(self, joint: JointGraph, examples: Sequence[Any], frame: GraphFrame) -> bool:
+        """Take the loss that the graph returns for the only one; False if there is none, or another has been seen."""
+        return bool(self._made_into_loss(joint, frame)) and self._ends.setdefault(self._part(examples), True)
 
     def see_gradients(self, planned: Planned, given: Sequence[Any]) -> None:
         """Note the gradients that autograd passes to a backward: whether the loss that the graph returns is the only one."""

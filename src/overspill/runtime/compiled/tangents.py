@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -80,9 +81,9 @@ class JointGradients:
             follows.setdefault(node, frozenset().union(*(follows[n] for n in node.all_input_nodes)))
         self._follow = [follows.get(output, frozenset()) for output in joint.backward_outputs]
 
-    @property
+    @cached_property
     def _layout(self) -> Layout:
-        """The strides that backward was traced for."""
+        """The strides that backward was traced for; known once it is planned."""
         return tuple(None if ABSENT in t.meta else t.meta["val"].stride() for t in self._tangents)
 
     def given(self) -> tuple[dict[int, Tensor], Layout | None]:

@@ -176,26 +176,22 @@ def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Seque
     They are brought back if model or optimizer still exist.
     """
     if not state.gate.is_forked:  # in a child the guards stay, to say what cannot be read there
-        state.gate.alone_or_later(lambda: _dropped_in_trace(underway, state, plans, hooks))
-
-
-def _dropped_in_trace(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
-    """The same, in the middle of another model's trace too, as a collection may come: tensors are real here."""
-    with _disable_current_modes(), no_python_dispatcher():
-        _dropped(underway, state, plans, hooks)
+        state.gate.alone_or_later(lambda: _dropped(underway, state, plans, hooks))
 
 
 def _dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
     owners = weakref.ref(state.module.model), weakref.ref(state.optimizer)
     try:
-        try:
-            underway.abandon(state)
-            plans.clear()
-            state.disown()
-            if any(owner() is not None for owner in owners):
-                state.synchronize()
-        finally:
-            let_go(state, plans, hooks)
+        # A collection may come in the middle of another model's trace, of which these tensors are no part.
+        with _disable_current_modes(), no_python_dispatcher():
+            try:
+                underway.abandon(state)
+                plans.clear()
+                state.disown()
+                if any(owner() is not None for owner in owners):
+                    state.synchronize()
+            finally:
+                let_go(state, plans, hooks)
     except (OverspillError, RuntimeError) as error:  # the store's, or the device's: there is no caller to raise it to
         _LOG.warning(
             "a train step was dropped and could not bring everything back; what is lost reads as NaN: %s",

@@ -288,7 +288,7 @@ class PythonState:
             return [(value.__wrapped__, label)]
         elif isinstance(value, ContextVar):
             self._compare(value_of, value, label)
-            return [(value_of(value), label)]
+            return [(inner, label) for inner in value_of(value)]
         # Of other objects, the attributes.
         elif is_open(value) and isinstance(own := getattr(value, "__dict__", None), dict):
             return self._container(own, f"{label} ({type(value).__name__})")
