@@ -357,8 +357,16 @@ UNCUT = 4 * 5 * 64  # the norms, in float32
 CUT = 4 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 2 * 200 * 64)  # both blocks, the embedding and the output
 
 
-def llama(optimizer: str | None = None, **fields: Any) -> Recording:
-    return record(program_of(Job(lambda: models.load(LLAMA, seq_len=16), 2, optimizer, **fields)))
+def llama(optimizer: str | None = None, seq_len: int = 16, **fields: Any) -> Recording:
+    return record(program_of(Job(lambda: models.load(LLAMA, seq_len=seq_len), 2, optimizer, **fields)))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_attention_spelt_out_keeps_its_scores(checkpointing: bool) -> None:
+    pytest.importorskip("transformers")
+    scores = 4 * 2 * 4 * 64 * 64  # of a block, in float32
+    spelt = llama("sgd", 64, checkpointing=checkpointing, attention="eager")
+    assert sum(made.nbytes == scores for made in spelt.allocations) >= 2 * ITERATIONS
 
 
 def test_the_decoder_s_blocks_are_cut() -> None:

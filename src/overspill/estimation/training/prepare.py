@@ -6,6 +6,9 @@ And what is set in torch while it runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -47,9 +50,22 @@ def surroundings(program: Callable[[Recorder], None], job: Job) -> Callable[[Rec
         return program
 
     def surrounded(recorder: Recorder) -> None:
-        with attention_kernel(job), torch.backends.cudnn.flags(enabled=True, benchmark=job.cudnn_benchmark):
+        cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=job.cudnn_benchmark)
+        with attention_kernel(job), cudnn, _unpacked() if job.attention == EAGER else nullcontext():
             program(recorder)
         if job.attention not in (None, EAGER) and not recorder.has_run(*_ATTENTION_OPS):
             raise no_attention(job)
 
     return surrounded
+
+
+def _unpacked() -> AbstractContextManager[Any]:
+    """Keeps transformers from looking for packed texts, as it does where attention is spelt out.
+
+    It reads positions for that, which it makes itself, and which have no values here.
+    """
+    try:
+        from transformers.masking_utils import find_packed_sequence_indices as looks  # noqa: PLC0415 - optional
+    except ImportError:  # before 4.53
+        return nullcontext()
+    return patch(f"{looks.__module__}.{looks.__name__}", lambda _: None)
