@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,6 +30,24 @@ def test_what_is_not_said_widens_the_interval_and_is_named() -> None:
     assert said.unsaid is None
     assert said.total_bytes == made.total_bytes
     assert said.total.high + made.unsaid.more == made.total.high
+
+
+def test_checkpoints_of_layers_of_8_bits_are_reentrant_or_not() -> None:
+    deep = "hf:llama,hidden_size=256,num_hidden_layers=4,num_attention_heads=2,intermediate_size=1024,vocab_size=64"
+    said = Job(
+        NamedModel(deep, seq_len=128), 4, "sgd", lora=4, quantize="8bit", checkpointing=True, attention="math",
+        keep_outputs=False, shift_logits=False,
+    )  # fmt: skip
+    made, without, reentrant = (
+        of_job(replace(said, reentrant=value), Setting.of("t4")) for value in (None, False, True)
+    )
+    assert made.unsaid is not None
+    assert made.unsaid.options == ("--reentrant",)
+    assert without.unsaid is None
+    assert without.total_bytes == made.total_bytes
+    assert made.unsaid.less == made.total_bytes - reentrant.total_bytes > 0
+    assert made.total.low == without.total.low - made.unsaid.less
+    assert of_job(replace(said, quantize="4bit-double"), Setting.of("t4")).unsaid is None
 
 
 def test_a_loss_in_chunks_is_the_same_loss_and_advice_has_it_beside_packed_sequences() -> None:

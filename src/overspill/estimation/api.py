@@ -85,7 +85,7 @@ def estimate(
     set_to_none: bool = True,
     parallel: Parallel | None = None,
     checkpointing: bool | tuple[str, ...] = False,
-    reentrant: bool = False,
+    reentrant: bool | None = None,
     attention: str | None = None,
     channels_last: bool = False,
     lora: int | None = None,
@@ -127,7 +127,7 @@ def estimate(
         parallel: How several GPUs share the work (`overspill.job.Parallel`); the answer is for the one
             that needs most.
         checkpointing: The blocks that the model repeats are computed again in backward; or modules of the classes named.
-        reentrant: These checkpoints are torch's older ones, as transformers before 5 has them.
+        reentrant: Whether these checkpoints are torch's older ones, as transformers before 5 has them. None: they are not.
         attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`; of
             transformers also `eager`.
         channels_last: Model and images are in that memory format.

@@ -75,9 +75,10 @@ class Job:
     checkpointing: bool | tuple[str, ...] = way(
         bool, False, "Compute the blocks that the model repeats again in backward.", PIPELINE
     )
-    reentrant: bool = way(
-        bool, False, "Of --checkpointing: with reentrance, as in transformers before 5.", flag="--reentrant"
-    )
+    reentrant: bool | None = way(
+        bool, None, "Of --checkpointing: with reentrance, as in transformers before 5.  [default: without]",
+        flag="--reentrant/--no-reentrant",
+    )  # fmt: skip
     attention: str | None = way(
         str, None,
         "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn; of transformers also eager.  [default: as CUDA chooses]",
@@ -213,7 +214,7 @@ class Job:
              f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"),
             (self.lora is None and (self.lora_targets or self.lora_dropout), ["lora", *self.changed("lora_targets", "lora_dropout")],
              "targets and dropout are of adapters; add lora="),
-            (self.reentrant and not self.checkpointing, ["reentrant", "checkpointing"],
+            (self.reentrant is not None and not self.checkpointing, ["reentrant", "checkpointing"],
              "reentrant= is of checkpoints; add checkpointing=, or leave it out"),
             (self.quantize is None and self.upcast is not None, ["upcast", "quantize"],
              "upcast= is of what is not quantised; add quantize=, or leave it out"),

@@ -57,7 +57,7 @@ def prepare(module: nn.Module, job: Job) -> None:
         add_adapters(module, job.lora, job.lora_targets, job.lora_dropout)
     if job.checkpointing:
         classes = () if isinstance(job.checkpointing, bool) else job.checkpointing
-        checkpoint_blocks(module, classes, reentrant=job.reentrant)
+        checkpoint_blocks(module, classes, reentrant=bool(job.reentrant))
     if job.loss_chunks:
         _loss_in_chunks(module, job.loss_chunks)
 
