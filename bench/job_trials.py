@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -69,7 +70,8 @@ class Ran:
 
     numbers: Numbers
     plans: int
-    partitions: set[float | None]
+    memory: list[float]
+    """The `activation_memory_budget` of each step's partitions; 1, PyTorch's own, where there are none, or several."""
     over_bytes: int
 
 
@@ -123,24 +125,39 @@ def named_budgets(train: Callable[[float], T]) -> tuple[T, float, int]:
 
 
 def _reference(job: Job, made: type[Way], ran: Ran | None) -> Numbers:
-    """The numbers of plain PyTorch, or of stock torch.compile with the partition that was chosen."""
-    partitions = {p for p in ran.partitions if p is not None} if ran is not None else set()
-    memory = partitions.pop() if len(partitions) == 1 else 1.0
+    """The numbers of plain PyTorch, or of stock torch.compile with the partitions that were chosen, step by step.
+
+    A model that returns its own loss is planned anew behind its first step, and another partition may fit then.
+    """
     # Without allow_rnn Dynamo would run recurrent layers by other kernels.
-    with torch._dynamo.config.patch(allow_rnn=True), torch._functorch.config.patch(activation_memory_budget=memory):
-        return run(job, made()).numbers
+    with torch._dynamo.config.patch(allow_rnn=True):
+        return run(job, made(), ran.memory if ran is not None else []).numbers
 
 
-def run(job: Job, way: Way) -> Ran:
-    """Train by `way`, and note all numbers after each step."""
-    torch._dynamo.reset()
+def run(job: Job, way: Way, memory: Sequence[float] = ()) -> Ran:
+    """Train by `way`, each step with torch.compile's `activation_memory_budget` of it, and note all numbers after each."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
+    numbers, chosen, before = [], [], 0.0
     try:
-        numbers = [_numbers(way, value) for value in job.trains(way)]
-        return Ran(numbers, len(way.plans), way.partitions, way.over_bytes)
+        steps = job.trains(way)
+        for of_step in itertools.chain(memory, itertools.repeat(memory[-1] if memory else 1.0)):
+            if of_step != before:
+                torch._dynamo.reset()  # no guard asks for the partition
+            before = of_step
+            with torch._functorch.config.patch(activation_memory_budget=of_step):
+                if (value := next(steps, steps)) is steps:
+                    break
+            numbers.append(_numbers(way, value))
+            chosen.append(_memory(way))
+        return Ran(numbers, len(way.plans), chosen, way.over_bytes)
     finally:
         way.close()
+
+
+def _memory(way: Way) -> float:
+    partitions = [p for p in way.partitions if p is not None]
+    return partitions[0] if len(partitions) == 1 else 1.0
 
 
 def _numbers(way: Way, yielded: Any) -> dict[str, Tensor]:

@@ -54,12 +54,9 @@ KNOWN: dict[tuple[str, str], Known] = {
         )
         for k in ("", "-inductor")
     },
-    **{
-        (name, "compile-inductor"): Known(
-            OTHER_BITS, "", "last bits of convolutions' weights; the cause is not found yet"
-        )
-        for name in ("swin-unetr", "whisper")
-    },
+    ("swin-unetr", "compile-inductor"): Known(
+        OTHER_BITS, "", "last bits of convolutions' weights; the cause is not found yet"
+    ),
     ("mamba", "compile"): Known(
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),

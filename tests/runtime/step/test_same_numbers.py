@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import overspill
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.runtime.training import same_bits
 
 STEPS = 3
@@ -32,11 +33,14 @@ class Recurrent(nn.Module):
 
 
 class Packed(Recurrent):
-    """The same on sequences of different lengths."""
+    """The same on sequences of different lengths, whose means count."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(self.first(x), [5, 4, 2])
-        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0].square().mean()
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.first(x), lengths, enforce_sorted=False)
+        out, state = self.layer(packed)
+        padded, found = nn.utils.rnn.pad_packed_sequence(out, padding_value=0.5, total_length=6)
+        mask = torch.arange(6)[:, None] < found
+        return ((padded * mask[..., None]).sum(0) / found[:, None]).square().mean() + state[0].sum()
 
 
 class Dropped(nn.Module):
@@ -253,14 +257,46 @@ def test_a_matrix_without_an_inverse_is_an_error_as_in_eager() -> None:
     step.close()
 
 
-def test_packed_sequences_are_planned_on_both_sides_of_the_packing() -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("RNN", {}),
+        pytest.param("GRU", {"bidirectional": True}, marks=pytest.mark.long),
+        pytest.param("LSTM", {"num_layers": 2, "bidirectional": True, "dropout": 0.3}, marks=pytest.mark.long),
+    ],
+)
+def test_packed_sequences_train_as_in_plain_pytorch_whatever_their_lengths(kind: str, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    plain = Packed("LSTM")
-    model, x = copy.deepcopy(plain), torch.randn(5, 3, 6)
+    plain = Packed(kind, **settings)
+    compiled, stepped = copy.deepcopy(plain), copy.deepcopy(plain)
+    batches = [(torch.randn(5, 3, 6), torch.tensor(lengths)) for lengths in ([2, 5, 4], [1, 1, 3], [2, 5, 4])]
     torch._dynamo.reset()
-    call = overspill.compile(model, budget="1GiB")
-    assert_same(plain, plainly(plain, x, nullcontext), model, plainly(model, x, nullcontext, call))
-    assert len(call.overspill.plans) == 2
+    call = overspill.compile(compiled, budget="1GiB")
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (plain, compiled, stepped)]
+    step = overspill.train_step(stepped, None, optimizers[2], budget="1GiB")
+    for index, batch in enumerate(batches):
+        losses = []
+        for model, optimizer in zip((plain, call), optimizers, strict=False):
+            torch.manual_seed(index)
+            losses.append(model(*batch))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.manual_seed(index)
+        losses.append(step(*batch))
+        for model, loss in zip((compiled, stepped), losses[1:], strict=True):
+            assert_same(plain, losses[:1], model, [loss])
+    assert len(step.plans) == 2  # one for each kind of lengths
+    step.close()
+
+
+def test_with_inductors_kernels_packed_sequences_are_refused_by_name() -> None:
+    model = Packed("LSTM")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = overspill.train_step(model, None, optimizer, budget="1GiB", backend="inductor")
+    with pytest.raises(UnsupportedError):
+        step(torch.randn(5, 3, 6), torch.tensor([2, 5, 4]))
+    step.close()
 
 
 def test_a_gradient_scaler_scales_as_in_plain_training() -> None:

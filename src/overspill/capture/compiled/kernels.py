@@ -16,6 +16,8 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `py_ke
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import UnsupportedError
@@ -199,6 +202,38 @@ def _recurrent(op: Any) -> Callable[..., Any]:
     return run
 
 
+def _packed(op: Any, position: int, kernel: Callable[..., Any] | None = None) -> dict[Any, Callable[..., Any]]:
+    """`op` on a packed sequence, by `kernel` or else its C++ kernel, which looks at the number of sequences at each time.
+
+    These numbers are its argument at `position`. They are real ones (`known_values.py`), wrapped by what makes ops functional.
+    """
+    kernel = kernel or functools.partial(op._op_dk, DispatchKey.CompositeImplicitAutograd)
+
+    def run(*args: Any) -> Any:
+        sizes = args[position]
+        if isinstance(sizes, FunctionalTensor):
+            sizes = torch._from_functional_tensor(sizes.elem)
+        return kernel(*args[:position], sizes, *args[position + 1 :])
+
+    return {DispatchKey.CompositeImplicitAutograd: run}
+
+
+def _pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """The sequences beside each other and their lengths (aten/src/ATen/native/PackedSequence.cpp), whose C++ writes lengths."""
+    counts = batch_sizes.tolist()
+    padded = data.new_full((max(total_length, len(counts)), counts[0], *data.shape[1:]), padding_value)
+    # Copy times with as many sequences at once.
+    time, offset = 0, 0
+    for count, times in ((count, len([*same])) for count, same in itertools.groupby(counts)):
+        rows = data[offset : offset + times * count].view(times, count, *data.shape[1:])
+        padded[time : time + times, :count].copy_(rows)
+        time, offset = time + times, offset + times * count
+    lengths = [sum(count > i for count in counts) for i in range(counts[0])]
+    return padded.transpose(0, 1) if batch_first else padded, torch.tensor(lengths, device="cpu")
+
+
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths_and_how: Any) -> Any:
     """CTC loss with its lengths where the sound is: PyTorch reads them, which a trace cannot, or asks that they be there."""
     lengths = (length.to(log_probs.device) for length in lengths_and_how[:2])
@@ -206,13 +241,13 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths_and_how: Any) -> Any:
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, log_probs, targets, *lengths, *lengths_and_how[2:])
 
 
-RECURRENT = [
-    getattr(packet, overload)
-    for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
-    for overload in ("input", "data")
-]
+_LAYERS = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+RECURRENT = {op: _recurrent(op) for packet in _LAYERS for op in (packet.input, packet.data)}
 REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
-    **{op: {DispatchKey.CompositeImplicitAutograd: _recurrent(op)} for op in RECURRENT},
+    **{op: {DispatchKey.CompositeImplicitAutograd: kernel} for op, kernel in RECURRENT.items()},
+    **{packet.data: _packed(packet.data, 1, RECURRENT[packet.data]) for packet in _LAYERS},
+    aten._pad_packed_sequence.default: _packed(aten._pad_packed_sequence.default, 1, _pad_packed_sequence),
+    aten._pack_padded_sequence_backward.default: _packed(aten._pack_padded_sequence_backward.default, 2),
     aten.ctc_loss.Tensor: {DispatchKey.CompositeImplicitAutograd: _ctc_loss},
     aten.cudnn_batch_norm.default: {DispatchKey.Autograd: _cudnn_batch_norm},
     aten.dropout.default: dict.fromkeys(KEYS, _dropout),

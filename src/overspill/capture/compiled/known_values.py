@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,10 +93,10 @@ class KnownValues(FakeTensorMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, draws: bool = False) -> None:
-        """`draws`: the step draws random numbers as eager does, so that they are known."""
+    def __init__(self, *, eager: bool = False) -> None:
+        """`eager`: the step runs eager's kernels, so that its random numbers are known, and packed sequences traced."""
         super().__init__(allow_non_fake_inputs=True)
-        self._draws = draws
+        self._eager = eager
         self._depth = 0
         self._sources: list[_Source] = []
         self._own: Mapping[int, str] = {}
@@ -124,7 +124,7 @@ class KnownValues(FakeTensorMode):
         """The node that makes each known tensor, by its id; and the tensor, so that no other gets this id."""
         self._changed: set[int] = set()
         self._strange: set[int] = set()
-        self._knows_draws = self._draws
+        self._knows_draws = self._eager
         self._drawn: Tensor | None = None
         self._constants: dict[str, Tensor] = {}
         self._values: dict[fx.Node, Any] = {}
@@ -302,22 +302,12 @@ class KnownValues(FakeTensorMode):
         # A scalar is computed; for masks and indices a count of elements is enough.
         if func is aten._local_scalar_dense.default:
             return self._ask(self._call(aten.reshape.default, (args[0], []), {}), error).item()
-        if func is aten.nonzero.default:
-            count = self._count(args[0], error)
-            with self:
-                return torch.empty_strided(
-                    (count, args[0].dim()), (1, max(count, 1)), dtype=torch.int64, device=args[0].device
-                )
+        if (made := _ANSWERS.get(func)) is not None:
+            return made(self, error, *args)
         if func is aten.index.Tensor:
             x, indices = args
             rows = [row for index in indices for row in self._rows(index, error)]
             return super().dispatch(func, types, (x, rows), kwargs)
-        if func is aten.masked_select.default:
-            with self:
-                x, mask = torch.broadcast_tensors(*args)
-            count = self._count(mask, error)
-            with self:
-                return x.new_empty((count,))
         # Shapes that depend on one number, then all other ops.
         if func in SHAPE_FOLLOWS:
             if (follows := SHAPE_FOLLOWS[func]) is not None:
@@ -341,6 +331,35 @@ class KnownValues(FakeTensorMode):
         with _for_real():
             result = func(*tree_map_only(Tensor, real, tuple(args)), **tree_map_only(Tensor, real, dict(kwargs)))
         return tree_map_only(Tensor, self._like, result)
+
+    def _nonzero(self, error: Exception, x: Tensor) -> Tensor:
+        count = self._count(x, error)
+        with self:
+            return torch.empty_strided((count, x.dim()), (1, max(count, 1)), dtype=torch.int64, device=x.device)
+
+    def _masked(self, error: Exception, x: Tensor, mask: Tensor) -> Tensor:
+        with self:
+            x, mask = torch.broadcast_tensors(x, mask)
+        count = self._count(mask, error)
+        with self:
+            return x.new_empty((count,))
+
+    def _packed(self, error: Exception, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """A packed sequence: its fake data, and the real number of sequences at each time.
+
+        These numbers are a constant of the step, since recurrent layers and unpacking make as many ops of them. Raises
+        UnsupportedError where the step is Inductor's.
+        """
+        known = torch.stack(self._ask(self._call(aten.unbind.int, (lengths,), {}), error))
+        if not self._eager:
+            raise UnsupportedError(
+                f"the step packs sequences{where(stack_within(sys._getframe()))}, whose lengths torch.compile does not follow; use "
+                'backend="eager", or overspill.compile, which plans the graphs between'
+            ) from error
+        with _for_real():
+            data, batch_sizes = aten._pack_padded_sequence(torch.empty(x.shape[:2]), known, batch_first)
+        with self:
+            return x.new_empty((len(data), *x.shape[2:])), batch_sizes
 
     def _rows(self, index: Tensor | None, error: Exception) -> list[Tensor | None]:
         """Index tensors in place of a mask: one for each of its dimensions, of the real length."""
@@ -386,6 +405,14 @@ class KnownValues(FakeTensorMode):
                     args, kwargs = fx.node.map_arg((one.args, one.kwargs), self._values.__getitem__)
                     self._values[one] = one.target(*args, **kwargs)
         return self._values[node]
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: KnownValues._nonzero,
+    aten.masked_select.default: KnownValues._masked,
+    aten._pack_padded_sequence.default: KnownValues._packed,
+}
+"""Fake results of ops whose shapes follow from values."""
 
 
 class UnknownValue(UnsupportedError):

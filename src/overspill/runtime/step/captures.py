@@ -230,7 +230,7 @@ class StepCaptures:
         """
         infos, takes = [], []
         values: list[Any] = []
-        with KnownValues(draws=self.options.backend != "inductor") as known:
+        with KnownValues(eager=self.options.backend != "inductor") as known:
             # Parameters first, then buffers and inputs, whose values may be read.
             for name in self.state.parameters:
                 values.append(self.state.whole(name).empty().requires_grad_(self.state.trains(name)))
