@@ -82,7 +82,7 @@ def hf_train(folder: Path, *, how: str | None, budget: str | float, lora: bool =
     trainer.train()
     if session is not None:
         assert len(session.plans) >= 2, "training and evaluation ran by plans"
-        assert not any(planned.frame.broken for planned in session._planned), "model and loss are one graph"
+        assert not any(planned.frame.broken for planned in session._plans.planned), "model and loss are one graph"
         assert all(plan.peak_bytes <= plan.budget_bytes for plan in session.plans)
         assert session.engine is not None
         assert session.engine.offloaded_bytes > 0 or any(p.peak_bytes < p.unmanaged_peak_bytes for p in session.plans)

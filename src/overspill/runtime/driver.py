@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from overspill.capture.compiled.gathers import StartCollective
 from overspill.capture.compiled.whole_step import MUTATION
 from overspill.core.errors import OverspillError
-from overspill.runtime.lower import HANDLE_PREFIX, HOLDS
+from overspill.runtime.emitter import HANDLE_PREFIX, HOLDS
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import fx
 
 from overspill.capture.compiled.whole_step import UPDATE, Mutation
-from overspill.runtime.lower import DOES
+from overspill.runtime.emitter import DOES
 
 _LITERALS = (int, bool, str, type(None))
 

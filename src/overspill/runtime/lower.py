@@ -1,62 +1,27 @@
 """Lowering: a Schedule becomes FX graphs for forward and backward.
 
-Instructions are emitted exactly in the schedule's order. Run copies the captured node, Recompute copies it again,
-transfers are calls of `runtime/transfer/ops.py`. Free needs no node: a value is dropped after its last use, and `hold`
-marks a later use where the schedule keeps it longer. Views cost nothing and are made again from their storage's root
-wherever they are needed.
+Instructions are emitted exactly in the schedule's order (`emitter.py`).
 
 What crosses from forward to backward (autograd's saved tensors) is what the schedule leaves on the device and backward
 reads, as roots, and the handles of what is in the store.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `SavedForBackwardsAOTOutput` and the output node's
-`desc`; the order of the backward's inputs (saved tensors, those with `saved_tensor_with_no_vc_check` last, tangents).
 """
 
 from __future__ import annotations
 
-import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable
 
-import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._subclasses.fake_tensor import FakeTensor
 
-from overspill.capture.compiled.batch_norm import (
-    call_without_statistics,
-    recomputes_without_statistics,
-    results_without_statistics,
-)
-from overspill.capture.compiled.gathers import Gather, StartCollective, wait
-from overspill.capture.compiled.given import into_given
-from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
-from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, StorageKey, storages
-from overspill.capture.compiled.kernels import RUN_AS
-from overspill.capture.compiled.scratch import reduces_in_place
-from overspill.capture.compiled.whole_step import MUTATION, CapturedStep
-from overspill.capture.programs.functions import ProgramFunction, allocated_as
-from overspill.core import Graph, Instruction, Op, Phase, Schedule, Verb
-from overspill.core.errors import InvalidSchedule
+from overspill.capture.compiled.graph import Captured
+from overspill.capture.compiled.joint import NO_VERSION_CHECK, storages
+from overspill.capture.compiled.whole_step import CapturedStep
+from overspill.core import Graph, Instruction, Schedule, Verb
 
-from .arena import Arena, kept_storage_at, storage_at, tensor_at
+from .arena import Arena
+from .emitter import Emitter, Together
 from .halves import crossing, split
-from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
-from .transfer import ops
-from .views import reshaped, same_as
+from .live.groups import NOTHING_TOLD, MadeBy
 
-HANDLE_PREFIX = "handle_of_"
-"""Prefix of the names of a whole step's inputs that are handles."""
-OP_ID = "overspill_op"
-"""Key in an emitted node's meta: the op that it runs."""
-DOES = "overspill_does"
-"""Key in an emitted node's meta: the verb that it carries out, and the op or tensor."""
-TOGETHER = "overspill_together"
-"""Key in an emitted node's meta: how many other ops run in the same call."""
-HOLDS = "overspill_holds"
-"""Key in an input's meta: the tensor that it is."""
 NO_ARENA = Arena()
 
 
@@ -69,14 +34,14 @@ def lower(
     `arena` lie there.
     """
     forward_part, backward_part = split(captured.graph, schedule)
-    forward = _Emitter(captured, engine, backward=False, made=made, arena=arena)
+    forward = Emitter(captured, engine, backward=False, made=made, arena=arena)
     for node in captured.joint.primals:
         forward.add_placeholder(node)
     forward.emit(forward_part)
     # What backward needs of forward becomes its inputs.
     saved, handles = _crossing(captured, backward_part, forward)
     forward_module = forward.finish_forward(saved, handles)
-    backward = _Emitter(captured, engine, backward=True, made=made, arena=arena)
+    backward = Emitter(captured, engine, backward=True, made=made, arena=arena)
     backward.add_saved(saved, handles, forward)
     for node in captured.joint.tangents:
         backward.add_placeholder(node)
@@ -91,15 +56,11 @@ def lower_inference(
 
     `made` and `arena` are as for `lower`.
     """
-    emitter = _Emitter(captured, engine, backward=False, made=made, arena=arena)
+    emitter = Emitter(captured, engine, backward=False, made=made, arena=arena)
     for node in captured.joint.primals:
         emitter.add_placeholder(node)
     emitter.emit(schedule.instructions)
     return emitter.finish_forward([], [])
-
-
-Together = Callable[[Sequence[Callable[..., None]]], Callable[..., None]]
-"""Merges several functions into one, which takes a tuple of arguments for each."""
 
 
 def lower_step(
@@ -118,7 +79,7 @@ def lower_step(
     may move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store
     between steps. `made` and `arena` are as for `lower`.
     """
-    emitter = _Emitter(captured, engine, backward=False, made=made, arena=arena)
+    emitter = Emitter(captured, engine, backward=False, made=made, arena=arena)
     emitter.groups = {group[0]: group for group in groups}
     emitter.together = together
     # Inputs: tensors, handles of what is in the store, handles of what is in both.
@@ -146,9 +107,7 @@ def copied(graph: Graph, schedule: Schedule) -> list[int]:
     return [tensor for tensor in prefetched if tensor in graph.read_only and tensor not in schedule.stored]
 
 
-def _crossing(
-    captured: Captured, backward: Iterable[Instruction], forward: _Emitter
-) -> tuple[list[fx.Node], list[int]]:
+def _crossing(captured: Captured, backward: Iterable[Instruction], forward: Emitter) -> tuple[list[fx.Node], list[int]]:
     """Backward's inputs from forward: roots on the device, and tensors as handles."""
     read, prefetched = crossing(captured.graph, captured.nodes, backward)
     outputs = [node for node in captured.joint.backward_outputs if isinstance(node, fx.Node)]
@@ -161,391 +120,3 @@ def _crossing(
     ]
     saved.sort(key=lambda root: bool(root.meta.get(NO_VERSION_CHECK, False)))
     return saved, [tensor for tensor in prefetched if tensor in forward.handles]
-
-
-class _Emitter:
-    """Emits one graph.
-
-    `values` maps a captured root to the variable that holds it now.
-    """
-
-    def __init__(
-        self, captured: Captured, engine: int, *, backward: bool, made: MadeBy, arena: Arena = NO_ARENA
-    ) -> None:
-        self.captured = captured
-        self.arena = arena
-        self.memory: fx.Node | None = None
-        self.position = 0
-        self.started: dict[int, fx.Node] = {}  # collectives that nothing has waited for, by op
-        self.joint: JointGraph = captured.joint
-        self.engine = engine
-        self.backward = backward
-        self.graph = fx.Graph()
-        # Variables by captured root or view, handles and prefetches by tensor.
-        self.values: dict[fx.Node, fx.Node] = {}
-        self.views: dict[fx.Node, fx.Node] = {}
-        self.handles: dict[int, fx.Node] = {}
-        self.arriving: dict[int, fx.Node] = {}
-        self.returned: dict[fx.Node, fx.Node] = {}
-        self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
-        # Hints for a live pool, and updates that are merged into one call.
-        self._telling = Telling(made)
-        self.groups: dict[int, tuple[int, ...]] = {}
-        self.together: Together | None = None
-        self.last_touch: dict[int, int] = {}
-        self.now = 0
-        self.fake_mode = next(
-            n.meta["val"].fake_mode for n in self.joint.module.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)
-        )
-        # The captured nodes that each tensor's views are made from.
-        self._roots: dict[int, list[fx.Node]] = {}
-        for key, roots in self.joint.roots.items():
-            if key in captured.tensor_of:
-                self._roots.setdefault(captured.tensor_of[key], []).extend(roots)
-
-    def roots_of(self, tensor: int) -> list[fx.Node]:
-        """The captured nodes from which views of `tensor` are made."""
-        return self._roots.get(tensor, [])
-
-    # -- inputs and outputs
-
-    def add_placeholder(self, node: fx.Node) -> None:
-        """Add an input of the captured graph."""
-        self.values[node] = self._place_root(node)
-
-    def add_handle(self, tensor: int) -> None:
-        """Add a captured input whose bytes are in the store."""
-        root = self._only_root(tensor)
-        with self.fake_mode:
-            handle = ops.fake_handle()
-        self.handles[tensor] = self._place(HANDLE_PREFIX + root.name, {"val": handle})
-
-    def add_saved(self, saved: Iterable[fx.Node], handles: Iterable[int], forward: _Emitter) -> None:
-        """Add the inputs that forward saved.
-
-        Handles come before those that need no version check, which are last.
-        """
-        kept = list(saved)
-        for root in (r for r in kept if not r.meta.get(NO_VERSION_CHECK)):
-            self.values[root] = self._place_root(root)
-        if forward.memory is not None and kept:
-            self.memory = self._place(forward.memory.name, forward.memory.meta)
-        for tensor in handles:
-            handle = forward.handles[tensor]
-            self.handles[tensor] = self._place(handle.name, handle.meta)
-        for root in (r for r in kept if r.meta.get(NO_VERSION_CHECK)):
-            self.values[root] = self._place_root(root)
-
-    def _place(self, name: str, meta: dict[str, Any]) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta = dict(meta)
-        return node
-
-    def _place_root(self, root: fx.Node) -> fx.Node:
-        """Add an input that is a whole tensor."""
-        node = self._place(root.name, root.meta)
-        node.meta[HOLDS] = next((self.captured.tensor_of.get(key) for key in storages(root)), None)
-        return node
-
-    def finish_forward(self, saved: list[fx.Node], handles: list[int]) -> fx.GraphModule:
-        """The forward graph: its outputs, then what is saved, as `add_saved` expects."""
-        checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
-        unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
-        memory = [self.memory] if self.memory is not None and saved else []  # a reference keeps the memory
-        extra = [*checked, *memory, *(self.handles[t] for t in handles), *unchecked]
-        outputs = [
-            self.returned.get(n) or self.own(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs
-        ]
-        descs = [*self.joint.forward_descs, *(SavedForBackwardsAOTOutput(i) for i in range(len(extra)))]
-        return self._finish([*outputs, *extra], descs)
-
-    def finish_backward(self) -> fx.GraphModule:
-        """The backward graph, which returns the gradients."""
-        outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
-        return self._finish(outputs, self.joint.backward_descs)
-
-    def finish_step(
-        self, returned: Iterable[fx.Node], persistent: Iterable[fx.Node], stored: frozenset[int]
-    ) -> fx.GraphModule:
-        """The graph of a whole step: `returned`, then `persistent` as tensors or handles."""
-        tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
-        kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
-        return self._finish([*map(self.own, returned), *kept], [])
-
-    def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
-        if self.memory is not None:
-            self._call(ops.hold, (self.memory,), "held_arena")
-        self.graph.output(tuple(outputs)).meta["desc"] = descs
-        self.graph.lint()
-        return fx.GraphModule(self.joint.module, self.graph)
-
-    # -- instructions
-
-    def emit(self, instructions: Sequence[Instruction], first: int = 0) -> None:
-        """Emit this graph's instructions, from position `first` on.
-
-        Instructions after backward are dropped, since gradients are read when they are returned.
-        """
-        if self.memory is None and any(0 <= at - first < len(instructions) for _, at in self.arena.places.offsets):
-            self._take_arena()
-        remaining = enumerate(instructions, first)
-        for position, instruction in remaining:
-            if self._is_end(instruction):
-                return
-            self.position = position
-            if (made := self._telling.before(position, instruction.verb)) is not None:
-                self._call(tell_groups, (made,), "groups")
-            if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
-                others = [next(remaining)[1] for _ in group[1:]]
-                assert group[1:] == tuple(other.target for other in others)
-                self._run_together([self.captured.graph.ops[op] for op in group])
-            else:
-                self._emit(instruction.verb, instruction.target)
-
-    def _is_end(self, instruction: Instruction) -> bool:
-        ops_ = self.captured.graph.ops
-        if self.captured.graph.whole_step:
-            return False
-        return instruction.verb is Verb.RUN and ops_[instruction.target].phase is Phase.UPDATE
-
-    def _emit(self, verb: Verb, target: int) -> None:
-        if verb is Verb.RUN:
-            self._run(self.captured.graph.ops[target])
-        elif verb is Verb.RECOMPUTE:
-            self._recompute(self.captured.graph.ops[target])
-        elif verb is Verb.START:
-            node = self.captured.nodes[target]
-            started = self._in_given(node) or self.graph.node_copy(node, self.resolve)
-            started.target = StartCollective(started.target)
-            started.meta = {"val": None, OP_ID: target, DOES: (verb, target)}
-            self.started[target] = started
-        elif verb is Verb.FREE:
-            self._free(target)
-        # Transfers: a call of the engine, whose result is a handle or the arriving tensor.
-        elif verb is Verb.OFFLOAD:
-            root = self._only_root(target)
-            handle = self._call(ops.offload, (self.values[root], self.engine), f"handle_{root.name}")
-            with self.fake_mode:
-                handle.meta.update(val=ops.fake_handle(), **{DOES: (verb, target)})
-            self.handles[target] = handle
-            self._touch(target)
-        elif verb is Verb.AWAIT_OFFLOAD:
-            root = self._only_root(target)
-            given = self.handles[target], self.values[root], self.engine
-            self._call(ops.await_offload, given, f"left_{root.name}").meta[DOES] = verb, target
-            self._touch(target)
-        elif verb is Verb.PREFETCH:
-            root = self._only_root(target)
-            lasts = target in self.arena.places.between
-            into = self._place_in_arena(kept_storage_at if lasts else storage_at, target)
-            given = self.handles[target], self.engine, *into
-            arriving = self._call(ops.prefetch, given, f"arriving_{root.name}")
-            arriving.meta.update(val=root.meta["val"], **{DOES: (verb, target)})
-            self.arriving[target] = arriving
-        else:
-            root = self._only_root(target)
-            arrived = self._call(ops.await_prefetch, (self.arriving.pop(target), self.engine), root.name)
-            arrived.meta.update(val=root.meta["val"], **{DOES: (verb, target)})
-            self.values[root] = arrived
-            self._touch(target)
-
-    def _run(self, op: Op) -> None:
-        node = self.captured.nodes.get(op.id)
-        self.now += 1
-        if node is None:
-            # What is handed out here may be freed by the schedule next: take it while it is there.
-            handed = {WRITE_BACK: self.joint.write_backs.values(), GRADIENTS: self.joint.backward_outputs}.get(
-                op.name, ()
-            )
-            self.returned.update({n: self.own(n) for n in handed if isinstance(n, fx.Node)})
-            return
-        does = Verb.RUN, op.id
-        new = self._copy(node, does)
-        new.meta = {**node.meta, OP_ID: op.id, DOES: does}
-        self._take_results(node, new, self._results(node))
-        self._touch(*op.reads, *op.writes)
-
-    def _run_together(self, group: Sequence[Op]) -> None:
-        """Emit one call for several updates, none of which returns a value."""
-        nodes = [self.captured.nodes[op.id] for op in group]
-        self.now += 1
-        assert self.together is not None
-        call = self.together([node.target for node in nodes])
-        given = tuple(fx.node.map_arg(node.args, self.resolve) for node in nodes)
-        new = self._call(call, given, f"{nodes[0].name}_and_{len(nodes) - 1}_others")
-        new.meta.update({DOES: (Verb.RUN, group[0].id), TOGETHER: len(group) - 1})
-        first = nodes[0].meta[MUTATION]
-        new.meta[MUTATION] = replace(first, layer=f"{first.layer} and {len(nodes) - 1} others")
-        for op in group:
-            self._touch(*op.reads, *op.writes)
-
-    def _recompute(self, op: Op) -> None:
-        node = self.captured.nodes[op.id]
-        self.now += 1
-        results = self._results(node)
-        # A batch norm must not update its running statistics again.
-        if recomputes_without_statistics(node):
-            kept = results_without_statistics(node)
-            target, args = call_without_statistics(node)
-            new = self._call(target, fx.node.map_arg(args, self.resolve), node.name)
-            new.meta = {**node.meta, "val": kept}
-            new.meta.pop("tensor_meta", None)
-            results = [r for r in results if r.args[1] < len(kept)]
-        else:
-            new = self._copy(node, (Verb.RECOMPUTE, op.id))
-            new.meta = dict(node.meta)
-        new.meta.update(
-            {OP_ID: op.id, DOES: (Verb.RECOMPUTE, op.id), "partitioner_tag": "is_backward", "autograd_backward": True}
-        )
-        self._take_results(node, new, [r for r in results if r not in self.values])
-        self._touch(*op.recompute_reads, *op.recompute_writes)
-
-    def _copy(self, node: fx.Node, does: tuple[Verb, int]) -> fx.Node:
-        if (started := self.started.pop(does[1], None)) is not None:
-            return self._call(wait, (started,), node.name)
-        new = self._in_place(node) or self._in_given(node) or self.graph.node_copy(node, self.resolve)
-        new.target = RUN_AS.get(new.target, new.target)
-        if not reduces_in_place(node):
-            return new
-        new.meta[DOES] = does  # with the copy, which has its name
-        alone = self._call(torch.ops.aten.clone.default, (new,), node.name)
-        new.meta = {**node.meta, **alone.meta, "val": node.meta["val"]}
-        return alone
-
-    def _in_place(self, node: fx.Node) -> fx.Node | None:
-        """A call of an op that makes its result at its place in the arena, if it has one."""
-        offsets, keys = self.arena.places.offsets, storages(node)
-        if len(keys) != 1 or (self.captured.tensor_of.get(keys[0]), self.position) not in offsets:
-            return None
-        if (how := into_given(node)) is None:
-            return None
-        (memory,) = self._given(node)
-        args, kwargs = fx.node.map_arg((how.args, how.kwargs), self.resolve)
-        args, kwargs = (args, {**kwargs, how.name: memory}) if how.name else ((memory, *args), kwargs)
-        new = self.graph.create_node("call_function", how.target, args, kwargs, name=node.name)
-        new.meta = dict(node.meta)
-        return new
-
-    def _in_given(self, node: fx.Node) -> fx.Node | None:
-        """A call of a program or a gather that writes its results to their places, if any has one."""
-        if not (self.arena.places.offsets and isinstance(node.target, (ProgramFunction, Gather))):
-            return None
-        is_gather = isinstance(node.target, Gather)
-        roots: dict[Any, fx.Node] = {
-            root.args[1] if is_gather else allocated_as(root): root for root in self._results(node)
-        }
-        places = {name: at for name, root in roots.items() if name is not None for at in self._given(root)}
-        if not places:
-            return None
-        new = self.graph.node_copy(node, self.resolve)
-        new.target, new.args = node.target.given(list(places)), (*places.values(), *new.args)
-        return new
-
-    def _given(self, root: fx.Node) -> list[fx.Node]:
-        """The memory of a new tensor at its place in the arena; empty if it has none."""
-        value = root.meta["val"]
-        (tensor,) = (self.captured.tensor_of[key] for key in storages(root))
-        return self._place_in_arena(tensor_at, tensor, tuple(value.shape), value.stride(), value.dtype)
-
-    def _place_in_arena(self, what: Callable[..., Any], tensor: int, *layout: Any) -> list[fx.Node]:
-        """A call of `what` for the tensor's present place; empty if it has none."""
-        offset = self.arena.places.offsets.get((tensor, self.position))
-        if offset is None:
-            return []
-        placed = self.captured.graph.tensors[tensor]
-        return [self._call(what, (self.memory, offset, placed.nbytes, *layout), f"place_{placed.name}")]
-
-    def _take_arena(self) -> None:
-        """Take the arena, before anything else is allocated: nothing then lies in its way."""
-        assert self.arena.take is not None
-        self.memory = self._call(self.arena.take, (), "arena")
-        with self.fake_mode:
-            self.memory.meta["val"] = torch.empty(self.arena.places.arena_bytes, dtype=torch.uint8)
-
-    def _results(self, node: fx.Node) -> list[fx.Node]:
-        """The captured nodes for the results of `node`: itself, or its getitems."""
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            return [node]
-        return [user for user in node.users if user.target is operator.getitem]
-
-    def _take_results(self, node: fx.Node, new: fx.Node, results: list[fx.Node]) -> None:
-        for result in results:
-            if result is node:
-                self.values[node] = new
-            else:
-                self.values[result] = self.graph.call_function(operator.getitem, (new, result.args[1]))
-                self.values[result].meta = dict(result.meta)
-
-    def _free(self, tensor: int) -> None:
-        roots = [root for root in self.roots_of(tensor) if root in self.values]
-        if self.last_touch.get(tensor, -1) != self.now and roots:
-            for root in roots:
-                self._call(ops.hold, (self.values[root],), f"held_{root.name}")
-        for root in roots:
-            del self.values[root]
-            for key in storages(root):
-                for view in self._views_of.pop(key, ()):
-                    self.views.pop(view, None)
-
-    def _call(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = None
-        if self.backward:
-            node.meta.update(partitioner_tag="is_backward", autograd_backward=True)
-        return node
-
-    def _touch(self, *tensors: int) -> None:
-        self.last_touch.update(dict.fromkeys(tensors, self.now))
-
-    def _only_root(self, tensor: int) -> fx.Node:
-        roots = self.roots_of(tensor)
-        if len(roots) != 1:
-            raise InvalidSchedule(
-                f"{self.captured.graph.tensors[tensor].name} has {len(roots)} roots and cannot be moved"
-            )
-        return roots[0]
-
-    def resolve(self, node: fx.Node) -> fx.Node:
-        """A variable with a captured node's value, for an op that reads it."""
-        return self.own(self._first_same(node))
-
-    def _first_same(self, node: fx.Node) -> fx.Node:
-        """`node`, or the first that it is the same view as."""
-        while node not in self.values and node not in self.views and (same := same_as(node)) is not None:
-            node = same
-        return node
-
-    def own(self, node: fx.Node) -> fx.Node:
-        """A captured node's own variable here: its root's, or a new view of it."""
-        if node in self.values:
-            return self.values[node]
-        if node in self.views:
-            return self.views[node]
-        if node.op == "get_attr":
-            self.values[node] = self.graph.node_copy(node)
-            return self.values[node]
-        # A view, or a plain value, is made again from its inputs.
-        if not (self.joint.is_view(node) or self._is_plain(node)):
-            raise InvalidSchedule(f"{node.name} is not on the device where the schedule reads it")
-        of_shape = reshaped(node) is not None
-
-        def source(before: fx.Node) -> fx.Node:
-            before = self._first_same(before)
-            # A shape of a shape is one call, unless the first is there.
-            while of_shape and before not in self.values and before not in self.views and (n := reshaped(before)):
-                before = self._first_same(n)
-            return self.own(before)
-
-        new = self.graph.node_copy(node, source)
-        new.meta = dict(node.meta)
-        self.views[node] = new
-        for key in storages(node):
-            self._views_of[key].append(node)
-        return new
-
-    def _is_plain(self, node: fx.Node) -> bool:
-        """Whether `node` can be repeated anywhere.
-
-        It makes no tensor of the plan: a number, or a tensor that nobody writes to.
-        """
-        return node.op == "call_function" and not any(key in self.captured.tensor_of for key in storages(node))

@@ -15,7 +15,7 @@ from overspill.core import Graph
 from overspill.costs import MeasuredTimes, signature
 
 from .driver import LoweredProgram
-from .lower import OP_ID
+from .emitter import OP_ID
 
 
 class OpTimer:

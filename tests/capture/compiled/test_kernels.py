@@ -113,7 +113,7 @@ def test_batch_norm_by_cudnn_has_its_gradient_where_it_updates_nothing(training:
 
 def test_batch_norm_by_cudnn_is_recomputed_by_cudnn_without_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:  # no GPU here: what is asked is the device alone
-        for place in ("capture.compiled.graph", "runtime.lower"):
+        for place in ("capture.compiled.graph", "runtime.emitter"):
             patched.setattr(f"overspill.{place}.recomputes_without_statistics", lambda n: n.target is CUDNN_BATCH_NORM)
         found = captured(cudnn, 4, 3, 5, 5)
         (op,) = [op for op in found.graph.ops if op.name == "_batch_norm_with_update_functional"]

@@ -33,7 +33,7 @@ from overspill.policies import POLICIES
 from overspill.runtime.arena import Arena, Arenas
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.partitions import Partitioned
-from overspill.runtime.compiled.planned import GraphFrame
+from overspill.runtime.compiled.pending import GraphFrame
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import NO_ARENA, lower

@@ -243,7 +243,7 @@ def test_two_kinds_of_evaluation_before_training_are_not_held_to_each_other() ->
         warnings.simplefilter("error")
         compiled(torch.ones(64, 8))
         compiled(torch.ones(3, 8))
-    assert not compiled.overspill.outdated
+    assert not compiled.overspill.renewal.is_asked
     assert len(compiled.overspill.plans) == 2
 
 

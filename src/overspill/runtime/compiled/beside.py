@@ -23,7 +23,7 @@ from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanage
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import PYTORCH, Options, has_arena, is_of_card, unmanaged_bytes
 
-from .pending import GraphKey
+from .pending import GraphFrame, GraphKey
 
 SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
 """Shares of the most that calls could keep, tried in this order until all have a plan."""
@@ -65,16 +65,22 @@ class GraphProblem(Generic[C]):
     `capture` makes a Graph of the joint graph, and `plan` a Plan of that.
     """
 
+    kind: GraphKey
+    frame: GraphFrame
     joint: JointGraph
     inputs: list[InputInfo]
     surroundings: Surroundings
     options: Options
     device: Device
-    broken: bool
     capture: Callable[[JointGraph, list[InputInfo], Surroundings], C]
     plan: Callable[[Options, C, Device, int], Plan]
     late: bool = False
     """Whether its inputs arrive while other calls are pending; else the plans of these count them."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the graph has a backward."""
+        return bool(self.joint.tangents)
 
     def captured(self, room: Room, budget: int) -> C:
         """Capture with bytes reserved for concurrent calls.
@@ -87,7 +93,7 @@ class GraphProblem(Generic[C]):
         )
         found = self.capture(self.joint, self.inputs, around)
         # Reserve what the call must not keep between forward and backward.
-        keep = self.least_bytes if self.broken else room.keep_bytes
+        keep = self.least_bytes if self.frame.broken else room.keep_bytes
         if keep is None or has_arena(self.options, self.device):
             return found
         rest = budget - room.pending_bytes - keep - sum(t.nbytes for t in found.graph.tensors if t.persistent)

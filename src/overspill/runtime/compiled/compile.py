@@ -183,7 +183,7 @@ class _Call:
         self._called = False
         if isinstance(recipe.model, nn.Module):
             self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
-        session.replans = True
+        session.renewal.at_calls = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a part of what is compiled around it, and of its plans
@@ -193,7 +193,7 @@ class _Call:
             of = getattr(self._recipe.model, "__self__", None)
             self.overspill.follow(of.parameters() if isinstance(of, nn.Module) else ())
         # Plan again if needed, and begin a step of the live pool and the recorder.
-        self._notice_kept_gradients()
+        self.overspill.notice_kept_gradients()
         steps = self.overspill.steps
         if steps is not None and torch.is_grad_enabled():
             steps.begin_step()
@@ -221,13 +221,3 @@ class _Call:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._recipe.reduced(protocol)
-
-    def _notice_kept_gradients(self) -> None:
-        """Plan once more if gradients of an earlier backward are still there."""
-        session = self.overspill
-        if not session.accumulates and torch.is_grad_enabled() and session.gradients_are_kept():
-            session.accumulates = True
-            if session.plans:
-                session.settle()
-                session.forget_plans()
-                torch._dynamo.reset()

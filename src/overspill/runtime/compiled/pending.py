@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,14 @@ class GraphKey(NamedTuple):
 
     part: Part
     inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class GraphFrame:
+    """Which graph of the model: Dynamo's frame id, and whether a graph break follows."""
+
+    id: int
+    broken: bool
 
 
 class PendingCalls:

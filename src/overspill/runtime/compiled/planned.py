@@ -12,7 +12,7 @@ from overspill.core import Verb
 from overspill.plans.plan import Plan
 
 from .beside import Room
-from .pending import GraphKey, Part
+from .pending import GraphFrame, GraphKey, Part
 
 
 class SessionStep(Protocol):
@@ -23,14 +23,6 @@ class SessionStep(Protocol):
 
     def kept_bytes(self) -> int:
         """Bytes that it keeps between two steps."""
-
-
-@dataclass(frozen=True)
-class GraphFrame:
-    """Which graph of the model: Dynamo's frame id, and whether a graph break follows."""
-
-    id: int
-    broken: bool
 
 
 @dataclass

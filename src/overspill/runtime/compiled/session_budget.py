@@ -7,15 +7,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime.options import Options, budget_for, fixed_budget, is_of_card, unmanaged_bytes, within_budget
 
 from .beside import GraphProblem, HasGraph, Room, Settlement
-from .pending import GraphKey, Part
+from .pending import Part
 
 _LOG = logging.getLogger("overspill")
 
@@ -38,20 +36,12 @@ class SessionBudget:
         self._counted.clear()
         self._fixed = None
 
-    def bytes_for(
-        self,
-        problem: GraphProblem[Any],
-        room: Room,
-        kind: GraphKey,
-        where: torch.device,
-        *,
-        is_settled: bool,
-        plans: Iterable[Plan],
-    ) -> int:
+    def bytes_for(self, problem: GraphProblem[Any], room: Room, *, is_settled: bool, plans: Iterable[Plan]) -> int:
         """The budget in bytes for one graph: live bytes, or a card's.
 
         `is_settled`: calls of its kind have their room alongside others. `plans` are those of the session so far.
         """
+        where, kind = problem.joint.device, problem.kind
         if not self._options.limit.is_relative:
             return fixed_budget(self._options, problem.device, where)
         # A relative budget follows from the first training step.

@@ -12,7 +12,7 @@ from torch import fx
 
 from overspill.core import Graph
 from overspill.runtime.driver import Instructions, LoweredProgram, ProgramRun
-from overspill.runtime.lower import DOES, TOGETHER
+from overspill.runtime.emitter import DOES, TOGETHER
 
 from .record import Label
 from .recorder import RunRecorder

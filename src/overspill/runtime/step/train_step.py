@@ -1,13 +1,10 @@
-"""`overspill.train_step`: forward, loss, backward and update as one planned step.
-
-Private to PyTorch (2.11 to 2.14): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
-"""
+"""`overspill.train_step`: forward, loss, backward and update as one planned step."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -19,34 +16,29 @@ from torch.utils._pytree import tree_flatten
 
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.capture.programs.allocations import allocations, peak_of
-from overspill.core import Device, Graph, TensorKind
-from overspill.core.errors import RequestError, UnsupportedError, forgetful, is_out_of_memory
-from overspill.core.units import format_apart
+from overspill.core import Device, Graph
+from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.job import GradientOptions
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
-from overspill.runtime.compiled.inductor import align
 from overspill.runtime.compiled.partitions import Partitioned
-from overspill.runtime.driver import ProgramRun
 from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
 from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.recording.recorder import RunRecorder
-from overspill.runtime.recording.told import told_instructions
 from overspill.runtime.reserved import ReservedWatch
-from overspill.runtime.sharding import local_of, processes_of
+from overspill.runtime.sharding import processes_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
-from overspill.runtime.transfer.host_memory import give_back
 
 from .call import StepCall, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer, step_post_hooks
-from .in_arena import settle
-from .plans import LOSS_BYTES, Compiled, StepPlans
+from .microbatch import MicrobatchRunner
+from .plans import StepPlans
 from .shown import optimizer_hooks
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
@@ -98,6 +90,7 @@ class TrainStep(PlannedPeaks):
         sums = None if sharding is None else sharding.sum_over_ranks
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm, sums)
         self._plans = StepPlans(self._state, options, gradients, clipping, processes, self._underway.add_up)
+        self._runner = MicrobatchRunner(self._state, self._plans, self._underway)
         if self._state.where.type == "cuda":
             self._plans.place_live()
         self._state.advice = self._underway.advice
@@ -174,7 +167,7 @@ class TrainStep(PlannedPeaks):
         # Run the micro-batches; an error leaves an unfinished step, or undoes it.
         try:
             while not call.is_done:
-                self._carry_on(call)
+                self._runner.carry_on(call, self.tracker, self.recorder)
         except BaseException as error:
             self._underway.stopped(error, self._state)
             raise
@@ -196,21 +189,6 @@ class TrainStep(PlannedPeaks):
     def join(self, beside: Callable[[], int]) -> None:
         """Leave room for the bytes that the session's other models keep on the device."""
         self._plans.beside = beside
-
-    def _check_room_for_hooks(self, call: StepCall, compiled: Compiled) -> None:
-        """Raise UnsupportedError if step post-hooks need more than the budget.
-
-        They see all weights and state, which must then be on the device.
-        """
-        if not step_post_hooks(self.optimizer):
-            return
-        needed = self._state.whole_bytes() + batches.bytes_outside(call.inputs, ()) + LOSS_BYTES
-        if needed > compiled.plan.budget_bytes:
-            needs, budget = format_apart(needed, compiled.plan.budget_bytes)
-            raise UnsupportedError(
-                f"step post-hooks are there to see all weights and state, which take {needs} of a budget of {budget}; "
-                "remove them, and do it behind step(...)"
-            )
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise RequestError(
@@ -370,99 +348,6 @@ class TrainStep(PlannedPeaks):
             self._state.synchronize()
         self._end.detach()
         let_go(self._state, self._plans, self._hooks)
-
-    # -- one graph of the step
-
-    def _carry_on(self, call: StepCall) -> None:
-        """Run the rest of the next micro-batch, as far as memory allows.
-
-        A live pool without room is enlarged, or the step starts again.
-        """
-        try:
-            return self._run_part(call)
-        except Exception as error:
-            steps = self._plans.steps  # on the CPU the first plan has just made it
-            if steps is None or not steps.restarts or not is_out_of_memory(error):
-                raise
-            failure = forgetful(error)  # what its frames hold would stay in the pool
-        if not self._underway.has_more_room(call, self._state, steps):
-            raise failure
-        return None
-
-    def _run_part(self, call: StepCall) -> None:
-        if call.run is None:
-            self._begin(call)
-        compiled, run, recorder = call.compiled, call.run, self.recorder
-        # Run the instructions.
-        assert compiled is not None
-        assert run is not None
-        told = None if recorder is None else told_instructions(compiled.program, compiled.plan.graph, recorder)
-        with self._plans.running(), torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
-            loss, *results = run.go_on(self._state.gate.may_go_on, told)
-        # Put the results where they belong: residents, then the loss and other outputs.
-        count = len(compiled.results.places)
-        others, results = results[:count], results[count:]
-        residents = self._state.residency.residents
-        for name, value in zip(compiled.moving, results, strict=True):
-            if name in compiled.stored:
-                residents[name].stored(value)
-            elif name in compiled.copied:
-                residents[name].hidden = value
-            else:
-                residents[name].put(value)
-        results.clear()  # should anything hold this frame, it holds no tensors
-        call.loss = loss if call.loss is None else call.loss + loss
-        call.returned = compiled.results.filled(call.loss, others)
-        others.clear()
-        call.number, call.run, call.compiled = call.number + 1, None, None
-
-    def _begin(self, call: StepCall) -> None:
-        """Bring everything to where the next micro-batch's plan begins."""
-        part = call.parts[call.number]
-        if call.number == 0:
-            self._plans.share_buffers(part)
-        # Plan it, and move residents to or from the store.
-        compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
-        self._check_room_for_hooks(call, compiled)
-        if self._state.engine is not None:
-            with self._plans.running():
-                self._move(compiled, self._state.engine)
-        # Collect the program's arguments.
-        tensors = batches.tensors(part)
-        if self.options.backend == "inductor":
-            align(tensors, range(len(tensors)))
-        given = [*self._state.buffers.values(), *tensors]
-        residents = self._state.residency.residents
-        args: list[Any] = []
-        for what in compiled.takes:
-            if isinstance(what, int):
-                args.append(given[what])
-            elif (resident := residents.get(what)) is None:
-                args.append(local_of(self._state.parameters[what]).data)
-            else:
-                args.append(resident.take_handle() if what in compiled.stored else resident.take())
-        args += [residents[name].handle for name in compiled.copied]
-        if self.recorder is not None:
-            self.recorder.given(compiled.plan.graph, compiled.program.held, args)
-            self.recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
-        if self.tracker is not None:
-            self.tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
-        call.compiled, call.run = compiled, ProgramRun(compiled.program, args)
-
-    def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
-        engine.recorder = self.recorder
-        sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, engine)
-        if sent and self._state.where.type == "cpu":
-            give_back()  # a model may have been built where the heap keeps what it frees
-        if (steps := self._plans.steps) is not None and not steps.holds_model:
-            self._state.renew()  # a live pool has all that moves from the first step on
-            steps.holds_model = True
-        places = compiled.plan.places
-        nbytes = 0 if places is None else places.arena_bytes
-        settle(self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where)
-        here = [name for name in compiled.moving if name not in compiled.stored]
-        self._state.residency.bring((name for name in here if name not in compiled.copied), engine)
-        self._state.residency.copy(compiled.copied, engine)
 
 
 def train_step(

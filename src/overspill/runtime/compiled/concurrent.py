@@ -1,0 +1,117 @@
+"""What calls leave to others whose backwards are pending at the same time."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .beside import ALONE, GraphProblem, Room, Settlement, is_summed, room_beside
+from .bystanders import Bystanders
+from .pending import GraphKey, PendingCalls
+from .planned import Planned
+
+
+class ConcurrentCalls:
+    """Which kinds of calls are pending at once, and the room that each leaves to the others.
+
+    `problems` has the training graphs that are planned.
+    """
+
+    def __init__(self) -> None:
+        self.pending = PendingCalls()
+        self.bystanders = Bystanders()
+        self.problems: dict[GraphKey, GraphProblem[Any]] = {}
+        self._keeps: Counter[GraphKey] = Counter()  # bytes kept for backward by the last plan of each kind of call
+        self._late: set[GraphKey] = set()  # kinds of calls whose inputs arrive while others are pending
+        self._rooms: dict[GraphKey, Room] = {}
+        self._settled: tuple[bool, dict[GraphKey, Counter[GraphKey]]] = False, {}
+
+    def __contains__(self, kind: GraphKey) -> bool:
+        """Whether its room is settled."""
+        return kind in self._rooms
+
+    def room(self, kind: GraphKey, kept_bytes: int) -> Room:
+        """The room that a call of `kind` leaves; `kept_bytes` where that is not settled yet."""
+        return self._rooms.get(kind, Room(pending_bytes=kept_bytes))
+
+    def plan(self, planned: Planned, problem: GraphProblem[Any]) -> None:
+        """Note the plan of a training graph."""
+        self.problems[planned.kind] = problem.as_one_of_several()
+        self._keeps[planned.kind] = planned.retained_bytes
+
+    def beside(self, kind: GraphKey) -> Counter[GraphKey]:
+        """Concurrent calls that a call of `kind` must leave room for.
+
+        Those that were settled, else what has been seen of other models.
+        """
+        seen = self.pending.beside.get(kind, Counter())
+        if kind in self:
+            return Counter(seen)
+        return Counter({k: n for k, n in (seen | self.pending.others(None)).items() if k.part[0] != kind.part[0]})
+
+    def kept_by_other_models(self, kind: GraphKey) -> int:
+        """Bytes that calls of other models keep for backward when one of `kind` runs."""
+        beside = self.beside(kind)
+        return sum(n * self._keeps[other] for other, n in beside.items() if other.part[0] != kind.part[0])
+
+    def see(self, planned: Planned, args: Sequence[Any], call: weakref.ref[Node] | None) -> Counter[GraphKey] | None:
+        """The other calls that are pending when a planned graph runs, if they are more than its plan knew."""
+        beside = self.pending.others(call)
+        if beside <= planned.beside:
+            return None
+        planned.beside |= beside
+        if any(isinstance(args[i], Tensor) and args[i] not in self.bystanders for i in planned.given if args):
+            self._late.add(planned.kind)
+        self.pending.learn(planned.kind, planned.beside)
+        return beside if planned.beside.keys() <= self.problems.keys() else None
+
+    def needed_bytes(self, planned: Planned) -> int:
+        """Peak bytes of a plan with all calls known to be concurrent with it."""
+        room, problem = planned.room, self.problems.get(planned.kind)
+        sums = is_summed(planned.kind, self.pending.beside)
+        needed = room_beside(planned.kind, planned.beside, self.problems, self._keeps, sums=sums)
+        more = needed.pending_bytes - room.pending_bytes + max(0, needed.loss_bytes - room.loss_bytes)
+        if needed.sums and not room.sums and problem is not None:
+            more += problem.gradient_bytes
+        return planned.least_peak_bytes + more
+
+    def settle(self, live_bytes: Callable[[Settlement], int], *, accumulates: bool) -> bool:
+        """Settle how many bytes concurrent calls leave to one another; `live_bytes` gives what they have together.
+
+        Returns whether anything changed. Raises InfeasibleBudget where they do not fit together.
+        """
+        known = {kind: others for kind, others in self.pending.beside.items() if others}
+        if (accumulates, known) == self._settled:
+            return False
+        self._settled = accumulates, dict(known)
+        for problem in [*self.problems.values()]:
+            self._learn_of(problem, accumulates=accumulates)
+        self._make_room(live_bytes)
+        return True
+
+    def settle_again(
+        self, problem: GraphProblem[Any], live_bytes: Callable[[Settlement], int], *, accumulates: bool
+    ) -> Room:
+        """The room of a call with more concurrent calls than rooms were settled for.
+
+        Raises InfeasibleBudget as `settle` does.
+        """
+        self._learn_of(problem, accumulates=accumulates)
+        self._make_room(live_bytes)
+        return self._rooms.get(problem.kind, ALONE)
+
+    def _learn_of(self, problem: GraphProblem[Any], *, accumulates: bool) -> None:
+        """Keep `problem` with what has been seen of its calls since."""
+        around = replace(problem.surroundings, accumulates=accumulates)
+        self.problems[problem.kind] = replace(problem, late=problem.kind in self._late, surroundings=around)
+
+    def _make_room(self, live_bytes: Callable[[Settlement], int]) -> None:
+        settlement = Settlement(self.problems, self.pending.beside)
+        if settlement.kinds:
+            self._rooms = settlement.rooms(live_bytes(settlement))

@@ -1,0 +1,356 @@
+"""Compiles one graph of Dynamo's: through AOTAutograd, by the session's plan, to lowered graphs that run.
+
+Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_autograd`'s `partition_fn` and
+`torch._C._DisableAutocast`.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
+
+from overspill.capture.compiled.graph import Captured, capture
+from overspill.capture.compiled.joint import JointGraph, copied, device_of
+from overspill.capture.compiled.kernels import eager_kernels
+from overspill.capture.compiled.pieces import in_pieces
+from overspill.capture.compiled.trace import describe_inputs, leaves_told
+from overspill.core import Device, Graph
+from overspill.core.errors import InfeasibleBudget, UnsupportedError
+from overspill.core.units import format_bytes, format_seconds
+from overspill.planning.carried_over import carried_over
+from overspill.plans.plan import NO_LIMIT_BYTES, Plan
+from overspill.runtime.arena import Arena
+from overspill.runtime.driver import LoweredProgram
+from overspill.runtime.lower import lower, lower_inference
+from overspill.runtime.lower_groups import made_by
+from overspill.runtime.options import Options
+from overspill.runtime.profile import OpTimer
+from overspill.runtime.recording.recorder import RunRecorder
+from overspill.runtime.recording.told import run as run_program
+
+from .calls import LEAVE_OUT, WRITES_OVER, Lowered
+from .double_backward import compiled_node, refuse_double_backward
+from .partitions import Partitioned
+from .pending import GraphFrame
+from .planned import Planned
+from .session import Session, plan_captured
+from .tangents import (
+    JointGradients,
+    Layout,
+    begin_backward,
+    fake_examples,
+    laid_out,
+    takes_what_is_saved,
+    without_absent,
+    without_outputs_of_loss,
+)
+
+Compiled = Callable[..., Any]
+T = TypeVar("T")
+_LOG = logging.getLogger("overspill")
+
+
+class _Traced(Exception):
+    """Ends an AOTAutograd trace once the joint graph is known."""
+
+
+class GraphCompiler:
+    """Compiles one Dynamo graph: plans it when AOTAutograd partitions, and lowers it."""
+
+    def __init__(
+        self, module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: GraphFrame
+    ) -> None:
+        self.module = module
+        self.examples = list(examples)
+        self._session = session
+        self.where = device_of(module.graph)
+        self.inputs = describe_inputs(module, examples)
+        self.frame = frame
+        self.planned: Planned | None = None
+        self.has_arena = False
+        self.gradients: JointGradients | None = None
+        self.timer: OpTimer | None = None
+        self.fakes: list[Any] = []
+        self.autocast: AbstractContextManager[Any] = nullcontext()
+
+    @property
+    def session(self) -> Session:
+        """The session of the model being called."""
+        return self._session()
+
+    def watched(self, compiled: Compiled) -> Compiled:
+        """`compiled`, wrapped so that the session sees each forward and backward.
+
+        A second derivative of its backward is refused.
+        """
+        session_now, planned, has_arena, gradients = self._session, self.planned, self.has_arena, self.gradients
+        if planned is None:  # no ops
+            return compiled
+
+        def begin(session: Session, call: Any) -> None:
+            session.watch_calls.backwards_run += 1
+            session.see(planned, call=call)
+            session.arenas.give_back()  # of calls whose backward is over
+
+        def run(*args: Any) -> Any:
+            session = session_now()
+            session.see(planned, args)
+            if not has_arena:
+                session.arenas.give_back()
+            outputs = compiled(*args)
+            # Register what must happen when autograd reaches this call's backward.
+            if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
+                refuse_double_backward(node)
+                if gradients is not None:
+                    node.register_prehook(begin_backward)
+                    node.set_materialize_grads(not gradients.can_differ)
+                if planned.made_into_loss:
+                    node.register_prehook(partial(session.losses.see_gradients, planned))
+                # The node has the session now: a model may be dropped before its backward.
+                session.pending.begin(node, planned.kind, partial(begin, session))
+            return outputs
+
+        return run
+
+    def tell(self, seconds: float) -> None:
+        """Log which kernels run by which plan, and the seconds it took."""
+        if self.planned is not None:
+            plan, parted = self.planned.plan, self.planned.partition
+            _LOG.info(
+                "%s graph with %s kernels%s, planned and compiled in %s: peak %s of %s, unmanaged %s",
+                "training" if self.planned.kind.inputs[0] else "evaluation",
+                "eager's" if parted is None else "Inductor's",
+                "" if parted in (None, 1.0) else f" (activation_memory_budget={parted:g})",
+                format_seconds(seconds),
+                *map(format_bytes, (plan.peak_bytes, plan.budget_bytes, plan.unmanaged_peak_bytes)),
+            )
+
+    def compile(self) -> Compiled:
+        # Users call backward outside the autocast region.
+        with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
+            if self.session.options.backend == "inductor":
+                if self.session.options.on_unplanned != "warn":
+                    return self._by_inductor()
+                unchanged = copied(self.module)
+                try:
+                    return self._by_inductor()
+                except UnsupportedError as error:
+                    warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
+                    self.module = unchanged
+            # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
+            self.fakes = fake_examples(self.examples) if torch.is_grad_enabled() else []
+            self.autocast = _autocast(self.where)
+            with torch._functorch.config.patch(donated_buffer=False):
+                return self._traced(self.examples, self.partition)
+
+    def _traced(self, examples: Sequence[Any], partition: Callable[..., Any]) -> Compiled:
+        with eager_kernels() as casts, leaves_told(self.module, examples, casts):
+            return aot_autograd(
+                fw_compiler=self._boxed,
+                bw_compiler=self._backward,
+                inference_compiler=self._infer,
+                partition_fn=partition,
+            )(self.module, examples)
+
+    def _by_inductor(self) -> Compiled:
+        from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
+
+        partition = self.session.options.partition
+        return compile_with_inductor(self.module, self.examples, self._plan_programs, self._running, partition)
+
+    def _running(self) -> AbstractContextManager[RunRecorder | None]:
+        return self.session.running()
+
+    def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
+        """The captured programs and their lowered graphs, for `compile_with_inductor`."""
+
+        def make(options: Options, partitioned: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
+            return partitioned.best_plan(lambda captured: plan_captured(options, captured, device, budget_bytes))
+
+        # Plan every partition that is worth it; `make` picks the fastest.
+        about = joint, self.inputs, self.examples, self.frame, how, make
+        partitioned, self.planned = self._if_only_loss(joint, partial(self.session.plan, *about))
+        plan = self.planned.plan
+        captured = partitioned.of(plan.graph)
+        self.planned.partition = captured.partition
+        return captured, self._lowered(captured, plan, *self._prepared(plan))
+
+    def _prepared(self, plan: Plan) -> tuple[int, Arena]:
+        """The number of an engine with room for `plan` in its store, and the plan's arena."""
+        device = self.where
+        arena = self.session.arenas.of(plan, device)
+        self.has_arena = arena.take is not None
+        return self.session.engine_for(plan, device), arena
+
+    def partition(
+        self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """AOTAutograd's partitioner: the forward and backward graphs, lowered from the plan."""
+        graph = JointGraph(joint, num_fwd_outputs)
+        self.gradients = JointGradients(graph)
+
+        def made() -> tuple[Captured, Plan]:
+            ends = self.session.losses.is_only(graph, self.session.part(self.examples), self.frame)
+            return self._plan(without_outputs_of_loss(graph) if ends else graph)
+
+        captured, plan = self._if_only_loss(graph, made)
+        # Open the store and lower the plan.
+        engine, arena = self._prepared(plan)
+        forward, backward = self._lowered(captured, plan, engine, arena)
+        self._again = partial(self._for_layout, engine, arena, forward)
+        # Measure op times if asked.
+        if self.session.options.profile:
+            self.timer = self.session.timer = OpTimer(captured.graph, self.where)
+        return forward, backward
+
+    def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
+        """The result of `plan`; where that does not fit, of another try that takes a loss which `joint` returns for the only one.
+
+        Raises InfeasibleBudget.
+        """
+        about, losses = (joint, self.session.part(self.examples), self.frame), self.session.losses
+        known = losses.is_only(*about)
+        try:
+            return plan()
+        except InfeasibleBudget as error:
+            if known or not losses.take_for_only(*about):
+                raise
+            try:
+                return plan()
+            except InfeasibleBudget:
+                raise error from None  # what it names would do whatever losses are made
+
+    def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
+        """The session's plan of `graph`, and the capture that it is of: as it is, or in pieces of rows."""
+        divided, may_divide = cache(in_pieces), self.session.options.in_pieces  # the session keeps these, not `self`
+
+        def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
+            yield capture(joint, *around)
+            if may_divide and (other := divided(joint)) is not None:
+                yield capture(other, *around)
+
+        def how(*given: Any) -> Partitioned[Captured]:
+            return Partitioned(captures(*given))
+
+        def make(options: Options, captured: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
+            return captured.best_plan(lambda one: plan_captured(options, one, device, budget_bytes), options.times)
+
+        found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
+        return found.of(self.planned.plan.graph), self.planned.plan
+
+    def _lowered(self, captured: Captured, plan: Plan, engine: int, arena: Arena) -> tuple[fx.GraphModule, ...]:
+        """Forward and backward graphs of `plan`; forward alone in inference."""
+        how = captured, plan.schedule, engine, made_by(captured, plan, self.session.steps), arena
+        return lower(*how) if captured.joint.backward_outputs else (lower_inference(*how),)
+
+    def _for_layout(self, engine: int, arena: Arena, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
+        """A backward for gradients with other strides, by the same plan.
+
+        None where that plan does not fit the new trace.
+        """
+        found: list[JointGraph] = []
+
+        def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            without_absent(joint, {number for number, strides in enumerate(layout) if strides is None})
+            found.append(JointGraph(joint, num_fwd_outputs))
+            raise _Traced
+
+        # Trace again with gradients of these strides.
+        off = torch._functorch.config.patch({"backward_pass_autocast": "off"})
+        with torch.enable_grad(), self.autocast, off, laid_out(layout), suppress(_Traced):
+            self._traced(self.fakes, partition)
+        # Carry the plan over, if forward is still the same.
+        assert self.planned is not None
+        assert self.gradients is not None
+        plan = self.planned.plan
+        # Gradients that it was planned without take what they take: the session has said so, and plans anew.
+        limit = NO_LIMIT_BYTES if self.gradients.are_more(layout) else plan.schedule.budget_bytes
+        followed, places = replace(plan.schedule, budget_bytes=limit), arena
+        for captured in self.session.captured_again(self.planned, found[0]):
+            if (schedule := carried_over(followed, plan.graph, captured.graph)) is None:
+                continue
+            if arena.take is not None and schedule.instructions != plan.schedule.instructions:
+                # Forward's blocks lie where its own backward has room beside them: what is new lies outside.
+                places = arena.of_forward(captured.graph, schedule)
+            carried = replace(plan, graph=captured.graph, schedule=schedule)
+            again, backward = self._lowered(captured, carried, engine, places)
+            if takes_what_is_saved(backward, again, forward, len(found[0].forward_outputs)):
+                return self._boxed(backward, None, captured.graph)
+        return None
+
+    def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
+        """Plan and lower a forward without backward (evaluation under no_grad)."""
+        graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
+        captured, plan = self._plan(graph)
+        (module,) = self._lowered(captured, plan, *self._prepared(plan))
+        return self._boxed(module, _inputs)
+
+    def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
+        compiled, gradients = self._boxed(module, _inputs), self.gradients
+        assert gradients is not None  # there is no backward without a partition
+        backwards: dict[Layout | None, Compiled | None] = {None: compiled}
+        has_arena = self.has_arena
+
+        def run(args: list[Any]) -> Any:
+            if has_arena and torch._C._autograd._get_current_graph_task_keep_graph():
+                raise UnsupportedError(WRITES_OVER.format(LEAVE_OUT))
+            given, layout = gradients.given()
+            # Unusual strides, or gradients that are None, get a backward of their own.
+            if layout is not None and layout not in backwards:
+                backwards[layout] = self._again(layout)
+            if layout is not None and backwards[layout] is not None:
+                first = len(args) - len(layout)
+                for number in list(given):
+                    args[first + number] = given.pop(number)
+            elif gradients.can_differ:
+                gradients.fill(args, given)
+            given.clear()
+            return gradients.of((backwards[layout] or compiled)(args))
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
+        """`module` as a callable that empties its list of arguments.
+
+        The caller's frame would keep them all alive otherwise.
+        """
+        program = LoweredProgram(module)
+        if self.timer is not None and of is None:
+            self.timer.instrument(program)
+        session_now = self._session
+        assert self.planned is not None  # the partition, or the inference, has been asked for
+        graph = self.planned.plan.graph if of is None else of
+
+        def run(args: list[Any]) -> Any:
+            session = session_now()
+            tracker = session.tracker
+            if tracker is not None:
+                tracker.add(args)
+            # What autocast casts, it has cast in the graph.
+            with session.running() as recorder, torch._C._DisableAutocast(), tracker or nullcontext():
+                return run_program(program, graph, recorder, args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def _autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context manager that restores autocast as it is now."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    )

@@ -1,0 +1,198 @@
+"""The plans of a session's graphs, all within one budget."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_bytes
+from overspill.plans.plan import Plan
+from overspill.runtime.options import Options, infeasible_for, within_budget
+
+from .beside import ALONE, C, GraphProblem, Room, Settlement
+from .concurrent import ConcurrentCalls
+from .pending import GraphFrame, GraphKey
+from .planned import Planned
+from .renewal import Renewal
+from .session_budget import SessionBudget
+
+TOGETHER = "keeps what several models need for backward at once"
+
+
+class GraphPlans:
+    """Plans each graph beside the others of the session, those of concurrent calls and those of its own model.
+
+    `planned` has the current plans in the order they were made. `accumulates`: gradients of the step before are there.
+    """
+
+    def __init__(self, options: Options, renewal: Renewal) -> None:
+        self.planned: list[Planned] = []
+        self.accumulates = False
+        self.budget = SessionBudget(options)
+        self.calls = ConcurrentCalls()
+        self._renewal = renewal
+        self._options = options
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The current plans."""
+        return [planned.plan for planned in self.planned]
+
+    def forget(self) -> None:
+        """Drop all plans, before the models are compiled again."""
+        self.planned.clear()
+        self.budget.forget()
+        self._renewal.is_asked = False
+
+    def settle(self) -> bool:
+        """Settle how many bytes concurrent calls leave to one another; whether anything changed.
+
+        Raises InfeasibleBudget where they do not fit together.
+        """
+        return self.calls.settle(self._live_bytes, accumulates=self.accumulates)
+
+    def _live_bytes(self, settlement: Settlement) -> int:
+        return self.budget.settle(settlement, self.plans)
+
+    def renew(self) -> None:
+        """Drop outdated plans; what calls leave to one another is settled before.
+
+        Raises InfeasibleBudget where that does not settle within some rounds.
+        """
+        if self.settle():
+            self._renewal.begin_rounds()  # new concurrency was seen, of which there is only so much
+        if self._renewal.is_endless():
+            worst = max(self.planned, key=self.calls.needed_bytes)
+            budget, needed = worst.plan.budget_bytes, self.calls.needed_bytes(worst)
+            raise InfeasibleBudget(
+                f"infeasible: the models of this session do not fit beside one another in {format_bytes(budget)}: "
+                f"they need {format_bytes(needed)}; raise the budget",
+                budget_bytes=budget,
+                floor_bytes=needed,
+                cause="what several models keep for their backward at once",
+            )
+        self.forget()
+
+    def kept_elsewhere(self, kind: GraphKey, frame: GraphFrame) -> int:
+        """Bytes that other models, and the model's other frames, keep for backward when a call of `kind` runs."""
+        return self._retained_elsewhere(kind, frame) + self.calls.kept_by_other_models(kind)
+
+    def make(self, problem: GraphProblem[C], inputs: Sequence[Any]) -> tuple[C, Planned]:
+        """The captured graph and its plan. Raises InfeasibleBudget when the budget cannot be met, which names the `inputs`."""
+        kind, frame = problem.kind, problem.frame
+        beside = self.calls.beside(kind)
+        room = self.calls.room(kind, self.kept_elsewhere(kind, frame))
+        if frame.broken:
+            problem = problem.as_one_of_several()
+        budget = self.budget.bytes_for(problem, room, is_settled=kind in self.calls, plans=self.plans)
+        with infeasible_for("training" if problem.trains else "evaluation", inputs):
+            captured, plan, room = self._made(problem, room, budget)
+        retained, reserved = plan.retained_bytes - room.pending_bytes, problem.surroundings.reserved_bytes
+        return captured, Planned(frame, kind, plan, retained, room, beside=beside, reserved_bytes=reserved)
+
+    def keep(self, planned: Planned, problem: GraphProblem[Any], here: Sequence[Tensor], known: set[int]) -> None:
+        """Put a plan in force. The graph reads the parameters `here`; the ids of those in `known` are planned for by all.
+
+        Raises InfeasibleBudget where the gradients of a later graph do not fit alongside an earlier backward.
+        """
+        planned.parameters = tuple(id(p) for p in here)
+        self.planned.append(planned)
+        self._check_whole(planned, here, known)
+        if problem.trains:
+            self.calls.plan(planned, problem)
+            # An evaluation before training may have taken more than what is now the budget.
+            self._renewal.is_asked |= any(p.plan.peak_bytes > planned.plan.asked_bytes for p in self.planned)
+
+    def _made(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan, Room]:
+        """A captured graph, its plan, and its room for concurrent calls.
+
+        That and the budget may differ from those given, where these are too small. Raises InfeasibleBudget.
+        """
+        kind, trains = problem.kind, problem.trains
+        try:
+            return *self._within(problem, room if trains else ALONE, budget), room
+        except InfeasibleBudget as error:
+            retained = self._retained_elsewhere(kind, problem.frame)
+            if self._options.limit.smallest:
+                budget = self.budget.grow(problem, room if trains else ALONE, error)
+            elif trains and kind in self.calls:
+                room = self.calls.settle_again(problem, self._live_bytes, accumulates=self.accumulates)
+                self._renewal.is_asked = True  # the other plans are for the rooms before
+            elif trains and (beside := self.calls.beside(kind)):
+                # The others were planned as if they were alone. From the next step on they leave room to one another.
+                room = Room(pending_bytes=retained)
+                self.calls.pending.learn(kind, beside)
+                self._renewal.ask(TOGETHER)
+            elif trains and retained:
+                raise error.with_floor(self._enough(problem, error.floor_bytes)) from None
+            else:
+                raise
+        return *self._within(problem, room if trains else ALONE, budget), room
+
+    def _enough(self, problem: GraphProblem[Any], budget: int) -> int:
+        """A budget in bytes that also fits what earlier frames of the model keep."""
+        before = {p.frame.id: self.calls.problems[p.kind] for p in self.planned if self._is_before(p, problem.kind)}
+        while True:
+            pending = 0
+            try:
+                for each in (*before.values(), problem):
+                    pending = self._within(each, Room(pending_bytes=pending), budget)[1].retained_bytes
+            except InfeasibleBudget as error:
+                budget = max(error.floor_bytes, budget + 1)
+            else:
+                return budget
+
+    def _within(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan]:
+        """Capture and plan within `budget` bytes; on CUDA that of a card.
+
+        Raises InfeasibleBudget.
+        """
+        if room != ALONE:
+            problem = problem.as_one_of_several()
+        return within_budget(problem.options, problem.device, budget, lambda live: problem.planned(room, live))
+
+    def _retained_elsewhere(self, kind: GraphKey, frame: GraphFrame) -> int:
+        """Bytes that the model's other frames keep between forward and backward.
+
+        Of each frame, the most of any plan.
+        """
+        found: dict[int, int] = {}
+        for planned in self.planned:
+            if planned.frame.id != frame.id and self._is_before(planned, kind):
+                found[planned.frame.id] = max(found.get(planned.frame.id, 0), planned.retained_bytes)
+        return sum(found.values())
+
+    def _is_before(self, planned: Planned, kind: GraphKey) -> bool:
+        """Whether it belongs to the model of `kind`, and may keep something for backward."""
+        return planned.part[0] == kind.part[0] and planned.kind in self.calls.problems
+
+    def see(self, planned: Planned, args: Sequence[Any], call: weakref.ref[Node] | None) -> None:
+        """Note which other calls are pending when a planned graph runs; plans that no longer fit are outdated."""
+        beside = self.calls.see(planned, args, call)
+        if beside is None:
+            return
+        together = [planned, *(p for p in self.planned if p.kind in beside)]
+        if any(self.calls.needed_bytes(p) > p.plan.budget_bytes for p in together):
+            several = len({kind.part[0] for kind in planned.beside} | {planned.part[0]}) > 1
+            calls = f"calls a model {planned.beside.total() + 1} times before their backwards"
+            self._renewal.ask(TOGETHER if several else calls)
+
+    def _check_whole(self, latest: Planned, here: Sequence[Tensor], known: set[int]) -> None:
+        budget = latest.plan.asked_bytes
+        for planned in self.planned:
+            # Twice: parameter and gradient.
+            new = sum(2 * p.nbytes for p in here if id(p) not in known.union(planned.parameters))
+            if new and planned.frame.id != latest.frame.id and planned.least_peak_bytes + new > budget:
+                raise InfeasibleBudget(
+                    f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
+                    f"one do not fit beside the first one's peak of {format_bytes(planned.least_peak_bytes)} in "
+                    f"{format_bytes(budget)}; use overspill.compile(model, ...), which sees all parameters at once",
+                    budget_bytes=budget,
+                    floor_bytes=planned.least_peak_bytes + new,
+                    cause="parameters and gradients of a later graph",
+                )

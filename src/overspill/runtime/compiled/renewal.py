@@ -1,0 +1,60 @@
+"""When a session's plans are made anew: before a call, where something on the device is unknown to them."""
+
+from __future__ import annotations
+
+import warnings
+
+MOST_ROUNDS = 4
+"""Most rounds of replanning because concurrent calls keep more than the plans assumed."""
+MOST_WAITING = 1024
+"""Calls for which outdated plans stay in use while any backward is pending."""
+
+
+class Renewal:
+    """Whether plans are outdated.
+
+    `at_calls`: whether each call of a model looks here first, so that plans can be made anew.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.at_calls = False
+        self._rounds = 0
+        self._waited = 0
+
+    def ask(self, what: str) -> None:
+        """Call the plans outdated, and warn that this step may exceed the budget.
+
+        `what` says what the step does that the plans do not know.
+        """
+        if not self.is_asked:
+            self.is_asked = True
+            later = (
+                "from the next step on the plans know it" if self.at_calls else "overspill.compile would plan anew then"
+            )
+            warnings.warn(
+                f"this step {what}, which the first plans did not know: it may take more than the budget; {later}",
+                stacklevel=4,
+            )
+
+    def is_due(self, pending: int) -> bool:
+        """Whether plans are outdated and no step is under way, whose calls would be recompiled one by one.
+
+        `pending` counts calls whose backward is still to come.
+        """
+        if not self.is_asked:
+            return False
+        self._waited += 1
+        if pending and self._waited < MOST_WAITING:
+            return False
+        self._waited = 0
+        return True
+
+    def begin_rounds(self) -> None:
+        """Count rounds from here: something new was seen."""
+        self._rounds = 0
+
+    def is_endless(self) -> bool:
+        """Count a round of replanning; whether there were too many, since what calls keep does not settle."""
+        self._rounds += 1
+        return self._rounds > MOST_ROUNDS

@@ -1,0 +1,146 @@
+"""Runs one micro-batch of a train step: brings everything to where its plan begins, runs it, and puts the results away.
+
+Private to PyTorch (2.11 to 2.14): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from overspill.core import TensorKind
+from overspill.core.errors import UnsupportedError, forgetful, is_out_of_memory
+from overspill.core.units import format_apart
+from overspill.runtime import batches
+from overspill.runtime.compiled.inductor import align
+from overspill.runtime.driver import ProgramRun
+from overspill.runtime.recording.recorder import RunRecorder
+from overspill.runtime.recording.told import told_instructions
+from overspill.runtime.sharding import local_of
+from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.transfer.engine import TransferEngine
+from overspill.runtime.transfer.host_memory import give_back
+
+from .call import StepCall, Underway
+from .checks import step_post_hooks
+from .in_arena import settle
+from .plans import LOSS_BYTES, Compiled, StepPlans
+from .state import StepState
+
+
+class MicrobatchRunner:
+    """Carries out the plans of a step over its state."""
+
+    def __init__(self, state: StepState, plans: StepPlans, underway: Underway) -> None:
+        self._state = state
+        self._plans = plans
+        self._underway = underway
+
+    def carry_on(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
+        """Run the rest of the next micro-batch, as far as memory allows; `tracker` and `recorder` are told of it.
+
+        A live pool without room is enlarged, or the step starts again.
+        """
+        try:
+            return self._run(call, tracker, recorder)
+        except Exception as error:
+            steps = self._plans.steps  # on the CPU the first plan has just made it
+            if steps is None or not steps.restarts or not is_out_of_memory(error):
+                raise
+            failure = forgetful(error)  # what its frames hold would stay in the pool
+        if not self._underway.has_more_room(call, self._state, steps):
+            raise failure
+        return None
+
+    def _run(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
+        if call.run is None:
+            self._begin(call, tracker, recorder)
+        compiled, run = call.compiled, call.run
+        # Run the instructions.
+        assert compiled is not None
+        assert run is not None
+        told = None if recorder is None else told_instructions(compiled.program, compiled.plan.graph, recorder)
+        with self._plans.running(), torch.no_grad(), torch._C._DisableAutocast(), tracker or nullcontext():
+            loss, *results = run.go_on(self._state.gate.may_go_on, told)
+        # Put the results where they belong: residents, then the loss and other outputs.
+        count = len(compiled.results.places)
+        others, results = results[:count], results[count:]
+        residents = self._state.residency.residents
+        for name, value in zip(compiled.moving, results, strict=True):
+            if name in compiled.stored:
+                residents[name].stored(value)
+            elif name in compiled.copied:
+                residents[name].hidden = value
+            else:
+                residents[name].put(value)
+        results.clear()  # should anything hold this frame, it holds no tensors
+        call.loss = loss if call.loss is None else call.loss + loss
+        call.returned = compiled.results.filled(call.loss, others)
+        others.clear()
+        call.number, call.run, call.compiled = call.number + 1, None, None
+
+    def _begin(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
+        """Bring everything to where the next micro-batch's plan begins."""
+        part = call.parts[call.number]
+        if call.number == 0:
+            self._plans.share_buffers(part)
+        # Plan it, and move residents to or from the store.
+        compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
+        self._check_room_for_hooks(call, compiled)
+        if self._state.engine is not None:
+            with self._plans.running():
+                self._state.engine.recorder = recorder
+                self._move(compiled, self._state.engine)
+        # Collect the program's arguments.
+        tensors = batches.tensors(part)
+        if self._plans.options.backend == "inductor":
+            align(tensors, range(len(tensors)))
+        given = [*self._state.buffers.values(), *tensors]
+        residents = self._state.residency.residents
+        args: list[Any] = []
+        for what in compiled.takes:
+            if isinstance(what, int):
+                args.append(given[what])
+            elif (resident := residents.get(what)) is None:
+                args.append(local_of(self._state.parameters[what]).data)
+            else:
+                args.append(resident.take_handle() if what in compiled.stored else resident.take())
+        args += [residents[name].handle for name in compiled.copied]
+        if recorder is not None:
+            recorder.given(compiled.plan.graph, compiled.program.held, args)
+            recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
+        if tracker is not None:
+            tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
+        call.compiled, call.run = compiled, ProgramRun(compiled.program, args)
+
+    def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
+        sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, engine)
+        if sent and self._state.where.type == "cpu":
+            give_back()  # a model may have been built where the heap keeps what it frees
+        if (steps := self._plans.steps) is not None and not steps.holds_model:
+            self._state.renew()  # a live pool has all that moves from the first step on
+            steps.holds_model = True
+        places = compiled.plan.places
+        nbytes = 0 if places is None else places.arena_bytes
+        settle(self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where)
+        here = [name for name in compiled.moving if name not in compiled.stored]
+        self._state.residency.bring((name for name in here if name not in compiled.copied), engine)
+        self._state.residency.copy(compiled.copied, engine)
+
+    def _check_room_for_hooks(self, call: StepCall, compiled: Compiled) -> None:
+        """Raise UnsupportedError if step post-hooks need more than the budget.
+
+        They see all weights and state, which must then be on the device.
+        """
+        if not step_post_hooks(self._state.optimizer):
+            return
+        needed = self._state.whole_bytes() + batches.bytes_outside(call.inputs, ()) + LOSS_BYTES
+        if needed > compiled.plan.budget_bytes:
+            needs, budget = format_apart(needed, compiled.plan.budget_bytes)
+            raise UnsupportedError(
+                f"step post-hooks are there to see all weights and state, which take {needs} of a budget of {budget}; "
+                "remove them, and do it behind step(...)"
+            )
