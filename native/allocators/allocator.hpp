@@ -80,7 +80,7 @@ class Allocator {
     }
 
     // The bytes of the free blocks that hold a request, by their sizes alone.
-    virtual Bytes usable_bytes(Bytes request) const {
+    Bytes usable_bytes(Bytes request) const {
         if (request <= 1) return reserved.now - allocated.now;
         Bytes usable = 0;
         for (const PoolBlock* block : idle_blocks())
@@ -118,7 +118,7 @@ class Allocator {
         blocks_.drop(block);
     }
 
-    virtual void log_exchange(SegmentAction action, Address address, Bytes nbytes, std::int32_t stream) {
+    void log_exchange(SegmentAction action, Address address, Bytes nbytes, std::int32_t stream) {
         const bool gained = action == SegmentAction::kAlloc || action == SegmentAction::kMap;
         reserved.add(gained ? nbytes : -nbytes, clock);
         segment_log.push_back({clock, action, address, nbytes, stream});

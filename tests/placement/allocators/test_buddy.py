@@ -1,13 +1,11 @@
 """The buddy system and the plain best fit, rule by rule, with cases worked out by hand."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.placement.conftest import IN_BOTH
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
@@ -16,18 +14,10 @@ from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import BuddyConfig, CnmemConfig
 
 MIB = 1 << 20
-Make = Callable[..., Allocator]
 
 
-@pytest.fixture
-def make(native: bool) -> Make:
-    def build(name: str, config: Any = None, capacity_mib: float | None = None) -> Allocator:
-        capacity = None if capacity_mib is None else int(capacity_mib * MIB)
-        if native and name not in IN_BOTH:
-            pytest.skip("it has no native counterpart")
-        return allocator_named(name, config, capacity_bytes=capacity, native=native)
-
-    return build
+def make(name: str, config: Any = None, capacity_mib: float | None = None) -> Allocator:
+    return allocator_named(name, config, capacity_bytes=None if capacity_mib is None else int(capacity_mib * MIB))
 
 
 def blocks(allocator: Allocator) -> list[tuple[int, str]]:
@@ -40,12 +30,12 @@ def gained(allocator: Allocator) -> list[int]:
 
 class TestBuddy:
     @pytest.mark.parametrize(("nbytes", "size"), [(1, 512), (512, 512), (513, 1024), (3 * MIB, 4 * MIB)])
-    def test_sizes_are_powers_of_two(self, make: Make, nbytes: int, size: int) -> None:
+    def test_sizes_are_powers_of_two(self, nbytes: int, size: int) -> None:
         allocator = make("buddy")
         allocator.allocate(nbytes)
         assert allocator.allocated.now == size
 
-    def test_a_block_is_halved_until_it_fits(self, make: Make) -> None:
+    def test_a_block_is_halved_until_it_fits(self) -> None:
         allocator = make("buddy", BuddyConfig(segment_bytes=16 * MIB))
         allocator.allocate(2 * MIB)
         assert [(nbytes // MIB, state) for nbytes, state in blocks(allocator)] == [
@@ -55,12 +45,12 @@ class TestBuddy:
             (8, "free"),
         ]
 
-    def test_the_smallest_block_that_fits_is_halved_the_lowest_among_equals(self, make: Make) -> None:
+    def test_the_smallest_block_that_fits_is_halved_the_lowest_among_equals(self) -> None:
         allocator = make("buddy", BuddyConfig(segment_bytes=16 * MIB))
         base = allocator.allocate(2 * MIB)
         assert [(allocator.allocate(n * MIB) - base) // MIB for n in (4, 1, 1, 8)] == [4, 2, 3, 8]
 
-    def test_free_buddies_join_as_far_as_they_can(self, make: Make) -> None:
+    def test_free_buddies_join_as_far_as_they_can(self) -> None:
         allocator = make("buddy", BuddyConfig(segment_bytes=16 * MIB))
         parts = [allocator.allocate(4 * MIB) for _ in range(4)]
         for i in (0, 1, 3):
@@ -69,7 +59,7 @@ class TestBuddy:
         allocator.free(parts[2])
         assert blocks(allocator) == [(16 * MIB, "free")]
 
-    def test_free_neighbours_that_are_no_buddies_stay_apart(self, make: Make) -> None:
+    def test_free_neighbours_that_are_no_buddies_stay_apart(self) -> None:
         allocator = make("buddy", BuddyConfig(segment_bytes=16 * MIB))
         parts = [allocator.allocate(4 * MIB) for _ in range(4)]
         allocator.free(parts[1])
@@ -79,7 +69,7 @@ class TestBuddy:
         allocator.allocate(8 * MIB)
         assert gained(allocator) == [16, 16]
 
-    def test_a_large_request_has_a_segment_of_its_own(self, make: Make) -> None:
+    def test_a_large_request_has_a_segment_of_its_own(self) -> None:
         allocator = make("buddy")
         allocator.allocate(5 * MIB)
         assert gained(allocator) == [8]
@@ -116,7 +106,7 @@ class TestBuddy:
 
 
 class TestBestFit:
-    def test_the_smallest_hole_that_fits_is_taken_the_lowest_among_equals(self, make: Make) -> None:
+    def test_the_smallest_hole_that_fits_is_taken_the_lowest_among_equals(self) -> None:
         allocator = make("best-fit")
         parts = [allocator.allocate(n * MIB) for n in (5, 1, 3, 1, 3, 1)]
         for i in (0, 4, 2):
@@ -124,7 +114,7 @@ class TestBestFit:
         assert allocator.allocate(2 * MIB) == parts[2]
         assert allocator.allocate(3 * MIB) == parts[4]
 
-    def test_the_pool_grows_at_its_end_by_whole_pages(self, make: Make) -> None:
+    def test_the_pool_grows_at_its_end_by_whole_pages(self) -> None:
         allocator = make("best-fit")
         first = allocator.allocate(3 * MIB)
         assert allocator.allocate(6 * MIB) == first + 3 * MIB
@@ -132,7 +122,7 @@ class TestBestFit:
         (segment,) = allocator.segments()
         assert segment.nbytes == 10 * MIB
 
-    def test_what_is_free_at_the_end_is_grown(self, make: Make) -> None:
+    def test_what_is_free_at_the_end_is_grown(self) -> None:
         allocator = make("best-fit", None, 12)
         allocator.allocate(4 * MIB)
         last = allocator.allocate(6 * MIB)
@@ -141,19 +131,19 @@ class TestBestFit:
         with pytest.raises(OutOfMemory):
             allocator.allocate(1)
 
-    def test_a_device_without_room_for_the_first_page_is_asked_again(self, make: Make) -> None:
+    def test_a_device_without_room_for_the_first_page_is_asked_again(self) -> None:
         allocator = make("best-fit", None, 3)
         with pytest.raises(OutOfMemory):
             allocator.allocate(4 * MIB)
         allocator.allocate(2 * MIB)
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_it_places_as_cnmem_does_in_a_pool_that_is_never_full(self, seed: int, native: bool) -> None:
+    def test_it_places_as_cnmem_does_in_a_pool_that_is_never_full(self, seed: int) -> None:
         r = random.Random(seed)
         spans = [(i, i + r.randrange(1, 30), r.randrange(1, 9 * MIB)) for i in range(200)]
         trace = Trace(tuple(Block(i, *span) for i, span in enumerate(spans)))
-        ours = layout_of(trace, "best-fit", native=native)
-        theirs = layout_of(trace, "cnmem", CnmemConfig(1 << 40), native=native)
+        ours = layout_of(trace, "best-fit")
+        theirs = layout_of(trace, "cnmem", CnmemConfig(1 << 40))
         assert ours.offsets == theirs.offsets
 
     def test_a_step_is_positive(self) -> None:

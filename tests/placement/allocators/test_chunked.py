@@ -1,7 +1,5 @@
 """Chunked virtual addressing: any chunks serve any request, and what is wasted is bounded (section 4 of the paper)."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,30 +11,25 @@ from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.chunked import internal_fragmentation_bound
 
 MIB = 1 << 20
-Make = Callable[..., Allocator]
 Row = tuple[int, int, int, int]
 
 
-@pytest.fixture
-def make(native: bool) -> Make:
-    def build(chunk_mib: int = 2, capacity_mib: int | None = None) -> Allocator:
-        capacity = None if capacity_mib is None else capacity_mib * MIB
-        return allocator_named("chunked", ChunkedConfig(chunk_mib * MIB), capacity_bytes=capacity, native=native)
-
-    return build
+def make(chunk_mib: int = 2, capacity_mib: int | None = None) -> Allocator:
+    capacity = None if capacity_mib is None else capacity_mib * MIB
+    return allocator_named("chunked", ChunkedConfig(chunk_mib * MIB), capacity_bytes=capacity)
 
 
 def log(allocator: Allocator) -> list[tuple[str, int]]:
     return [(event.action, event.nbytes // MIB) for event in allocator.segment_log]
 
 
-def test_a_block_has_whole_chunks(make: Make) -> None:
+def test_a_block_has_whole_chunks() -> None:
     allocator = make(40)  # the paper's chunk
     allocator.allocate(81 * MIB)
     assert allocator.allocated.now == allocator.reserved.now == 120 * MIB
 
 
-def test_chunks_that_lie_apart_serve_one_request(make: Make) -> None:
+def test_chunks_that_lie_apart_serve_one_request() -> None:
     # Fig. 7 of Dymem with memory for 600: 200 and 300 are free beside 100 that are live, and 400 are requested.
     allocator = make(2, 600)
     blocks = [allocator.allocate(n * MIB) for n in (200, 100, 300)]
@@ -51,7 +44,7 @@ def test_chunks_that_lie_apart_serve_one_request(make: Make) -> None:
     allocator.check_integrity()
 
 
-def test_a_block_of_as_many_chunks_takes_them_as_they_are(make: Make) -> None:
+def test_a_block_of_as_many_chunks_takes_them_as_they_are() -> None:
     allocator = make()
     block = allocator.allocate(5 * MIB)
     allocator.free(block)
@@ -59,7 +52,7 @@ def test_a_block_of_as_many_chunks_takes_them_as_they_are(make: Make) -> None:
     assert log(allocator) == [("segment_map", 6)]
 
 
-def test_missing_chunks_come_from_the_device(make: Make) -> None:
+def test_missing_chunks_come_from_the_device() -> None:
     allocator = make(2, 20)
     allocator.free(allocator.allocate(8 * MIB))
     allocator.allocate(12 * MIB)
@@ -104,7 +97,7 @@ def test_a_run_wastes_no_more_than_equation_2_says_and_nothing_outside_its_block
         assert done.peak_reserved_bytes == done.peak_allocated_bytes
 
 
-def test_small_blocks_share_segments_of_a_caching_allocator(make: Make) -> None:
+def test_small_blocks_share_segments_of_a_caching_allocator() -> None:
     allocator = make(40)
     small = [allocator.allocate(nbytes) for nbytes in (1000, 3 * MIB, 20 * MIB)]
     assert log(allocator) == [("segment_alloc", 2), ("segment_alloc", 20), ("segment_alloc", 20)]
@@ -117,7 +110,7 @@ def test_small_blocks_share_segments_of_a_caching_allocator(make: Make) -> None:
     assert allocator.usable_bytes(30 * MIB) == 0  # what small blocks left is no chunk
 
 
-def test_small_segments_go_back_where_the_device_is_full(make: Make) -> None:
+def test_small_segments_go_back_where_the_device_is_full() -> None:
     allocator = make(4, 40)
     for address in [allocator.allocate(2 * MIB) for _ in range(10)]:  # one segment
         allocator.free(address)

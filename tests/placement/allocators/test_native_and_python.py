@@ -20,7 +20,7 @@ from overspill.placement.replay import replay_in_python, replay_natively
 MIB = 1 << 20
 TRACES = 10_000
 PARTS = 4
-NEVER_GIVE_BACK = ("gtbm", "chunked", "best-fit")
+NEVER_GIVE_BACK = ("gtbm",)
 Case = Callable[[str, int], tuple[Events, Any, int | None]]
 
 

@@ -55,9 +55,9 @@ def test_figure_7_the_request_of_400_finds_500_that_it_cannot_use(native: bool) 
         assert done.unusable.tolist() == expected
 
 
-def test_chunks_leave_no_free_space_unusable_but_for_what_is_too_little(native: bool) -> None:
+def test_chunks_leave_no_free_space_unusable_but_for_what_is_too_little() -> None:
     rows = [(ALLOCATE, i, 2 * MIB, 0) for i in range(6)] + [(FREE, i, 0, 0) for i in (0, 2, 4)]
-    done = replay(Events.from_rows(rows), "chunked", native=native, request_bytes=6 * MIB)
+    done = replay(Events.from_rows(rows), "chunked", request_bytes=6 * MIB)
     assert done.unusable.tolist() == [0] * 6 + [1, 1, 0]
 
 
