@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-import typer
-
 from overspill.job import Job
 
 from . import complete
@@ -17,6 +15,7 @@ from .common import (
     AsJson,
     Outcome,
     narrate,
+    optional,
     quiet_torch,
 )
 from .estimate import estimated
@@ -24,13 +23,7 @@ from .job import with_job
 from .software import Cuda, Torch
 
 TrainedOn = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="A name that `overspill devices` lists, or a device file.",
-        show_default=False,
-        autocompletion=complete.device,
-    ),
+    str, optional("NAME", "A name that `overspill devices` lists, or a device file.", autocompletion=complete.device)
 ]
 
 

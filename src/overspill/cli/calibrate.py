@@ -10,12 +10,9 @@ import typer
 
 from overspill.core.errors import RequestError
 
-from .common import AsJson, Outcome, StoreDir, check_writable, narrate, quiet_torch
+from .common import AsJson, Outcome, StoreDir, check_writable, narrate, optional, quiet_torch
 
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE.json", help="Write there instead of to the cache.", show_default=False),
-]
+ProfileFile = Annotated[Path | None, optional("FILE.json", "Write there instead of to the cache.", "--out")]
 
 
 def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson = False) -> Outcome:

@@ -22,36 +22,38 @@ from .narrator import narrate as narrate  # noqa: PLC0414
 if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.console import RenderableType
 
+
+def optional(metavar: str | None, text: str, *names: str, **how: Any) -> Any:
+    """An option without a default; where leaving it out means something, its help `text` says so."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False, **how)
+
+
 Budget = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Bytes that the whole step may take on the device: 2GiB, 500MB, or a share of what it takes unmanaged, as 0.5 or "
+    optional(
+        "SIZE",
+        "Bytes that the whole step may take on the device: 2GiB, 500MB, or a share of what it takes unmanaged, as 0.5 or "
         "50%.  [default: all of the device]",
-        show_default=False,
     ),
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="A name that `overspill devices` lists, or a device file.  [default: this CPU]",
-        show_default=False,
+    optional(
+        "NAME",
+        "A name that `overspill devices` lists, or a device file.  [default: this CPU]",
         autocompletion=complete.device,
     ),
 ]
 PolicyName = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="A name that `overspill policies` lists.", autocompletion=complete.policy),
+    str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.", autocompletion=complete.policy)
 ]
 PlacerName = Annotated[
     str | None,
-    typer.Option(
-        "--placement",
-        metavar="NAME",
-        help="An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned is an arena, "
+    optional(
+        "NAME",
+        "An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned is an arena, "
         "two-ended and virtual train from a pool of ours.  [default: live bytes count; on a GPU, planned]",
-        show_default=False,
+        "--placement",
         autocompletion=complete.placer,
     ),
 ]
@@ -69,52 +71,22 @@ Backend = Annotated[
         autocompletion=complete.constants("eager", "inductor"),
     ),
 ]
-PlanFile = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
-]
+PlanFile = Annotated[Path | None, optional("FILE", "Save the plan there, as JSON.", "--out")]
 ReportFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--report",
-        metavar="FILE",
-        help="Write a page to look at, as .html, which needs no network.",
-        show_default=False,
-    ),
+    Path | None, optional("FILE", "Write a page to look at, as .html, which needs no network.", "--report")
 ]
 TraceFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Save what happens when as a trace, .json, for ui.perfetto.dev.",
-        show_default=False,
-    ),
+    Path | None, optional("FILE", "Save what happens when as a trace, .json, for ui.perfetto.dev.", "--trace")
 ]
 SnapshotFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--snapshot",
-        metavar="FILE",
-        help="Save allocations and frees as .pickle, for PyTorch's memory_viz.",
-        show_default=False,
-    ),
+    Path | None, optional("FILE", "Save allocations and frees as .pickle, for PyTorch's memory_viz.", "--snapshot")
 ]
 TimesFile = Annotated[
     Path | None,
-    typer.Option(
-        "--times",
-        metavar="FILE",
-        help="Op times that `train --profile` measured, to plan with instead of estimates.",
-        show_default=False,
-    ),
+    optional("FILE", "Op times that `train --profile` measured, to plan with instead of estimates.", "--times"),
 ]
 StoreDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Where the disk store keeps its file.  [default: the temporary directory]",
-        show_default=False,
-    ),
+    Path | None, optional("DIR", "Where the disk store keeps its file.  [default: the temporary directory]")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 from overspill.job import Job
@@ -25,6 +23,7 @@ from .common import (
     check_report,
     check_request,
     narrate,
+    optional,
     quiet_torch,
 )
 from .job import with_job
@@ -39,35 +38,29 @@ if TYPE_CHECKING:
 ALL = "all"
 PolicyNames = Annotated[
     str | None,
-    typer.Option(
-        metavar="A,B,…",
-        help="Names that `overspill policies` lists, with parameters as window:window=1GiB,every_step.  [default: all]",
-        show_default=False,
+    optional(
+        "A,B,…",
+        "Names that `overspill policies` lists, with parameters as window:window=1GiB,every_step.  [default: all]",
         autocompletion=complete.policies,
     ),
 ]
 Placement = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="What places the blocks of all plans, as `overspill plan` has it; own: each policy's paper's.  [default: PyTorch's]",
-        show_default=False,
+    optional(
+        "NAME",
+        "What places the blocks of all plans, as `overspill plan` has it; own: each policy's paper's.  [default: PyTorch's]",
         autocompletion=complete.placer,
     ),
 ]
 PlacerNames = Annotated[
     str | None,
-    typer.Option(
-        metavar="A,B,…",
-        help="Place every plan by each of these allocators and solvers too; all: the allocators, skyline and portfolio.",
-        show_default=False,
+    optional(
+        "A,B,…",
+        "Place every plan by each of these allocators and solvers too; all: the allocators, skyline and portfolio.",
         autocompletion=complete.placers,
     ),
 ]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw memory against slowdown, as .png.", show_default=False),
-]
+PlotFile = Annotated[Path | None, optional("FILE", "Draw memory against slowdown, as .png.", "--plot")]
 
 
 @with_job()

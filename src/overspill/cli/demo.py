@@ -19,7 +19,7 @@ import typer
 
 from overspill.job import Job, NamedModel
 
-from .common import AsJson, Outcome, check_writable, narrate, quiet_torch
+from .common import AsJson, Outcome, check_writable, narrate, optional, quiet_torch
 
 if TYPE_CHECKING:
     from overspill.report.training import Trained
@@ -36,11 +36,8 @@ PAGE = "overspill-demo.html"
 
 Page = Annotated[
     Path | None,
-    typer.Option(
-        "--report",
-        metavar="FILE.html",
-        help=f"Where the report page goes.  [default: {PAGE}, here or in the temporary directory]",
-        show_default=False,
+    optional(
+        "FILE.html", f"Where the report page goes.  [default: {PAGE}, here or in the temporary directory]", "--report"
     ),
 ]
 NoOpen = Annotated[bool, typer.Option("--no-open", help="Name the report page; do not open it in a browser.")]

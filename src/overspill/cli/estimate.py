@@ -26,6 +26,7 @@ from .common import (
     check_report,
     check_writable,
     narrate,
+    optional,
     quiet_torch,
 )
 from .job import with_job
@@ -39,35 +40,26 @@ if TYPE_CHECKING:
 
 Gpu = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Does it fit there? A name that `overspill devices` lists, or a device file.",
-        show_default=False,
+    optional(
+        "NAME",
+        "Does it fit there? A name that `overspill devices` lists, or a device file.",
         autocompletion=complete.device,
     ),
 ]
 AllocatorName = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy.  [default: the framework's own]",
-        show_default=False,
+    optional(
+        "NAME",
+        "pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy.  [default: the framework's own]",
         autocompletion=complete.allocator,
     ),
 ]
 AllocatorConfig = Annotated[
     str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="As PYTORCH_CUDA_ALLOC_CONF, for instance expandable_segments:True.  [default: that variable]",
-        show_default=False,
-    ),
+    optional("TEXT", "As PYTORCH_CUDA_ALLOC_CONF, for instance expandable_segments:True.  [default: that variable]"),
 ]
 SnapshotFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--snapshot", metavar="FILE", help="Save the simulated run for PyTorch's memory_viz.", show_default=False
-    ),
+    Path | None, optional("FILE", "Save the simulated run for PyTorch's memory_viz.", "--snapshot")
 ]
 
 Compiled = Annotated[
@@ -75,11 +67,10 @@ Compiled = Annotated[
 ]
 Within = Annotated[
     str | None,
-    typer.Option(
+    optional(
+        "SIZE",
+        "With --compiled: does the compiled step train within 8GiB, say, or 60% of its peak, and how fast?",
         "--budget",
-        metavar="SIZE",
-        help="With --compiled: does the compiled step train within 8GiB, say, or 60% of its peak, and how fast?",
-        show_default=False,
     ),
 ]
 

@@ -19,7 +19,7 @@ from overspill.job.ways import Way, ways_of
 from overspill.models import DTYPES
 
 from . import complete
-from .common import Outcome
+from .common import Outcome, optional
 from .narrator import tell_once
 
 Words = Annotated[
@@ -34,11 +34,7 @@ Words = Annotated[
 ]
 Batch = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        help="Samples in a step; with --accumulate in a micro-batch of it, on several GPUs on each.",
-        show_default=False,
-    ),
+    optional(None, "Samples in a step; with --accumulate in a micro-batch of it, on several GPUs on each.", min=1),
 ]
 ScriptFile = Annotated[
     Path | None,
@@ -56,34 +52,24 @@ AllowWrites = Annotated[
     typer.Option("--allow-writes", help="Let the script change real files; otherwise its changes are thrown away."),
 ]
 Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
-ImageSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)
-]
-SeqLen = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in a sequence.", show_default=False)]
-MxnetFile = Annotated[
-    Path | None,
-    typer.Option("--mxnet", metavar="FILE", help="A symbol file of MXNet, as MXNet trains it.", show_default=False),
-]
+ImageSize = Annotated[int | None, optional("N", "Height and width of the images.", min=1)]
+SeqLen = Annotated[int | None, optional("N", "Tokens in a sequence.", min=1)]
+MxnetFile = Annotated[Path | None, optional("FILE", "A symbol file of MXNet, as MXNet trains it.", "--mxnet")]
 TensorflowCallable = Annotated[
     str | None,
-    typer.Option(
+    optional(
+        "MODULE:CALLABLE",
+        "A function of yours that returns a Keras model, or a step and the tf.TensorSpecs of its arguments.",
         "--tensorflow",
-        metavar="MODULE:CALLABLE",
-        help="A function of yours that returns a Keras model, or a step and the tf.TensorSpecs of its arguments.",
-        show_default=False,
     ),
 ]
-OnnxFile = Annotated[
-    Path | None,
-    typer.Option("--onnx", metavar="FILE", help="A model of ONNX, run and trained as MXNet would.", show_default=False),
-]
+OnnxFile = Annotated[Path | None, optional("FILE", "A model of ONNX, run and trained as MXNet would.", "--onnx")]
 InputShapes = Annotated[
     list[str] | None,
-    typer.Option(
+    optional(
+        "NAME=SHAPE",
+        "The shape of an input of --mxnet or --onnx, N being the batch, as data=N,3,224,224. Can be given again.",
         "--input",
-        metavar="NAME=SHAPE",
-        help="The shape of an input of --mxnet or --onnx, N being the batch, as data=N,3,224,224. Can be given again.",
-        show_default=False,
     ),
 ]
 Dtype = Annotated[
@@ -95,19 +81,13 @@ Dtype = Annotated[
     ),
 ]
 Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
-Gpus = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help="GPUs that train together; --batch is of each, but of pp of all.", show_default=False
-    ),
-]
+Gpus = Annotated[int | None, optional("N", "GPUs that train together; --batch is of each, but of pp of all.", min=1)]
 Kind = Annotated[
     str | None,
-    typer.Option(
+    optional(
+        "NAME",
+        "ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
         "--parallel",
-        metavar="NAME",
-        help="ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
-        show_default=False,
         autocompletion=complete.constants(*KINDS, "zero1", "zero2", "zero3"),
     ),
 ]
@@ -120,22 +100,13 @@ Optimizer = Annotated[
         autocompletion=complete.constants(*models.optimizer_names()),
     ),
 ]
-ParamDtype = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Of fsdp: the dtype of gathered parameters, as bfloat16.", show_default=False),
-]
-ReduceDtype = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Of fsdp: the dtype in which gradients are reduced.", show_default=False),
-]
+ParamDtype = Annotated[str | None, optional("NAME", "Of fsdp: the dtype of gathered parameters, as bfloat16.")]
+ReduceDtype = Annotated[str | None, optional("NAME", "Of fsdp: the dtype in which gradients are reduced.")]
 CpuOffload = Annotated[
     bool, typer.Option("--cpu-offload", help="Of fsdp: shards, their gradients and the optimizer are on the host.")
 ]
 MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="M", help="Of pp: how many --batch is read in.  [default: as many as GPUs]", show_default=False
-    ),
+    int | None, optional("M", "Of pp: how many --batch is read in.  [default: as many as GPUs]", min=1)
 ]
 
 

@@ -15,7 +15,7 @@ from overspill.core.errors import RequestError
 from overspill.core.units import parse_bytes
 
 from . import complete
-from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate
+from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate, optional
 
 if TYPE_CHECKING:
     from overspill.placement.packing.base import Solution
@@ -32,11 +32,10 @@ BlocksFile = Annotated[
 ]
 Capacity = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Bytes that the layout may take, as 1048576 or 12GiB; the search ends when it does.  [default: as few as "
+    optional(
+        "SIZE",
+        "Bytes that the layout may take, as 1048576 or 12GiB; the search ends when it does.  [default: as few as "
         "possible]",
-        show_default=False,
     ),
 ]
 SolverName = Annotated[
@@ -47,37 +46,21 @@ SolverName = Annotated[
 ]
 TimeLimit = Annotated[
     float | None,
-    typer.Option(
-        metavar="SECONDS",
-        help="Search so long for a better layout, unless the best there can be is found; Ctrl-C ends it with the best found.  "
+    optional(
+        "SECONDS",
+        "Search so long for a better layout, unless the best there can be is found; Ctrl-C ends it with the best found.  "
         "[default: while it gains anything, 10 at most]",
-        show_default=False,
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same search.")]
 DeviceNumber = Annotated[
-    int | None,
-    typer.Option(
-        "--device",
-        min=0,
-        metavar="N",
-        help="Which device of a snapshot.  [default: the first that has events]",
-        show_default=False,
-    ),
+    int | None, optional("N", "Which device of a snapshot.  [default: the first that has events]", "--device", min=0)
 ]
 LayoutFile = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="Write the blocks there as CSV, each with its offset in the best layout found.",
-        show_default=False,
-    ),
+    optional("FILE", "Write the blocks there as CSV, each with its offset in the best layout found.", "--out"),
 ]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw addresses over time, as .png.", show_default=False),
-]
+PlotFile = Annotated[Path | None, optional("FILE", "Draw addresses over time, as .png.", "--plot")]
 
 
 def pack(

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from overspill.core.errors import InfeasibleBudget
 from overspill.job import Job
 
@@ -32,6 +30,7 @@ from .common import (
     check_request,
     check_writable,
     narrate,
+    optional,
     quiet_torch,
 )
 from .failures import explain, in_options
@@ -43,13 +42,7 @@ if TYPE_CHECKING:
 
 
 MemoryPlot = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        metavar="FILE",
-        help="Draw memory over time, planned and unmanaged, as .png.",
-        show_default=False,
-    ),
+    Path | None, optional("FILE", "Draw memory over time, planned and unmanaged, as .png.", "--plot")
 ]
 
 DOES_NOT_FIT = 1

@@ -10,7 +10,7 @@ import typer
 
 from overspill.core.units import parse_bytes
 
-from .common import AsJson, Outcome, ReportFile, check_report
+from .common import AsJson, Outcome, ReportFile, check_report, optional
 
 if TYPE_CHECKING:
     from overspill.placement.snapshot import SnapshotReplay
@@ -22,30 +22,13 @@ SnapshotFile = Annotated[
     ),
 ]
 AllocatorConfig = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="Settings as in PYTORCH_CUDA_ALLOC_CONF, in place of those that the snapshot holds.",
-        show_default=False,
-    ),
+    str | None, optional("TEXT", "Settings as in PYTORCH_CUDA_ALLOC_CONF, in place of those that the snapshot holds.")
 ]
 Capacity = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="The device's memory, as 80GiB; only settings that collect garbage depend on it.",
-        show_default=False,
-    ),
+    str | None, optional("SIZE", "The device's memory, as 80GiB; only settings that collect garbage depend on it.")
 ]
 DeviceNumber = Annotated[
-    int | None,
-    typer.Option(
-        "--device",
-        min=0,
-        metavar="N",
-        help="Which device's events.  [default: the first that has any]",
-        show_default=False,
-    ),
+    int | None, optional("N", "Which device's events.  [default: the first that has any]", "--device", min=0)
 ]
 
 

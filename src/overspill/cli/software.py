@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from overspill.core.errors import RequestError
+
+from .common import optional
 
 if TYPE_CHECKING:
     from overspill.core import Device
 
-Torch = Annotated[
-    str | None,
-    typer.Option(
-        "--torch", metavar="RELEASE", help="PyTorch of the job, as 2.6.  [default: the one here]", show_default=False
-    ),
-]
-Cuda = Annotated[
-    str | None,
-    typer.Option(
-        "--cuda", metavar="RELEASE", help="CUDA of the job, as 12.4.  [default: PyTorch's]", show_default=False
-    ),
-]
+Torch = Annotated[str | None, optional("RELEASE", "PyTorch of the job, as 2.6.  [default: the one here]", "--torch")]
+Cuda = Annotated[str | None, optional("RELEASE", "CUDA of the job, as 12.4.  [default: PyTorch's]", "--cuda")]
 
 
 def check_gpu(device: Device, torch: str | None, cuda: str | None) -> None:

@@ -33,6 +33,7 @@ from .common import (
     check_request,
     check_writable,
     narrate,
+    optional,
     quiet_torch,
 )
 from .job import with_job
@@ -48,10 +49,9 @@ DIFFERS = 1
 Steps = Annotated[int, typer.Option(min=1, help="How many steps to train.")]
 StoreName = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]",
-        show_default=False,
+    optional(
+        "NAME",
+        "Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]",
         autocompletion=complete.constants("disk", "host", "pinned"),
     ),
 ]
@@ -63,25 +63,20 @@ Checksum = Annotated[
 ]
 Partition = Annotated[
     float | None,
-    typer.Option(
-        metavar="SHARE",
-        help="Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: the best of several]",
-        show_default=False,
+    optional(
+        "SHARE",
+        "Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: the best of several]",
     ),
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Where to train: cpu or cuda.  [default: cuda if there is one]",
-        show_default=False,
+    optional(
+        "NAME",
+        "Where to train: cpu or cuda.  [default: cuda if there is one]",
         autocompletion=complete.constants("cpu", "cuda"),
     ),
 ]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Measure every op's time and save them there, for --times.", show_default=False),
-]
+ProfileFile = Annotated[Path | None, optional("FILE", "Measure every op's time and save them there, for --times.")]
 
 
 @with_job()

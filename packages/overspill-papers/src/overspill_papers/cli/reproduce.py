@@ -8,17 +8,14 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.common import AsJson, Outcome, ReportFile, check_report, narrate, quiet_torch
+from overspill.cli.common import AsJson, Outcome, ReportFile, check_report, narrate, optional, quiet_torch
 
 
 def reproduce(
     paper: Annotated[
         str, typer.Argument(metavar="PAPER", help="vdnn, dymem, window, placement or dnnmem.", show_default=False)
     ],
-    table: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="One table or figure alone, as fig11 or table1.", show_default=False),
-    ] = None,
+    table: Annotated[str | None, optional("NAME", "One table or figure alone, as fig11 or table1.")] = None,
     report: ReportFile = None,
     json: AsJson = False,
 ) -> Outcome:
