@@ -167,14 +167,6 @@ def test_a_context_variable_is_followed() -> None:
     SCALE.reset(token)
 
 
-def test_a_class_whose_objects_the_step_makes_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made(lambda _, y: Scales(1.0)(y))
-    step = step_of(model, optimizer)
-    step(*batch())
-    monkeypatch.setattr(f"{__name__}.helper", lambda value: value * 0)
-    assert step(*batch()).item() == pytest.approx(math.log(3))
-
-
 @pytest.mark.parametrize("where", ["a folder", "an environment"])
 def test_what_is_followed_is_the_same_wherever_a_file_lies(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = Path(sysconfig.get_path("purelib") if where == "an environment" else "/somewhere") / "layers.py"
@@ -433,29 +425,24 @@ def test_zero_and_minus_zero_are_not_the_same() -> None:
     assert same_bits(step(x, y), expected)
 
 
-def test_a_global_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer, by_global)
-    before = step(*batch())
-    monkeypatch.setattr(f"{__name__}.FACTOR", 0.0)
-    assert before > 0
-    assert step(*batch()) == 0
+REPLACED: dict[str, tuple[Any, Any, str, Any, float]] = {
+    "a global": (None, by_global, "FACTOR", 0.0, 0.0),
+    "a function": (None, by_global, "helper", lambda value: value * 0, 0.0),
+    "a function that an object of the step calls": (
+        lambda _, y: Scales(1.0)(y), F.cross_entropy, "helper", lambda value: value * 0, math.log(3),
+    ),
+    "a method": (None, F.cross_entropy, "Plus.forward", lambda self, x: self.linear(x) * 0, math.log(3)),
+}  # fmt: skip
 
 
-def test_a_function_that_is_replaced_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer, by_global)
-    step(*batch())
-    monkeypatch.setattr(f"{__name__}.helper", lambda value: value * 0)
-    assert step(*batch()) == 0
-
-
-def test_a_method_of_the_class_that_is_replaced_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer)
-    step(*batch())
-    monkeypatch.setattr(Plus, "forward", lambda self, x: self.linear(x) * 0)
-    assert step(*batch()).item() == pytest.approx(torch.tensor(3.0).log().item())
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_is_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, loss, what, by, expected = REPLACED[name]
+    model, optimizer = made(change)
+    step = step_of(model, optimizer, loss)
+    assert step(*batch()).item() not in (0, pytest.approx(math.log(3)))
+    monkeypatch.setattr(f"{__name__}.{what}", by)
+    assert step(*batch()).item() == pytest.approx(expected)
 
 
 def test_an_object_that_knows_the_optimizer_changes_with_it_and_that_is_no_matter() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
 
-from .blocks import FreeBlocks, Key, PoolBlock
+from .blocks import Key, PoolBlock
 from .expandable import UNLIMITED_RESERVATION_BYTES
 from .python_allocator import PythonAllocator
 
@@ -40,40 +39,27 @@ class BestFitAllocator(PythonAllocator):
 
     def __init__(self, config: BestFitConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
-        self._idle = FreeBlocks()
         limit = UNLIMITED_RESERVATION_BYTES if capacity_bytes is None else round_up(capacity_bytes, PAGE_BYTES)
         self._unmapped_bytes = limit
         self._last: PoolBlock | None = None
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = round_up(nbytes, self.config.step_bytes)
-        position = self._idle.position((size,))
-        block = self._idle.at(position) if position < len(self._idle) else None
+        block = self._first(size)
         if block is None or block.size < size:
             block = self._grown(size, stream)
             if block is None:
                 return None
-        self._idle.remove(_key(block))
-        if block.size == size:
-            return block
-        front = block.cut(size)
-        self._put(block)
-        return front
+        return self._cut_off(self._take(block), size)
 
     def _return_block(self, block: PoolBlock) -> None:
-        for other in (block.prev, block.next):
-            if other is not None and other.free:
-                self._idle.remove(_key(other))
-                block.absorb(other)
-                if other is self._last:
-                    self._last = block
-        self._put(block)
+        if self._last is not None and self._last is block.next and self._last.free:
+            self._last = block
+        super()._return_block(block)
 
-    def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
-
-    def _put(self, block: PoolBlock) -> None:
-        self._idle.add(_key(block), block)
+    def _key(self, block: PoolBlock) -> Key:
+        # The end of the pool can grow: it comes after all holes.
+        return (block.size if block.next is not None else ADDRESS_SPACE_BYTES, block.address)
 
     def _grown(self, size: int, stream: int) -> PoolBlock | None:
         """The pool's last block, grown to at least `size` free bytes; None without memory."""
@@ -94,7 +80,7 @@ class BestFitAllocator(PythonAllocator):
         self._unmapped_bytes -= missing
         self.log_exchange("segment_map", end, missing, stream)
         if last is not None and last.free:
-            self._idle.remove(_key(last))
+            self._take(last)
             last.size += missing
         else:
             self._last = PoolBlock(end, missing, stream, prev=last)
@@ -103,8 +89,3 @@ class BestFitAllocator(PythonAllocator):
         assert self._last is not None
         self._put(self._last)
         return self._last
-
-
-def _key(block: PoolBlock) -> Key:
-    # The end of the pool can grow: it comes after all holes.
-    return (block.size if block.next is not None else ADDRESS_SPACE_BYTES, block.address)

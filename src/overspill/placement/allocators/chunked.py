@@ -10,7 +10,7 @@ from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
 from .base import GAINS, SegmentAction
-from .blocks import FreeBlocks, PoolBlock
+from .blocks import PoolBlock
 from .caching import CachingAllocator
 from .python_allocator import PythonAllocator
 
@@ -52,7 +52,6 @@ class ChunkedAllocator(PythonAllocator):
 
     def __init__(self, config: ChunkedConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
-        self._idle = FreeBlocks()
         self._kept_bytes = 0
         self._small = _SmallBlocks(self)
 
@@ -60,9 +59,9 @@ class ChunkedAllocator(PythonAllocator):
         if nbytes <= self.config.chunk_bytes // SMALL_SHARE:
             return self._small.find(nbytes, stream)
         size = round_up(nbytes, self.config.chunk_bytes)
-        position = self._idle.position((size,))
-        if position < len(self._idle) and self._idle.at(position).size == size:
-            return self._take(self._idle.at(position))
+        block = self._first(size)
+        if block is not None and block.size == size:
+            return self._take(block)
         # New addresses, over kept chunks first, then new ones.
         address = self.device.reserve(size)
         if address is None:
@@ -81,7 +80,7 @@ class ChunkedAllocator(PythonAllocator):
         if block.size < self.config.chunk_bytes:
             self._small.give_back(block)
         else:
-            self._keep(block)
+            self._put(block)
 
     def _idle_blocks(self) -> Iterator[PoolBlock]:
         yield from self._idle
@@ -100,13 +99,13 @@ class ChunkedAllocator(PythonAllocator):
             return super().usable_bytes(request_bytes)
         return self._kept_bytes if self._kept_bytes >= request_bytes else 0
 
-    def _keep(self, block: PoolBlock) -> None:
+    def _put(self, block: PoolBlock) -> None:
         self._kept_bytes += block.size
-        self._idle.add((block.size, block.address), block)
+        super()._put(block)
 
     def _take(self, block: PoolBlock) -> PoolBlock:
         self._kept_bytes -= block.size
-        return self._idle.remove((block.size, block.address))
+        return super()._take(block)
 
     def _unmap(self, nbytes: int) -> None:
         """Unmap `nbytes` of kept chunks from the smallest free blocks."""
@@ -120,7 +119,7 @@ class ChunkedAllocator(PythonAllocator):
             self.log_exchange("segment_unmap", start, size, block.stream)
             nbytes -= size
             if block.size:
-                self._keep(block)
+                self._put(block)
 
 
 class _SmallBlocks(CachingAllocator):

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, SimulatedDevice
 
 from .base import GAINS, Allocator, BlockView, Gauge, SegmentAction, SegmentEvent, SegmentView, config_or_default
-from .blocks import PoolBlock
+from .blocks import FreeBlocks, Key, PoolBlock
 from .result import Replay
 
 
 class PythonAllocator(Allocator):
     """An allocator in Python.
 
-    Subclasses find and return blocks in `_find_block` and `_return_block`.
+    Subclasses find blocks in `_find_block`. Free ones are in one index, `_idle`, in the order of their `_key`s.
     """
 
     summary: ClassVar[str] = ""
@@ -34,6 +34,7 @@ class PythonAllocator(Allocator):
         self._retries = 0
         self._log: list[SegmentEvent] = []
         self._live: dict[int, PoolBlock] = {}
+        self._idle = FreeBlocks()
 
     @abstractmethod
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
@@ -46,13 +47,40 @@ class PythonAllocator(Allocator):
         """As `_find_block`, for allocators that group blocks by `mobility`."""
         return self._find_block(nbytes, stream)
 
-    @abstractmethod
     def _return_block(self, block: PoolBlock) -> None:
-        """Put `block` into a free index, joined with its neighbours."""
+        """Put `block` into the index, joined with its free neighbours."""
+        for other in (block.prev, block.next):
+            if other is not None and other.free:
+                self._take(other)
+                block.absorb(other)
+        self._put(block)
 
-    @abstractmethod
     def _idle_blocks(self) -> Iterator[PoolBlock]:
-        """All free blocks, from the free indexes."""
+        """All free blocks."""
+        return iter(self._idle)
+
+    def _key(self, block: PoolBlock) -> Key:
+        """The place of a free block in the index: by size, then by address."""
+        return block.size, block.address
+
+    def _put(self, block: PoolBlock) -> None:
+        self._idle.add(self._key(block), block)
+
+    def _take(self, block: PoolBlock) -> PoolBlock:
+        return self._idle.remove(self._key(block))
+
+    def _first(self, *least: int) -> PoolBlock | None:
+        """The first free block whose key is at least `least`, or None."""
+        position = self._idle.position(least)
+        return self._idle.at(position) if position < len(self._idle) else None
+
+    def _cut_off(self, block: PoolBlock, size: int) -> PoolBlock:
+        """The first `size` bytes of a block that was taken out; the rest of it is free."""
+        if block.size == size:
+            return block
+        front = block.cut(size)
+        self._put(block)
+        return front
 
     @classmethod
     def settled(cls, config: Any, trial: Callable[[Any], Replay]) -> Any:  # noqa: ARG003

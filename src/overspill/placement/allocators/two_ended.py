@@ -10,7 +10,7 @@ Rules: Dymem §3.3 (Yang and Cheng, HPDC'20), Algorithm 3 and Fig. 11. The trace
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from overspill.core import Mobility
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
-from .blocks import FreeBlocks, Key, PoolBlock
+from .blocks import Key, PoolBlock
 from .python_allocator import PythonAllocator
 from .result import Replay
 
@@ -72,7 +72,6 @@ class TwoEndedAllocator(PythonAllocator):
 
     def __init__(self, config: TwoEndedConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
-        self._idle = FreeBlocks()
         self._opened = False
 
     @classmethod
@@ -100,21 +99,13 @@ class TwoEndedAllocator(PythonAllocator):
     def _return_block(self, block: PoolBlock) -> None:
         if block.pool == OUTSIDE:
             self._segment_free(block)
-            return
-        for other in (block.prev, block.next):
-            if other is not None and other.free:
-                self._idle.remove(_key(other))
-                block.absorb(other)
-        self._put(block)
-
-    def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
+        else:
+            super()._return_block(block)
 
     @property
     def spread_bytes(self) -> int:
         """Bytes used from both ends of the main space, and the incremental space."""
-        position = self._idle.position((GAP,))
-        gap = self._idle.at(position) if position < len(self._idle) else None
+        gap = self._first(GAP)
         return self._reserved.now - (gap.size if gap is not None and gap.pool == GAP else 0)
 
     def _open(self, stream: int) -> None:
@@ -141,11 +132,9 @@ class TwoEndedAllocator(PythonAllocator):
     def _inside(self, size: int, end: int) -> PoolBlock | None:
         """A block of `size` bytes from one end, or elsewhere in the main space."""
         for arena in (end, GAP, HIGH if end == LOW else LOW):
-            position = self._idle.position((arena, size))
-            if position < len(self._idle) and self._idle.at(position).pool == arena:
-                block = self._idle.at(position)
-                self._idle.remove(_key(block))
-                return self._cut(block, size, end if arena == GAP else arena)
+            block = self._first(arena, size)
+            if block is not None and block.pool == arena:
+                return self._cut(self._take(block), size, end if arena == GAP else arena)
         return None
 
     def _cut(self, hole: PoolBlock, size: int, end: int) -> PoolBlock:
@@ -173,7 +162,11 @@ class TwoEndedAllocator(PythonAllocator):
             block.pool = HIGH
         else:
             block.pool = GAP
-        self._idle.add(_key(block), block)
+        super()._put(block)
+
+    def _key(self, block: PoolBlock) -> Key:
+        # Among equals the one that is further from the gap is the first.
+        return (block.pool, block.size, -block.address if block.pool == HIGH else block.address)
 
 
 def needed_pool_bytes(run: Replay) -> int:
@@ -188,8 +181,3 @@ def needed_pool_bytes(run: Replay) -> int:
     pool_bytes = int(run.segment_table[0, 3])
     opened = run.reserved >= pool_bytes
     return pool_bytes - int((run.reserved - run.spread)[opened].min(initial=pool_bytes))
-
-
-def _key(block: PoolBlock) -> Key:
-    # Among equals the one that is further from the gap is the first.
-    return (block.pool, block.size, -block.address if block.pool == HIGH else block.address)

@@ -22,7 +22,6 @@ from overspill.capture.compiled.whole_step import CapturedStep, Elsewhere
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.costs import MeasuredTimes
-from overspill.job import GradientOptions
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.arena import StepArena
@@ -33,7 +32,6 @@ from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.lower import copied, lower_step
 from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import (
-    Options,
     budget_for,
     device_for,
     infeasible_for,
@@ -52,8 +50,6 @@ from .gathered import gathered
 from .python_state import PythonState
 from .residency import bring_for_others
 from .results import Results
-from .state import StepState
-from .updates import NormClipping
 
 TELLING = 8
 """Captures for one kind of inputs after which the user is warned why."""
@@ -96,25 +92,14 @@ class Compiled:
 
 
 class StepPlans:
-    """The plans of one step.
+    """The plans of one step, of what `captures` has of it."""
 
-    `add_up(sum, gradient)` accumulates gradients.
-    """
-
-    def __init__(
-        self,
-        state: StepState,
-        options: Options,
-        gradients: GradientOptions,
-        clipping: NormClipping | None,
-        processes: OneProcess,
-        add_up: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        self.state = state
-        self.options = options
-        self.gradients = gradients
-        self.processes = processes
-        self._captures = StepCaptures(state, options, gradients, clipping, processes, add_up)
+    def __init__(self, captures: StepCaptures) -> None:
+        self.state = captures.state
+        self.options = captures.options
+        self.gradients = captures.gradients
+        self.processes = captures.processes
+        self._captures = captures
         self._compiled: dict[Any, list[Compiled]] = {}
         self.beside: Callable[[], int] = lambda: 0
         """Gives the bytes that the session's other models keep on the device."""

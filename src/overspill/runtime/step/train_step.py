@@ -36,6 +36,7 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 
 from .call import StepCall, Underway, dropped, let_go
+from .captures import StepCaptures
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .microbatch import MicrobatchRunner
 from .plans import StepPlans
@@ -89,7 +90,8 @@ class TrainStep(PlannedPeaks):
             )
         sums = None if sharding is None else sharding.sum_over_ranks
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm, sums)
-        self._plans = StepPlans(self._state, options, gradients, clipping, processes, self._underway.add_up)
+        captures = StepCaptures(self._state, options, gradients, clipping, processes, self._underway.add_up)
+        self._plans = StepPlans(captures)
         self._runner = MicrobatchRunner(self._state, self._plans, self._underway)
         if self._state.where.type == "cuda":
             self._plans.place_live()

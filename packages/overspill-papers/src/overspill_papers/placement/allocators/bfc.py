@@ -5,14 +5,13 @@ A few growing regions, loose splits, no streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from overspill.core.errors import RequestError
-from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.blocks import PoolBlock
 from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, round_up
 
@@ -63,7 +62,6 @@ class BfcAllocator(PythonAllocator):
         self._next_region = round_up(first, STEP_BYTES)
         fraction = self.config.fragmentation_fraction
         self._most_waste = max(1, int(fraction * float(self._limit))) if fraction > 0 else MOST_WASTE_BYTES
-        self._idle = FreeBlocks()
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = round_up(nbytes, STEP_BYTES)
@@ -76,31 +74,16 @@ class BfcAllocator(PythonAllocator):
                 block = self._find(size)
         return block
 
-    def _return_block(self, block: PoolBlock) -> None:
-        for other in (block.next, block.prev):
-            if other is not None and other.free:
-                self._idle.remove((other.size, other.address))
-                block.absorb(other)
-        self._idle.add((block.size, block.address), block)
-
-    def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
-
     def _find(self, size: int) -> PoolBlock | None:
         """The smallest idle block that fits, the lowest among equals.
 
         Its rest is split off if that is worth it.
         """
-        position = self._idle.position((size,))
-        if position == len(self._idle):
+        block = self._first(size)
+        if block is None:
             return None
-        block = self._idle.at(position)
-        self._idle.remove((block.size, block.address))
-        if block.size >= 2 * size or block.size - size >= self._most_waste:
-            front = block.cut(size)
-            self._idle.add((block.size, block.address), block)
-            return front
-        return block
+        splits = block.size >= 2 * size or block.size - size >= self._most_waste
+        return self._cut_off(self._take(block), size if splits else block.size)
 
     def _extend(self, size: int, stream: int) -> bool:
         """Whether a new region of at least `size` bytes was reserved.
@@ -125,7 +108,7 @@ class BfcAllocator(PythonAllocator):
             block = self._segment_malloc(nbytes, stream)
         if not grown:
             self._next_region *= 2
-        self._idle.add((block.size, block.address), block)
+        self._put(block)
         return True
 
     def _release_idle_regions(self, size: int) -> bool:
@@ -140,6 +123,5 @@ class BfcAllocator(PythonAllocator):
         if idle == 0 or size > self._limit - self._reserved.now + idle:
             return False
         for block in regions:
-            self._idle.remove((block.size, block.address))
-            self._segment_free(block)
+            self._segment_free(self._take(block))
         return True

@@ -5,12 +5,11 @@ Blocks of powers of two, halved and joined with the half they came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
-from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.blocks import PoolBlock
 from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import PAGE_BYTES
 
@@ -48,17 +47,11 @@ class BuddyAllocator(PythonAllocator):
     config: BuddyConfig
     coalesces = False  # free neighbours that are no buddies stay apart
 
-    def __init__(self, config: BuddyConfig | None = None, *, capacity_bytes: int | None = None) -> None:
-        super().__init__(config, capacity_bytes=capacity_bytes)
-        self._idle = FreeBlocks()
-
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = max(self.config.least_bytes, 1 << (nbytes - 1).bit_length())
         # The smallest free block, or a new segment.
-        position = self._idle.position((size,))
-        if position < len(self._idle):
-            block = self._idle.at(position)
-            self._idle.remove((block.size, block.address))
+        if (block := self._first(size)) is not None:
+            self._take(block)
         else:
             new = self._segment_malloc(max(size, self.config.segment_bytes), stream)
             if new is None:
@@ -78,12 +71,5 @@ class BuddyAllocator(PythonAllocator):
             buddy = block.next if is_front else block.prev
             if buddy is None or not buddy.free or buddy.size != block.size:
                 break
-            self._idle.remove((buddy.size, buddy.address))
-            block.absorb(buddy)
+            block.absorb(self._take(buddy))
         self._put(block)
-
-    def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
-
-    def _put(self, block: PoolBlock) -> None:
-        self._idle.add((block.size, block.address), block)

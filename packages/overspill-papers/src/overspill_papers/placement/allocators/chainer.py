@@ -5,12 +5,11 @@ Bins of 512 bytes a stream, always split, joined when freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
-from overspill.placement.allocators.blocks import FreeBlocks, Key, PoolBlock
+from overspill.placement.allocators.blocks import Key, PoolBlock
 from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import round_up
 
@@ -46,7 +45,6 @@ class ChainerAllocator(PythonAllocator):
 
     def __init__(self, config: ChainerConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
-        self._idle = FreeBlocks()
         self._frees = 0
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
@@ -63,43 +61,24 @@ class ChainerAllocator(PythonAllocator):
             block = self._segment_malloc(size, stream)
         return block
 
-    def _return_block(self, block: PoolBlock) -> None:
-        for other in (block.next, block.prev):
-            if other is not None and other.free:
-                self._idle.remove(_key(other))
-                block.absorb(other)
-        self._put(block)
-
-    def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
-
     def _find(self, size: int, stream: int) -> PoolBlock | None:
         """The last freed block of the stream's first bin that fits.
 
         All beyond `size` goes back to the bins.
         """
-        position = self._idle.position((stream, size))
-        if position == len(self._idle) or self._idle.at(position).stream != stream:
-            return None
-        block = self._idle.remove(_key(self._idle.at(position)))
-        if block.size == size:
-            return block
-        front = block.cut(size)
-        self._put(block)
-        return front
+        block = self._first(stream, size)
+        return None if block is None or block.stream != stream else self._cut_off(self._take(block), size)
 
     def _put(self, block: PoolBlock) -> None:
         self._frees += 1
         block.indexed_at = self._frees
-        self._idle.add(_key(block), block)
+        super()._put(block)
+
+    def _key(self, block: PoolBlock) -> Key:
+        return (block.stream, block.size, -block.indexed_at)
 
     def _release_unsplit(self) -> None:
         """Give all segments without live blocks back (free_all_blocks)."""
         for block in list(self._idle):
             if not block.split:
-                self._idle.remove(_key(block))
-                self._segment_free(block)
-
-
-def _key(block: PoolBlock) -> Key:
-    return (block.stream, block.size, -block.indexed_at)
+                self._segment_free(self._take(block))

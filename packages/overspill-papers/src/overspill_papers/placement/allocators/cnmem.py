@@ -5,12 +5,11 @@ Best fit in one pool reserved at the start, growing if allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
-from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.blocks import PoolBlock
 from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.allocators.two_ended import STEP_BYTES
 from overspill.placement.simulated_device import round_up
@@ -44,7 +43,6 @@ class CnmemAllocator(PythonAllocator):
 
     def __init__(self, config: CnmemConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
-        self._idle = FreeBlocks()
         self._pool_bytes_missing = round_up(self.config.pool_bytes, STEP_BYTES)
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
@@ -53,26 +51,10 @@ class CnmemAllocator(PythonAllocator):
             if pool is None:
                 return None
             self._pool_bytes_missing = 0
-            self._idle.add((pool.size, pool.address), pool)
+            self._put(pool)
         # Best fit, whose rest stays idle.
         size = round_up(nbytes, STEP_BYTES)
-        position = self._idle.position((size,))
-        if position == len(self._idle):
+        block = self._first(size)
+        if block is None:
             return self._segment_malloc(size, stream) if self.config.grows else None
-        block = self._idle.at(position)
-        self._idle.remove((block.size, block.address))
-        if block.size == size:
-            return block
-        front = block.cut(size)
-        self._idle.add((block.size, block.address), block)
-        return front
-
-    def _return_block(self, block: PoolBlock) -> None:
-        for other in (block.prev, block.next):
-            if other is not None and other.free:
-                self._idle.remove((other.size, other.address))
-                block.absorb(other)
-        self._idle.add((block.size, block.address), block)
-
-    def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
+        return self._cut_off(self._take(block), size)

@@ -5,12 +5,11 @@ cudaMalloc for every size; freed blocks serve requests of the same rounded size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from overspill.core.errors import RequestError
-from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.blocks import Key, PoolBlock
 from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import round_up
 
@@ -56,28 +55,25 @@ class MxnetAllocator(PythonAllocator):
 
     def __init__(self, config: MxnetConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
-        self._idle = FreeBlocks()
         self._frees = 0
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = self._rounded(nbytes)
-        position = self._idle.position((size,))
-        if position < len(self._idle) and self._idle.at(position).size == size:
-            block = self._idle.at(position)
-            return self._idle.remove((size, -block.indexed_at))
+        block = self._first(size)
+        if block is not None and block.size == size:
+            return self._take(block)
         if self._scarce(size):
             self._release_all()
             self._retries += 1
         return self._segment_malloc(size, stream)
 
     def _return_block(self, block: PoolBlock) -> None:
-        # The latest of a size is taken first: its key is the lowest.
         self._frees += 1
         block.indexed_at = self._frees
-        self._idle.add((block.size, -self._frees), block)
+        self._put(block)
 
-    def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
+    def _key(self, block: PoolBlock) -> Key:
+        return block.size, -block.indexed_at  # the latest of a size is taken first
 
     def _rounded(self, nbytes: int) -> int:
         """The size of a block for `nbytes`.
@@ -103,5 +99,4 @@ class MxnetAllocator(PythonAllocator):
 
     def _release_all(self) -> None:
         for block in list(self._idle):
-            self._idle.remove((block.size, -block.indexed_at))
-            self._segment_free(block)
+            self._segment_free(self._take(block))
