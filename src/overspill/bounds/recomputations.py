@@ -77,10 +77,7 @@ class Recomputations:
             self.lp.row([(self.of_op[op].runs, 1.0), *terms], lower=0.0)
 
     def _inputs(self) -> Iterable[tuple[int, int, int]]:
-        """Keep or remake inputs without later use.
-
-        Yields ops that run again, for which output, and the columns.
-        """
+        """Keep or remake inputs without later use. Yields ops that run again, for which output, and the columns."""
         # An input that several trees share counts in each by a part.
         trees = {gap: self._tree(gap) for gap in self.rematerialized}
         shared = Counter(chain.from_iterable(trees.values()))

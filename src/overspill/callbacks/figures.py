@@ -77,10 +77,7 @@ def figures_of(model: Any) -> dict[str, float]:
 
 
 def figures_source(model: Any) -> Session | TrainStep:
-    """The session or train step that trains `model`.
-
-    Raises RequestError where Overspill has no part in it.
-    """
+    """The session or train step that trains `model`. Raises RequestError where Overspill has no part in it."""
     if isinstance(model, (Session, TrainStep)):
         return model
     held = [model, getattr(model, "forward", None)]

@@ -29,10 +29,7 @@ class LightningCallback(lightning.Callback):
         self._figures = StepFigures(pl_module if self._model is None else self._model)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:  # noqa: ARG002
-        """Log the figures of a batch.
-
-        Raises RequestError where nothing of Overspill takes part.
-        """
+        """Log the figures of a batch. Raises RequestError where nothing of Overspill takes part."""
         assert self._figures is not None
         self._figures.step()
         pl_module.log_dict(self._figures.take())

@@ -27,10 +27,7 @@ class _EachSteps(ABC):
         self._figures, self._every, self._done = StepFigures(model), every, 0
 
     def __call__(self) -> None:
-        """Count a step, and log if it is time.
-
-        Raises RequestError where nothing of Overspill took part in it.
-        """
+        """Count a step, and log if it is time. Raises RequestError where nothing of Overspill took part in it."""
         self._figures.step()
         self._done += 1
         if self._done % self._every == 0:

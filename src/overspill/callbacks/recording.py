@@ -1,7 +1,4 @@
-"""`overspill.record`: measure a few steps of a real run.
-
-In whatever loop it is.
-"""
+"""`overspill.record`: measure a few steps of a real run, in whatever loop it is."""
 
 from __future__ import annotations
 

@@ -28,9 +28,6 @@ class TrainerCallback(transformers.TrainerCallback):
         self._figures.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:  # noqa: ARG002
-        """Log the figures with the loss.
-
-        Raises RequestError where nothing of Overspill takes part.
-        """
+        """Log the figures with the loss. Raises RequestError where nothing of Overspill takes part."""
         if logs and "loss" in logs:
             self._trainer.log(self._figures.take())

@@ -15,10 +15,7 @@ MOST_STREAMED_BYTES = 256 << 20
 
 
 def read_whole(path: str | Path) -> bytes:
-    """The bytes of the file at `path`.
-
-    Raises RequestError if it cannot be read, or has no end.
-    """
+    """The bytes of the file at `path`. Raises RequestError if it cannot be read, or has no end."""
     try:
         with Path(path).open("rb") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -144,17 +144,11 @@ class Op:
     collective: Collective | None = None
 
     def workspace_of(self, algorithm: int) -> int:
-        """Workspace in bytes of an algorithm, by number.
-
-        Raises IndexError if there is none.
-        """
+        """Workspace in bytes of an algorithm, by number. Raises IndexError if there is none."""
         return self.algorithms[algorithm].workspace_bytes if algorithm else self.workspace_bytes
 
     def slowdown_of(self, algorithm: int) -> float:
-        """Time of an algorithm, by number, over that of the fastest.
-
-        Raises IndexError if there is none.
-        """
+        """Time of an algorithm, by number, over that of the fastest. Raises IndexError if there is none."""
         return self.algorithms[algorithm].slowdown if algorithm else 1.0
 
 

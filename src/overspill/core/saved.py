@@ -34,8 +34,5 @@ class Saved:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read an object from `path`.
-
-        Raises RequestError if the file is missing or holds anything else.
-        """
+        """Read an object from `path`. Raises RequestError if the file is missing or holds anything else."""
         return cls.from_json(read_whole(path))

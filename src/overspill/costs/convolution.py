@@ -155,10 +155,7 @@ def sizes_of(graph: Graph, op: Op) -> Sizes | None:
 
 
 def _fit(x: Tensor, w: Tensor, y: Tensor, passes: int) -> Sizes | None:
-    """The convolution of `x` with `w` to `y`, if the shapes agree.
-
-    A transposed one makes X of Y.
-    """
+    """The convolution of `x` with `w` to `y`, if the shapes agree. A transposed one makes X of Y."""
     if not len(x.shape) == len(w.shape) == len(y.shape) or x.shape[0] != y.shape[0] or w.shape[0] != y.shape[1]:
         return None
     if x.shape[1] % w.shape[1] or TensorKind.PARAMETER in (x.kind, y.kind):

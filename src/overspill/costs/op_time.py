@@ -14,10 +14,7 @@ from .precision import peak_flops_per_second
 
 @dataclass(frozen=True)
 class MeasuredTimes(Saved):
-    """Measured seconds by op signature on `device`.
-
-    `signature` makes the keys.
-    """
+    """Measured seconds by op signature on `device`. `signature` makes the keys."""
 
     device: str
     seconds: dict[str, float] = field(default_factory=dict)

@@ -34,10 +34,7 @@ def software_named(torch: str | None = None, cuda: str | None = None) -> Softwar
 
 
 def _known_torch(text: str) -> str:
-    """`text`, if its PyTorch release is known.
-
-    Raises RequestError.
-    """
+    """`text`, if its PyTorch release is known. Raises RequestError."""
     if "{}.{}".format(*release_of(text, "PyTorch", "2.6")) not in _CUDA_OF:
         first, *_, last = _CUDA_OF
         raise RequestError(f"what PyTorch {text} takes is not known; {first} to {last} are")
@@ -53,10 +50,7 @@ def _known_cuda(text: str) -> str:
 
 
 def _cuda_of(torch: str) -> str:
-    """The CUDA release of PyTorch's wheel.
-
-    For a PyTorch newer than those known, the last one's.
-    """
+    """The CUDA release of PyTorch's wheel. For a PyTorch newer than those known, the last one's."""
     major, minor = release_of(torch, "PyTorch", "2.6")
     return _CUDA_OF.get(f"{major}.{minor}", Software.cuda_version)
 

@@ -83,10 +83,7 @@ def _exactly(nbytes: int) -> Interval:
 
 
 def _shared_sum(scratch: Scratch, capability: tuple[int, int], multiprocessors: int) -> int:
-    """Bytes that thread blocks sharing a sum exchange, or of their counters.
-
-    Reduce.cuh, `setReduceConfig`.
-    """
+    """Bytes that thread blocks sharing a sum exchange, or of their counters. Reduce.cuh, `setReduceConfig`."""
     a_block, threads, grid, a_thread = scratch.sizes
     at_once = multiprocessors * (_threads_of(capability) // threads)
     blocks = max(min(-(-at_once // grid), -(-a_thread // 16)), -(-a_thread // 256)) if grid <= at_once else 1
@@ -96,10 +93,7 @@ def _shared_sum(scratch: Scratch, capability: tuple[int, int], multiprocessors: 
 
 
 def _threads_of(capability: tuple[int, int]) -> int:
-    """Threads that a multiprocessor runs at once.
-
-    NVIDIA CUDA C Programming Guide, technical specifications.
-    """
+    """Threads that a multiprocessor runs at once. NVIDIA CUDA C Programming Guide, technical specifications."""
     if capability == (7, 5):
         return 1024
     return 1536 if capability in {(8, 6), (8, 7), (8, 9)} or capability >= (12, 0) else 2048

@@ -97,19 +97,13 @@ def this_cpu() -> Device:
 
 
 def calibrated_path() -> Path:
-    """Path of this CPU's calibrated profile.
-
-    `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`.
-    """
+    """Path of this CPU's calibrated profile. `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`."""
     folder = os.environ.get("OVERSPILL_CACHE") or "~/.cache/overspill"
     return Path(folder).expanduser() / "cpu.json"
 
 
 def _key(name: str) -> str:
-    """`name` normalised for comparison.
-
-    Lower case, no separators, no vendor words.
-    """
+    """`name` normalised for comparison. Lower case, no separators, no vendor words."""
     return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
 
 
@@ -119,10 +113,7 @@ def _known() -> dict[str, str]:
 
 
 def _from_file(path: Path) -> Device:
-    """The device in a `.toml` or `.json` file.
-
-    A CPU that leaves its memory open gets this machine's.
-    """
+    """The device in a `.toml` or `.json` file. A CPU that leaves its memory open gets this machine's."""
     if path.suffix.lower() not in _SUFFIXES:
         raise RequestError(f"{path} is not a device file; its name ends in .toml or .json")
     device = _checked(_from_toml(path) if path.suffix.lower() == ".toml" else Device.load(path), path)
@@ -132,10 +123,7 @@ def _from_file(path: Path) -> Device:
 
 
 def _from_toml(path: Path) -> Device:
-    """The device in a TOML file.
-
-    Raises RequestError when there is none, or a field is wrong or unknown.
-    """
+    """The device in a TOML file. Raises RequestError when there is none, or a field is wrong or unknown."""
     try:
         table = tomllib.loads(read_whole(path).decode())
         device = msgspec.convert(table, Device)

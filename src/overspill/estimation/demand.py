@@ -121,10 +121,7 @@ class Demand:
 
 
 def demand_of(recording: Recording, device: Device, software: Software) -> Demand:
-    """The demand of `recording` on `device`.
-
-    It is the likeliest where scratch is uncertain.
-    """
+    """The demand of `recording` on `device`. It is the likeliest where scratch is uncertain."""
     allocations = recording.allocations
     # Sizes of scratch depend on the GPU and the software.
     nbytes = np.fromiter((a.nbytes for a in allocations), dtype=np.int64, count=len(allocations))
@@ -160,10 +157,7 @@ def served(demand: Demand, room: int, allocator: str = "pytorch", config: Any = 
 
 
 def survives(demand: Demand, device: Device, outside_bytes: int, allocator: str, config: Any) -> bool:
-    """Whether `demand` can be served on `device`.
-
-    `outside_bytes` of its memory are taken.
-    """
+    """Whether `demand` can be served on `device`. `outside_bytes` of its memory are taken."""
     capacity = device.memory_bytes - outside_bytes
     if capacity <= 0:
         return False

@@ -129,10 +129,7 @@ class Figures:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that NVML would show at the job's peak.
-
-        Reserved memory, context and communication.
-        """
+        """Bytes that NVML would show at the job's peak. Reserved memory, context and communication."""
         return self.replayed.peak_device_bytes + self.outside_bytes
 
     @cached_property

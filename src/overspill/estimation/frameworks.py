@@ -1,7 +1,4 @@
-"""Estimates of jobs of other frameworks.
-
-Packages besides this one read and record them.
-"""
+"""Estimates of jobs of other frameworks. Packages besides this one read and record them."""
 
 from __future__ import annotations
 

@@ -45,10 +45,7 @@ def program_of(job: Job, *, iterations: int = ITERATIONS, compiled: bool = False
 
 
 class _Loop:
-    """The parts of a job's loop: model, batches, loss, output.
-
-    The model is there once it is built.
-    """
+    """The parts of a job's loop: model, batches, loss, output. The model is there once it is built."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -78,10 +75,7 @@ class _Loop:
         return self._reached(module.register_forward_hook(stop), module, inputs)
 
     def arguments(self, module: nn.Module, inputs: Any) -> tuple[Any, Any]:
-        """The arguments that the job's loss gives the module.
-
-        By position and by keyword.
-        """
+        """The arguments that the job's loss gives the module, by position and by keyword."""
 
         def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
             raise _Reached((args, kwargs))

@@ -80,10 +80,7 @@ class Scaling:
         return lambda batch: small.between(large, (batch - pair[0]) / (pair[1] - pair[0]))
 
     def fits(self, demand: Demand, outside_bytes: int) -> bool:
-        """Whether `demand` fits on the device.
-
-        `outside_bytes` of its memory are taken.
-        """
+        """Whether `demand` fits on the device. `outside_bytes` of its memory are taken."""
         return survives(demand, self.device, outside_bytes, self.allocator, self.allocator_config)
 
     def minimum_capacity_bytes(self, batch: int, outside_bytes: int) -> int:
@@ -127,10 +124,7 @@ class Scaling:
     def _beyond(
         self, pair: tuple[int, int], low: int, high: int, outside_bytes: int, traced: Callable[[int], bool]
     ) -> tuple[int, int]:
-        """The bracket moved up where a larger batch fits after all.
-
-        The cache's luck is not monotone.
-        """
+        """The bracket moved up where a larger batch fits after all. The cache's luck is not monotone."""
         expected = self._interpolation(pair)
         if expected is None:
             return low, high
@@ -141,10 +135,7 @@ class Scaling:
         return low, high
 
     def _candidate(self, pair: tuple[int, int], low: int, high: int, outside_bytes: int) -> int:
-        """The largest batch in (low, high) expected to fit.
-
-        As the two traces of `pair` say, or the next to it.
-        """
+        """The largest batch in (low, high) expected to fit, as the two traces of `pair` say, or the next to it."""
         fallback = 2 * low if high == _LARGEST and low else max(1, (low + high) // 2 if high < _LARGEST else self.batch)
         fallback = min(max(fallback, low + 1), high - 1)
         # Without a line, halve the bracket.

@@ -13,10 +13,7 @@ from .vision import classification_loss, image_batches, resized_grid
 
 
 def _last_grid(image_size: int) -> int:
-    """Side of the last feature maps for an image of this side.
-
-    It is 6 at 224.
-    """
+    """Side of the last feature maps for an image of this side. It is 6 at 224."""
     side = (image_size + 2 * 2 - 11) // 4 + 1
     for _ in range(3):
         side = (side - 3) // 2 + 1

@@ -42,10 +42,7 @@ def checked_size(
     maximum: int | None = None,
     multiple: int = 1,
 ) -> int:
-    """`size`, or `default` if None, checked for network `name`.
-
-    Raises RequestError for a size that it cannot take.
-    """
+    """`size`, or `default` if None, checked for network `name`. Raises RequestError for a size that it cannot take."""
     if size is None:
         return default
     if size < minimum:

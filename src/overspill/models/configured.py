@@ -1,7 +1,4 @@
-"""Models whose name gives their sizes.
-
-As `decoder:width=2048,depth=24,heads=16`, and those of `hugging_face.py`.
-"""
+"""Models whose name gives their sizes, as `decoder:width=2048,depth=24,heads=16`, and those of `hugging_face.py`."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ def check_configured(name: str) -> None:
 
 
 def load_configured(name: str, seq_len: int | None = None) -> BuiltModel:
-    """A decoder or a model of transformers, on `seq_len` tokens.
-
-    Raises RequestError.
-    """
+    """A decoder or a model of transformers, on `seq_len` tokens. Raises RequestError."""
     check_configured(name)
     if name.partition(":")[0] == HUGGING_FACE:
         from .hugging_face import load_hugging_face  # noqa: PLC0415  # imports torch

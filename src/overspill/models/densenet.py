@@ -40,10 +40,7 @@ class DenseLayer(nn.Module):
 
 
 def _transition(channels: int) -> nn.Sequential:
-    """The layer between dense blocks: half the channels and side.
-
-    §3, compression of 0.5.
-    """
+    """The layer between dense blocks: half the channels and side. §3, compression of 0.5."""
     return nn.Sequential(_conv(channels, channels // 2, 1), nn.AvgPool2d(2))
 
 

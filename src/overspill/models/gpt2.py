@@ -139,10 +139,7 @@ def next_token_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tenso
 
 
 def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """A `make_batch` of random tokens and the token after each.
-
-    Both are (batch, seq_len).
-    """
+    """A `make_batch` of random tokens and the token after each. Both are (batch, seq_len)."""
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(vocabulary, (batch_size, seq_len + 1), device="cpu")

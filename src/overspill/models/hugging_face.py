@@ -173,10 +173,7 @@ def _in_file(name: str, path: Path, auto: Any) -> Any:
 
 
 def _on_hub(name: str, source: str, auto: Any) -> Any:
-    """The configuration of a model on the Hub, or in a directory.
-
-    Code that comes with a model is not run.
-    """
+    """The configuration of a model on the Hub, or in a directory. Code that comes with a model is not run."""
     try:
         return auto.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # no network, no such model, one that wants a login, code of its own

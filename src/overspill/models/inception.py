@@ -38,10 +38,7 @@ class Conv:
 
 @dataclass(frozen=True)
 class Pool:
-    """3x3 pooling.
-
-    `max` halves the side without padding, `average` keeps it.
-    """
+    """3x3 pooling. `max` halves the side without padding, `average` keeps it."""
 
     kind: str
 
@@ -263,10 +260,7 @@ class ScaledResidual(nn.Module):
 
 @dataclass(frozen=True)
 class _Builder:
-    """Makes modules of the tables' items.
-
-    The small networks have every width divided by 16 and one block a stage.
-    """
+    """Makes modules of the tables' items. The small networks have every width divided by 16 and one block a stage."""
 
     small: bool
 
@@ -324,10 +318,7 @@ class _Builder:
 
 
 def _grid(image_size: int) -> int:
-    """Side of the maps that the auxiliary classifier reads.
-
-    All three stems shrink an image alike.
-    """
+    """Side of the maps that the auxiliary classifier reads. All three stems shrink an image alike."""
     side = (image_size - 1) // 2 - 2
     side = (side - 1) // 2 - 2
     for _ in range(2):

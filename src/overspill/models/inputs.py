@@ -59,10 +59,7 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
 
 
 def _like(value: Any, batch: int | None, size: int | None) -> Any:
-    """Zeros of the shapes and dtypes in `value`.
-
-    The first dimension is `size` where it was `batch`.
-    """
+    """Zeros of the shapes and dtypes in `value`. The first dimension is `size` where it was `batch`."""
     if isinstance(value, Tensor):
         shape = list(value.shape)
         if shape and size is not None and shape[0] == batch:

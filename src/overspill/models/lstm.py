@@ -86,10 +86,7 @@ class LanguageModel(nn.Module):
 
 
 def uniform_init(module: nn.Module, bound: float) -> None:
-    """Initialise every parameter uniformly in [-bound, bound].
-
-    As the LSTM papers do.
-    """
+    """Initialise every parameter uniformly in [-bound, bound], as the LSTM papers do."""
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -bound, bound)
 

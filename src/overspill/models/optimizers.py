@@ -48,10 +48,7 @@ def check_optimizer(name: str) -> None:
 
 
 def optimizer_named(name: str) -> Callable[[Iterable[Any]], Optimizer]:
-    """The optimizer called `name`, as a function of the parameters.
-
-    Raises RequestError for an unknown name.
-    """
+    """The optimizer called `name`, as a function of the parameters. Raises RequestError for an unknown name."""
     check_optimizer(name)
     from torch import optim  # noqa: PLC0415 - the names are listed without paying for torch
 

@@ -111,18 +111,12 @@ MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for ent
 
 
 def names() -> tuple[str, ...]:
-    """The names of all built-in models, aliases included.
-
-    Family by family.
-    """
+    """The names of all built-in models, aliases included. Family by family."""
     return tuple(MODELS)
 
 
 def describe() -> list[Entry]:
-    """The entries of all built-in models, aliases included.
-
-    Family by family.
-    """
+    """The entries of all built-in models, aliases included. Family by family."""
     return list(MODELS.values())
 
 
@@ -177,10 +171,7 @@ def check_name(name: str) -> None:
 
 
 def _entry(name: str) -> Entry:
-    """The entry of this name.
-
-    The error for an unknown one guesses what was meant.
-    """
+    """The entry of this name. The error for an unknown one guesses what was meant."""
     if name in MODELS:
         return MODELS[name]
     MODELS.check_installed(name)

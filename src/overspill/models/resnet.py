@@ -62,10 +62,7 @@ def projection(channels: int, width: int, stride: int) -> nn.Module:
 
 
 def padding(channels: int, width: int, stride: int) -> nn.Module:
-    """A `PaddedShortcut`, or the identity where shapes agree.
-
-    Option A of §3.3.
-    """
+    """A `PaddedShortcut`, or the identity where shapes agree. Option A of §3.3."""
     return nn.Identity() if stride == 1 and channels == width else PaddedShortcut(channels, width, stride)
 
 

@@ -97,10 +97,7 @@ class Translator(nn.Module):
 
 
 def translation_loss(module: nn.Module, source: Tensor, target: Tensor, following: Tensor) -> Tensor:
-    """The mean cross entropy of each target word's successor.
-
-    Padding has none.
-    """
+    """The mean cross entropy of each target word's successor. Padding has none."""
     return F.cross_entropy(module(source, target).flatten(0, 1), following.flatten(), ignore_index=_IGNORED)
 
 
@@ -162,9 +159,6 @@ def _varied_batches(vocabulary: int, longest: int) -> Callable[[int], tuple[Tens
 
 
 def _seed() -> int:
-    """A random number from torch's generator.
-
-    Where tensors are fake and have no numbers, the seed of that.
-    """
+    """A random number from torch's generator. Where tensors are fake and have no numbers, the seed of that."""
     drawn = torch.randint(2**62, (), device="cpu")
     return torch.initial_seed() if isinstance(drawn, FakeTensor) else int(drawn)

@@ -51,18 +51,12 @@ class StepLoss(nn.Module):
         """What is called with the gradients of parameters, by their names."""
 
     def forward(self, *inputs: Any) -> Any:
-        """The loss on `inputs`.
-
-        A single dictionary gives the model keyword arguments. Raises RequestError.
-        """
+        """The loss on `inputs`. A single dictionary gives the model keyword arguments. Raises RequestError."""
         return loss_on(self.model, self.loss, inputs)
 
 
 def loss_on(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> Any:
-    """The loss of `model` on `inputs`.
-
-    `loss` is as of StepLoss. Raises RequestError.
-    """
+    """The loss of `model` on `inputs`. `loss` is as of StepLoss. Raises RequestError."""
     if loss is None:
         return _own_loss(_call(model, inputs))
     if not is_criterion(loss):

@@ -102,10 +102,7 @@ def _resolve(spec: str) -> Callable[[], Any]:
 
 
 def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | None, Callable[..., Any] | None]:
-    """The module, make_batch and loss that the callable returned.
-
-    The last two may be absent.
-    """
+    """The module, make_batch and loss that the callable returned. The last two may be absent."""
     # Each mistake has its own message.
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3:
@@ -130,10 +127,7 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
 def _derived_batches(
     spec: str, module: nn.Module, image_size: int | None, seq_len: int | None
 ) -> tuple[Callable[[int], Tensor], str]:
-    """A make_batch that suits the module's first layer.
-
-    And in words what it makes.
-    """
+    """A make_batch that suits the module's first layer, and in words what it makes."""
     first = next((layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None), None)
     given = {option for option, size in (("image_size", image_size), ("seq_len", seq_len)) if size is not None}
     size = 0
@@ -189,10 +183,7 @@ class _Adapter:
             self._read = max(1, _required(self._signature))
 
     def make_batch(self, batch_size: int) -> tuple[Tensor, ...]:
-        """The user's batch as a tuple of tensors.
-
-        They are in the order of its dict if it is one.
-        """
+        """The user's batch as a tuple of tensors. They are in the order of its dict if it is one."""
         batch = _guarded(f"make_batch of {self._spec} raised", self._make_batch, batch_size)
         self._keys = tuple(batch) if isinstance(batch, Mapping) else ()
         if isinstance(batch, Tensor):
@@ -251,10 +242,7 @@ class _Adapter:
         return self._criterion(output, batch[-1])
 
     def loss(self, module: nn.Module, *batch: Tensor) -> Tensor:
-        """The scalar loss of the module's output.
-
-        It is the user's loss, or the default one.
-        """
+        """The scalar loss of the module's output. It is the user's loss, or the default one."""
         args, kwargs = self._arguments(batch)
         output = module(*args, **kwargs)
         loss = _default_loss(output) if self._loss is None else self._loss(output, *batch)

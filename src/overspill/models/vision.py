@@ -46,10 +46,7 @@ def check_normalised_batch(name: str, batch_size: int, image_size: int, one_pixe
 def normalised_image_batches(
     name: str, image_size: int, classes: int, one_pixel: int | None
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """`image_batches`, checked to be large enough for batch norm.
-
-    By `check_normalised_batch`.
-    """
+    """`image_batches`, checked to be large enough for batch norm, by `check_normalised_batch`."""
     draw = image_batches(image_size, classes)
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:

@@ -121,10 +121,7 @@ class Events:
 
 
 def _whole_numbers(name: str, values: ArrayLike, kind: type[np.signedinteger]) -> NDArray[np.signedinteger]:
-    """`values` as one contiguous array of `kind`.
-
-    Raises RequestError when it holds anything else.
-    """
+    """`values` as one contiguous array of `kind`. Raises RequestError when it holds anything else."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError(f"the {name} of events must be one row of whole numbers, not {array.dtype} {array.shape}")

@@ -154,10 +154,7 @@ def replay_natively(
 
 
 def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Sequence[NDArray[np.int64]], **fields: Any) -> Replay:
-    """The Replay with these gauges and curves.
-
-    Gauges are of requested, allocated and reserved bytes.
-    """
+    """The Replay with these gauges and curves. Gauges are of requested, allocated and reserved bytes."""
     for name, gauge in zip(GAUGES, gauges, strict=True):
         fields[f"peak_{name}_bytes"] = gauge.peak
         fields[f"peak_{name}_at"] = gauge.peak_at
@@ -206,10 +203,7 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
 
 
 def _reserved_pages(events: Events, allocator: str, config: Any, *, native: bool) -> int:
-    """Pages that `allocator` reserves without a limit.
-
-    0 if its settings make no sense without one.
-    """
+    """Pages that `allocator` reserves without a limit. 0 if its settings make no sense without one."""
     try:
         peak = replay(events, allocator, config=config, native=native).peak_reserved_bytes
     except RequestError:

@@ -62,10 +62,7 @@ class SimulatedDevice:
         self._space.give(address, round_up(nbytes, PAGE_BYTES))
 
     def map(self, address: int, nbytes: int) -> bool:  # noqa: ARG002  # a live device needs the address
-        """Back reserved addresses by `nbytes`; False without memory.
-
-        Whole pages (cuMemCreate, cuMemMap).
-        """
+        """Back reserved addresses by `nbytes`; False without memory. Whole pages (cuMemCreate, cuMemMap)."""
         if self.capacity_bytes is not None and self.used_bytes + nbytes > self.capacity_bytes:
             return False
         self.used_bytes += nbytes

@@ -185,10 +185,7 @@ def _waiting(followers: Followers) -> dict[int, int]:
 
 
 def _depth_first(ops: Sequence[Op]) -> list[int]:
-    """Algorithm 1 without recursion.
-
-    An op is taken once the last that it waits for calls it (lines 5 to 8).
-    """
+    """Algorithm 1 without recursion. An op is taken once the last that it waits for calls it (lines 5 to 8)."""
     followers = followers_of(op for op in ops if _touches(op))
     waiting = _waiting(followers)
     flow: list[int] = []

@@ -99,10 +99,7 @@ class Row:
 
     @property
     def stall_cause(self) -> str | None:
-        """The transfer that compute waited for longest, or None.
-
-        For example `prefetch of relu_3`.
-        """
+        """The transfer that compute waited for longest, or None, for example `prefetch of relu_3`."""
         return max(self._stalls, key=lambda cause: self._stalls[cause], default=None)
 
     @property

@@ -164,10 +164,7 @@ class _Curve:
     budgets: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Plan for the smallest budget.
-
-        It is the one that errors name, or all that the policy's one schedule takes.
-        """
+        """Plan for the smallest budget. It is the one that errors name, or all that the policy's one schedule takes."""
         self.progress(f"planning the smallest of {self.policy}")
         try:
             plan = self.make(1)
@@ -180,10 +177,7 @@ class _Curve:
 
     @property
     def smallest_bytes(self) -> int:
-        """The smallest budget shown: the floor, as a share rounded up.
-
-        Of one schedule it is exactly that.
-        """
+        """The smallest budget shown: the floor, as a share rounded up. Of one schedule it is exactly that."""
         if not self.adapts or self.floor.nbytes >= self.top_bytes:
             return self.floor.nbytes
         budget = ceil(THOUSANDTHS * self.floor.nbytes / self.top_bytes)

@@ -68,10 +68,7 @@ class Reserved:
 
 
 def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
-    """Bytes that PyTorch's caching allocator reserves for `plan`.
-
-    The device has `capacity_bytes`.
-    """
+    """Bytes that PyTorch's caching allocator reserves for `plan`. The device has `capacity_bytes`."""
     trace = trace_of(plan.graph, plan.schedule)
     events = Events.of(trace)
     done = replay(events, capacity_bytes=capacity_bytes)

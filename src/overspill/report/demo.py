@@ -1,7 +1,4 @@
-"""The result of `overspill demo`, in about ten lines.
-
-And commands to try next.
-"""
+"""The result of `overspill demo`, in about ten lines, and commands to try next."""
 
 from __future__ import annotations
 

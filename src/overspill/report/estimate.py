@@ -86,10 +86,7 @@ def _bytes_of(made: Figures) -> dict[str, int]:
 
 
 def _compiled_answer(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
-    """The JSON object of the job under torch.compile.
-
-    Also of its step within a budget.
-    """
+    """The JSON object of the job under torch.compile, also of its step within a budget."""
     return {
         "program": "cpu",
         **_bytes_of(made),

@@ -1,7 +1,4 @@
-"""Plot memory over one step, planned and unmanaged, with matplotlib.
-
-`pages/plan.py` makes the page.
-"""
+"""Plot memory over one step, planned and unmanaged, with matplotlib. `pages/plan.py` makes the page."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ def curve_of(timeline: Timeline, label: str, colour: str) -> MemoryCurve:
 
 
 def plot_memory(plan: Plan, path: Path, title: str) -> None:
-    """Plot `plan` and the unmanaged step to the file `path`.
-
-    Raises RequestError where that cannot be done.
-    """
+    """Plot `plan` and the unmanaged step to the file `path`. Raises RequestError where that cannot be done."""
     check_plot(path)
     curves = (
         curve_of(plan.unmanaged_timeline, "without a budget", COLOURS[1]),

@@ -66,10 +66,7 @@ class PolicyPoint:
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot's points, budget and axis ranges.
-
-    The ranges leave room for the labels.
-    """
+    """A plot's points, budget and axis ranges. The ranges leave room for the labels."""
 
     title: str
     memory_axis: str
@@ -155,10 +152,7 @@ def _placed(
 
 
 def _box(place: Place, x: float, y: float, letters: int) -> Box:
-    """The rectangle of a label at `place` of the point (x, y).
-
-    It has so many letters.
-    """
+    """The rectangle of a label at `place` of the point (x, y). It has so many letters."""
     width, height = letters * _LETTER_POINTS[0], _LETTER_POINTS[1]
     left = x + place.offset[0] - {"left": 0.0, "center": 0.5, "right": 1.0}[place.horizontal] * width
     bottom = y + place.offset[1] - {"bottom": 0.0, "center": 0.5, "top": 1.0}[place.vertical] * height
@@ -166,10 +160,7 @@ def _box(place: Place, x: float, y: float, letters: int) -> Box:
 
 
 def _collisions(box: Box, taken: Sequence[Box]) -> int:
-    """The number of `taken` boxes that `box` overlaps.
-
-    Leaving the picture counts as one.
-    """
+    """The number of `taken` boxes that `box` overlaps. Leaving the picture counts as one."""
     outside = box[0] < 0 or box[1] < 0 or box[2] > _AXES_POINTS[0] or box[3] > _AXES_POINTS[1]
     return outside + sum(
         box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in taken

@@ -34,10 +34,7 @@ class Recording(Reportable):
 
     @property
     def record(self) -> RunRecord:
-        """The record of the run.
-
-        Raises RequestError while it is under way, or where nothing was recorded.
-        """
+        """The record of the run. Raises RequestError while it is under way, or where nothing was recorded."""
         if self._record is None:
             raise RequestError("the recording is under way; ask for its results behind the `with` that it lasts for")
         if not self._record.steps:
@@ -80,10 +77,7 @@ class Recording(Reportable):
 
     @property
     def offloaded_bytes(self) -> list[int]:
-        """Bytes that went to the store, by step.
-
-        Of tensors that ops made.
-        """
+        """Bytes that went to the store, by step, of tensors that ops made."""
         return self._moved(Verb.OFFLOAD)
 
     @property

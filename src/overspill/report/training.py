@@ -131,10 +131,7 @@ def peaks_table(trained: Trained) -> Table:
 
 
 def _of_card(trained: Trained) -> list[tuple[str, int]]:
-    """Bytes of the plan's blocks where they lie.
-
-    On CUDA over the first steps, and with the context.
-    """
+    """Bytes of the plan's blocks where they lie, on CUDA over the first steps, and with the context."""
     run = trained.managed
     if run.planned_reserved_bytes is None or run.planned_device_bytes is None:
         return [(f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes)]

@@ -34,10 +34,7 @@ def is_available() -> bool:
 
 
 class DeviceStream(Protocol):
-    """The used part of `torch.Stream`.
-
-    As a context manager it is the current one.
-    """
+    """The used part of `torch.Stream`. As a context manager it is the current one."""
 
     def wait_stream(self, other: Any) -> None:
         """Let later work run after all that `other` has been given."""
@@ -236,10 +233,7 @@ class MemoryHistory:
         self._steps.append({"stage": stage, "name": name, "device": self._device.index or 0, "time_us": at})
 
     def taken(self) -> dict[str, Any]:
-        """The snapshot, with the steps among its annotations.
-
-        As `torch.cuda.memory._dump_snapshot` would write it.
-        """
+        """The snapshot, with the steps among its annotations, as `torch.cuda.memory._dump_snapshot` would write it."""
         found: dict[str, Any] = torch.cuda.memory._snapshot()
         torch.cuda.memory._set_memory_metadata(self._said_before)
         if self._is_ours:

@@ -90,10 +90,7 @@ class Arenas:
                 self._give_back(0)
 
     def _give_back(self, besides: int) -> None:
-        """Free unused arenas, but for one of `besides` bytes.
-
-        The plan of the graph that runs next counts that one.
-        """
+        """Free unused arenas, but for one of `besides` bytes. The plan of the graph that runs next counts that one."""
         idle = [m for m in self._memories if not _is_taken(m)]
         kept = next((m for m in idle if m.nbytes == besides), None)
         self._memories = [m for m in self._memories if m is kept or _is_taken(m)]

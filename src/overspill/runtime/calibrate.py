@@ -177,10 +177,7 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
 
 
 def transfer_host_seconds(engine: TransferEngine, block: Tensor) -> float:
-    """Seconds that this thread spends on one transfer of `block`.
-
-    Half a swap.
-    """
+    """Seconds that this thread spends on one transfer of `block`. Half a swap."""
     _prefetch(engine, _offload(engine, [block]))
     times = []
     for _ in range(HOST_ROUNDS):
@@ -274,10 +271,7 @@ def _transferring(store: Store) -> Iterator[None]:
 
 
 def _product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products of `dtype`.
-
-    As large as takes no long time.
-    """
+    """FLOP/s of square matrix products of `dtype`, as large as takes no long time."""
     best = 0.0
     for size in PRODUCT_SIZES:
         matrix = torch.ones(size, size, dtype=dtype)
@@ -289,10 +283,7 @@ def _product_rate(dtype: torch.dtype) -> float:
 
 
 def _copy_rate() -> float:
-    """Bytes per second, read and written, of an op on large tensors.
-
-    Like most ops it allocates its result.
-    """
+    """Bytes per second, read and written, of an op on large tensors. Like most ops it allocates its result."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     return 2 * COPY_BYTES / _fastest(source.clone, rounds=5)
 
@@ -310,10 +301,7 @@ def _op_overhead() -> float:
 
 
 def _efficiency(peak_rate: float) -> dict[str, float]:
-    """Each layer type's share of the matrix product's rate.
-
-    Forward and backward together.
-    """
+    """Each layer type's share of the matrix product's rate. Forward and backward together."""
     image, fine, coarse = torch.randn(4, 64, 56, 56), torch.randn(64, 64, 3, 3), torch.randn(256, 64, 1, 1)
     tokens, weight = torch.randn(1024, 768), torch.randn(3072, 768)
     heads = torch.randn(2, 12, 256, 64)

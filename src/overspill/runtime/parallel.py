@@ -59,10 +59,7 @@ class OneProcess:
     """Averages gradients of one dtype and device over all ranks, in place; None with one process."""
 
     def begin_alike(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Give all ranks the values of rank 0.
-
-        Raises RequestError on all of them where their models differ.
-        """
+        """Give all ranks the values of rank 0. Raises RequestError on all of them where their models differ."""
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Give all ranks rank 0's buffers, as DDP does before each forward."""
@@ -78,18 +75,12 @@ class OneProcess:
         yield
 
     def agree(self, key: Any, *, known: bool) -> bool:
-        """Whether `key` is known on all ranks.
-
-        Raises RequestError on all of them where their keys differ.
-        """
+        """Whether `key` is known on all ranks. Raises RequestError on all of them where their keys differ."""
         del key
         return known
 
     def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
-        """The plan from `make(budget)`, the same on all ranks.
-
-        Raises RequestError and what `make` does.
-        """
+        """The plan from `make(budget)`, the same on all ranks. Raises RequestError and what `make` does."""
         del graph
         return make(budget_bytes)
 

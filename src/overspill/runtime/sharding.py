@@ -53,10 +53,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
-    """The processes that train `model`: those of its mesh if it is sharded.
-
-    Raises RequestError for another group.
-    """
+    """The processes that train `model`: those of its mesh if it is sharded. Raises RequestError for another group."""
     sharding = sharding_of(model)
     if sharding is None:
         return unsharded_processes(model, process_group)
@@ -66,10 +63,7 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """How `model` is sharded, or None.
-
-    Raises UnsupportedError for what a planned step does not gather.
-    """
+    """How `model` is sharded, or None. Raises UnsupportedError for what a planned step does not gather."""
     states = list(dict.fromkeys(module._get_fsdp_state() for module in sharded_modules(model)))
     if not states:
         return None

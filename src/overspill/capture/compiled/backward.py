@@ -320,10 +320,7 @@ def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[i
 
 @contextmanager
 def _random_state_kept() -> Iterator[Callable[[], bool]]:
-    """Restore the CPU's random state after a traced step.
-
-    Yields a function that says whether the step set it.
-    """
+    """Restore the CPU's random state after a traced step. Yields a function that says whether the step set it."""
     moved = False
     with _disable_current_modes():
         before = torch.get_rng_state()

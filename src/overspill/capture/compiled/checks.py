@@ -55,10 +55,7 @@ class Checks:
         self._tried: dict[Stack, bool] = {}
 
     def followed(self, step: Step, *values: Tensor) -> Any:
-        """Run the step, answering each check so that it passes.
-
-        Raises UnknownValue for any other read.
-        """
+        """Run the step, answering each check so that it passes. Raises UnknownValue for any other read."""
         self.made.clear()
         if self._values is None:
             with _Reads(self._answer):

@@ -225,10 +225,7 @@ class JointGraph:
 
 
 def storages(node: fx.Node) -> list[StorageKey]:
-    """Keys of the distinct storages in a node's value.
-
-    Raises UnsupportedError for sparse and other layouts.
-    """
+    """Keys of the distinct storages in a node's value. Raises UnsupportedError for sparse and other layouts."""
     keys: dict[StorageKey, None] = {}
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):

@@ -336,10 +336,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)
 
     def _add_reductions(self, reduce: Callable[..., None], ranks: int, gradients: Iterable[fx.Node]) -> None:
-        """Add a reduction for each bucket; schedules keep their order.
-
-        For all of them update the process group.
-        """
+        """Add a reduction for each bucket; schedules keep their order, for all of them update the process group."""
         group = self._add_tensor(0, TensorKind.BUFFER, PROCESS_GROUP, persistent=True)
         distinct = {self._behind(node): node for node in gradients}
         for bucket in _buckets([self.joint.roots[storages(n)[0]][0] for n in distinct.values()]):

@@ -50,10 +50,7 @@ class Text:
             self.line(f"del {call.container}")
 
     def _bind(self, name: str) -> None:
-        """Define a variable of the program as an alias of bound ones.
-
-        Raises InvalidSchedule if it is gone.
-        """
+        """Define a variable of the program as an alias of bound ones. Raises InvalidSchedule if it is gone."""
         programs = self.programs
         if name in self.bound or name not in programs.values:
             return

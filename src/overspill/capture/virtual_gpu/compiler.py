@@ -90,10 +90,7 @@ class _StandIn(ModuleType):
             return importlib.import_module(_NAME)
 
     def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Exclude `function` from compilation, once the real compiler is imported.
-
-        torch keeps the result.
-        """
+        """Exclude `function` from compilation, once the real compiler is imported. torch keeps the result."""
         if not isinstance(function, FunctionType) or options not in ({}, {"wrapping": False}):  # no code of torch's own
             return self.real().disable(function, recursive, **options)
         kept: list[Callable[..., Any]] = []

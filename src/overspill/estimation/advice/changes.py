@@ -137,10 +137,7 @@ def averages_over_batch(estimate: Figures) -> bool:
 
 
 def _fused(job: Job) -> tuple[str, MakeOptimizer] | None:
-    """The job's optimizer as one fused kernel, with its name.
-
-    None where it has none.
-    """
+    """The job's optimizer as one fused kernel, with its name. None where it has none."""
     from torch import nn, zeros  # noqa: PLC0415
 
     make = job.optimizer

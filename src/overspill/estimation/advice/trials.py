@@ -1,7 +1,4 @@
-"""Try changes of a job, alone and together.
-
-What helps becomes advice.
-"""
+"""Try changes of a job, alone and together. What helps becomes advice."""
 
 from __future__ import annotations
 
@@ -174,10 +171,7 @@ class _Trials:
         return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host)
 
     def _hopeless(self, chosen: Sequence[Change], gpus: float = 1) -> bool:
-        """Whether weights and optimizer state alone are too large.
-
-        There is nothing to try then.
-        """
+        """Whether weights and optimizer state alone are too large. There is nothing to try then."""
         weights, state = float(self.weights), float(self.state)
         for change in chosen:
             weights, state = weights * change.weights, state * change.state
@@ -266,10 +260,7 @@ class _Trials:
                 return
 
     def _in_micro_batches(self, chosen: Sequence[Change]) -> Advice | None:
-        """The job with all of `chosen` in the fewest micro-batches that fit.
-
-        Their number is a power of two.
-        """
+        """The job with all of `chosen` in the fewest micro-batches that fit. Their number is a power of two."""
         most = (self.estimate.batch or 1).bit_length() - 1
         found = self._all_of(chosen, 2**most) if most else None
         low, high = 0, most
@@ -371,10 +362,7 @@ def _beside(change: Change, chosen: Sequence[Change]) -> list[Change]:
 
 
 def _persistent(estimate: Figures) -> tuple[int, int]:
-    """Bytes of weights and buffers, and of optimizer state.
-
-    Those that are there when the last step begins.
-    """
+    """Bytes of weights and buffers, and of optimizer state. Those that are there when the last step begins."""
     recording = estimate.recording
     begin = recording.starts[-1] if recording.starts else 0
     weights = state = 0
@@ -388,10 +376,7 @@ def _persistent(estimate: Figures) -> tuple[int, int]:
 
 
 def _expanding(estimate: Figures) -> Figures | None:
-    """The same job with expandable segments, or None.
-
-    None where it has them, or an allocator that does not.
-    """
+    """The same job with expandable segments, or None. None where it has them, or an allocator that does not."""
     config = estimate.allocator_config or CachingConfig()
     if estimate.allocator != "pytorch" or not isinstance(config, CachingConfig) or config.expandable_segments:
         return None

@@ -1,7 +1,4 @@
-"""Run scripts in a process that has only imported torch.
-
-See `server.py`.
-"""
+"""Run scripts in a process that has only imported torch. See `server.py`."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ class _Server:
         self.owner = os.getpid()
 
     def run(self, descriptors: list[int], tell: Callable[[str], None]) -> Ended:
-        """How the script in a mailbox ended.
-
-        That is the last descriptor; the others are its standard ones.
-        """
+        """How the script in a mailbox ended. That is the last descriptor; the others are its standard ones."""
         try:
             socket.send_fds(self._socket, [b"!"], descriptors)
             while not isinstance(message := receive(self._socket), Ended):

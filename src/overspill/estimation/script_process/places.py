@@ -41,10 +41,7 @@ def spelled(file: str, line: int | None, folder: str | None = None) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the script that `error` passed.
-
-    Empty if there is none.
-    """
+    """The innermost line of the script that `error` passed. Empty if there is none."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((spelled(frame.filename, frame.lineno) for frame in frames if is_of_the_script(frame.filename)), "")
 

@@ -48,10 +48,7 @@ def send(connection: socket.socket, message: str | Ended) -> None:
 
 
 def receive(connection: socket.socket) -> str | Ended:
-    """The next message from the other side.
-
-    Raises ConnectionError where it has gone.
-    """
+    """The next message from the other side. Raises ConnectionError where it has gone."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     message: str | Ended = pickle.loads(_exactly(connection, length))  # noqa: S301 - our own process wrote it
     return message

@@ -88,10 +88,7 @@ def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
 
 
 class _Answer:
-    """The one answer of this process about the script.
-
-    Copies of the process that the script makes say nothing.
-    """
+    """The one answer of this process about the script. Copies of the process that the script makes say nothing."""
 
     def __init__(self, request: Request, mailbox: Mailbox) -> None:
         self.way = ""  # how writes are kept from the disk
@@ -136,19 +133,13 @@ class _Answer:
         timer.start()
 
     def watch(self, progress: Iterations, repeats: Repeats) -> None:
-        """Answer for `progress` from here on, also at a timeout.
-
-        What was left out or invented is noted.
-        """
+        """Answer for `progress` from here on, also at a timeout. What was left out or invented is noted."""
         self._progress = progress
         self._more_notes = lambda: _more_notes(repeats, self.invented)
         signal.signal(TIME_IS_UP, self._time_is_over)
 
     def is_complete(self) -> None:
-        """Answer, once enough is recorded or the script has ended.
-
-        A script that goes on nevertheless is ended.
-        """
+        """Answer, once enough is recorded or the script has ended. A script that goes on nevertheless is ended."""
         progress = self._progress
         assert progress is not None
         if not self.is_mine:
@@ -165,10 +156,7 @@ class _Answer:
         self.leave_later()
 
     def script_ended(self) -> None:
-        """Answer for a script that has come to its end.
-
-        Well or not: what it did is the answer, if it did anything.
-        """
+        """Answer for a script that has come to its end. Well or not: what it did is the answer, if it did anything."""
         assert self._progress is not None
         self._progress.finish()
         if self._progress.recording is None:
@@ -200,20 +188,14 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program to run as `__main__`: a file or a module.
-
-    The module is `name`.
-    """
+    """A program to run as `__main__`: a file or a module. The module is `name`."""
 
     name: str
     arguments: tuple[str, ...]
     file: Path | None
 
     def run(self) -> None:
-        """Run the program to its end.
-
-        Or until something is raised. `sys` is changed as Python's own start would.
-        """
+        """Run the program to its end. Or until something is raised. `sys` is changed as Python's own start would."""
         sys.argv[:] = [self.name, *self.arguments]
         sys.path.insert(0, str(Path.cwd() if self.file is None else self.file.resolve().parent))
         if self.file is None:
@@ -253,10 +235,7 @@ def _is_module(name: str) -> bool:
 
 
 def _run(program: _Program, answer: _Answer) -> None:
-    """Run `program`, and answer with its error if it fails.
-
-    It runs until it ends or has shown enough.
-    """
+    """Run `program`, and answer with its error if it fails. It runs until it ends or has shown enough."""
     in_threads: list[OverspillError] = []
     try:
         with _errors_of_threads(in_threads, answer):
@@ -279,10 +258,7 @@ def _run(program: _Program, answer: _Answer) -> None:
 
 @contextmanager
 def _errors_of_threads(found: list[OverspillError], answer: _Answer) -> Iterator[None]:
-    """Collect our errors that end threads of the script.
-
-    They explain what fails, or waits for it, after.
-    """
+    """Collect our errors that end threads of the script. They explain what fails, or waits for it, after."""
     hook = threading.excepthook
 
     def notice(event: threading.ExceptHookArgs) -> None:
@@ -362,10 +338,7 @@ def _never(name: str, progress: Iterations) -> RequestError:
 
 
 def _exited(name: str, end: SystemExit) -> OverspillError:
-    """The error for a script that exited with a failure.
-
-    By its own words or for a reason that is ours.
-    """
+    """The error for a script that exited with a failure, by its own words or for a reason that is ours."""
     ours = _ours_in(end)
     if ours is not None:
         return ours

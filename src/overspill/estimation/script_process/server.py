@@ -59,10 +59,7 @@ def serve(connection: int) -> None:
 
 
 def _run(request: Request, client: socket.socket, descriptors: list[int]) -> Ended | None:
-    """How the script of `request` ended.
-
-    None where the client has gone.
-    """
+    """How the script of `request` ended. None where the client has gone."""
     lines, open_lines = tempfile.TemporaryFile(buffering=0), OpenLines()  # noqa: SIM115
 
     def tell(text: str) -> None:
@@ -114,10 +111,7 @@ def _become(request: Request, scratch: Path, descriptors: list[int], open_lines:
 def _wait(
     child: int, client: socket.socket, request: Request, lines: BinaryIO, tell: Callable[[str], None]
 ) -> Ended | None:
-    """How `child` ended, with its exit code.
-
-    It writes its `lines` when asked; None where the client has gone.
-    """
+    """How `child` ended, with its exit code. It writes its `lines` when asked; None where the client has gone."""
     began, next_word, still_at = time.monotonic(), _FIRST_WORD, None
 
     def where() -> str:
@@ -142,10 +136,7 @@ def _wait(
 
 
 def _end_all(child: int) -> None:
-    """End all processes that the script started.
-
-    Its group, and those that have become ours.
-    """
+    """End all processes that the script started. Its group, and those that have become ours."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     while children := _children():

@@ -1,7 +1,4 @@
-"""Activation checkpointing: blocks are recomputed in backward.
-
-Their activations are dropped after forward.
-"""
+"""Activation checkpointing: blocks are recomputed in backward. Their activations are dropped after forward."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def sharded_blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
-    """The modules that `fully_shard` is called on one by one.
-
-    Raises RequestError when there are none.
-    """
+    """The modules that `fully_shard` is called on one by one. Raises RequestError when there are none."""
     if parallel.blocks:
         found = [m for m in module.modules() if m is not module and type(m).__name__ in parallel.blocks]
         if not found:

@@ -36,10 +36,7 @@ _IGNORED = -100  # the label of tokens that no loss is of
 
 
 def prepare(module: nn.Module, job: Job) -> None:
-    """Change `module`, on the host, as the job's options say.
-
-    Raises RequestError where that cannot be done to it.
-    """
+    """Change `module`, on the host, as the job's options say. Raises RequestError where that cannot be done to it."""
     if job.channels_last and {4} != {parameter.dim() for parameter in module.parameters() if parameter.dim() > 3}:
         raise RequestError(
             f"{type(module).__name__} has no convolutions of images to lie channels-last; leave channels_last= out",
@@ -135,10 +132,7 @@ def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
 
 @contextmanager
 def attention_kernel(job: Job) -> Iterator[None]:
-    """A context in which only the job's attention kernel is used.
-
-    Raises RequestError where it does not suit a call.
-    """
+    """A context in which only the job's attention kernel is used. Raises RequestError where it does not suit a call."""
     if job.attention in (None, EAGER):
         yield
         return

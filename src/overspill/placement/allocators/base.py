@@ -22,10 +22,7 @@ GAINS = ("segment_alloc", "segment_map")
 
 
 class SegmentEvent(NamedTuple):
-    """One exchange of memory with the device, at event `at`.
-
-    Actions have PyTorch's names.
-    """
+    """One exchange of memory with the device, at event `at`. Actions have PyTorch's names."""
 
     at: int
     action: SegmentAction
@@ -101,10 +98,7 @@ class Allocator(ABC):
         return address
 
     def free(self, address: int) -> None:
-        """Free the block at `address`.
-
-        Raises RequestError when none is allocated there.
-        """
+        """Free the block at `address`. Raises RequestError when none is allocated there."""
         if address != NOWHERE and not self._take_back(address):
             raise RequestError(f"nothing is allocated at address {address:#x}: it was freed before, or never given out")
         self.clock += 1
@@ -149,10 +143,7 @@ class Allocator(ABC):
 
     @abstractmethod
     def usable_bytes(self, request_bytes: int) -> int:
-        """Bytes of free blocks of at least `request_bytes`.
-
-        The sum of Dymem's eq. 1.
-        """
+        """Bytes of free blocks of at least `request_bytes`. The sum of Dymem's eq. 1."""
 
     @abstractmethod
     def segments(self) -> tuple[SegmentView, ...]:
@@ -164,10 +155,7 @@ class Allocator(ABC):
 
     @abstractmethod
     def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
-        """The address of a new block of at least `nbytes`; None without room.
-
-        Never 0.
-        """
+        """The address of a new block of at least `nbytes`; None without room. Never 0."""
 
     @abstractmethod
     def _take_back(self, address: int) -> bool:
@@ -228,10 +216,7 @@ class Allocator(ABC):
 
 
 def config_or_default(name: str, config_type: type[Any], config: Any) -> Any:
-    """`config`, or the default for None.
-
-    Raises RequestError when it belongs to another allocator.
-    """
+    """`config`, or the default for None. Raises RequestError when it belongs to another allocator."""
     if config is not None and not isinstance(config, config_type):
         raise RequestError(f"the {name} allocator takes a {config_type.__name__}, not a {type(config).__name__}")
     return config_type() if config is None else config

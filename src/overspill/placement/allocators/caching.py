@@ -83,10 +83,7 @@ class CachingAllocator(PythonAllocator):
         return free.remove(self.key(block))
 
     def _new_block(self, pool: CachingPool, size: int, stream: int) -> PoolBlock | None:
-        """A block of new memory.
-
-        If the device has none, after releasing cached segments, in PyTorch's order.
-        """
+        """A block of new memory. If the device has none, after releasing cached segments, in PyTorch's order."""
         if self._collects:
             self._collect_garbage()
         block = self._grow(pool, size, stream)
@@ -124,10 +121,7 @@ class CachingAllocator(PythonAllocator):
         return front
 
     def _release_oversize(self, pool: CachingPool, size: int, stream: int) -> bool:
-        """Release blocks that are never split; whether they are enough.
-
-        release_available_cached_blocks.
-        """
+        """Release blocks that are never split; whether they are enough. release_available_cached_blocks."""
         most = self.config.max_split_bytes
         if most is None or self._expandable is not None:
             return False
@@ -148,10 +142,7 @@ class CachingAllocator(PythonAllocator):
         return released >= wanted
 
     def _release_cached(self) -> None:
-        """Release all segments without live blocks (release_cached_blocks).
-
-        Large ones first.
-        """
+        """Release all segments without live blocks (release_cached_blocks). Large ones first."""
         for pool in (self._large, self._small):
             if self._expandable is not None:
                 self._expandable.release(pool)
@@ -206,10 +197,7 @@ class CachingAllocator(PythonAllocator):
         block.pool.free.add(self.key(block), block)
 
     def join(self, block: PoolBlock, other: PoolBlock | None) -> None:
-        """Merge the free neighbour `other` into `block` (try_merge_blocks).
-
-        Only one of the same kind.
-        """
+        """Merge the free neighbour `other` into `block` (try_merge_blocks). Only one of the same kind."""
         if other is None or not other.free or other.mapped != block.mapped:
             return
         if other.mapped:

@@ -99,10 +99,7 @@ class CachingConfig:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """The comma-separated `key:value` pairs of `text`.
-
-    A value in brackets may hold commas.
-    """
+    """The comma-separated `key:value` pairs of `text`. A value in brackets may hold commas."""
     while text:
         key, colon, rest = text.partition(":")
         if not colon or not key or not rest or rest[0] == ",":
@@ -136,10 +133,7 @@ def _truth(key: str, value: str) -> bool:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """The table of divisions: one number for all sizes, or by size.
-
-    By size in MiB: `[256:1,512:2,>:4]`.
-    """
+    """The table of divisions: one number for all sizes, or by size. By size in MiB: `[256:1,512:2,>:4]`."""
     if not value.startswith("["):
         return (_power_of_2(key, value),) * DIVISION_INTERVALS
     table = [0] * DIVISION_INTERVALS

@@ -40,10 +40,7 @@ class PoolOwner(Protocol):
         """Put `block` among the free ones of its pool."""
 
     def join(self, block: PoolBlock, other: PoolBlock | None) -> None:
-        """Merge the free neighbour `other` into `block`.
-
-        Only one of the same kind.
-        """
+        """Merge the free neighbour `other` into `block`. Only one of the same kind."""
 
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
         """Log and count an exchange with the device."""

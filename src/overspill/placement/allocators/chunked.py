@@ -123,10 +123,7 @@ class ChunkedAllocator(PythonAllocator):
 
 
 class _SmallBlocks(CachingAllocator):
-    """PyTorch's caching allocator for small blocks, on the owner's device.
-
-    Its segments count among the owner's.
-    """
+    """PyTorch's caching allocator for small blocks, on the owner's device. Its segments count among the owner's."""
 
     def __init__(self, owner: PythonAllocator) -> None:
         super().__init__(capacity_bytes=owner.capacity_bytes)

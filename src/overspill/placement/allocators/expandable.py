@@ -57,10 +57,7 @@ class ExpandableSegments:
         return block
 
     def release(self, pool: CachingPool) -> None:
-        """Unmap whole pages inside free blocks.
-
-        Segments left without memory are given up.
-        """
+        """Unmap whole pages inside free blocks. Segments left without memory are given up."""
         for block in list(pool.free):
             self._unmap(block)
             if not block.split:
@@ -113,10 +110,7 @@ class ExpandableSegments:
         return True
 
     def _unmap(self, block: PoolBlock) -> None:
-        """Unmap all whole pages inside a free block.
-
-        What is left of it at either side stays free.
-        """
+        """Unmap all whole pages inside a free block. What is left of it at either side stays free."""
         pool: CachingPool = block.pool
         end = block.address + block.size
         first = block.base + round_up(block.address - block.base, pool.page_bytes)

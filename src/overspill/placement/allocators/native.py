@@ -1,7 +1,4 @@
-"""The native allocators: the same rules in C++, many times as fast.
-
-See native/allocators/.
-"""
+"""The native allocators: the same rules in C++, many times as fast. See native/allocators/."""
 
 from __future__ import annotations
 

@@ -38,10 +38,7 @@ class PythonAllocator(Allocator):
 
     @abstractmethod
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
-        """A block of at least `nbytes`, taken out of the free indexes, or None.
-
-        None when all attempts failed.
-        """
+        """A block of at least `nbytes`, taken out of the free indexes, or None. None when all attempts failed."""
 
     def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> PoolBlock | None:  # noqa: ARG002
         """As `_find_block`, for allocators that group blocks by `mobility`."""

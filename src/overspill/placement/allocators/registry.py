@@ -23,10 +23,7 @@ ALLOCATORS: Registry[type[PythonAllocator]] = Registry(
 
 
 def allocator_type(name: str) -> type[PythonAllocator]:
-    """The allocator class registered as `name`.
-
-    Raises RequestError with the names that exist.
-    """
+    """The allocator class registered as `name`. Raises RequestError with the names that exist."""
     return ALLOCATORS.named(name)
 
 

@@ -138,10 +138,7 @@ class TwoEndedAllocator(PythonAllocator):
         return None
 
     def _cut(self, hole: PoolBlock, size: int, end: int) -> PoolBlock:
-        """Cut `size` bytes from a free block on the side of `end`.
-
-        The rest stays free.
-        """
+        """Cut `size` bytes from a free block on the side of `end`. The rest stays free."""
         if hole.size == size:
             hole.pool = end
             return hole
@@ -152,10 +149,7 @@ class TwoEndedAllocator(PythonAllocator):
         return taken
 
     def _put(self, block: PoolBlock) -> None:
-        """Add `block` to the holes of its end, or as the gap.
-
-        Its neighbours are live.
-        """
+        """Add `block` to the holes of its end, or as the gap. Its neighbours are live."""
         if block.next is not None and block.next.pool == LOW:
             block.pool = LOW
         elif block.prev is not None and block.prev.pool == HIGH:

@@ -102,10 +102,7 @@ class Solver(ABC):
 
     @abstractmethod
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
-        """Offsets for the blocks of `problem`, and a proven bound.
-
-        The problem is valid; all is in its units.
-        """
+        """Offsets for the blocks of `problem`, and a proven bound. The problem is valid; all is in its units."""
 
     def pack(self, problem: Problem, limits: Limits) -> Packing:
         """The solver's result for `problem`, computed in its largest unit.

@@ -38,10 +38,7 @@ class Columns:
 
     @classmethod
     def of(cls, trace: Trace) -> Columns:
-        """The blocks of `trace`.
-
-        Raises RequestError for an address below 0.
-        """
+        """The blocks of `trace`. Raises RequestError for an address below 0."""
         blocks = trace.blocks
         for block in blocks:
             if block.pinned is not None and block.pinned < 0:

@@ -73,10 +73,7 @@ def _too_high(problem: Problem, capacity_bytes: int) -> tuple[int, ...]:
 
 
 def _too_full(problem: Problem, capacity_bytes: int) -> list[int]:
-    """The fewest blocks of the fullest section that exceed the capacity.
-
-    The largest ones; none if they all fit.
-    """
+    """The fewest blocks of the fullest section that exceed the capacity. The largest ones; none if they all fit."""
     pieces = Pieces.of(problem)
     section = int(problem.load.argmax())
     live: Integers = np.unique(pieces.owner[(pieces.start <= section) & (section < pieces.end)])

@@ -115,10 +115,7 @@ class Problem:
 
 
 def _sections_of(*edges: Integers) -> list[Integers]:
-    """All times as positions among the distinct ones, by column.
-
-    In linear time where they are dense.
-    """
+    """All times as positions among the distinct ones, by column, in linear time where they are dense."""
     every = np.concatenate(edges)
     first = int(every.min(initial=0))
     length = int(every.max(initial=0)) - first + 1

@@ -30,8 +30,5 @@ SOLVERS: Registry[Solver] = Registry("solver", "solvers", {solver.name: solver f
 
 
 def solver_named(name: str = DEFAULT) -> Solver:
-    """The solver registered as `name`.
-
-    Raises RequestError with the names that exist.
-    """
+    """The solver registered as `name`. Raises RequestError with the names that exist."""
     return SOLVERS.named(name)

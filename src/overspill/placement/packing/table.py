@@ -207,10 +207,7 @@ def _role(name: str) -> str:
 
 
 def _block(position: int, cells: Mapping[str, str], inclusive: bool) -> Block:
-    """The block of one line's cells.
-
-    Raises RequestError without the line.
-    """
+    """The block of one line's cells. Raises RequestError without the line."""
     # The id must be there and printable.
     if not cells["id"]:
         raise RequestError("the id is empty; give every block its own")

@@ -28,10 +28,7 @@ class Verdict:
 
 
 def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | None) -> Verdict:
-    """The verdict on `capacity_bytes`, which each space may take.
-
-    None: unlimited.
-    """
+    """The verdict on `capacity_bytes`, which each space may take. None: unlimited."""
     if solution.layout is not None:
         tops = space_peaks(blocks, solution.layout.offsets).values() if capacity_bytes is not None else ()
         if capacity_bytes is None or max(tops, default=0) <= capacity_bytes:

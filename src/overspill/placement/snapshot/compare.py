@@ -142,10 +142,7 @@ class _Comparison:
             self._compare_final_blocks()
 
     def _step(self, at: int, entry: TraceEntry | None, group: list[TraceEntry]) -> None:
-        """Do what `entry` did, and compare the exchanges before it.
-
-        `group` has the recorded ones.
-        """
+        """Do what `entry` did, and compare the exchanges before it. `group` has the recorded ones."""
         self._before = len(self.allocator.exchanges)
         self.device.expected, self.device.refuses = group, entry is not None and entry.action == "oom"
         self.counts.segment_events += len(group)
@@ -201,10 +198,7 @@ class _Comparison:
         return None, f"simulated at {address:#x}"
 
     def _maps(self, at: int, entry: TraceEntry) -> Iterator[int]:
-        """Where memory of this pool and stream is mapped next.
-
-        Those of the allocation `entry`, event `at`.
-        """
+        """Where memory of this pool and stream is mapped next. Those of the allocation `entry`, event `at`."""
         small = self.allocator.is_small(entry.nbytes)
         own = self.device.expected[self.device.exchanged() :]
         for later in chain(own, islice(self.recording.trace, at, None)):

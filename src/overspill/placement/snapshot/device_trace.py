@@ -34,10 +34,7 @@ class DeviceTrace:
 
 
 def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
-    """Events and final segments of `device`, without private pools.
-
-    Raises RequestError when it has none.
-    """
+    """Events and final segments of `device`, without private pools. Raises RequestError when it has none."""
     trace, segments = snapshot.trace(device), snapshot.segments_of(device)
     if not trace:
         having = ", ".join(map(str, snapshot.devices))

@@ -76,10 +76,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _try_out(content: bytes) -> None:
-    """Raise BombError unless a limited process survives reading `content`.
-
-    Whatever else it finds there.
-    """
+    """Raise BombError unless a limited process survives reading `content`, whatever else it finds there."""
     command = [sys.executable, "-I", "-S", __file__]
     done = subprocess.run(command, input=content, capture_output=True, check=False)  # noqa: S603 - ourselves
     if done.returncode == 0:

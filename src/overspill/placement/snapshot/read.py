@@ -102,10 +102,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """The allocator's settings in the snapshot.
-
-    `text` is PYTORCH_CUDA_ALLOC_CONF.
-    """
+    """The allocator's settings in the snapshot. `text` is PYTORCH_CUDA_ALLOC_CONF."""
 
     text: str = msgspec.field(name="PYTORCH_CUDA_ALLOC_CONF", default="")
     max_split_size: int = -1
@@ -146,18 +143,12 @@ class Snapshot:
 
 
 def read_snapshot(path: str | Path) -> Snapshot:
-    """The snapshot in the file at `path`.
-
-    Raises RequestError for anything that is not one, and runs nothing in it.
-    """
+    """The snapshot in the file at `path`. Raises RequestError for anything that is not one, and runs nothing in it."""
     return snapshot_in(read_whole(path), path)
 
 
 def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
-    """The snapshot in the bytes of the file at `path`.
-
-    Raises RequestError as `read_snapshot` does.
-    """
+    """The snapshot in the bytes of the file at `path`. Raises RequestError as `read_snapshot` does."""
     try:
         content = load_plain(pickled)
     except ForbiddenError as error:
@@ -202,10 +193,7 @@ def _check_segments(segments: tuple[Segment, ...], path: str | Path) -> None:
 
 
 def _refuse_repetition(content: object, size: int, path: str | Path) -> None:
-    """Raise RequestError when few bytes stand for very many rows.
-
-    By naming the same list again and again.
-    """
+    """Raise RequestError when few bytes stand for very many rows, by naming the same list again and again."""
     if not isinstance(content, dict):
         return
     rows = 0

@@ -145,10 +145,7 @@ class RecordedAllocator(CachingAllocator):
             self._expandable = ExpandableSegments(self)
 
     def adopt(self, segment: StartSegment, stream: int, reservation: int) -> None:
-        """Begin with `segment`.
-
-        An expandable one has `reservation` bytes of address space.
-        """
+        """Begin with `segment`. An expandable one has `reservation` bytes of address space."""
         view, pool = segment.view, self._small if segment.small else self._large
         before: PoolBlock | None = None
         for piece in view.blocks:

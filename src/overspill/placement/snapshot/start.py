@@ -259,10 +259,7 @@ class _State:
                         live.nbytes = entry.address - address
 
     def _small(self, address: int) -> bool:
-        """Whether expandable memory at `address` is of the small pool.
-
-        As the nearest thing of which that is known.
-        """
+        """Whether expandable memory at `address` is of the small pool, as the nearest thing of which that is known."""
         if self._evidence:
             self._evidence.sort()
             at = bisect_left(self._evidence, (address, False))
@@ -271,10 +268,7 @@ class _State:
         return False
 
     def _mapped(self, stream: int, before: int) -> list[int]:
-        """Where the trace maps memory of `stream` below `before`.
-
-        As near as it can be of one segment.
-        """
+        """Where the trace maps memory of `stream` below `before`, as near as it can be of one segment."""
         maps = [entry for entry in self._trace if entry.action == "segment_map" and entry.stream == stream]
         return [entry.address for entry in maps if before - _MOST_SPANNED <= entry.address < before]
 

@@ -42,10 +42,7 @@ def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
 
 
 def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
-    """The blocks of `trace_of` with addresses and lines.
-
-    Raises RequestError as that does.
-    """
+    """The blocks of `trace_of` with addresses and lines. Raises RequestError as that does."""
     device = next(iter(snapshot.devices), 0) if device is None else device
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)

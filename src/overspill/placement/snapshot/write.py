@@ -35,10 +35,7 @@ _POOL = (0, 0)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an allocation comes from.
-
-    `frames` are (file, line, name), the innermost first.
-    """
+    """Where an allocation comes from. `frames` are (file, line, name), the innermost first."""
 
     frames: tuple[tuple[str, int, str], ...] = ()
     category: str = UNKNOWN_CATEGORY
@@ -152,10 +149,7 @@ class _Run:
 
 
 class _Trace:
-    """The entries of the device's trace.
-
-    An entry's time in microseconds is its position.
-    """
+    """The entries of the device's trace. An entry's time in microseconds is its position."""
 
     def __init__(self, run: _Run, events: Events, origins: Sequence[Origin], settings: CachingConfig) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -201,10 +195,7 @@ class _Trace:
         return self._frames[block]
 
     def annotations(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
-        """The spans as PyTorch writes those of torch.profiler.record_function.
-
-        In time order.
-        """
+        """The spans as PyTorch writes those of torch.profiler.record_function, in time order."""
         ends = [(end, stage, span.name) for span in spans for end, stage in ((span.start, "START"), (span.end, "END"))]
         last = len(self._times) - 1
         return [
@@ -218,10 +209,7 @@ class _Trace:
         self._entry(action, address, nbytes, stream, block, category=UNKNOWN_CATEGORY)
 
     def _out_of_memory(self, nbytes: int, stream: int, block: int) -> None:
-        """Add a failed allocation.
-
-        With its rounded size as PyTorch records it, and what the device had left.
-        """
+        """Add a failed allocation, with its rounded size as PyTorch records it, and what the device had left."""
         capacity = self._run.allocator.capacity_bytes
         size = round_size(nbytes, self._settings.roundup_power2_divisions)
         left = 0 if capacity is None else capacity - self._reserved
@@ -245,10 +233,7 @@ class _Trace:
 
 
 def _segments(run: _Run, trace: _Trace, settings: CachingConfig) -> list[dict[str, Any]]:
-    """The final segments.
-
-    Of an expandable one, each range of mapped memory is listed as one.
-    """
+    """The final segments. Of an expandable one, each range of mapped memory is listed as one."""
     first_maps = {e.address: e.nbytes for e in reversed(run.allocator.segment_log) if e.action == "segment_map"}
     found = []
     for view in run.allocator.segments():

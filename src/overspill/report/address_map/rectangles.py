@@ -1,7 +1,4 @@
-"""The rectangles, lines and colour scale of an address map.
-
-Whatever draws it.
-"""
+"""The rectangles, lines and colour scale of an address map, whatever draws it."""
 
 from __future__ import annotations
 

@@ -67,10 +67,7 @@ def _collection(value: Any) -> Any:
 
 
 def _column(numbers: NDArray[Any]) -> Any:
-    """A column of numbers: a list if short, else base64.
-
-    Of the smallest type that holds them.
-    """
+    """A column of numbers: a list if short, else base64, of the smallest type that holds them."""
     if len(numbers) <= _SHORT_COLUMN:
         return [_plain(number) for number in numbers.tolist()]
     kind = "f8"

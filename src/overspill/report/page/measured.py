@@ -122,10 +122,7 @@ class _Views:
         return change.step == self._step and change.seconds >= self._begun
 
     def _spans(self, ends: Sequence[float]) -> list[list[int]]:
-        """The columns start, end, tensor and bytes of all storages.
-
-        Starts and ends are positions.
-        """
+        """The columns start, end, tensor and bytes of all storages. Starts and ends are positions."""
         live: dict[int, list[int]] = {}
         found: list[list[int]] = []
         # Follow the changes in order, each at the position of its instant.
@@ -235,10 +232,7 @@ def _joined(steps: Sequence[Step], title: str) -> Step:
 
 
 def _rows(firsts: Sequence[Integers], rows: Sequence[Integers], offsets: Integers) -> tuple[Integers, Integers]:
-    """Rows of tensors of several graphs, as columns of one.
-
-    Where each row begins, and all of them.
-    """
+    """Rows of tensors of several graphs, as columns of one. Where each row begins, and all of them."""
     lengths = np.concatenate([np.diff(first) for first in firsts])
     found = np.concatenate([row + at for row, at in zip(rows, offsets, strict=False)])
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), found.astype(np.int64)

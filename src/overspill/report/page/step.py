@@ -43,10 +43,7 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
 
 
 def _above(plan: Plan, planned: Run) -> str:
-    """Why addresses exceed a budget that is kept.
-
-    It is one of live bytes, whatever lies between them.
-    """
+    """Why addresses exceed a budget that is kept. It is one of live bytes, whatever lies between them."""
     reach = planned.reserved_bytes or 0
     if reach <= plan.asked_bytes:
         return ""

@@ -133,10 +133,7 @@ def _layers(made: Figures) -> Table:
 
 
 def _home(it: Allocation) -> str:
-    """The layer of an allocation: its maker's, or its parameter's.
-
-    All optimizer state is together.
-    """
+    """The layer of an allocation: its maker's, or its parameter's. All optimizer state is together."""
     if it.kind is TensorKind.OPTIMIZER_STATE:
         return OPTIMIZER
     if it.kind in (TensorKind.PARAMETER, TensorKind.BUFFER):

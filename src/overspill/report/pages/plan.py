@@ -42,10 +42,7 @@ def _beside(plan: Plan) -> Table:
 
 
 def _swaps(plan: Plan) -> tuple[Table, ...]:
-    """Offloaded tensors: when they leave and return, and the waits.
-
-    No table where nothing is offloaded.
-    """
+    """Offloaded tensors: when they leave and return, and the waits. No table where nothing is offloaded."""
     graph, waited = plan.graph, defaultdict[str, float](float)
     for cause, seconds in plan.timeline.wait_seconds.items():
         waited[cause.partition(" of ")[2]] += seconds

@@ -103,10 +103,7 @@ def views_title(record: RunRecord) -> str:
 
 
 def _views(found: Recording) -> Step:
-    """The views of the last step, measured and planned.
-
-    What was planned is there where one plan is all of it.
-    """
+    """The views of the last step, measured and planned. What was planned is there where one plan is all of it."""
     record, title = found.record, views_title(found.record)
     plan = next((plan for plan in found.plans if is_of(record, plan.graph)), None)
     if plan is None:

@@ -1,7 +1,4 @@
-"""The page and the short form of each kind of result.
-
-For `core/reportable.py`.
-"""
+"""The page and the short form of each kind of result. For `core/reportable.py`."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ from .sweep import sweep_page, sweep_verdict_of
 
 
 def write_report(found: Reportable, path: Path, title: str | None = None) -> None:
-    """Write the page of `found` to `path`.
-
-    Raises RequestError.
-    """
+    """Write the page of `found` to `path`. Raises RequestError."""
     check_page(path)  # before the work of making it
     write_page(path, page_of(found, title))
 

@@ -51,10 +51,7 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
 
 
 def _curves(sweep: Sweep) -> Lines | Points:
-    """A curve or point for each policy, and the bound.
-
-    A policy that makes one schedule has a point.
-    """
+    """A curve or point for each policy, and the bound. A policy that makes one schedule has a point."""
     found: dict[str, list[SweepPoint]] = {}
     for point in sorted(sweep.points, key=lambda point: point.budget_bytes):
         if point.plan is not None:

@@ -43,10 +43,7 @@ def training_page(trained: Trained, title: str | None = None) -> Page:
 
 
 def _views(trained: Trained, planned: tuple[Section, ...]) -> tuple[tuple[Section, ...], str]:
-    """The views of the plan and of the measured step, and their title.
-
-    The step is there where the run was recorded.
-    """
+    """The views of the plan and of the measured step, and their title. The step is there where the run was recorded."""
     record, (step, *rest) = trained.managed.record, planned
     if record is None or not record.steps or not isinstance(step, Step):
         return planned, ""

@@ -31,10 +31,7 @@ Frames = tuple[Frame, ...]
 
 
 def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
-    """Write a snapshot of the simulated step of `plan` to `path`.
-
-    Raises RequestError where that fails.
-    """
+    """Write a snapshot of the simulated step of `plan` to `path`. Raises RequestError where that fails."""
     step = _Step(plan)
     write_snapshot(path, _events(step.rows), origins=step.origins, spans=step.phases())
 
@@ -71,10 +68,7 @@ def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
 
 
 def _origin_of(change: MemoryChange) -> Origin:
-    """The origin of a measured storage.
-
-    It is the op, or the transfer, that ran when it was first seen.
-    """
+    """The origin of a measured storage. It is the op, or the transfer, that ran when it was first seen."""
     step = ("run", change.step + 1, f"step {change.step + 1}")
     if change.label is None:
         what = "storage" if change.kind is None else change.kind.value
@@ -97,10 +91,7 @@ def _origin_of(change: MemoryChange) -> Origin:
 
 
 def _origin(graph: Graph, first: Frame, op: int | None, last: Frames, kind: TensorKind | None) -> Origin:
-    """Frames that name a tensor, its op, and why it is there.
-
-    The op's lines of Python are among them.
-    """
+    """Frames that name a tensor, its op, and why it is there. The op's lines of Python are among them."""
     made = () if op is None else ((graph.ops[op].layer or "(outside layers)", op, graph.ops[op].name),)
     said = [name for _, _, name in (first, *made, *last)]
     if source := graph.source(op):

@@ -85,10 +85,7 @@ class _Step:
         )  # fmt: skip
 
     def _layers(self) -> None:
-        """Slices for the phases, and within them for the layers.
-
-        From their first op to their last.
-        """
+        """Slices for the phases, and within them for the layers, from their first op to their last."""
         computed = [e for e in self.timeline.events if e.stream is Stream.COMPUTE]
         ops = self.graph.ops
         for phase, in_phase in groupby(computed, key=lambda event: ops[event.target].phase):
@@ -191,10 +188,7 @@ def tensor_facts(graph: Graph, tensor: int) -> dict[str, Any]:
 
 
 def _lines(graph: Graph, op: int | None) -> dict[str, Any]:
-    """The source line and stack of an op, or nothing.
-
-    The outermost line is first.
-    """
+    """The source line and stack of an op, or nothing. The outermost line is first."""
     stacks = graph.stacks(op)
     if not stacks:
         return {}

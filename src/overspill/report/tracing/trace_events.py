@@ -83,10 +83,7 @@ class Process:
 
 
 def write_trace_events(path: str | Path, processes: Iterable[Process], facts: Mapping[str, Any]) -> None:
-    """Write `processes` to `path`, with `facts` about all of them.
-
-    Raises RequestError where that fails.
-    """
+    """Write `processes` to `path`, with `facts` about all of them. Raises RequestError where that fails."""
     content = {
         "displayTimeUnit": "ms",
         "otherData": {key: str(value) for key, value in facts.items()},

@@ -151,10 +151,7 @@ _ASKED: deque[Mapping[str, Any]] = deque(maxlen=1000)
 
 
 def _session_of(options: Mapping[str, Any]) -> Session:
-    """The session of one torch.compile call.
-
-    Dynamo passes the same options object for each graph of the call.
-    """
+    """The session of one torch.compile call. Dynamo passes the same options object for each graph of the call."""
     key = id(options)
     if key in _SESSIONS and (known := _SESSIONS[key][1]()) is not None:
         return known

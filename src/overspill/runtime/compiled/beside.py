@@ -210,10 +210,7 @@ class Settlement:
         self.least = {k: problems[k].least_bytes for k in self.kinds}
 
     def rooms(self, budget: int) -> dict[GraphKey, Room]:
-        """The Room of each kind of call.
-
-        Raises InfeasibleBudget, with a budget that would do.
-        """
+        """The Room of each kind of call. Raises InfeasibleBudget, with a budget that would do."""
         try:
             alone = {k: self._keeps(k, ALONE, budget) for k in self.kinds}
         except InfeasibleBudget:
@@ -289,10 +286,7 @@ class Settlement:
     def _tried(
         self, keeps: Mapping[GraphKey, int], caps: Mapping[GraphKey, int], budget: int
     ) -> dict[GraphKey, Room] | None:
-        """Rooms with which each call has a plan that keeps at most `keeps`.
-
-        None where there are none.
-        """
+        """Rooms with which each call has a plan that keeps at most `keeps`. None where there are none."""
         found = {}
         for kind in self.kinds:
             room = self._room(kind, keeps, caps.get(kind))

@@ -56,10 +56,7 @@ class CallsOfPlan:
         return found
 
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> tuple[Any, ...]:
-        """The gradients.
-
-        Raises UnsupportedError where it would run twice, and cannot.
-        """
+        """The gradients. Raises UnsupportedError where it would run twice, and cannot."""
         if self._cure and torch._C._autograd._get_current_graph_task_keep_graph():
             raise UnsupportedError(WRITES_OVER.format(self._cure))
         del args[self._saved : self._saved + len(self._padding)]

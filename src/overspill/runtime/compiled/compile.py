@@ -136,10 +136,7 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
 
 
 class _Recipe(NamedTuple):
-    """The ingredients of a compiled model, for its copies and pickles.
-
-    These plan again, at their first call.
-    """
+    """The ingredients of a compiled model, for its copies and pickles. These plan again, at their first call."""
 
     options: Options
     model: Any
@@ -164,10 +161,7 @@ def _made(options: Options, model: Any, fullgraph: bool) -> Any:
 
 
 def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Accept the plain model's state_dict keys too.
-
-    A compiled model's have `_orig_mod.` before them.
-    """
+    """Accept the plain model's state_dict keys too. A compiled model's have `_orig_mod.` before them."""
     inner = f"{prefix}_orig_mod."
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)

@@ -53,10 +53,7 @@ def _node_behind(output: Any) -> Node | None:
 
 
 def _mark(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-    """Let the gradients' own autograd node refuse.
-
-    It exists only with create_graph=True.
-    """
+    """Let the gradients' own autograd node refuse. It exists only with create_graph=True."""
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:
             gradient.grad_fn.register_prehook(_refuse)

@@ -30,10 +30,7 @@ class Followed:
         self._refs = here + [weakref.ref(p) for p in parameters if id(p) not in known]
 
     def add(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
-        """Add another model's parameters.
-
-        Without `optimizers`, those that step on its parameters are found.
-        """
+        """Add another model's parameters. Without `optimizers`, those that step on its parameters are found."""
         alone = not self._refs
         self.follow(parameters)
         if optimizers is None or (self.optimizers is None and not alone):

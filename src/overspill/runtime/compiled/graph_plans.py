@@ -148,10 +148,7 @@ class GraphPlans:
                 return budget
 
     def _within(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan]:
-        """Capture and plan within `budget` bytes; on CUDA that of a card.
-
-        Raises InfeasibleBudget.
-        """
+        """Capture and plan within `budget` bytes; on CUDA that of a card. Raises InfeasibleBudget."""
         if room != ALONE:
             problem = problem.as_one_of_several()
         return within_budget(problem.options, problem.device, budget, lambda live: problem.planned(room, live))

@@ -111,10 +111,7 @@ class _ByPartition:
                     yield made
 
     def _made(self, compile_by: Callable[[_Compiler], Callable[..., Any]], partition: float) -> _Compiler | None:
-        """The compiler for one more partition.
-
-        None where it equals an earlier one, or cannot be planned.
-        """
+        """The compiler for one more partition. None where it equals an earlier one, or cannot be planned."""
         if partition in self._tried:
             return None
         self._tried.add(partition)
@@ -305,10 +302,7 @@ class _Compiler:
         self.seen.add(names)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        """Inductor's compiled graph, made to run by the plan.
-
-        PyTorch calls this for forward and for backward.
-        """
+        """Inductor's compiled graph, made to run by the plan. PyTorch calls this for forward and for backward."""
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
         # Of a graph without ops Inductor writes a program only for this cache, which is off.

@@ -62,10 +62,7 @@ def of_unrun(
     use: Callable[[Partitioned[Captured]], T],
     job: Job,
 ) -> T:
-    """The result of `use` on the programs of `step(*batch)`; tensors are fake.
-
-    Raises what `use` and `write` raise.
-    """
+    """The result of `use` on the programs of `step(*batch)`; tensors are fake. Raises what `use` and `write` raise."""
     found: list[T | InfeasibleBudget] = []
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

@@ -105,10 +105,7 @@ class LiveAllocator:
             raise RequestError(f"no memory of device {device!r}: {error}; the device 'host' works anywhere") from None
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
-        """The address of `nbytes` for `stream` (0 for no bytes).
-
-        Raises OutOfMemory when there is no room.
-        """
+        """The address of `nbytes` for `stream` (0 for no bytes). Raises OutOfMemory when there is no room."""
         if nbytes < 0:
             raise RequestError(f"a block cannot have {nbytes} bytes")
         address = self._core.allocate(nbytes, stream) if nbytes <= ADDRESS_SPACE_BYTES else None
@@ -117,10 +114,7 @@ class LiveAllocator:
         return address
 
     def free(self, address: int) -> None:
-        """Free the block at `address`.
-
-        Raises RequestError when no live block begins there.
-        """
+        """Free the block at `address`. Raises RequestError when no live block begins there."""
         if not self._core.free(address):
             raise RequestError(f"no live block begins at address {address:#x}")
 
@@ -188,10 +182,7 @@ class LiveAllocator:
         self._core.complete(stream)
 
     def resident_bytes(self) -> int:
-        """Resident bytes of our host memory.
-
-        Raises RequestError on another device.
-        """
+        """Resident bytes of our host memory. Raises RequestError on another device."""
         resident = self._core.resident_bytes()
         if resident is None:
             raise RequestError("resident bytes are known of the device 'host' only")

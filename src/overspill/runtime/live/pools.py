@@ -19,10 +19,7 @@ FIRST_MAIN_BYTES = 1 << 20
 
 
 def check_live(placement: str | None, backend: str, where: torch.device) -> bool:
-    """Whether `placement` needs a live pool on `where`.
-
-    Raises RequestError for what cannot work.
-    """
+    """Whether `placement` needs a live pool on `where`. Raises RequestError for what cannot work."""
     if placement not in LIVE_PLACEMENTS:
         return False
     if backend == "inductor" and where.type == "cuda":

@@ -116,10 +116,7 @@ class TwoEndedSteps(LiveSteps):
         return max(outside_bytes(plan.graph), now.reserved_bytes - now.main_bytes)
 
     def _spill(self) -> bool:
-        """Take what the budget has no room for from PyTorch's allocator.
-
-        Returns whether that is new.
-        """
+        """Take what the budget has no room for from PyTorch's allocator. Returns whether that is new."""
         is_new, self._spills = not self._spills, self.allocator.device == "host"
         self.allocator.let_spill(self._spills)
         return is_new and self._spills

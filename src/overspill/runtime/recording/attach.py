@@ -52,10 +52,7 @@ def recording(recorder: RunRecorder, sources: Sequence[RecordedSource]) -> Itera
 
 @contextmanager
 def _steps_by_optimizers(recorder: RunRecorder, sources: Sequence[RecordedSource]) -> Iterator[None]:
-    """Let each step of the sources' optimizers end a recorded step.
-
-    Their state is counted too.
-    """
+    """Let each step of the sources' optimizers end a recorded step. Their state is counted too."""
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         if not recorder.is_over and any(source.ends_by(optimizer) for source in sources):

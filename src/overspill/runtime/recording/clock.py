@@ -29,10 +29,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The CPU's clock, whose marks are seconds.
-
-    Work is done when its call returns.
-    """
+    """The CPU's clock, whose marks are seconds. Work is done when its call returns."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -336,10 +336,7 @@ class RunRecorder:
         return Copying(self, verb, self._current)
 
     def copied(self, verb: Verb, label: Label | None, begun: Any, ended: Any) -> None:
-        """A copy is done, or enqueued on its stream.
-
-        Called by lanes' threads too.
-        """
+        """A copy is done, or enqueued on its stream. Called by lanes' threads too."""
         if not self.is_over:
             self._marked.add(self.record.copies[verb], label, begun, ended)
             self._left -= 1

@@ -22,10 +22,7 @@ class Marked:
         self._read: list[Any] = []
 
     def add(self, into: list[Measured], label: Label | None, begun: Any, ended: Any) -> None:
-        """Add an interval for the list `into`.
-
-        Lanes' threads call it too.
-        """
+        """Add an interval for the list `into`. Lanes' threads call it too."""
         self._marked.extend((into, label, begun, ended))
 
     def read(self, clock: Clock) -> None:

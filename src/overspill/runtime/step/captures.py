@@ -76,10 +76,7 @@ Capturing = tuple[CapturedStep, Callable[[Elsewhere], CapturedStep]]
 
 
 class StepCaptures:
-    """Captures one step.
-
-    `add_up(sum, gradient)` accumulates gradients.
-    """
+    """Captures one step. `add_up(sum, gradient)` accumulates gradients."""
 
     def __init__(
         self,

@@ -163,10 +163,7 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
-    """Raise RequestError for inputs on another device or with gradients.
-
-    UnsupportedError for nested ones.
-    """
+    """Raise RequestError for inputs on another device or with gradients. UnsupportedError for nested ones."""
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue

@@ -327,10 +327,7 @@ def held_signals() -> Iterator[Callable[[], None]]:
 
 
 def _restore(handlers: dict[int, Any], note: Callable[..., None]) -> None:
-    """Restore the handlers.
-
-    What a restored handler raises at once is raised when all are restored.
-    """
+    """Restore the handlers. What a restored handler raises at once is raised when all are restored."""
     error: BaseException | None = None
     while True:
         try:

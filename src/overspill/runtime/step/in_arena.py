@@ -45,10 +45,7 @@ def settle(
 
 
 def leave(residency: Residency, arena: StepArena, engine: TransferEngine, where: torch.device) -> None:
-    """Give the arena back, and what lies in it memory of its own.
-
-    Raises StoreError.
-    """
+    """Give the arena back, and what lies in it memory of its own. Raises StoreError."""
     inside = [name for name, of in residency.residents.items() if of.here is not None and arena.holds(of.here)]
     settle(residency, arena, 0, {}, engine, where)
     residency.bring(inside, engine)

@@ -204,10 +204,7 @@ class StepPlans:
         )  # fmt: skip
 
     def share_buffers(self, inputs: tuple[Any, ...]) -> None:
-        """Broadcast rank 0's buffers before the model reads their values.
-
-        Raises RequestError.
-        """
+        """Broadcast rank 0's buffers before the model reads their values. Raises RequestError."""
         if self.processes.size > 1:
             self.processes.agree(self._key(inputs, last=False), known=True)
             self.processes.share_buffers(self.state.buffers.values())
@@ -430,10 +427,7 @@ class StepPlans:
         return lambda nbytes: steps.best_plan(lambda step: plan_graph(self.options, step.graph, device, nbytes), times)
 
     def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
-        """The budget in bytes.
-
-        A relative one is fixed by the first step, and holds for all kinds of inputs.
-        """
+        """The budget in bytes. A relative one is fixed by the first step, and holds for all kinds of inputs."""
         device = device_for(self.options, self.state.where)
         if not self.options.limit.is_relative:
             return budget_for(self.options, graph, device, self.state.where)

@@ -349,10 +349,7 @@ class PythonState:
     def _globals(
         self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str
     ) -> list[tuple[Any, str]]:
-        """Values that a function reads of its module and of modules found there.
-
-        The function names all of `used`.
-        """
+        """Values that a function reads of its module and of modules found there. The function names all of `used`."""
         if (id(namespace), read, used) in self._looked:
             return []
         self._looked.add((id(namespace), read, used))

@@ -192,10 +192,7 @@ class Residency:
         return [name for name, resident in self.residents.items() if resident.away]
 
     def check_untouched(self, names: Iterable[str]) -> None:
-        """Take over data assigned while away; refuse lost writes.
-
-        Raises RequestError for a write to a placeholder.
-        """
+        """Take over data assigned while away; refuse lost writes. Raises RequestError for a write to a placeholder."""
         lost = ""
         for name in names:
             resident = self.residents[name]

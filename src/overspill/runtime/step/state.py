@@ -104,10 +104,7 @@ class StepState:
         self._guard_modules()
 
     def check_model(self) -> None:
-        """Notice changes to model and optimizer since the last step.
-
-        Raises RequestError or UnsupportedError.
-        """
+        """Notice changes to model and optimizer since the last step. Raises RequestError or UnsupportedError."""
         if not self.guards:
             raise RequestError("this step is closed; make another with train_step")
         # Settings and hooks, then modules, parameters and buffers.
@@ -166,10 +163,7 @@ class StepState:
                 self.residency.adopt(name, tensor)
 
     def adopt_optimizer(self) -> None:
-        """Notice new parameter groups, settings and state.
-
-        Called at the start, and after `load_state_dict`.
-        """
+        """Notice new parameter groups, settings and state. Called at the start, and after `load_state_dict`."""
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         if strangers := sum(1 for key in groups if key not in self.names):
             raise RequestError(
@@ -371,10 +365,7 @@ class StepState:
         return (lambda: self.bring(away)) if away or asks else None
 
     def bring(self, names: Iterable[str]) -> None:
-        """Bring these to the device.
-
-        Raises RequestError while a step is under way, and StoreError.
-        """
+        """Bring these to the device. Raises RequestError while a step is under way, and StoreError."""
         if advice := self.advice():
             raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
         names = list(names)

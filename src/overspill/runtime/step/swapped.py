@@ -90,10 +90,7 @@ class Swapped:
                     self._open.callback(tensors[name].register_hook(partial(called, hook)).remove)
 
     def _returned(self, args: Sequence[Any]) -> Any:
-        """The model's result.
-
-        Raises Strangers where it changes tensors that are neither its own nor `args`.
-        """
+        """The model's result. Raises Strangers where it changes tensors that are neither its own nor `args`."""
         try:
             return self._state.module(*args)
         except (RuntimeError, UnsupportedError) as error:
@@ -124,10 +121,7 @@ class Strangers(UnsupportedError):
 
 
 class _Strangers(TorchFunctionMode):
-    """Mode that redirects changes of untraced tensors to copies.
-
-    `tensors` are the ones copied.
-    """
+    """Mode that redirects changes of untraced tensors to copies. `tensors` are the ones copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,10 +154,7 @@ _IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 
 @contextmanager
 def _in_place(instead: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context in which torch functions and transforms get other tensors for some.
-
-    `instead` has them by id.
-    """
+    """Context in which torch functions and transforms get other tensors for some. `instead` has them by id."""
     wrap = eager_transforms._wrap_for_grad
 
     def wrapped(tensor: Any, level: int) -> Any:

@@ -49,10 +49,7 @@ def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], s
 
 @contextmanager
 def watching() -> Iterator[PythonState]:
-    """Context that notes module reads and writes in this thread.
-
-    Raises UnsupportedError at its end (`settle`).
-    """
+    """Context that notes module reads and writes in this thread. Raises UnsupportedError at its end (`settle`)."""
     state = PythonState()
     me = threading.get_ident()
     plain_init, plain_set = nn.Module.__init__, nn.Module.__setattr__

@@ -29,10 +29,7 @@ class Checksums:
         self._store.write(slot, source)
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Fill `target`.
-
-        Raises StoreError for other bytes than were written.
-        """
+        """Fill `target`. Raises StoreError for other bytes than were written."""
         self._store.read(slot, target)
         expected = self._of.get((slot.chunk, slot.offset))
         if expected is not None and zlib.crc32(memory_of(target)) != expected:

@@ -109,10 +109,7 @@ class TransferEngine:
         return len(self._table)
 
     def offload(self, source: Tensor) -> Tensor:
-        """Start copying the whole storage of `source` to the store; returns its handle.
-
-        Raises StoreError.
-        """
+        """Start copying the whole storage of `source` to the store; returns its handle. Raises StoreError."""
         memory = source.untyped_storage()
         nbytes = memory.nbytes()
         stored = _Stored(
@@ -276,10 +273,7 @@ class TransferEngine:
 
 
 def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -> TransferEngine:
-    """The engine for tensors on `device`, with the store's lanes.
-
-    Raises RequestError.
-    """
+    """The engine for tensors on `device`, with the store's lanes. Raises RequestError."""
     if not checksum:
         return TransferEngine(store, *store.lanes(device))
     if device.type == "cuda":
@@ -304,10 +298,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _when_a_handle_dies(engine: TransferEngine) -> Callable[[weakref.ref[UntypedStorage]], None]:
-    """A callback that frees a dead handle's slot.
-
-    It does not keep `engine` alive.
-    """
+    """A callback that frees a dead handle's slot. It does not keep `engine` alive."""
     known = weakref.ref(engine)
 
     def died(handle: weakref.ref[UntypedStorage]) -> None:

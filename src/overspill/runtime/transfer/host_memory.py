@@ -38,10 +38,7 @@ _is_scarce = False
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """Zeros in pages shared with no other memory, unseen by PyTorch's modes.
-
-    Raises OSError.
-    """
+    """Zeros in pages shared with no other memory, unseen by PyTorch's modes. Raises OSError."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -99,10 +96,7 @@ def available_bytes() -> int:
 
 
 def _status(path: Path, key: str) -> int:
-    """A `key: N kB` line of a /proc file, in bytes.
-
-    Without such a file, more than any machine has.
-    """
+    """A `key: N kB` line of a /proc file, in bytes. Without such a file, more than any machine has."""
     try:
         line = next(line for line in path.read_text().splitlines() if line.startswith(f"{key}:"))
     except (OSError, StopIteration):

@@ -46,10 +46,7 @@ class Ticket(Protocol):
     """
 
     def wait(self) -> None:
-        """Block later work of the compute stream until the transfer is done.
-
-        Raises what went wrong in it.
-        """
+        """Block later work of the compute stream until the transfer is done. Raises what went wrong in it."""
 
 
 class Noted(Protocol):
@@ -89,10 +86,7 @@ class ThreadLane(Lane):
     """
 
     def __init__(self, name: str, copy: Copy) -> None:
-        """Start the thread.
-
-        Raises StoreError where the system gives none.
-        """
+        """Start the thread. Raises StoreError where the system gives none."""
         self._copy = copy
         self._process = os.getpid()
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()

@@ -23,10 +23,7 @@ _numbers = itertools.count(1)
 
 
 def register_engine(engine: TransferEngine) -> int:
-    """A number by which lowered graphs call `engine`.
-
-    The caller keeps the engine alive.
-    """
+    """A number by which lowered graphs call `engine`. The caller keeps the engine alive."""
     number = next(_numbers)
     known = _ENGINES  # which a module that is torn down no longer names
     known[number] = weakref.ref(engine, lambda _: known.pop(number, None))
@@ -34,10 +31,7 @@ def register_engine(engine: TransferEngine) -> int:
 
 
 def engine_numbered(number: int) -> TransferEngine:
-    """The engine with this number.
-
-    Raises OverspillError where it has been closed.
-    """
+    """The engine with this number. Raises OverspillError where it has been closed."""
     if (known := _ENGINES.get(number)) is not None and (engine := known()) is not None:
         return engine
     raise OverspillError("the store of this compiled model has been closed; compile the model again")

@@ -94,10 +94,7 @@ class Store(ABC):
         return sum(size for _, size in self._tails)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for `nbytes` in all.
-
-        Raises StoreError when there is none.
-        """
+        """Make room for `nbytes` in all. Raises StoreError when there is none."""
         with self._lock:
             if (missing := nbytes - self.capacity_bytes) > 0:
                 self._add_chunk(missing)
@@ -203,10 +200,7 @@ class DiskStore(Store):
             done += count
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Read all bytes.
-
-        Raises StoreError when the file ends before.
-        """
+        """Read all bytes. Raises StoreError when the file ends before."""
         self._check_process()
         view = memory_of(target)
         done = 0
@@ -391,10 +385,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def _nameless_file(directory: Path) -> int:
-    """The descriptor of a new unnamed file on `directory`'s file system.
-
-    Nobody else can open it. Raises OSError.
-    """
+    """The descriptor of a new unnamed file on `directory`'s file system. Nobody else can open it. Raises OSError."""
     with contextlib.suppress(OSError):  # a file system without such files, or no such directory, as the next line says
         return os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
     file, path = tempfile.mkstemp(prefix="overspill-", dir=directory)

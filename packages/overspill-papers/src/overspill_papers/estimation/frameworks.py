@@ -36,10 +36,7 @@ def tensorflow(source: Source, optimizer: str | None, device: Device) -> Callabl
 
 
 def onnx(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
-    """The recording of an ONNX file, by batch size.
-
-    As MXNet would run it.
-    """
+    """The recording of an ONNX file, by batch size, as MXNet would run it."""
 
     def record(batch: int) -> Recording:
         given = shapes_of(source.inputs, batch)

@@ -81,10 +81,7 @@ _BY_NAME = {name: paper for paper in PAPERS for name in (paper.name, *paper.alia
 
 
 def paper_named(name: str) -> Paper:
-    """The paper of this name or alias.
-
-    Raises RequestError with the names that exist.
-    """
+    """The paper of this name or alias. Raises RequestError with the names that exist."""
     if (paper := _BY_NAME.get(name.lower())) is not None:
         return paper
     raise RequestError(
@@ -93,10 +90,7 @@ def paper_named(name: str) -> Paper:
 
 
 def claims_of(paper: Paper, table: str | None = None) -> tuple[Claim, ...]:
-    """All claims of `paper`, or of one table or figure.
-
-    Raises RequestError with the names that exist.
-    """
+    """All claims of `paper`, or of one table or figure. Raises RequestError with the names that exist."""
     claims: tuple[Claim, ...] = importlib.import_module(f"{__name__}.{paper.name}").CLAIMS
     if table is None:
         return claims

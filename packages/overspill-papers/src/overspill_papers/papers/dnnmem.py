@@ -63,10 +63,7 @@ def _inputs(model: str, batch: int, length: int | None, side: int | None = None)
 
 
 def _recording(framework: str, model: str, batch: int, length: int | None) -> Recording:
-    """A step of a network as a framework runs it on the P40.
-
-    SGD, and for BERT Adam with decay.
-    """
+    """A step of a network as a framework runs it on the P40. SGD, and for BERT Adam with decay."""
     device = load_device("p40")
     if framework == "MXNet":
         symbol = NETWORKS[model]()
@@ -131,10 +128,7 @@ def _least_lstm_gb(batch: int, lab: Lab) -> float:
 
 
 def _category_gb(batch: int, category: str, lab: Lab) -> float:
-    """A category of Table 8: VGG16 in TensorFlow.
-
-    What is live once all algorithms have been tried, and the rest.
-    """
+    """A category of Table 8: VGG16 in TensorFlow. What is live once all algorithms have been tried, and the rest."""
     if _by_shapes(lab):
         row = next(row for row in _ROWS if (row.framework, row.model) == ("TensorFlow", "VGG16"))
         inferred = _shape_inference_gb(replace(row, batch_size=batch), lab)
@@ -154,10 +148,7 @@ def _steady_bytes(recording: Recording) -> int:
 
 
 def _shape_inference_gb(row: tables.Row, lab: Lab) -> float:
-    """Weights, inputs and out-of-place outputs of forward.
-
-    Of TensorFlow, batch norm is in place too (§5.3).
-    """
+    """Weights, inputs and out-of-place outputs of forward. Of TensorFlow, batch norm is in place too (§5.3)."""
     del lab
     if row.model == "LSTM":  # one operator a layer: two products of four gates, and its output
         weights = 2 * (2 * 4 * tables.LSTM_WIDTH * tables.LSTM_WIDTH + 2 * 4 * tables.LSTM_WIDTH)

@@ -149,10 +149,7 @@ def _reduced_percent(lab: Lab) -> float:
 
 
 def _block(lab: Lab, taps: int) -> float:
-    """Computation over communication of the first residual block's convolutions.
-
-    Forward, with `taps` x `taps`.
-    """
+    """Computation over communication of the first residual block's convolutions. Forward, with `taps` x `taps`."""
     run = lab.run(RESNET_50, f"{BASE}:m")
     graph, device = run.graph, run.device
     seconds = {e.target: e.end_seconds - e.start_seconds for e in run.timeline.events}

@@ -93,10 +93,7 @@ def _in_place(graph: Graph) -> Graph:
 
 
 def _end(tensor: int, takes_place: Mapping[int, int]) -> int:
-    """The last tensor in the place of `tensor`.
-
-    After any chain of activations.
-    """
+    """The last tensor in the place of `tensor`, after any chain of activations."""
     while tensor in takes_place:
         tensor = takes_place[tensor]
     return tensor
@@ -124,10 +121,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _without(graph: Graph, gone: frozenset[int]) -> Graph:
-    """`graph` without the tensors `gone`, which no op uses.
-
-    Ids are positions again.
-    """
+    """`graph` without the tensors `gone`, which no op uses. Ids are positions again."""
     kept = [t for t in graph.tensors if t.id not in gone]
     number = {tensor.id: position for position, tensor in enumerate(kept)}
 

@@ -59,10 +59,7 @@ class PolicyRun:
 
     @cached_property
     def cnmem(self) -> Replay:
-        """The step in a CNMeM pool that is never full.
-
-        With its curves.
-        """
+        """The step in a CNMeM pool that is never full, with its curves."""
         config = CnmemConfig(pool_bytes=TRIAL_POOL_BYTES, grows=False)
         return replay(self.events, "cnmem", config=config, request_bytes=0)
 

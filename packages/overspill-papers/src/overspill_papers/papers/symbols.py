@@ -160,10 +160,7 @@ def inception_v3() -> Symbol:
 
 
 def _branch(net: Builder, name: str, x: NodeOutput, text: str) -> list[NodeOutput]:
-    """The outputs of one branch.
-
-    One, or those of the fork in which it ends.
-    """
+    """The outputs of one branch. One, or those of the fork in which it ends."""
     for number, item in enumerate(text.split(", ")):
         if item.startswith("("):
             width, kernels = item[1:-1].split()[0], item[1:-1].split()[1::2]

@@ -47,10 +47,7 @@ def resnet(batch: int) -> Setting:
 
 
 def _ibm(batch: int) -> Setting:
-    """The machine and TensorFlow of Le et al.
-
-    No time outside the GPU is seen there, nor tensor cores.
-    """
+    """The machine and TensorFlow of Le et al. No time outside the GPU is seen there, nor tensor cores."""
     return replace(resnet(batch), device="p100-nvlink", tensor_cores=False, layers=False)
 
 
@@ -109,10 +106,7 @@ def _fits(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> 
 
 
 def _largest(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> int:
-    """The largest batch at which the step fits the device.
-
-    In `pool`, to within a 32nd; that of `setting` must fit.
-    """
+    """The largest batch at which the step fits the device, in `pool`, to within a 32nd; that of `setting` must fit."""
     low = setting.batch
     while _fits(replace(setting, batch=2 * low), policy, pool, lab):
         low *= 2

@@ -103,10 +103,7 @@ def without(program: StepProgram, fetched: Mapping[Gap, int], live: Positions) -
 
 
 class _Cache:
-    """One step with an LRU cache of the movable tensors.
-
-    `released` are those that left, and before which step.
-    """
+    """One step with an LRU cache of the movable tensors. `released` are those that left, and before which step."""
 
     def __init__(
         self, program: StepProgram, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, always: bool
@@ -157,10 +154,7 @@ class _Cache:
         self.queued_bytes += self.queue[gap]
 
     def _leave(self, gap: Gap, released: int | None) -> None:
-        """Take `gap` off the queue.
-
-        `released`: its tensor has left by then, else it stays.
-        """
+        """Take `gap` off the queue. `released`: its tensor has left by then, else it stays."""
         self.queued_bytes -= self.queue.pop(gap)
         if released is not None:  # what goes at the start of a step was not there since the end of the one before
             self.released[gap] = self.length if gap.wraps and released <= gap.end else released

@@ -106,10 +106,7 @@ class Planner:
         return assemble(self.program.with_algorithms(choice), transfers, Dymem.name, None)
 
     def _transfers(self, choice: Choice, size: int) -> tuple[list[Transfer], Positions]:
-        """Transfers that fit with the least workspaces, and the live bytes.
-
-        Ops take the times of `choice`.
-        """
+        """Transfers that fit with the least workspaces, and the live bytes. Ops take the times of `choice`."""
         live = self.live.copy()
         clock = self.program.with_algorithms(choice).clock(self.seconds)
         released = releases(self.program, self.wanted, live, clock, self.device, size, self.offloads)
@@ -162,10 +159,7 @@ def prefetch_starts(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, in
 
 @dataclass
 class _Turn:
-    """A layer's consecutive steps in backward, from `begin`.
-
-    `conv` counts it if it is a convolution.
-    """
+    """A layer's consecutive steps in backward, from `begin`. `conv` counts it if it is a convolution."""
 
     layer: str
     begin: int
@@ -173,10 +167,7 @@ class _Turn:
 
 
 def _turns(program: StepProgram) -> list[_Turn]:
-    """The layers in the order of backward.
-
-    One that forward calls several times has as many turns.
-    """
+    """The layers in the order of backward. One that forward calls several times has as many turns."""
     turns: list[_Turn] = []
     for position in range(program.end_of_forward, program.end_of_backward):
         op = program.op(program.steps[position])

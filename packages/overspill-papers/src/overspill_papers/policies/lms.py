@@ -78,10 +78,7 @@ class LargeModelSupport(Policy):
         return tuple(dict.fromkeys(int(share * depths[-1]) for share in THRESHOLDS))
 
     def _options(self, program: StepProgram, depths: NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], Swaps]]:
-        """The pairs of hyperparameters with their swaps, none of these twice.
-
-        And when tensors come back.
-        """
+        """The pairs of hyperparameters with their swaps, none of these twice, and when tensors come back."""
         seen: set[frozenset[tuple[Gap, int]]] = set()
         for threshold in self._thresholds(depths):
             gaps = swapped(program, depths, threshold)

@@ -187,10 +187,7 @@ class VdnnDynamic(Policy):
         return replace(chosen, budget_bytes=budget_bytes)
 
     def _chosen(self, passed: Iterator[tuple[Schedule, float]]) -> Schedule | None:
-        """One of the passes that fit, or None where there is none.
-
-        Each comes with the seconds of its step.
-        """
+        """One of the passes that fit, or None where there is none. Each comes with the seconds of its step."""
         return next((schedule for schedule, _ in passed), None)
 
     def _passes(
@@ -267,10 +264,7 @@ def _beside_layers(
 
 
 def _one_by_one(layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
-    """Transfers of layers' inputs, with nothing concurrent.
-
-    Of the layers `offloading`.
-    """
+    """Transfers of layers' inputs, with nothing concurrent, of the layers `offloading`."""
     gaps = [gap for index in offloading for gap in layers[index].inputs]
     return [Transfer(gap, gap.start + 1, gap.start + 1, gap.end, gap.end) for gap in gaps]
 

@@ -97,10 +97,7 @@ def remark(result: Result) -> str:
 
 
 def agreement(result: Result) -> str:
-    """Whether ours agrees, or why the row does not count.
-
-    In a word.
-    """
+    """Whether ours agrees, or why the row does not count, in a word."""
     claim = result.claim
     words = (claim.fitted, "fitted"), (claim.aside, "aside"), (claim.repeats, "repeats"), (result.certain, "certain")
     if (word := next((word for said, word in words if said), None)) is not None:

@@ -54,10 +54,7 @@ def boxed_layouts(problem: Problem, seed: int = 0) -> Iterator[Integers]:
 
 
 def _boxes(problem: Problem, made: Integers) -> tuple[Integers, Problem]:
-    """The outermost boxes, and the problem of packing them.
-
-    A block alone is a box too.
-    """
+    """The outermost boxes, and the problem of packing them. A block alone is a box too."""
     outermost = np.ones(len(problem) + len(made), dtype=bool)
     outermost[made[:, :2].ravel()] = False
     boxes = np.flatnonzero(outermost)

@@ -64,10 +64,7 @@ def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[Search
 
 
 def _luby() -> Iterator[int]:
-    """1, 1, 2, 1, 1, 2, 4, 1, …: Luby's sequence.
-
-    Each power of two follows two runs of all that came before it.
-    """
+    """1, 1, 2, 1, 1, 2, 4, 1, …: Luby's sequence. Each power of two follows two runs of all that came before it."""
     for number in count(1):
         while number & (number + 1):  # not of the form 2**k - 1
             number -= (1 << (number.bit_length() - 1)) - 1  # noqa: PLW2901 - the place in the run that repeats

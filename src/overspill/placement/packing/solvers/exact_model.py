@@ -91,10 +91,7 @@ class ExactModel:
         return spare
 
     def highest(self, capacity_bytes: int) -> Integers:
-        """Each block's largest offset within a capacity, in units.
-
-        Negative where there is none.
-        """
+        """Each block's largest offset within a capacity, in units. Negative where there is none."""
         highest = (capacity_bytes - self.problem.nbytes) // self.unit
         return np.where(self.pinned == ANYWHERE, highest, np.where(self.pinned <= highest, self.pinned, -1))
 
@@ -104,10 +101,7 @@ class ExactModel:
 
 
 def _maximal(start: Integers, end: Integers, sections: int) -> Integers:
-    """Sections whose live blocks are not all live in a neighbouring one.
-
-    The last before an end after a start.
-    """
+    """Sections whose live blocks are not all live in a neighbouring one. The last before an end after a start."""
     time = np.arange(sections + 1)
     starts, ends = np.isin(time, start), np.isin(time, end)
     last_start = np.maximum.accumulate(np.where(starts, time, -1))

@@ -99,10 +99,7 @@ class Rule:
         return offsets
 
     def _near(self, block: int, random: np.random.Generator) -> Integers:
-        """Some of the blocks that live about when `block` does.
-
-        A window of time to be packed again.
-        """
+        """Some of the blocks that live about when `block` does. A window of time to be packed again."""
         problem = self.problem
         margin = max(1, int(problem.sections * random.choice(MARGINS)))
         around = np.flatnonzero(

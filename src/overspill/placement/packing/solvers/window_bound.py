@@ -55,10 +55,7 @@ def window_bound(problem: Problem, bound_bytes: int, deadline: float) -> int:
 
 
 def _apart(problem: Problem) -> Problem:
-    """The pieces of all blocks as separate blocks, in maximal sections.
-
-    They may lie anywhere.
-    """
+    """The pieces of all blocks as separate blocks, in maximal sections. They may lie anywhere."""
     pieces = Pieces.of(problem)
     count, none = len(pieces.owner), np.zeros(0, dtype=np.int64)
     apart = Problem(

@@ -1,4 +1,1 @@
-"""A training step of MXNet, read from its symbol file.
-
-No MXNet is needed.
-"""
+"""A training step of MXNet, read from its symbol file. No MXNet is needed."""

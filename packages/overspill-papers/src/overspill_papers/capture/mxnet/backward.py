@@ -93,10 +93,7 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
 
 
 def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozenset[str]]:
-    """The forward nodes with shapes, and names of auxiliary states.
-
-    Operators tell the shapes of weights.
-    """
+    """The forward nodes with shapes, and names of auxiliary states. Operators tell the shapes of weights."""
     shapes: list[list[Shape | None]] = [
         [inputs.get(node.name, node.numbers("__shape__") or None)] if node.is_variable else [] for node in symbol.nodes
     ]  # fmt: skip

@@ -98,10 +98,7 @@ class _Executor:
         self._ledger.add(RecordedOp(node.op, layer, phase, 0, reads, writes))
 
     def _place(self, entry: NodeOutput, phase: Phase, layer: str) -> int:
-        """The allocation of `entry`.
-
-        Its storage is made now if nothing was in it before.
-        """
+        """The allocation of `entry`. Its storage is made now if nothing was in it before."""
         if entry in self._arrays:
             return self._arrays[entry]
         storage = self.plan.storage[entry]

@@ -21,10 +21,7 @@ EXTERNAL = -2
 
 
 class _Storages:
-    """All storages so far, and the free ones by size.
-
-    Among equals, the one that came in first.
-    """
+    """All storages so far, and the free ones by size. Among equals, the one that came in first."""
 
     def __init__(self) -> None:
         self.nbytes: list[int] = []
@@ -102,10 +99,7 @@ class MemoryPlan:
                 self._storages.release(storage)
 
     def _shared(self, i: int) -> set[NodeOutput]:
-        """Place outputs in inputs that nothing else will read; return these.
-
-        Where the operator allows it.
-        """
+        """Place outputs in inputs that nothing else will read; return these, where the operator allows it."""
         node, taken, shared = self.step.nodes[i], set[int](), set[NodeOutput]()
         pairs, is_view = self._pairs(i)
         for source, target in pairs:

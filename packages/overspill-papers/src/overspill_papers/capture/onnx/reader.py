@@ -146,10 +146,7 @@ class _Reader:
         return self._add(Node(op, name, entries, {key: str(value) for key, value in attrs.items()}))
 
     def _entry(self, name: str) -> NodeOutput:
-        """The entry of a value.
-
-        A weight becomes a variable when it is first read.
-        """
+        """The entry of a value. A weight becomes a variable when it is first read."""
         if name not in self.place:
             if name not in self.weights:
                 raise UnsupportedError(

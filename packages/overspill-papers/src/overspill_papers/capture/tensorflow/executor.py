@@ -148,10 +148,7 @@ class _Executor:
         return made
 
     def _convolved(self, op: GraphOp, output: _Buffer | None, phase: Phase) -> _Buffer | None:
-        """The output of a convolution, whose temporaries have come and gone.
-
-        One of them may have become the output.
-        """
+        """The output of a convolution, whose temporaries have come and gone. One of them may have become the output."""
         sizes = kernels.convolution(self.graph, op)
         if sizes is None or output is None:
             return output
@@ -203,10 +200,7 @@ class _Executor:
         return self._held.get(entry) or self._kept.get(entry.op)
 
     def _may_take(self, buffer: _Buffer, nbytes: int) -> bool:
-        """Whether an op may overwrite its input's buffer.
-
-        It may if it is the only one that refers to it.
-        """
+        """Whether an op may overwrite its input's buffer. It may if it is the only one that refers to it."""
         return not buffer.persistent and buffer.references == 1 and buffer.nbytes == nbytes
 
     def _release(self, buffer: _Buffer | None) -> None:

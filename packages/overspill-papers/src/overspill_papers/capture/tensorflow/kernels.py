@@ -107,10 +107,7 @@ def temporaries(op: GraphOp, sizes: Sizes) -> tuple[list[int], bool]:
 
 
 def _pads_one_side(op: GraphOp, sizes: Sizes) -> bool:
-    """Whether SAME padding is odd.
-
-    The input is then copied into a larger map first.
-    """
+    """Whether SAME padding is odd. The input is then copied into a larger map first."""
     if op.attrs.get("padding") != "SAME":
         return False
     return any(

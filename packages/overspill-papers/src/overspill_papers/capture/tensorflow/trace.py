@@ -95,10 +95,7 @@ class _Flat:
         self.with_effects: list[int] = []
 
     def add(self, graph: Any, given: Mapping[str, Output], captured: Mapping[str, Any]) -> list[Output]:
-        """Add the ops of `graph`; return its outputs.
-
-        Arguments are `given` by name or `captured` variables.
-        """
+        """Add the ops of `graph`; return its outputs. Arguments are `given` by name or `captured` variables."""
         place: dict[str, Output] = dict(given)
         ends: dict[str, list[int]] = {}
         for op in graph.get_operations():
@@ -200,10 +197,7 @@ def _called(function: Callable[..., Any], batch: int) -> Any:
 
 
 def _step(tensorflow: Any, made: Any, target: str, batch: int, optimizer: str | None) -> tuple[Any, Any]:
-    """The function of a step, and the specs of its arguments.
-
-    It is of what the user's callable returned.
-    """
+    """The function of a step, and the specs of its arguments. It is of what the user's callable returned."""
     if isinstance(made, tensorflow.keras.Model):
         return _step_of_model(tensorflow, made, batch, optimizer)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
@@ -212,10 +206,7 @@ def _step(tensorflow: Any, made: Any, target: str, batch: int, optimizer: str | 
 
 
 def _step_of_model(tensorflow: Any, model: Any, batch: int, optimizer: str | None) -> tuple[Any, list[Any]]:
-    """The training step of a Keras model, with its arguments' specs.
-
-    Without an optimizer it is its forward pass.
-    """
+    """The training step of a Keras model, with its arguments' specs. Without an optimizer it is its forward pass."""
     specs = [
         tensorflow.TensorSpec([batch, *tensor.shape[1:]], tensor.dtype) for tensor in model.inputs
     ]  # fmt: skip

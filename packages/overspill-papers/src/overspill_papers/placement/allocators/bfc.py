@@ -1,7 +1,4 @@
-"""TensorFlow's best-fit allocator with coalescing (BFC).
-
-A few growing regions, loose splits, no streams.
-"""
+"""TensorFlow's best-fit allocator with coalescing (BFC). A few growing regions, loose splits, no streams."""
 
 from __future__ import annotations
 
@@ -75,10 +72,7 @@ class BfcAllocator(PythonAllocator):
         return block
 
     def _find(self, size: int) -> PoolBlock | None:
-        """The smallest idle block that fits, the lowest among equals.
-
-        Its rest is split off if that is worth it.
-        """
+        """The smallest idle block that fits, the lowest among equals. Its rest is split off if that is worth it."""
         block = self._first(size)
         if block is None:
             return None
@@ -86,10 +80,7 @@ class BfcAllocator(PythonAllocator):
         return self._cut_off(self._take(block), size if splits else block.size)
 
     def _extend(self, size: int, stream: int) -> bool:
-        """Whether a new region of at least `size` bytes was reserved.
-
-        (Extend): doubling, then 0.9 times as much.
-        """
+        """Whether a new region of at least `size` bytes was reserved. (Extend): doubling, then 0.9 times as much."""
         available = (self._limit - self._reserved.now) // STEP_BYTES * STEP_BYTES
         if size > available:
             return False

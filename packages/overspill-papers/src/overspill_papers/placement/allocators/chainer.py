@@ -62,10 +62,7 @@ class ChainerAllocator(PythonAllocator):
         return block
 
     def _find(self, size: int, stream: int) -> PoolBlock | None:
-        """The last freed block of the stream's first bin that fits.
-
-        All beyond `size` goes back to the bins.
-        """
+        """The last freed block of the stream's first bin that fits. All beyond `size` goes back to the bins."""
         block = self._first(stream, size)
         return None if block is None or block.stream != stream else self._cut_off(self._take(block), size)
 

@@ -76,10 +76,7 @@ class MxnetAllocator(PythonAllocator):
         return block.size, -block.indexed_at  # the latest of a size is taken first
 
     def _rounded(self, nbytes: int) -> int:
-        """The size of a block for `nbytes`.
-
-        A power of 2 and then multiples of one, or the page and then 2 MiB.
-        """
+        """The size of a block for `nbytes`. A power of 2 and then multiples of one, or the page and then 2 MiB."""
         config = self.config
         size = max(nbytes, config.page_bytes)
         if config.pool_type == "naive":
