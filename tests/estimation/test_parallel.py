@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tests.capture.recording.recorded_models import most
 from torch import nn
 
 from overspill import models
@@ -47,19 +48,6 @@ def recorded(parallel, *, dtype="float32", optimizer="sgd", build=network):
 
 def estimated(parallel, **options):
     return Estimate("network", recorded(parallel, **options), A100, parallel=parallel)
-
-
-def most(recording, kind):
-    change = {}
-    for a in recording.allocations:
-        if a.kind is kind:
-            change[a.start] = change.get(a.start, 0) + a.nbytes
-            change[a.end] = change.get(a.end, 0) - a.nbytes
-    live = peak = 0
-    for event in sorted(change):
-        live += change[event]
-        peak = max(peak, live)
-    return peak
 
 
 KINDS = [

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
+
+from overspill.capture.recording.recording import Allocation, Recording
+from overspill.core import TensorKind
 
 F = torch.nn.functional
 BATCH = 16
@@ -80,3 +86,14 @@ def frozen() -> nn.Module:
     model[0].requires_grad_(False)
     model[2].requires_grad_(False)
     return model
+
+
+def most_live(allocations: Iterable[Allocation]) -> int:
+    """The most bytes of these that live at once."""
+    changes = sorted(change for a in allocations for change in ((a.start, a.nbytes), (a.end, -a.nbytes)))
+    return max(accumulate(nbytes for _, nbytes in changes), default=0)
+
+
+def most(recording: Recording, kind: TensorKind) -> int:
+    """The same of all of a kind."""
+    return most_live(a for a in recording.allocations if a.kind is kind)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from tests.capture.recording.recorded_models import most, most_live
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -76,20 +77,6 @@ def sizes(text):
     return [int(size) for size in text.split(", ")] if text else []
 
 
-def live_bytes(recording, *kinds):
-    """The bytes of `kinds` that are live at each event."""
-    change = [0] * (recording.events + 1)
-    for allocation in recording.allocations:
-        if allocation.kind in kinds:
-            change[allocation.start] += allocation.nbytes
-            change[allocation.end] -= allocation.nbytes
-    live, total = [], 0
-    for difference in change:
-        total += difference
-        live.append(total)
-    return live
-
-
 # Storages that change their size
 
 
@@ -124,18 +111,19 @@ def test_a_process_group_has_the_size_asked_for_and_no_network(backend):
         dist.barrier()
 
 
-def test_torchruns_environment_says_how_large_the_world_is(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("RANK", "5")
+@pytest.mark.parametrize(
+    ("environment", "url", "world"),
+    [
+        ({"WORLD_SIZE": "8", "RANK": "5"}, None, (8, 5)),
+        ({}, "tcp://10.0.0.1:23456?world_size=16&rank=1", (16, 1)),
+    ],
+)
+def test_torchruns_environment_or_a_url_says_how_large_the_world_is(environment, url, world, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with VirtualGpu():
-        init_process_group("nccl")
-        assert (dist.get_world_size(), dist.get_rank()) == (8, 5)
-
-
-def test_a_url_says_how_large_the_world_is():
-    with VirtualGpu():
-        init_process_group("nccl", init_method="tcp://10.0.0.1:23456?world_size=16&rank=1")
-        assert (dist.get_world_size(), dist.get_rank()) == (16, 1)
+        init_process_group("nccl", init_method=url)
+        assert (dist.get_world_size(), dist.get_rank()) == world
 
 
 def test_groups_within_the_world_are_fake_too():
@@ -223,9 +211,9 @@ def test_buckets_are_those_of_a_real_run_and_are_allocated(options):
 
 def test_first_buckets_go_when_buckets_are_rebuilt():
     recording = trained_by_ddp()
-    buckets = live_bytes(recording, TensorKind.COMMUNICATION)
-    assert max(buckets) == LAYERS * LINEAR_BYTES  # never the first and the rebuilt ones at once
-    assert buckets[recording.starts[-1]] == LAYERS * LINEAR_BYTES
+    assert most(recording, TensorKind.COMMUNICATION) == LAYERS * LINEAR_BYTES  # never first and rebuilt ones at once
+    buckets = [a for a in recording.allocations if a.kind is TensorKind.COMMUNICATION]
+    assert sum(a.nbytes for a in buckets if a.start <= recording.starts[-1] < a.end) == LAYERS * LINEAR_BYTES
 
 
 def test_gradients_as_views_of_buckets_save_one_copy_of_them():
@@ -254,7 +242,7 @@ def test_parameters_without_a_gradient_have_their_place_in_a_bucket():
             return self.used(x)
 
     recording = trained_by_ddp(make=Half, find_unused_parameters=True)
-    assert max(live_bytes(recording, TensorKind.COMMUNICATION)) == 2 * LINEAR_BYTES
+    assert most(recording, TensorKind.COMMUNICATION) == 2 * LINEAR_BYTES
 
 
 def test_a_communication_hook_gets_its_buckets():
@@ -318,7 +306,7 @@ def test_parameters_gradients_and_optimizer_state_are_sharded(host):
     shard = LAYERS * LINEAR_BYTES // GPUS
     assert found["parameters"] == shard
     assert found["devices"] == {"cuda"}
-    assert max(live_bytes(recording, TensorKind.OPTIMIZER_STATE)) == 2 * shard
+    assert most(recording, TensorKind.OPTIMIZER_STATE) == 2 * shard
     # Parameters, gradients and two moments; the input and the loss besides.
     assert found["after"] == pytest.approx(4 * shard, abs=8192)
 
@@ -338,11 +326,11 @@ def test_shards_are_drawn_on_the_device():
         recorder.mark_module(model)
         steps(recorder, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, WIDTH).cuda())
 
-    assert max(live_bytes(record(program), TensorKind.PARAMETER)) >= LINEAR_BYTES // GPUS
+    assert most(record(program), TensorKind.PARAMETER) >= LINEAR_BYTES // GPUS
 
 
 def test_a_model_on_the_host_is_never_whole_on_the_device():
-    assert max(live_bytes(sharded(host=True), TensorKind.PARAMETER)) < LAYERS * LINEAR_BYTES
+    assert most(sharded(host=True), TensorKind.PARAMETER) < LAYERS * LINEAR_BYTES
 
 
 def test_dimensions_that_do_not_divide_are_padded():
@@ -354,25 +342,15 @@ def test_dimensions_that_do_not_divide_are_padded():
 
 def unsharded_peak(recording):
     """The most bytes of whole parameters that were live at once; shards are made before the first step."""
-    shards = {a for a in recording.allocations if a.start < recording.starts[0]}
-    change = {}
-    for a in recording.allocations:
-        if a.kind is TensorKind.PARAMETER and a not in shards:
-            change[a.start] = change.get(a.start, 0) + a.nbytes
-            change[a.end] = change.get(a.end, 0) - a.nbytes
-    live = peak = 0
-    for event in sorted(change):
-        live += change[event]
-        peak = max(peak, live)
-    return peak
+    made = (a for a in recording.allocations if a.start >= recording.starts[0])
+    return most_live(a for a in made if a.kind is TensorKind.PARAMETER)
 
 
-def test_only_the_current_and_the_prefetched_layer_are_whole():
-    assert 0 < unsharded_peak(sharded(reshard_after_forward=True)) <= 2 * LINEAR_BYTES
-
-
-def test_without_resharding_the_whole_model_waits_for_backward():
-    assert unsharded_peak(sharded(reshard_after_forward=False)) == LAYERS * LINEAR_BYTES
+@pytest.mark.parametrize(("reshard", "layers"), [(True, 2), (False, LAYERS)])
+def test_only_the_current_and_the_prefetched_layer_are_whole_or_the_whole_model_waits_for_backward(reshard, layers):
+    whole = unsharded_peak(sharded(reshard_after_forward=reshard))
+    assert 0 < whole <= layers * LINEAR_BYTES
+    assert reshard or whole == layers * LINEAR_BYTES
 
 
 def test_whole_parameters_are_freed_and_allocated_again_by_their_storage():

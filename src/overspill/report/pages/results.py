@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from overspill.core.errors import RequestError
 from overspill.core.reportable import Reportable
@@ -33,85 +34,53 @@ def write_report(found: Reportable, path: Path, title: str | None = None) -> Non
 
 def in_notebook(found: Reportable) -> str:
     """A result in short, as HTML for a notebook."""
-    return short_html(*short_of(found))
+    return short_html(*_short_of(found))
 
 
 def in_terminal(found: Reportable) -> str:
     """A result in short, as text."""
-    verdict, _ = short_of(found)
+    verdict, _ = _short_of(found)
     figures = (f"{f.label}: {f.value}" + (f" ({f.note})" if f.note else "") for f in verdict.figures)
     return "\n  ".join((verdict.text, *figures))
 
 
-@singledispatch
 def page_of(found: Reportable, title: str | None = None) -> Page:
     """The page of a result, with this title or a default one."""
-    raise TypeError(f"no page shows {title or 'a result'} of type {type(found).__name__}")
+    return _shown(found).page(found, title)
 
 
-@singledispatch
-def short_of(found: Reportable) -> tuple[Verdict, Table | None]:
-    """The verdict of a result, and its main table."""
-    raise TypeError(f"nothing shows a {type(found).__name__} in short")
+def _short_of(found: Reportable) -> tuple[Verdict, Table | None]:
+    shown = _shown(found)
+    return shown.verdict(found), None if shown.table is None else shown.table(found)
 
 
-@page_of.register
-def _(found: Plan, title: str | None = None) -> Page:
+def _shown(found: Reportable) -> Shown:
+    return next(SHOWN[kind] for kind in type(found).__mro__ if kind in SHOWN)
+
+
+class Shown(NamedTuple):
+    """How a kind of result is shown: its page, with a title or a default one, its verdict, and its main table."""
+
+    page: Callable[[Any, str | None], Page]
+    verdict: Callable[[Any], Verdict]
+    table: Callable[[Any], Table | None] | None = None
+
+
+def _page_of_plan(found: Plan, title: str | None) -> Page:
     return plan_page(found, title or f"{found.graph.name} on {found.device.name}, policy {found.schedule.policy}")
 
 
-@short_of.register
-def _(found: Plan) -> tuple[Verdict, Table | None]:
-    return plan_verdict(found), None
-
-
-@page_of.register
-def _(found: Sweep, title: str | None = None) -> Page:
-    return sweep_page(found, title)
-
-
-@short_of.register
-def _(found: Sweep) -> tuple[Verdict, Table | None]:
-    return sweep_verdict_of(found), sweep_table(found)
-
-
-@page_of.register
-def _(found: Comparison, title: str | None = None) -> Page:
-    return compare_page(found, title)
-
-
-@short_of.register
-def _(found: Comparison) -> tuple[Verdict, Table | None]:
-    return compare_verdict(found), compare_table(found)
-
-
-@page_of.register
-def _(found: Estimate, title: str | None = None) -> Page:
-    return estimate_page(found, title)
-
-
-@short_of.register
-def _(found: Estimate) -> tuple[Verdict, Table | None]:
-    return estimate_verdict(found), estimate_table(found)
-
-
-@page_of.register
-def _(found: Recording, title: str | None = None) -> Page:
-    return recording_page(found, title)
-
-
-@short_of.register
-def _(found: Recording) -> tuple[Verdict, Table | None]:
-    return recording_verdict(found), steps_table(found)
-
-
-@page_of.register
-def _(found: Solution, title: str | None = None) -> Page:
+def _page_of_solution(found: Solution, title: str | None) -> Page:
     if found.trace is None:
         raise RequestError("the blocks of this solution are not known to it; solve a Trace, as overspill.pack does")
     return pack_page(found, found.trace, title or f"{len(found.trace.blocks)} blocks")
 
 
-@short_of.register
-def _(found: Solution) -> tuple[Verdict, Table | None]:
-    return pack_verdict(found), None
+SHOWN: dict[type, Shown] = {
+    Plan: Shown(_page_of_plan, plan_verdict),
+    Sweep: Shown(sweep_page, sweep_verdict_of, sweep_table),
+    Comparison: Shown(compare_page, compare_verdict, compare_table),
+    Estimate: Shown(estimate_page, estimate_verdict, estimate_table),
+    Recording: Shown(recording_page, recording_verdict, steps_table),
+    Solution: Shown(_page_of_solution, pack_verdict),
+}
