@@ -23,8 +23,8 @@ from overspill.policies.in_core import Liveness
 from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
 from .arena import in_arena, plan_in_arena
-from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of
-from .card_search import CardSearch, Tried
+from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of, there_before
+from .card_search import FIRST_EFFORT, CardSearch, Tried
 from .packing import DEFAULT, solver_named
 from .place import SEARCH, place_plan
 from .replay import minimum_capacity, replay
@@ -169,8 +169,11 @@ class Card:
                 return make(live_bytes)
 
         ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
-        searches = [CardSearch(room, made, way.placed) for way in ways]
-        if (found := self._fastest(room, made, searches[-1])) is None:
+        searches = [CardSearch(room, made, way.placed, self._least_bytes) for way in ways]
+        found = None
+        if self._may_fit(room, made):
+            found = self._fastest(room, made, searches[-1])
+        if found is None:
             floors = (search.from_floor() for search in searches)
             least, fewest, cause = min(floors, key=lambda floor: floor[0].plan.taken_bytes)
             if least.plan.taken_bytes > room:
@@ -181,6 +184,17 @@ class Card:
         took = time.perf_counter() - begun  # with all the plans that were made for it
         told = replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes, plan_seconds=took)
         return found.answer, told
+
+    def _least_bytes(self, graph: Graph) -> int:
+        """What any plan takes: before the first step the model is on the device, and nothing has been moved."""
+        return 0 if self.apart else sum(t.nbytes for t in there_before(graph))
+
+    def _may_fit(self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]]) -> bool:
+        try:
+            _, plan = make(max(1, room_bytes), FIRST_EFFORT)
+        except InfeasibleBudget:
+            return True  # the search finds out why
+        return self._least_bytes(plan.graph) <= room_bytes
 
     def _fastest(
         self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], search: CardSearch[T]

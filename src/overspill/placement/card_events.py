@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from overspill.capture.compiled.given import scratch_in_pieces
-from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, TensorKind, Verb
+from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, Tensor, TensorKind, Verb
 
 from .events import ALLOCATE, FREE, Events
 
@@ -44,6 +44,11 @@ def events_of(
     return _Run(graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards).events(steps)
 
 
+def there_before(graph: Graph) -> list[Tensor]:
+    """What is on the device before the first step: the model and its batch."""
+    return [t for t in graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
+
+
 class _Run:
     """Events of a run so far, and the blocks of what is live."""
 
@@ -77,7 +82,7 @@ class _Run:
 
     def events(self, steps: int) -> Events:
         """The events of the first `steps`."""
-        present = [t for t in self.graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
+        present = there_before(self.graph)
         if self.places is not None:
             self.live.update((tensor, []) for tensor in self.places.between)
             self.take("arena", [self.places.arena_bytes])

@@ -17,6 +17,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
+from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import Plan
 
@@ -30,8 +31,8 @@ UPWARDS = 6
 """Further plans made for more live bytes than the largest plan found to fit."""
 FROM_FLOOR = 16
 """Plans made from the fewest live bytes upwards, to find the smallest card."""
-
-
+NEAR_LEAST = 1.02
+"""None is made where the first takes at most so much of the least that any takes."""
 MOST_FLOORS = 8
 """Floors that are followed to the smallest plan."""
 FIRST_EFFORT = 0.2
@@ -49,14 +50,20 @@ class CardSearch(Generic[T]):
     """Plans for a card with `room_bytes` besides its context.
 
     `make` makes them for live bytes, with a share of the usual effort; `placed` adds the bytes that the allocator takes.
+    No plan of a graph takes less than `least_bytes` of it.
     """
 
     def __init__(
-        self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], placed: Callable[[Plan], Plan]
+        self,
+        room_bytes: int,
+        make: Callable[[int, float], tuple[T, Plan]],
+        placed: Callable[[Plan], Plan],
+        least_bytes: Callable[[Graph], int],
     ) -> None:
         self._room_bytes = room_bytes
         self._make = make
         self._placed = placed
+        self._least_bytes = least_bytes
         self._tried: dict[tuple[int, float], Tried[T]] = {}
 
     def fastest(self) -> Tried[T] | None:
@@ -85,6 +92,8 @@ class CardSearch(Generic[T]):
         an error names will do.
         """
         floor, fewest, cause = least_of(self._at)
+        if fewest.plan.taken_bytes <= NEAR_LEAST * self._least_bytes(fewest.plan.graph):
+            return fewest, fewest, cause
         # Beyond what the first takes, nothing smaller can come.
         most = min(fewest.plan.taken_bytes, fewest.plan.unmanaged_peak_bytes)
         beyond = (live for live in islice(upwards_from(max(floor, fewest.plan.peak_bytes)), FROM_FLOOR) if live < most)

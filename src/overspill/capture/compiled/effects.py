@@ -4,19 +4,39 @@ An example is the check that a matrix can be inverted. In the graph of a whole s
 and no caller passes tokens.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.ops.higher_order.with_effects`, which calls an
-op as `with_effects(token, op, *args)` and returns the next token before the results, and the descriptors' class names.
+op as `with_effects(token, op, *args)` and returns the next token before the results, `_get_effect` and
+`_register_effectful_op`, and the descriptors' class names.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
+from torch._library.effects import EffectType
 from torch.utils._pytree import tree_leaves
 
 EFFECT = "overspill_effect"
 """Key in a node's meta: it has a side effect, and runs though nothing may read its results."""
+
+
+@contextmanager
+def checks_kept() -> Iterator[None]:
+    """Let traces keep the check that a matrix could be decomposed, inside the block; PyTorch up to 2.12 drops it."""
+    from torch._higher_order_ops.effects import _get_effect, _register_effectful_op  # noqa: PLC0415 - registers itself
+
+    check = "aten::_linalg_check_errors"
+    if _get_effect(check) is not None:
+        yield
+        return
+    registered = _register_effectful_op(check, EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        registered.destroy()
 
 
 def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:

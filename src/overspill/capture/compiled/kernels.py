@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overspill.core.errors import UnsupportedError
 
 from .casts import CAST, Casts
+from .effects import checks_kept
 from .strides import in_order_of, strides_kept, strides_of_kernels
 
 aten = torch.ops.aten
@@ -83,6 +84,7 @@ def eager_kernels() -> Iterator[Casts]:
                 casts.watched(),
                 strides_kept(),
                 strides_of_kernels(),
+                checks_kept(),
             ):
                 yield casts
         finally:
@@ -309,14 +311,14 @@ def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
 
 
 def _fake_rnn_layer_backward(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fake gradients of oneDNN's RNN layer, with a separate one for each bias.
+    """Fake gradients of oneDNN's RNN layer: in float32 whatever the layer computes in, and each in memory of its own.
 
-    In PyTorch's meta function both biases share one, until results come out of the cache of fake tensors, where nothing
-    is shared: captured again, the same step would have another floor.
+    PyTorch's meta function has the layer's precision up to 2.12, and one memory for both biases, until results come out of the
+    cache of fake tensors, where nothing is shared: captured again, the same step would have another floor.
     """
     with mode:
-        x, w1, w2, b1, b2, hx, cx = torch._meta_registrations.mkldnn_rnn_layer_backward(*args, **kwargs)
-        return x, w1, w2, b1, torch.empty_like(b2), hx, cx
+        found = torch._meta_registrations.mkldnn_rnn_layer_backward(*args, **kwargs)
+        return tuple(torch.empty_like(gradient, dtype=torch.float32) for gradient in found)
 
 
 FAKE: dict[Any, Callable[..., Any]] = {

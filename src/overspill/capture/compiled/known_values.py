@@ -6,8 +6,7 @@ computes an answer from the real tensors. Random numbers of the CPU's generator 
 that the step draws before, and the generator is restored. Reads become `Guards` (`guards.py`), checked before each
 later step. What follows from parameters has no value before the step runs; reading it is refused.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, `registered_hop_fake_fns`
-and `python_key_table` of operators with functions among their arguments, the exceptions of fake tensors,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, the exceptions of fake tensors,
 `torch._C._DisableAutocast`, `_disable_current_modes`.
 """
 
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import no_python_dispatcher
-from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overspill.capture.frames import Stack, shown_path, stack_within
+from overspill.capture.higher_order import fake_rule
 from overspill.core.errors import UnsupportedError
 
 from .guards import DRAWS, Guards, Question, drawing, needed_for, word
@@ -151,10 +150,9 @@ class KnownValues(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Dispatch with FakeTensorMode's rules for higher-order operators, which ask for that exact class."""
-        rules = getattr(func, "python_key_table", {}) if isinstance(func, torch._ops.HigherOrderOperator) else {}
-        if FakeTensorMode in rules and func not in registered_hop_fake_fns:
-            return rules[FakeTensorMode](self, *args, **(kwargs or {}))
+        """Dispatch with FakeTensorMode's rules for higher-order operators."""
+        if (rule := fake_rule(func)) is not None:
+            return rule(self, *args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def dispatch(

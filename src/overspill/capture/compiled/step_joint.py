@@ -117,19 +117,23 @@ class _Data:
         raise UnsupportedError(f"the step assigns the data of a tensor{place}; change it in place, with copy_()")
 
 
+_KEPT = ("Unexpected fake", " in tensor_tracker")  # from 2.13 on, and before
+"""What tracers say of a fake tensor of an earlier trace."""
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     """Turn tracer errors about values and kept tensors into UnsupportedError; the model's own pass through."""
     try:
         yield
-    except AssertionError as error:
-        if "Unexpected fake" not in str(error):
+    except (AssertionError, DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+        if any(sign in str(error) for sign in _KEPT):
+            raise UnsupportedError(
+                "the step's Python keeps a tensor that it makes at its first call, as a GradScaler its scale, and a planned step would make "
+                "it once, not at every step; make it before the step, and for float16 with a GradScaler use overspill.compile"
+            ) from error
+        if isinstance(error, AssertionError):
             raise
-        raise UnsupportedError(
-            "the step's Python keeps a tensor that it makes at its first call, as a GradScaler its scale, and a planned step would make "
-            "it once, not at every step; make it before the step, and for float16 with a GradScaler use overspill.compile"
-        ) from error
-    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
         # Name the innermost line outside torch and Overspill.
         frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -18,6 +18,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
+from overspill.capture.higher_order import fake_rule
+
 from .retarget import COMPOSITES, FAKES, composed
 from .shapes import SHAPES, contiguous_stride
 
@@ -162,7 +164,8 @@ class FastFakeMode(FakeTensorMode):
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a DTensor's own dispatch runs the op on what it wraps
         if isinstance(func, HigherOrderOperator):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            rule = fake_rule(func)
+            return rule(self, *args, **kwargs) if rule else super().__torch_dispatch__(func, types, args, kwargs)
         # Inner ops are not observed; a composite op is taken apart first.
         if self.computing or self._observe is None:
             return self._fake(func, types, args, kwargs)

@@ -1,0 +1,25 @@
+"""Higher-order operators on fake tensors of our own modes.
+
+Names private to PyTorch that this file relies on (2.11 to 2.14): `registered_hop_fake_fns`, and `python_key_table` of operators
+with functions among their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def fake_rule(func: Any) -> Callable[..., Any] | None:
+    """What FakeTensorMode does with a higher-order operator; called with the mode before the operator's arguments.
+
+    PyTorch looks for it by that exact class, and so finds none for a subclass. None where it needs none.
+    """
+    if not isinstance(func, HigherOrderOperator) or func in registered_hop_fake_fns:
+        return None
+    rule: Callable[..., Any] | None = getattr(func, "python_key_table", {}).get(FakeTensorMode)
+    return rule
