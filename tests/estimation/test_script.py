@@ -27,7 +27,9 @@ from overspill.models import BuiltModel
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 SCRIPTS = Path(__file__).parent / "scripts"
-TRAINING = MODEL + "for step in range(20):" + STEP
+LOOP = "for step in range(20):" + STEP
+INSIDE = "".join(f"    {line}\n" for line in LOOP.splitlines())
+TRAINING = MODEL + LOOP
 
 
 def run(name: str, *arguments: str, iterations: int = 3) -> ScriptRun:
@@ -370,24 +372,13 @@ def test_what_it_prints_can_go_to_standard_error_also_that_of_children(write: Ca
 
 
 def test_it_is_ended_even_where_everything_is_caught(write: Callable[..., str]) -> None:
-    caught = "".join(f"    {line}\n" for line in ("for step in range(20):" + STEP).splitlines())
     for rest in (
         "except:\n    pass\nmodel(x)\n",
         "except BaseException:\n    raise SystemExit(1)\n",
         "finally:\n    1 / 0\n",
     ):
-        found = record_script(write(f"{MODEL}try:\n{caught}{rest}"))
+        found = record_script(write(f"{MODEL}try:\n{INSIDE}{rest}"))
         assert (found.iterations, found.steps, found.finished) == (3, 3, False)
-
-
-def test_safetensors_has_no_weight_that_has_no_value(write: Callable[..., str]) -> None:
-    pytest.importorskip("safetensors")
-    script = (
-        "from safetensors.torch import load, save\n" + MODEL
-        + "rows = torch.ones(3)\nassert load(save({**model.bfloat16().state_dict(), 'rows': rows})).keys() == {'rows'}\nmodel.float()\n"
-        + "for step in range(20):" + STEP
-    )  # fmt: skip
-    assert record_script(write(script)).iterations == 3
 
 
 def test_saved_values_of_the_host_are_saved(write: Callable[..., str]) -> None:
@@ -415,8 +406,7 @@ def test_an_optimizer_that_never_steps_is_not_waited_for_forever(write: Callable
     assert "Adam took no step while SGD took many" in found.notes[0]
 
 
-def test_checks_for_numbers_that_are_none_find_none(write: Callable[..., str]) -> None:
-    checks = """
+CHECKS = """
     import math
     assert torch.isfinite(loss) and not torch.isnan(loss) and not torch.isinf(loss).item()
     assert not torch.isnan(x).any() and torch.isfinite(model[0].weight.grad).all()
@@ -425,33 +415,37 @@ def test_checks_for_numbers_that_are_none_find_none(write: Callable[..., str]) -
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 """
-    found = record_script(
-        write(MODEL + "torch.autograd.set_detect_anomaly(True)\nfor step in range(20):" + STEP + checks)
-    )
-    assert found.iterations == 3
-
-
-def test_a_sampler_without_an_end_is_asked_for_what_is_taken_alone(write: Callable[..., str]) -> None:
-    loading = """
+ENDLESS = """
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 data = TensorDataset(torch.randn(100, 64))
 sampler = RandomSampler(data, replacement=True, num_samples=int(1e10))
 loader = DataLoader(data, 32, sampler=sampler, num_workers=4, persistent_workers=True, prefetch_factor=2)
 """
-    found = record_script(write(MODEL + loading + "for (x,) in loader:" + STEP), time_limit=20)
-    assert found.iterations == 3
-
-
-def test_profilers_see_nothing(write: Callable[..., str]) -> None:
-    script = (
+TRAINS: dict[str, str] = {
+    "checks for numbers that are none find none": (
+        f"{MODEL}torch.autograd.set_detect_anomaly(True)\n{LOOP}{CHECKS}"
+    ),
+    "a sampler without an end is asked for what is taken alone": f"{MODEL}{ENDLESS}for (x,) in loader:{STEP}",
+    "profilers see nothing": (
         "from torch.profiler import ProfilerActivity, profile, record_function, schedule\n" + MODEL
         + "x = torch.ones(2, 64, device='cuda')\ntraced = torch.jit.trace(model, x)\n"
         + "assert not [*traced.graph.nodes()] and torch.jit.trace(traced, ())(x).is_cuda\n"
         + "with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=1, warmup=1, active=1)) as prof:\n"
-        + "".join(f"    {line}\n" for line in ("for step in range(20):" + STEP + "    prof.step()").splitlines())
-        + "print(prof.key_averages().table(sort_by='x'))\n"
-    )  # fmt: skip
-    assert record_script(write(script)).iterations == 3
+        + INSIDE + "        prof.step()\nprint(prof.key_averages().table(sort_by='x'))\n"
+    ),
+    "safetensors has no weight that has no value": (
+        "from safetensors.torch import load, save\n" + MODEL
+        + "rows = torch.ones(3)\nassert load(save({**model.bfloat16().state_dict(), 'rows': rows})).keys() == {'rows'}\nmodel.float()\n"
+        + LOOP
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_script_that_does_more_than_train_is_followed(write: Callable[..., str], name: str) -> None:
+    if "safetensors" in name:
+        pytest.importorskip("safetensors")
+    assert record_script(write(TRAINS[name]), time_limit=20).iterations == 3
 
 
 # --- What is wrong with it --------------------------------------------------------------------------------------------

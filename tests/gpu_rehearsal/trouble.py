@@ -70,6 +70,11 @@ def out_of_memory() -> dict[str, Any]:
     """More than the card has, asked of PyTorch between two managed steps."""
     step, x = a_step()
     step(x, x)
+    return asked_for_more()
+
+
+def asked_for_more() -> dict[str, Any]:
+    """What is said of a request for more than the card has."""
     try:
         torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
     except Exception as error:  # noqa: BLE001
@@ -80,11 +85,7 @@ def out_of_memory() -> dict[str, Any]:
 def out_of_memory_of_live_allocator() -> dict[str, Any]:
     """More than the card has, asked of the live allocator by PyTorch."""
     LiveAllocator("cuda").serve_pytorch()
-    try:
-        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
-    except Exception as error:  # noqa: BLE001
-        return said(error) | {"recognised": is_out_of_memory(error), "torch": isinstance(error, torch.OutOfMemoryError)}
-    return {}
+    return asked_for_more()
 
 
 def refused_registration() -> dict[str, Any]:
