@@ -92,12 +92,7 @@ def hf_train(folder: Path, *, how: str | None, budget: str | float, lora: bool =
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"bf16": True},
-        {"gradient_checkpointing": True},
-        {"gradient_accumulation_steps": 2},
-        {"lora": True},
-    ],
+    [{"bf16": True}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"lora": True}],
     ids=lambda arguments: next(iter(arguments)),
 )
 def test_what_trainer_is_told_to_do_gives_the_same_bits(arguments: dict[str, Any], tmp_path: Path) -> None:

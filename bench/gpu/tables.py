@@ -87,13 +87,7 @@ def live(found: Found) -> str:
         )
         same = None if trained is None or "identical" not in trained else "yes" if trained["identical"] else "no"
         rows.append((pool, same, trained and trained.get("requests"), refused and refused["raised"], clean))
-    head = (
-        "pool",
-        "losses of PyTorch's allocator",
-        "requests",
-        "out of memory raises",
-        "ends with live blocks",
-    )
+    head = ("pool", "losses of PyTorch's allocator", "requests", "out of memory raises", "ends with live blocks")
     return table(head, rows)
 
 

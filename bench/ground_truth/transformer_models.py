@@ -113,11 +113,7 @@ NETWORKS: dict[str, Network] = {
     ),
     "distilbert/distilgpt2": _gpt2(6),
     "EleutherAI/gpt-neo-125M": _causal(
-        "GPTNeoConfig",
-        hidden_size=768,
-        num_layers=12,
-        num_heads=12,
-        attention_types=[[["global", "local"], 6]],
+        "GPTNeoConfig", hidden_size=768, num_layers=12, num_heads=12, attention_types=[[["global", "local"], 6]]
     ),
     "EleutherAI/pythia-1b": _causal(
         "GPTNeoXConfig",

@@ -94,10 +94,7 @@ devices = st.builds(
 )
 instructions = st.builds(Instruction, verb=st.sampled_from(Verb), target=counts)
 schedules = st.builds(
-    Schedule,
-    policy=words,
-    instructions=st.lists(instructions, max_size=6).map(tuple),
-    budget_bytes=st.none() | counts,
+    Schedule, policy=words, instructions=st.lists(instructions, max_size=6).map(tuple), budget_bytes=st.none() | counts
 )
 blocks = st.builds(Block, id=counts, start=counts, end=counts, nbytes=counts, name=words)
 traces = st.builds(Trace, blocks=st.lists(blocks, max_size=6).map(tuple))

@@ -47,8 +47,7 @@ def trained(optimizer: str | None = "sgd", **options: object) -> Estimate:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "states"),
-    [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("adagrad", 1), ("rmsprop", 1)],
+    ("optimizer", "states"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("adagrad", 1), ("rmsprop", 1)]
 )
 def test_weights_gradients_and_state_have_the_bytes_that_they_must(optimizer: str, states: int) -> None:
     made = trained(optimizer)

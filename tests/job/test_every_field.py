@@ -71,10 +71,7 @@ def trained(job: Job) -> Any:
     return run.losses, run.planned_peak_bytes, run.plan and run.plan.graph
 
 
-COMMANDS: dict[str, Callable[[Job], Any]] = {
-    "estimate": recorded,
-    "plan": planned,
-}
+COMMANDS: dict[str, Callable[[Job], Any]] = {"estimate": recorded, "plan": planned}
 SLOW: dict[str, Callable[[Job], Any]] = {
     "plan --whole-step": lambda job: planned(job, whole_step=True),
     "train": trained,

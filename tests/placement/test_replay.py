@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import (
-    ALLOCATE,
-    FREE,
-    TRY,
-    CachingConfig,
-    Events,
-    layout_of,
-    minimum_capacity,
-    replay,
-)
+from overspill.placement import ALLOCATE, FREE, TRY, CachingConfig, Events, layout_of, minimum_capacity, replay
 from overspill.placement.simulated_device import PAGE_BYTES
 from overspill_papers.placement import BfcConfig
 

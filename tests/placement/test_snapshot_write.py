@@ -9,13 +9,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 from overspill.core.errors import RequestError
-from overspill.placement import (
-    ALLOCATE,
-    FREE,
-    TRY,
-    CachingConfig,
-    Events,
-)
+from overspill.placement import ALLOCATE, FREE, TRY, CachingConfig, Events
 from overspill.placement.snapshot import Origin, Span, read_snapshot, replay_snapshot, snapshot_of, write_snapshot
 from overspill_papers.placement import BfcConfig
 

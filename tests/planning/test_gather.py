@@ -125,8 +125,7 @@ def test_a_group_is_no_larger_than_pays() -> None:
 def test_a_gathered_plan_does_the_same_at_no_higher_peak(graph: Graph, share: float, policy: str, work: int) -> None:
     graph = replace(with_moving_state(graph), whole_step=True)
     graph = replace(
-        graph,
-        ops=tuple(replace(o, workspace_bytes=work) if o.layer_type is LayerType.UPDATE else o for o in graph.ops),
+        graph, ops=tuple(replace(o, workspace_bytes=work) if o.layer_type is LayerType.UPDATE else o for o in graph.ops)
     )
     if policy == "auto":
         top = unmanaged_peak(graph, DEVICE)

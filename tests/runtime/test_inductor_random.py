@@ -46,10 +46,7 @@ def in_loop(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, way: 
 def stock(net: type[nn.Module], partition: float, way: str) -> list[Step]:
     torch._dynamo.reset()
     model, x = made(net)
-    with (
-        torch._functorch.config.patch(activation_memory_budget=partition),
-        torch._dynamo.config.patch(allow_rnn=True),
-    ):
+    with torch._functorch.config.patch(activation_memory_budget=partition), torch._dynamo.config.patch(allow_rnn=True):
         if way == COMPILE:
             return in_loop(model, torch.compile(model, dynamic=False), x, way)
         loss = torch.compile(lambda model, x: model(x), dynamic=False, fullgraph=True)

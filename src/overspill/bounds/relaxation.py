@@ -312,13 +312,7 @@ class Relaxation(ABC):
             coming[-1 if start == end_of_step else start].append((previous, 1.0))
 
     def _move(
-        self,
-        group: Group,
-        intervals: range,
-        before: int | None,
-        after: int,
-        leaving: Transfers,
-        coming: Transfers,
+        self, group: Group, intervals: range, before: int | None, after: int, leaving: Transfers, coming: Transfers
     ) -> None:
         """Balance one stretch: `after` is `before` plus what leaves minus what comes back in `intervals`."""
         terms = [(after, 1.0), *minus(before)]

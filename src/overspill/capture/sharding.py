@@ -126,9 +126,7 @@ class _Sharded:
         """An op as the rank has it: on gathered parameters, or on shards once backward is done."""
         if op.phase is not Phase.UPDATE:
             return replace(
-                op,
-                reads=_through(op.reads, self.full),
-                recompute_reads=_through(op.recompute_reads, self.full),
+                op, reads=_through(op.reads, self.full), recompute_reads=_through(op.recompute_reads, self.full)
             )
         reads = _through(op.reads, self.shard)
         if reads == op.reads and not any(t in self.group_of for t in op.writes):

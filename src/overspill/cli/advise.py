@@ -11,13 +11,7 @@ from typing import Annotated
 from overspill.job import Job
 
 from . import complete
-from .common import (
-    AsJson,
-    Outcome,
-    narrate,
-    optional,
-    quiet_torch,
-)
+from .common import AsJson, Outcome, narrate, optional, quiet_torch
 from .estimate import estimated
 from .job import with_job
 from .software import Cuda, Torch
@@ -28,14 +22,7 @@ TrainedOn = Annotated[
 
 
 @with_job(batch=1)
-def advise(
-    *,
-    job: Job,
-    gpu: TrainedOn,
-    torch: Torch = None,
-    cuda: Cuda = None,
-    json: AsJson = False,
-) -> Outcome:
+def advise(*, job: Job, gpu: TrainedOn, torch: Torch = None, cuda: Cuda = None, json: AsJson = False) -> Outcome:
     """Try what would make a model fit on a GPU, or take less of it: what each change saves and costs, the cheapest first."""
     begun = time.perf_counter()
     with narrate() as narrator:

@@ -18,17 +18,7 @@ from overspill.job import Job, Script
 from overspill.job.source import Source
 
 from . import complete
-from .common import (
-    AsJson,
-    Narrator,
-    Outcome,
-    ReportFile,
-    check_report,
-    check_writable,
-    narrate,
-    optional,
-    quiet_torch,
-)
+from .common import AsJson, Narrator, Outcome, ReportFile, check_report, check_writable, narrate, optional, quiet_torch
 from .job import with_job
 from .software import Cuda, Torch
 

@@ -94,12 +94,7 @@ def plan(
 
         narrator.now(f"capturing and planning {job.name} for {device.name}")
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
-        request = job.request() | {
-            "gpu": device.name,
-            "policy": policy,
-            "whole_step": whole_step,
-            "backend": backend,
-        }
+        request = job.request() | {"gpu": device.name, "policy": policy, "whole_step": whole_step, "backend": backend}
         try:
             measured = None if times is None else MeasuredTimes.load(times)
             software = software_named(torch, cuda)

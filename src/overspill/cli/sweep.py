@@ -12,17 +12,7 @@ from overspill.core.units import format_bytes
 from overspill.job import Job
 
 from . import complete
-from .common import (
-    AsJson,
-    Backend,
-    Gpu,
-    Outcome,
-    ReportFile,
-    WholeStep,
-    check_report,
-    narrate,
-    quiet_torch,
-)
+from .common import AsJson, Backend, Gpu, Outcome, ReportFile, WholeStep, check_report, narrate, quiet_torch
 from .compare import policy_names
 from .job import with_job
 from .software import Cuda, Torch, check_gpu
@@ -79,11 +69,7 @@ def sweep(
         options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend)
         narrator.now(f"capturing {job.name} for {device.name}")
         found = sweep_job(job, options, names, points, narrator.now)
-    request = job.request() | {
-        "whole_step": whole_step,
-        "backend": backend,
-        "gpu": device.name,
-    }
+    request = job.request() | {"whole_step": whole_step, "backend": backend, "gpu": device.name}
     title = f"{job.titled} on {device.name}{job.manner(whole_step=whole_step)}, at every budget: simulated"
     return _outcome(request, found, title, begun, report)
 

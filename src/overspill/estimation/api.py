@@ -236,14 +236,7 @@ def traced(
             traces={batch: recording},
         )  # fmt: skip
     made = of_recording(
-        recording,
-        name,
-        setting,
-        batch=batch,
-        scaling=scaling,
-        retrace=retrace,
-        parallel=parallel,
-        framework=framework,
+        recording, name, setting, batch=batch, scaling=scaling, retrace=retrace, parallel=parallel, framework=framework
     )
     if under_compile is not None:
         made = replace(made, compiled_recording=under_compile())

@@ -120,19 +120,10 @@ def _crossed(width: int) -> Fork:
 
 # Figure 7
 _V3_GRID8 = Fork(
-    (
-        (Conv(320),),
-        (Conv(384), _crossed(384)),
-        (Conv(448), Conv(384, "3x3"), _crossed(384)),
-        (_AVERAGE, Conv(192)),
-    )
+    ((Conv(320),), (Conv(384), _crossed(384)), (Conv(448), Conv(384, "3x3"), _crossed(384)), (_AVERAGE, Conv(192)))
 )
 _V3_REDUCTION = Fork(
-    (
-        (Conv(192), Conv(320, "3x3V", 2)),
-        (Conv(192), Conv(192, "1x7"), Conv(192, "7x1"), Conv(192, "3x3V", 2)),
-        (_MAX,),
-    )
+    ((Conv(192), Conv(320, "3x3V", 2)), (Conv(192), Conv(192, "1x7"), Conv(192, "7x1"), Conv(192, "3x3V", 2)), (_MAX,))
 )
 _V3 = Network(
     before=(
@@ -156,12 +147,7 @@ _V4_STEM = (
 )
 # Figure 4
 _V4_A = Fork(
-    (
-        (_AVERAGE, Conv(96)),
-        (Conv(96),),
-        (Conv(64), Conv(96, "3x3")),
-        (Conv(64), Conv(96, "3x3"), Conv(96, "3x3")),
-    )
+    ((_AVERAGE, Conv(96)), (Conv(96),), (Conv(64), Conv(96, "3x3")), (Conv(64), Conv(96, "3x3"), Conv(96, "3x3")))
 )
 # Figure 5
 _V4_B = Fork(
@@ -183,11 +169,7 @@ _V4_C = Fork(
 )
 # Figure 8
 _V4_REDUCTION_B = Fork(
-    (
-        (_MAX,),
-        (Conv(192), Conv(192, "3x3V", 2)),
-        (Conv(256), Conv(256, "1x7"), Conv(320, "7x1"), Conv(320, "3x3V", 2)),
-    )
+    ((_MAX,), (Conv(192), Conv(192, "3x3V", 2)), (Conv(256), Conv(256, "1x7"), Conv(320, "7x1"), Conv(320, "3x3V", 2)))
 )
 _V4 = Network(
     before=(*_V4_STEM, Stage((_V4_A,) * 4), _reduction_a(192, 224, 256, 384), Stage((_V4_B,) * 7)),  # Table 1

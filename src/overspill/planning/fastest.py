@@ -16,11 +16,7 @@ def moved_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def fastest(
-    graph: Graph,
-    device: Device,
-    seconds: Sequence[float],
-    candidates: Iterable[Schedule],
-    budget_bytes: int | None,
+    graph: Graph, device: Device, seconds: Sequence[float], candidates: Iterable[Schedule], budget_bytes: int | None
 ) -> Schedule | None:
     """The candidate with the shortest simulated step within the budget, or None.
 

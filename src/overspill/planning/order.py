@@ -7,18 +7,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from overspill.core import (
-    OF_OPS,
-    CollectiveKind,
-    Device,
-    Graph,
-    LayerType,
-    Op,
-    Phase,
-    Schedule,
-    TensorKind,
-    numbered,
-)
+from overspill.core import OF_OPS, CollectiveKind, Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, numbered
 from overspill.core.errors import InfeasibleBudget
 
 from .fastest import fastest

@@ -247,12 +247,7 @@ def _row(
 
 
 def planner(
-    graph: Graph,
-    device: Device,
-    policy: Policy,
-    times: MeasuredTimes | None,
-    card: Counting | None,
-    best: Best | None,
+    graph: Graph, device: Device, policy: Policy, times: MeasuredTimes | None, card: Counting | None, best: Best | None
 ) -> Callable[[int], Plan]:
     """A function from a budget to the policy's plan, as by `overspill.plan`."""
     adapts = policy.plans_for_budget

@@ -29,10 +29,7 @@ def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
     measured, plain = trained.managed.measured_peak_bytes, reference.measured_peak_bytes
     parameters = format_bytes(plan.graph.bytes_of(TensorKind.PARAMETER))
     # Plain PyTorch against the budget.
-    rows = [
-        _row("plain PyTorch", reference),
-        _row(f"budget {format_bytes(plan.asked_bytes)}", trained.managed),
-    ]
+    rows = [_row("plain PyTorch", reference), _row(f"budget {format_bytes(plan.asked_bytes)}", trained.managed)]
     equal = f"all {len(reference.state)} weights and buffers"
     verdict = (
         f"identical: the {len(reference.losses)} losses and {equal} are equal to the last bit"

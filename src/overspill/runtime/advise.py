@@ -20,9 +20,7 @@ _SHARDED = "overspill.train_step(…) of the model in fully_shard"
 
 
 def advise(
-    estimate: Estimate,
-    progress: Callable[[str], None] | None = None,
-    vain: Callable[[str, str], object] | None = None,
+    estimate: Estimate, progress: Callable[[str], None] | None = None, vain: Callable[[str, str], object] | None = None
 ) -> Iterator[Advice]:
     """All that would help the job whose estimate this is, each piece tried: the cheapest first.
 

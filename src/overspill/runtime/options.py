@@ -130,11 +130,7 @@ def device_for(options: Options, where: torch.device) -> Device:
 
 
 def budget_for(
-    options: Options,
-    graph: Graph,
-    device: Device,
-    where: torch.device,
-    plan: Callable[[int], Plan] | None = None,
+    options: Options, graph: Graph, device: Device, where: torch.device, plan: Callable[[int], Plan] | None = None
 ) -> int:
     """The budget in bytes: what was asked for, as a size, as a share of what the step takes unmanaged, as the floor, or the whole device."""
     if not options.limit.is_relative:

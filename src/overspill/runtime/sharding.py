@@ -152,8 +152,7 @@ class ShardGroup:
         else:
             summed = packed.new_empty(packed.shape[1])
             wait = started(
-                (summed, packed.view(-1)),
-                lambda to, given: reduce_scatter(to, given, op, self.group, async_op=True),
+                (summed, packed.view(-1)), lambda to, given: reduce_scatter(to, given, op, self.group, async_op=True)
             )
 
         def end() -> tuple[Tensor, ...]:

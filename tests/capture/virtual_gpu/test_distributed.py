@@ -113,10 +113,7 @@ def test_a_process_group_has_the_size_asked_for_and_no_network(backend):
 
 @pytest.mark.parametrize(
     ("environment", "url", "world"),
-    [
-        ({"WORLD_SIZE": "8", "RANK": "5"}, None, (8, 5)),
-        ({}, "tcp://10.0.0.1:23456?world_size=16&rank=1", (16, 1)),
-    ],
+    [({"WORLD_SIZE": "8", "RANK": "5"}, None, (8, 5)), ({}, "tcp://10.0.0.1:23456?world_size=16&rank=1", (16, 1))],
 )
 def test_torchruns_environment_or_a_url_says_how_large_the_world_is(environment, url, world, monkeypatch):
     for name, value in environment.items():

@@ -368,12 +368,7 @@ def test_without_room_only_whole_pages_inside_free_blocks_are_unmapped(make: Any
     allocator.allocate(2 * MIB, 1)
     assert log(allocator)[-2:] == [("segment_unmap", 60), ("segment_map", 20)]
     segment = allocator.segments()[0]
-    assert shape(segment)[:4] == [
-        ("live", 10 * MIB),
-        ("free", 10 * MIB),
-        ("unmapped", 60 * MIB),
-        ("live", 10 * MIB),
-    ]
+    assert shape(segment)[:4] == [("live", 10 * MIB), ("free", 10 * MIB), ("unmapped", 60 * MIB), ("live", 10 * MIB)]
     allocator.free(keep)
     allocator.check_integrity()
 

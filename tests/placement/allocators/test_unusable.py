@@ -9,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import (
-    ALLOCATE,
-    FREE,
-    Events,
-    allocator_named,
-    replay,
-)
+from overspill.placement import ALLOCATE, FREE, Events, allocator_named, replay
 from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import CnmemConfig
 

@@ -28,10 +28,7 @@ State = dict[str, torch.Tensor]
 
 
 def steps(
-    call: Callable[..., torch.Tensor],
-    module: TrainingStep,
-    batch: tuple[torch.Tensor, ...],
-    optimizer: str,
+    call: Callable[..., torch.Tensor], module: TrainingStep, batch: tuple[torch.Tensor, ...], optimizer: str
 ) -> tuple[list[float], State]:
     torch.manual_seed(1)
     losses, stepping = [], optimizer_named(optimizer)(module.parameters())

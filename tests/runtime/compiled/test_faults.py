@@ -76,11 +76,7 @@ def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:
     original = module.make_store
     module.make_store = lambda *_: store
     try:
-        train(
-            replace(JOB, optimizer="sgd"),
-            OPTIONS,
-            lambda *_: sizes.append((store.capacity_bytes, store.peak_bytes)),
-        )
+        train(replace(JOB, optimizer="sgd"), OPTIONS, lambda *_: sizes.append((store.capacity_bytes, store.peak_bytes)))
     finally:
         module.make_store = original
     assert len(set(sizes)) == 1

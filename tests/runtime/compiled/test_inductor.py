@@ -342,13 +342,7 @@ def test_a_hook_that_comes_later_and_the_smallest_budget() -> None:
 
 def in_arena(model: nn.Module, optimizer: Optimizer, budget: str = "smallest") -> Callable[[Tensor], Tensor]:
     return overspill.compile(
-        model,
-        budget=budget,
-        optimizer=optimizer,
-        backend="inductor",
-        store="host",
-        placement="planned",
-        partition=1.0,
+        model, budget=budget, optimizer=optimizer, backend="inductor", store="host", placement="planned", partition=1.0
     )
 
 

@@ -69,10 +69,7 @@ def streams(device: int = 0) -> FakeStreams:
 def lanes(store: HostStore, device: int = 0) -> tuple[CopyLane, CopyLane]:
     """Lanes of `store` each way."""
     address = lambda slot: store._chunks[slot.chunk].data_ptr() + slot.offset  # noqa: E731
-    return (
-        CopyLane(streams(device), address, outward=True),
-        CopyLane(streams(device), address, outward=False),
-    )
+    return (CopyLane(streams(device), address, outward=True), CopyLane(streams(device), address, outward=False))
 
 
 def with_native_copies() -> TransferEngine:

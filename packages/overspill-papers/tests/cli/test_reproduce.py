@@ -84,16 +84,7 @@ def test_a_page_has_every_row_and_figure_and_needs_nothing_else(overspill: Overs
     page = tmp_path / "vdnn.html"
     assert overspill("reproduce", "vdnn", "--report", str(page)).code == 0
     text = page.read_text(encoding="utf-8")
-    for said in (
-        "Fig. 1",
-        "Fig. 2",
-        "28 GB",
-        "\\u003e 2 x",
-        '"fitted"',
-        '"aside"',
-        "Fig. 3, ours: bars",
-        "simulated",
-    ):
+    for said in ("Fig. 1", "Fig. 2", "28 GB", "\\u003e 2 x", '"fitted"', '"aside"', "Fig. 3, ours: bars", "simulated"):
         assert said in text
     assert "src=" not in text
 

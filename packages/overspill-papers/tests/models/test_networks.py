@@ -51,13 +51,7 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "image_size"),
-    [
-        ("googlenet", 32),
-        ("overfeat", 71),
-        ("overfeat", 256),
-        ("deeplabv3plus", 32),
-        ("deeplabv3plus", 250),
-    ],
+    [("googlenet", 32), ("overfeat", 71), ("overfeat", 256), ("deeplabv3plus", 32), ("deeplabv3plus", 250)],
 )
 def test_another_image_size_changes_the_images_and_not_the_parameters(name: str, image_size: int) -> None:
     check_image_size(name, image_size)

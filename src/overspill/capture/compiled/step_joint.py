@@ -20,11 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 

@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from overspill.capture.sharding import GATHER, SCATTER
 from overspill.core import Collective, CollectiveKind, LayerType, Op, Phase, TensorKind, numbered

@@ -29,11 +29,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 # Values that a cache key holds unchanged, with their type, since 1 == 1.0 == True.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _RESHAPES = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
-_KEEP_OUT = {
-    torch.Tag.inplace_view,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-}
+_KEEP_OUT = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Uncacheable(Exception):

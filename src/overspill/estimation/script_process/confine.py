@@ -62,8 +62,4 @@ def _own_temporary(scratch: Path) -> Path:
     return made
 
 
-_WAYS: dict[str, Callable[[Path], None]] = {
-    "overlay": cover_with_overlay,
-    "landlock": _landlock,
-    "audit": _audit,
-}
+_WAYS: dict[str, Callable[[Path], None]] = {"overlay": cover_with_overlay, "landlock": _landlock, "audit": _audit}

@@ -11,11 +11,7 @@ class SkylinePacker:
     """The blocks of one problem, to be packed many times; `solvers/skyline.py` has the rules."""
 
     def __init__(
-        self,
-        start: NDArray[np.int64],
-        end: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        alignment: NDArray[np.int64],
+        self, start: NDArray[np.int64], end: NDArray[np.int64], nbytes: NDArray[np.int64], alignment: NDArray[np.int64]
     ) -> None: ...
     def pack(self, key: NDArray[np.float64], capacity: int | None, limit: int | None) -> NDArray[np.int64] | None:
         """The offsets of all blocks, those of larger key first and ties by index; with a capacity, guarded by it.

@@ -55,10 +55,7 @@ class RematGroups:
     """See `overspill.policies.auto.remat_groups.RematGroups`."""
 
     def __init__(
-        self,
-        tensors: Sequence[Sequence[int]],
-        alike: Sequence[Sequence[int]],
-        near: Sequence[int],
+        self, tensors: Sequence[Sequence[int]], alike: Sequence[Sequence[int]], near: Sequence[int]
     ) -> None: ...
 
 class Attempt:

@@ -53,11 +53,7 @@ Plan = Callable[[JointGraph, Capture], Lowered]
 
 
 def compile_with_inductor(
-    module: fx.GraphModule,
-    examples: Sequence[Any],
-    plan: Plan,
-    running: Running,
-    partition: float | None = None,
+    module: fx.GraphModule, examples: Sequence[Any], plan: Plan, running: Running, partition: float | None = None
 ) -> Callable[..., Any]:
     """A callable that runs Dynamo's `module` by `plan` with Inductor's kernels.
 
@@ -248,11 +244,7 @@ class _Compiler:
     """
 
     def __init__(
-        self,
-        running: Running,
-        seen: set[Any],
-        partition: float | None,
-        lasting: list[int] | None = None,
+        self, running: Running, seen: set[Any], partition: float | None, lasting: list[int] | None = None
     ) -> None:
         self._running = running
         self.seen = seen

@@ -32,14 +32,7 @@ from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.pools import check_live, live_steps
 from overspill.runtime.live.steps import LiveSteps, PoolReport
-from overspill.runtime.options import (
-    PLANNED,
-    Options,
-    device_for,
-    open_engine,
-    plan_live,
-    store_bytes,
-)
+from overspill.runtime.options import PLANNED, Options, device_for, open_engine, plan_live, store_bytes
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import RunRecorder

@@ -349,13 +349,7 @@ class StepPlans:
         together = self.state.updates.together
         program = LoweredProgram(
             lower_step(
-                captured,
-                plan.schedule,
-                self.state.engine_number,
-                plan.groups,
-                together,
-                made,
-                self.arena.of(plan),
+                captured, plan.schedule, self.state.engine_number, plan.groups, together, made, self.arena.of(plan)
             )
         )
         self._instrument(program, plan)

@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 
 from overspill.core import Device, Graph, LayerType, Schedule, Timeline, Verb
-from overspill.placement import (
-    ALLOCATE,
-    Events,
-    Replay,
-    TwoEndedConfig,
-    replay,
-)
+from overspill.placement import ALLOCATE, Events, Replay, TwoEndedConfig, replay
 from overspill.placement.allocators.two_ended import TRIAL_POOL_BYTES
 from overspill.simulate import trace_of
 from overspill_papers.placement import CnmemConfig
