@@ -83,7 +83,7 @@ class GraphPlans:
         return self._retained_elsewhere(kind, frame) + self.calls.kept_by_other_models(kind)
 
     def make(self, problem: GraphProblem[C], inputs: Sequence[Any]) -> tuple[C, Planned]:
-        """The captured graph and its plan. Raises InfeasibleBudget when the budget cannot be met, which names the `inputs`."""
+        """The captured graph and its plan. Raises InfeasibleBudget, which names the shapes of `inputs`."""
         kind, frame = problem.kind, problem.frame
         beside = self.calls.beside(kind)
         room = self.calls.room(kind, self.kept_elsewhere(kind, frame))
@@ -96,7 +96,7 @@ class GraphPlans:
         return captured, Planned(frame, kind, plan, retained, room, beside=beside, reserved_bytes=reserved)
 
     def keep(self, planned: Planned, problem: GraphProblem[Any], here: Sequence[Tensor], known: set[int]) -> None:
-        """Put a plan in force. The graph reads the parameters `here`; the ids of those in `known` are planned for by all.
+        """Put a plan in force, whose graph reads the parameters `here`. `known`: ids of those that all plans count.
 
         Raises InfeasibleBudget where the gradients of a later graph do not fit alongside an earlier backward.
         """
