@@ -64,6 +64,30 @@ def test_what_fits_as_it_is_is_planned_once_and_no_size_is_planned_for_thrice() 
     assert max(Counter(asked).values()) <= 2  # with little effort, and with all
 
 
+def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_card_that_is_named_does() -> None:
+    build = Build()
+    weights = [build.tensor(64 * MIB, TensorKind.PARAMETER, persistent=True) for _ in range(12)]
+    build.tensors = [replace(weight, movable=True) for weight in build.tensors]  # as in a whole step
+    value = build.tensor(MIB, TensorKind.INPUT, persistent=True)
+    for weight in [*weights, *reversed(weights)]:
+        made = build.tensor(MIB)
+        build.op([value, weight], [made], flops=10**9)
+        value = made
+    graph = replace(build.graph(), whole_step=True)
+    asked: list[int] = []
+
+    def make(live: int) -> tuple[None, Plan]:
+        asked.append(live)
+        return None, make_plan(graph, DEVICE, "auto", live)
+
+    with pytest.raises(InfeasibleBudget) as refused:
+        CARD.planned(
+            CARD.context_bytes + 300 * MIB, make
+        )  # live bytes may be fewer: weights that are away while others work
+    assert len(asked) <= 3
+    assert planned(refused.value.floor_bytes, graph=graph).device_budget_bytes == refused.value.floor_bytes
+
+
 @pytest.mark.long
 def test_cards_of_nearly_one_size_ask_for_the_same_live_bytes() -> None:
     asked: set[int] = set()

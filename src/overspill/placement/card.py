@@ -24,7 +24,7 @@ from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
 from .arena import in_arena, plan_in_arena
 from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of, there_before
-from .card_search import FIRST_EFFORT, CardSearch, Tried
+from .card_search import FIRST_EFFORT, CardSearch, Tried, on_grid
 from .packing import DEFAULT, solver_named
 from .place import SEARCH, place_plan
 from .replay import minimum_capacity, replay
@@ -191,7 +191,8 @@ class Card:
 
     def _may_fit(self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]]) -> bool:
         try:
-            _, plan = make(max(1, room_bytes), FIRST_EFFORT)
+            # What the search begins with, so that nothing is planned twice.
+            _, plan = make(max(1, room_bytes) if self.solver else on_grid(room_bytes), FIRST_EFFORT)
         except InfeasibleBudget:
             return True  # the search finds out why
         return self._least_bytes(plan.graph) <= room_bytes

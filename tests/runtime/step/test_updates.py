@@ -54,9 +54,9 @@ def test_a_default_device_is_not_that_of_the_step() -> None:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
             x, y = torch.randn(32, 8), torch.randn(32, 8)
-        # AdamW of PyTorch before 2.13 makes its steps on the default device.
-        kind = torch.optim.AdamW if torch.__version__ >= "2.13" else torch.optim.Adagrad
-        optimizer = kind(model.parameters(), lr=0.1)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if torch.__version__ >= "2.13":  # before, AdamW makes its steps on the default device
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if managed:
             step = overspill.train_step(model, nn.MSELoss(), optimizer, store="host", budget="smallest")
             found = [step(x, y).item() for _ in range(3)]
