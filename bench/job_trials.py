@@ -8,8 +8,10 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ import torch._dynamo
 from jobs_by_field.job import Job
 from jobs_by_field.ways import WAYS, Way
 from torch import Tensor
+from torch._inductor import compile_fx
 from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import forgetful
@@ -70,8 +73,8 @@ class Ran:
 
     numbers: Numbers
     plans: int
-    memory: list[float]
-    """The `activation_memory_budget` of each step's partitions; 1, PyTorch's own, where there are none, or several."""
+    partitions: list[list[float]]
+    """By step, the `activation_memory_budget` of each graph's partition, in the order in which graphs were compiled."""
     over_bytes: int
 
 
@@ -131,33 +134,54 @@ def _reference(job: Job, made: type[Way], ran: Ran | None) -> Numbers:
     """
     # Without allow_rnn Dynamo would run recurrent layers by other kernels.
     with torch._dynamo.config.patch(allow_rnn=True):
-        return run(job, made(), ran.memory if ran is not None else []).numbers
+        return run(job, made(), ran.partitions if ran is not None else []).numbers
 
 
-def run(job: Job, way: Way, memory: Sequence[float] = ()) -> Ran:
-    """Train by `way`, each step with torch.compile's `activation_memory_budget` of it, and note all numbers after each."""
+def run(job: Job, way: Way, partitions: Sequence[list[float]] = ()) -> Ran:
+    """Train by `way`, with torch.compile's partitions of each step as given, and note all numbers after each."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
-    numbers, chosen, before = [], [], 0.0
+    torch._dynamo.reset()
+    numbers, chosen = [], []
     try:
-        steps = job.trains(way)
-        for of_step in itertools.chain(memory, itertools.repeat(memory[-1] if memory else 1.0)):
-            if of_step != before:
-                torch._dynamo.reset()  # no guard asks for the partition
-            before = of_step
-            with torch._functorch.config.patch(activation_memory_budget=of_step):
+        with _partitioned() as begin:
+            steps = job.trains(way)
+            for of_step in itertools.chain(partitions, itertools.repeat(None)):
+                if of_step is not None:
+                    begin(of_step)
                 if (value := next(steps, steps)) is steps:
                     break
-            numbers.append(_numbers(way, value))
-            chosen.append(_memory(way))
+                numbers.append(_numbers(way, value))
+                chosen.append(way.partitions)
         return Ran(numbers, len(way.plans), chosen, way.over_bytes)
     finally:
         way.close()
 
 
-def _memory(way: Way) -> float:
-    partitions = [p for p in way.partitions if p is not None]
-    return partitions[0] if len(partitions) == 1 else 1.0
+@contextmanager
+def _partitioned() -> Iterator[Callable[[list[float]], None]]:
+    """Let torch.compile take the partitions last given, a graph after the other; where others are given, all is compiled anew."""
+    given: list[float] = []
+    compiled = 0
+    plain = compile_fx.compile_fx
+
+    def begin(partitions: list[float]) -> None:
+        nonlocal compiled
+        if partitions[: len(given)] != given:
+            torch._dynamo.reset()
+            compiled = 0
+        given[:] = partitions
+
+    def by_partition(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        memory = given[min(compiled, len(given) - 1)] if given else 1.0
+        compiled += 1
+        its_own = patch.object(compile_fx, "compile_fx", plain)  # it calls itself
+        with its_own, torch._functorch.config.patch(activation_memory_budget=memory):
+            return plain(*args, **kwargs)
+
+    with patch.object(compile_fx, "compile_fx", by_partition):
+        yield begin
 
 
 def _numbers(way: Way, yielded: Any) -> dict[str, Tensor]:

@@ -54,9 +54,6 @@ KNOWN: dict[tuple[str, str], Known] = {
         )
         for k in ("", "-inductor")
     },
-    ("swin-unetr", "compile-inductor"): Known(
-        OTHER_BITS, "", "last bits of convolutions' weights; the cause is not found yet"
-    ),
     ("mamba", "compile"): Known(
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),

@@ -116,9 +116,9 @@ class Way:
         return []
 
     @property
-    def partitions(self) -> set[float | None]:
-        """What was chosen of Inductor's partitions."""
-        return set()
+    def partitions(self) -> list[float]:
+        """What was chosen of Inductor's partitions, by graph."""
+        return []
 
     @property
     def over_bytes(self) -> int:
@@ -195,9 +195,9 @@ class Managed(Way):
         return [plan for held in self._held for plan in held.plans]
 
     @property
-    def partitions(self) -> set[float | None]:
+    def partitions(self) -> list[float]:
         """Those of all plans."""
-        return {partition for held in self._held for partition in held.partitions}
+        return [partition for held in self._held for partition in held.partitions if partition is not None]
 
     @property
     def over_bytes(self) -> int:

@@ -169,12 +169,11 @@ class Card:
                 return make(live_bytes)
 
         ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
-        searches = [CardSearch(room, made, way.placed, self._least_bytes) for way in ways]
-        found = None
-        if self._may_fit(room, made):
-            found = self._fastest(room, made, searches[-1])
+        searches = [CardSearch(room, made, way.placed) for way in ways]
+        may_fit = self._may_fit(room, made)
+        found = self._fastest(room, made, searches[-1]) if may_fit else None
         if found is None:
-            floors = (search.from_floor() for search in searches)
+            floors = (search.from_floor(alone=not may_fit) for search in searches)
             least, fewest, cause = min(floors, key=lambda floor: floor[0].plan.taken_bytes)
             if least.plan.taken_bytes > room:
                 raise _too_small(self, budget_bytes, least, fewest, cause)
@@ -185,17 +184,16 @@ class Card:
         told = replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes, plan_seconds=took)
         return found.answer, told
 
-    def _least_bytes(self, graph: Graph) -> int:
-        """What any plan takes: before the first step the model is on the device, and nothing has been moved."""
-        return 0 if self.apart else sum(t.nbytes for t in there_before(graph))
-
     def _may_fit(self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]]) -> bool:
+        """Whether there is room for the model, all of which is on the device before the first step."""
+        if self.apart:
+            return True
         try:
             # What the search begins with, so that nothing is planned twice.
             _, plan = make(max(1, room_bytes) if self.solver else on_grid(room_bytes), FIRST_EFFORT)
         except InfeasibleBudget:
             return True  # the search finds out why
-        return self._least_bytes(plan.graph) <= room_bytes
+        return sum(t.nbytes for t in there_before(plan.graph)) <= room_bytes
 
     def _fastest(
         self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], search: CardSearch[T]

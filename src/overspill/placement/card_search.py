@@ -17,7 +17,6 @@ from itertools import islice
 from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
-from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import Plan
 
@@ -31,8 +30,6 @@ UPWARDS = 6
 """Further plans made for more live bytes than the largest plan found to fit."""
 FROM_FLOOR = 16
 """Plans made from the fewest live bytes upwards, to find the smallest card."""
-NEAR_LEAST = 1.02
-"""None is made where the first takes at most so much of the least that any takes."""
 MOST_FLOORS = 8
 """Floors that are followed to the smallest plan."""
 FIRST_EFFORT = 0.2
@@ -50,20 +47,14 @@ class CardSearch(Generic[T]):
     """Plans for a card with `room_bytes` besides its context.
 
     `make` makes them for live bytes, with a share of the usual effort; `placed` adds the bytes that the allocator takes.
-    No plan of a graph takes less than `least_bytes` of it.
     """
 
     def __init__(
-        self,
-        room_bytes: int,
-        make: Callable[[int, float], tuple[T, Plan]],
-        placed: Callable[[Plan], Plan],
-        least_bytes: Callable[[Graph], int],
+        self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], placed: Callable[[Plan], Plan]
     ) -> None:
         self._room_bytes = room_bytes
         self._make = make
         self._placed = placed
-        self._least_bytes = least_bytes
         self._tried: dict[tuple[int, float], Tried[T]] = {}
 
     def fastest(self) -> Tried[T] | None:
@@ -85,14 +76,14 @@ class CardSearch(Generic[T]):
         ]
         return min(fitting, key=lambda tried: tried.plan.step_seconds, default=None)
 
-    def from_floor(self) -> tuple[Tried[T], Tried[T], str]:
-        """The plan with the least reserved bytes, that with the fewest live, and why.
+    def from_floor(self, *, alone: bool = False) -> tuple[Tried[T], Tried[T], str]:
+        """The plan with the least reserved bytes, that with the fewest live, and why; or where it is `alone` this one.
 
         The third is what holds the live bytes up. The plans tried do not depend on the room: so a card of the size that
         an error names will do.
         """
         floor, fewest, cause = least_of(self._at)
-        if fewest.plan.taken_bytes <= NEAR_LEAST * self._least_bytes(fewest.plan.graph):
+        if alone:
             return fewest, fewest, cause
         # Beyond what the first takes, nothing smaller can come.
         most = min(fewest.plan.taken_bytes, fewest.plan.unmanaged_peak_bytes)
