@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from overspill.capture.fake_cuda import fake
 from overspill.capture.fake_cuda.fake import FastFakeMode, tensors_in
+from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core.errors import UnsupportedError
@@ -147,6 +148,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]]]] = {
     "random numbers": (lambda: torch.randn(3), list),
     "an embedding": (lambda a: F.embedding(torch.zeros(2, 3, dtype=torch.int64), a), x(10, 4)),
     "rows by index": (lambda a: a[torch.tensor([0, 2])], x(3, 4)),
+    "rows by number, written": (lambda a: [a[i].add_(torch.tensor(2.0)) for i in (0, 2, -1)], x(3, 4)),
+    "columns of a turned tensor": (lambda a: [a.t()[1:].select(i, -1) for i in (0, 1, -1)], x(3, 4)),
     "rows written by index": (lambda a: a.index_put_([torch.tensor([0, 2])], torch.zeros(2, 4)), x(3, 4)),
     "a triangle": (torch.tril, x(4, 4)),
     "padding": (lambda a: F.pad(a, (1, 2)), x(3, 4)),
@@ -169,6 +172,26 @@ def test_an_op_that_is_remembered_is_not_computed_again(monkeypatch: pytest.Monk
         torch.empty(3, 4) + 1
         monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", None)
         assert (torch.empty(3, 4) + 1).shape == (3, 4)
+
+
+def test_rows_written_one_by_one_are_asked_of_torch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = torch.tensor(2.0)
+    with FastFakeMode():
+        rows = torch.empty(3, 4)
+        rows[0].fill_(number)
+        monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", None)
+        assert [rows[i].fill_(number).storage_offset() for i in (1, 2)] == [4, 8]
+
+
+def test_work_of_the_host_is_done_and_not_recorded() -> None:
+    def observe(*_: Any) -> None:
+        raise AssertionError
+
+    real = torch.ones(3)
+    with FastFakeMode(observe, Recorder().is_of_host):
+        assert (real + 1).sum().item() == 6
+        with pytest.raises(AssertionError):
+            torch.empty(3, device="cuda")
 
 
 def test_integers_floats_and_booleans_of_one_value_are_different_arguments() -> None:

@@ -25,10 +25,11 @@ from .shapes import SHAPES, contiguous_stride
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 # Values that a cache key holds unchanged, with their type, since 1 == 1.0 == True.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_RESHAPES = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _KEEP_OUT = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -120,13 +121,15 @@ class FastFakeMode(FakeTensorMode):
 
     `observe(func, args, kwargs, compute)` must return the op's result, which `compute(args, kwargs)` makes if it is
     fake. Ops inside the fake implementation of another op are not shown: on the device they do not happen. `computing`
-    is true during them.
+    is true during them. Nor are ops on real tensors for which `is_of_host(func, args, kwargs)`, such as those of data loading.
     """
 
-    def __init__(self, observe: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, observe: Callable[..., Any] | None = None, is_of_host: Callable[..., bool] = lambda *_: False
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False
-        self._observe = observe
+        self._observe, self._is_of_host = observe, is_of_host
         self._pattern: dict[str, Any] | None = (
             None  # the attributes of a fake tensor of this mode that is nothing special
         )
@@ -162,16 +165,22 @@ class FastFakeMode(FakeTensorMode):
         if isinstance(func, HigherOrderOperator):
             rule = fake_rule(func)
             return rule(self, *args, **kwargs) if rule else super().__torch_dispatch__(func, types, args, kwargs)
-        # Inner ops are not observed; a composite op is taken apart first.
+        # Inner ops are not observed.
         if self.computing or self._observe is None:
             return self._fake(func, types, args, kwargs)
+        if not types and self._is_of_host(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self._observed(self._observe, func, types, args, kwargs)
+
+    def _observed(self, observe: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """An op of the program; a composite one is taken apart first."""
         composition = _composition(func)
         if composition is not None:  # comes this far only in inference mode, where autograd does not take it first
             with self:
                 return composition(*args, **kwargs)
         self.computing = True
         try:
-            return self._observe(func, args, kwargs, lambda a, k: self._fake(func, types, a, k))
+            return observe(func, args, kwargs, lambda a, k: self._fake(func, types, a, k))
         finally:
             self.computing = False
 
@@ -179,6 +188,8 @@ class FastFakeMode(FakeTensorMode):
         tensors: list[FakeTensor] = []
         try:
             key = (func, _keys(args, tensors), tuple((name, _key(kwargs[name], tensors)) for name in sorted(kwargs)))
+            if func.is_view or func in _RESHAPES:  # of others, where a tensor lies in its storage decides nothing
+                key = (*key, *_places(tensors))
             known = _MEMORY.get(key, ...)
             if known is ... and (foretold := _foretold(func, args, kwargs)) is not None:
                 known = _remember(key, foretold)
@@ -245,23 +256,44 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
         if value.fake_device is not _CPU and value.fake_device != _CPU:  # on the device `meta`
             raise _Uncacheable
         tensors.append(value)
-        return (value.shape, value.stride(), value.storage_offset(), value.dtype)
+        return (value.shape, value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
         return _keys(value, tensors)
     if isinstance(value, _PLAIN):
         return (type(value), value)
+    if type(value) is torch.Tensor and value.dim() == 0 and value.device == _CPU:  # a number, as in `x[i] = number`
+        return (torch.Tensor, value.dtype)
     raise _Uncacheable
+
+
+def _places(tensors: Sequence[FakeTensor]) -> list[int]:
+    """Where each lies in its storage; a view of a number of the host lies in none of these."""
+    if not tensors:
+        raise _Uncacheable
+    return [tensor.storage_offset() for tensor in tensors]
 
 
 def _foretold(func: Any, args: Any, kwargs: Any) -> Any:
     """The cache entry of an op whose output shapes need no torch; None for others."""
     if func in _RESHAPES:
         return _reshaped(*args)
+    if func is aten.select.int:
+        return _selected(*args)
     shapes = SHAPES[func](*args, **kwargs) if func in SHAPES else None
     if shapes is None:
         return None
     made = [None if shape is None else _Fresh(shape, contiguous_stride(shape), torch.float32) for shape in shapes]
     return made[0] if len(made) == 1 else (tuple, tuple(made))
+
+
+def _selected(x: FakeTensor, dim: int, index: int) -> _View | None:
+    """One row of a tensor; None where torch has to complain."""
+    if not (-x.dim() <= dim < x.dim() and -x.shape[dim] <= index < x.shape[dim]):
+        return None
+    dim, index = dim % x.dim(), index % x.shape[dim]
+    shape, stride = x.shape, x.stride()
+    offset = x.storage_offset() + index * stride[dim]
+    return _View(0, (*shape[:dim], *shape[dim + 1 :]), (*stride[:dim], *stride[dim + 1 :]), offset, x.dtype)
 
 
 def _reshaped(x: FakeTensor, size: Sequence[int]) -> _View | None:
@@ -290,6 +322,8 @@ def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
         made.append(described)
         if isinstance(described, _Fresh):  # a second output on the same storage is no view of an argument
             sources[output.untyped_storage()._cdata] = -1
+    if any(isinstance(output, _View) for output in made) and not (func.is_view or func in _RESHAPES):
+        return _Uncacheable  # its place in the storage is not in the key
     if not several:
         return made[0]
     return (type(result) if type(result) in {list, tuple} else tuple, tuple(made))

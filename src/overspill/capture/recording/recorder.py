@@ -79,6 +79,7 @@ class Recorder:
         self._handles: set[tuple[str, int]] = set()
         self._lines = OpLines(wanted=lines)
         self.live_bytes = 0
+        self.block_bytes = 0  # of these, as blocks of PyTorch's allocator
         self.peak_bytes = 0
 
     # Asked by the program
@@ -120,6 +121,16 @@ class Recorder:
         return Phase.BACKWARD if torch._C._current_graph_task_id() != -1 else Phase.FORWARD
 
     # Reported by the fake mode
+
+    def is_of_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether an op on real tensors is real work of the host, with nothing to record."""
+        if self._placement is not None or self._fabricating or self._communicating or not args:
+            return False
+        device = kwargs.get("device")
+        # What is made from nothing may be a zero of autograd's own formulas.
+        return (
+            (device is None or device.type == "cpu") and func.namespace == "aten" and isinstance(args[0], torch.Tensor)
+        )
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """Run an op on fake tensors, and record what it does to device memory."""
@@ -241,6 +252,7 @@ class Recorder:
         self._live[key] = position
         self._watch[position] = weakref.ref(storage, lambda _: self._death(key, position))
         self.live_bytes += nbytes
+        self.block_bytes += _block_of(nbytes)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return position
 
@@ -248,6 +260,7 @@ class Recorder:
         life = self._lives[position]
         life.end, life.freed_before = self._tick(), len(self._ops)
         self.live_bytes -= life.nbytes
+        self.block_bytes -= _block_of(life.nbytes)
         del self._watch[position]
         if self._live.get(key) == position:
             del self._live[key]
@@ -451,6 +464,11 @@ def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life
         row.append(life)
     if row:
         yield row
+
+
+def _block_of(nbytes: int) -> int:
+    """The size of the block that PyTorch's allocator gives (`MIN_BLOCK_BYTES` of placement/allocators/caching.py)."""
+    return -(-nbytes // 512) * 512
 
 
 def _local(tensor: Any) -> Any:

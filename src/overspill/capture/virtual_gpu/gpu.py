@@ -59,7 +59,7 @@ class VirtualGpu:
         self.recorder, self._invented, self._saves = Recorder(lines=lines), invented, saves
         observe = self.recorder.observe if invented is None else inventing(self.recorder.observe, self._fakes, invented)
         with no_compiler():
-            self._mode: FastFakeMode = FastFakeMode(finite(observe, self._fakes))
+            self._mode: FastFakeMode = FastFakeMode(finite(observe, self._fakes), self.recorder.is_of_host)
         self._capability = capability
         self._cuda = CudaFunctions(self.recorder, capability, memory_bytes)
         self._stack = ExitStack()

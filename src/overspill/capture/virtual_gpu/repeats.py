@@ -148,14 +148,16 @@ class Repeats:
         given: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                given.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+                # No element lies by the stride of a dimension of one: that of a window on a text that grows.
+                stride = [step for step, size in zip(leaf.stride(), leaf.shape, strict=True) if size != 1]
+                given.append((leaf.shape, *stride, leaf.dtype, leaf.device))
             elif isinstance(leaf, _PLAIN):
                 given.append((type(leaf), leaf))
             else:
                 return None
         modes = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_inference_mode_enabled())
         number = self._numbers.setdefault(module, len(self._numbers))
-        return number, module.training, self._recorder.live_bytes, modes, tuple(given), spec
+        return number, module.training, self._recorder.block_bytes, modes, tuple(given), spec
 
     def _iterate(self, iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """`DataLoader.__iter__` that ends once the loop over it only repeats itself."""
