@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.estimation.small_script import MODEL, STEP
 
-from overspill.core import Phase
+from overspill.core import Phase, TensorKind
 from overspill.estimation.script import ScriptRun, record_script
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -66,6 +66,36 @@ def test_a_script_of_a_training_library(package: str, name: str) -> None:
     assert found.trains
     assert "AdamW" in " ".join(found.optimizers)
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_trainer_in_fp16_has_weights_in_float32_and_logits_that_its_evaluation_keeps(
+    write: Callable[..., str],
+) -> None:
+    pytest.importorskip("accelerate")
+    fine_tune = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=4096, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 4096, (40, 32))]
+arguments = TrainingArguments(
+    "out", fp16=True, per_device_train_batch_size=1, per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=2,
+    report_to=[], save_strategy="no",
+)
+Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=lambda made: {"seen": len(made.predictions)}).train()
+"""
+    recording = record_script(write(fine_tune)).recording
+    elements = 2 * 4096 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+    held: dict[TensorKind, int] = {}
+    for allocation in recording.allocations:
+        if allocation.start < recording.starts[1] and allocation.end == recording.events:
+            held[allocation.kind] = held.get(allocation.kind, 0) + allocation.nbytes
+    assert held[TensorKind.PARAMETER] == 4 * elements
+    assert held[TensorKind.OPTIMIZER_STATE] == pytest.approx(2 * 4 * elements, rel=0.01)
+    # The logits of all batches in float32, and once more as the last ones are joined to them.
+    logits = 4 * 40 * 32 * 4096
+    assert recording.peak_requested_bytes == pytest.approx(3 * 4 * elements + 2 * logits, rel=0.03)
 
 
 @pytest.mark.long

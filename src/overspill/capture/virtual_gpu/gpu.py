@@ -32,6 +32,7 @@ from .files import file_patches
 from .patching import Patches, patched
 from .tensor_methods import TensorMethods
 from .torch_patches import factories, torch_patches
+from .triton_kernels import no_launches
 from .values.assumptions import finite, initial_scale
 from .values.invented import Invented, inventing
 from .values.methods import value_patches
@@ -87,6 +88,7 @@ class VirtualGpu:
             stack.enter_context(cuda_autocast())
             stack.enter_context(_hooks(self.recorder))
             stack.enter_context(_foreach_for_fakes())
+            stack.enter_context(no_launches(self._replace))
             stack.enter_context(distributed.no_network())
             stack.enter_context(self._mode)
             # All is in place: undone at the end only.

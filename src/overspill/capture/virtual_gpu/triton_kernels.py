@@ -1,0 +1,66 @@
+"""Launch nothing where a program launches Triton's kernels.
+
+A kernel allocates nothing: it writes into tensors that it is given, whose values are unknown from then on. Triton is
+imported by whoever wants it, and its launcher replaced then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from .patching import Patches, patched
+from .values import followed
+
+_LAUNCHER = "triton.runtime.jit"
+
+
+@contextmanager
+def no_launches(replace: Callable[[Patches], None]) -> Iterator[None]:
+    """Launch no kernel of Triton inside the block; `replace` adds patches when it is imported there."""
+    already = sys.modules.get(_LAUNCHER)
+    finder = _AtImport(lambda module: replace(_patches(module)))
+    sys.meta_path.insert(0, finder)
+    try:
+        with patched([] if already is None else _patches(already)):
+            yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _AtImport(MetaPathFinder):
+    """Finds Triton's launcher as Python would, and has it `found` once it is loaded."""
+
+    def __init__(self, found: Callable[[ModuleType], None]) -> None:
+        self._found = found
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """The spec of the launcher's module; None for all others."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _LAUNCHER else None
+        if spec is not None and spec.loader is not None:
+            load, found = spec.loader.exec_module, self._found
+
+            def loaded(module: ModuleType) -> None:
+                load(module)
+                found(module)
+
+            vars(spec.loader)["exec_module"] = loaded
+        return spec
+
+
+def _patches(module: ModuleType) -> Patches:
+    return [(module.KernelInterface, "__getitem__", _launch)]
+
+
+def _launch(_kernel: Any, _grid: Any) -> Callable[..., None]:
+    """What `kernel[grid]` is: a function of its arguments."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        followed.keep([*args, *kwargs.values()], None)
+
+    return launch
