@@ -83,6 +83,11 @@ KNOWN: dict[tuple[str, str], Known] = {
         )
         for name in ("ctc-gru", "ctc-lstm")
     },
+    ("cumulative-batch-norm", "train_step-inductor"): Known(
+        OTHER_BITS,
+        "",
+        "stock torch.compile breaks the graph where a batch norm reads how many batches there were, and so has other kernels",
+    ),
     ("segformer", "train_step-inductor"): Known(
         OTHER_BITS,
         "",
