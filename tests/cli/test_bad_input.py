@@ -196,7 +196,11 @@ def test_a_store_that_may_not_grow_ends_in_one_line_in_a_process_of_its_own(stor
     ("model", "said"),
     [
         ("raises", "nets:raises raised KeyError: 'nothing\\nhere'"),
-        ("forward_raises", "the model's own code (nets.py, line 8) raised ValueError: no such luck;"),
+        pytest.param(
+            "forward_raises",
+            "the model's own code (nets.py, line 8) raised ValueError: no such luck;",
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of 2.11 drops what an error says"),
+        ),
         (
             "breaks",
             "the model does not compile to one graph, as `train` and `plan` need (Unsupported (nets.py, line 13): ",

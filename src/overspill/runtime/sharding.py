@@ -4,8 +4,8 @@ Their groups, mesh and precision are read off FSDP's own state. FSDP's hooks do 
 scatters are ops of its graph. The model's parameters stay FSDP's, DTensors of which each rank has a part; what moves
 between device and store is that part.
 
-Names private to PyTorch that this file relies on (2.13): `FSDPState` with its hooks' handles, `_lazy_init`, `_fsdp_param_groups`,
-`_mp_policy` and `_modules`, the attributes of `FSDPParamGroup` and `FSDPParam` that are read here, `DTensor._local_tensor`,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FSDPState` with its hooks' handles, `_lazy_init`, `_fsdp_param_groups`
+or `_fsdp_param_group`, `_mp_policy` and `_modules`, the attributes of `FSDPParamGroup` and `FSDPParam` that are read here, `DTensor._local_tensor`,
 and `_apply_to_tensors`.
 """
 
@@ -188,13 +188,21 @@ def divided(ranks: int, dtype: torch.dtype) -> tuple[float, float, Any]:
     return before, ranks / before, dist.ReduceOp.SUM
 
 
+def _groups_of(state: Any) -> Sequence[Any]:
+    """The groups of parameters of a sharded module: up to PyTorch 2.11 one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        found: Sequence[Any] = state._fsdp_param_groups
+        return found
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 class Sharding:
     """How a model is sharded: its groups of parameters, and their ranks."""
 
     def __init__(self, model: nn.Module, states: Sequence[Any]) -> None:
         """Raises UnsupportedError for what a planned step does not gather."""
         self._states = states
-        groups = [group for state in states for group in state._fsdp_param_groups]
+        groups = [group for state in states for group in _groups_of(state)]
         self._fsdp_groups = groups
         self.reshard()
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -308,6 +308,9 @@ def test_parameters_gradients_and_optimizer_state_are_sharded(host):
     assert found["after"] == pytest.approx(4 * shard, abs=8192)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="DTensor of 2.11 reads the generator's state, which an estimate has not"
+)
 def test_shards_are_drawn_on_the_device():
     def make():
         with torch.device("meta"):

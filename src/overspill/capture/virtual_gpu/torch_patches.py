@@ -63,6 +63,7 @@ def torch_patches(recorder: Recorder) -> Patches:
         (Tensor, "type", _as_type(Tensor.type, recorder)),
         *_lazy(),
         (FakeTensor, "__deepcopy__", _deep_copy),
+        (fake_tensor, "init_gpu_context", nothing),
         # Transformers, which asks whether it is traced, makes other masks then.
         (torch._subclasses, "FakeTensor", _FakeToTorch),
         *((torch.cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "range_start", "range_end", "mark")),
