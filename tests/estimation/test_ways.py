@@ -369,6 +369,24 @@ def test_attention_spelt_out_keeps_its_scores(checkpointing: bool) -> None:
     assert sum(made.nbytes == scores for made in spelt.allocations) >= 2 * ITERATIONS
 
 
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        # It turns what it computes into the type of a layer's weight, which no library quantises.
+        ("t5,d_model=64,d_kv=16,d_ff=64,num_layers=1,num_heads=4,vocab_size=200", {"quantize": "4bit", "lora": 4}),
+        # It adds in place to what a layer returns.
+        (
+            "falcon,hidden_size=64,num_hidden_layers=1,num_attention_heads=4,vocab_size=200",
+            {"quantize": "8bit", "lora": 4},
+        ),
+    ],
+)
+def test_models_that_ask_more_of_layers_that_are_quantised_are_recorded(model: str, fields: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    job = Job(lambda: models.load(f"hf:{model}", seq_len=16), 2, "sgd", **fields)
+    assert record(program_of(job)).starts
+
+
 def test_the_decoder_s_blocks_are_cut() -> None:
     whole, half = (alive(gpt2("sgd", parallel=p))[TensorKind.PARAMETER] for p in (None, Parallel("tp", 2)))
     weights, biases = sum(read * made for read, made in LINEAR), 192 + 256  # biases of what is cut by columns

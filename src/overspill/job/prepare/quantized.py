@@ -26,10 +26,11 @@ _LEVELS = 16
 def quantize_weights(model: nn.Module, bits: str, compute: torch.dtype) -> None:
     """Replace the linear layers of `model` by quantised ones.
 
-    Not the output's, as in transformers. `compute` is what products are in. Raises RequestError where there is none.
+    Not the output's, nor those that the model keeps in float32 (the second of T5's feed-forward layers), as in transformers. `compute`
+    is what products are in. Raises RequestError where there is none.
     """
-    kept = heads(model)
-    layers = {name: layer for name, layer in linear_layers(model) if layer not in kept}
+    kept, names = heads(model), {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    layers = {n: layer for n, layer in linear_layers(model) if layer not in kept and names.isdisjoint(n.split("."))}
     if not layers:
         raise RequestError(
             f"{type(model).__name__} has no linear layers besides its output to be quantised; leave quantize= out"
@@ -136,13 +137,13 @@ class _Product8bit(torch.autograd.Function):
         del outliers
         whole, scales = torch.empty_like(half, dtype=torch.int8), half.new_empty(len(half), dtype=torch.float32)
         del half
-        product = rows.new_empty((len(rows), layer.out_features), dtype=torch.int32)
+        product = rows.new_empty((*x.shape[:-1], layer.out_features), dtype=torch.int32)
         out = torch.empty_like(product, dtype=torch.float16)
         del product, whole, scales
         out = out.to(x.dtype)
         if layer.bias is not None:
             out.add_(layer.bias.to(x.dtype))
-        return out.view(*x.shape[:-1], layer.out_features)
+        return out  # and no view, for models add to it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
