@@ -243,11 +243,10 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths_and_how: Any) -> Any:
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, log_probs, targets, *lengths, *lengths_and_how[2:])
 
 
-_LAYERS = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
-RECURRENT = {op: _recurrent(op) for packet in _LAYERS for op in (packet.input, packet.data)}
+RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
 REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
-    **{op: {DispatchKey.CompositeImplicitAutograd: kernel} for op, kernel in RECURRENT.items()},
-    **{packet.data: _packed(packet.data, 1, RECURRENT[packet.data]) for packet in _LAYERS},
+    **{layer.input: {DispatchKey.CompositeImplicitAutograd: _recurrent(layer.input)} for layer in RECURRENT},
+    **{layer.data: _packed(layer.data, 1, _recurrent(layer.data)) for layer in RECURRENT},
     aten._pad_packed_sequence.default: _packed(aten._pad_packed_sequence.default, 1, _pad_packed_sequence),
     aten._pack_padded_sequence_backward.default: _packed(aten._pack_padded_sequence_backward.default, 2),
     aten.ctc_loss.Tensor: {DispatchKey.CompositeImplicitAutograd: _ctc_loss},
