@@ -6,10 +6,12 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from llm import LLAMA_1B, LLAMA_8B
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -29,7 +31,10 @@ DECODER = "decoder:width=2048,depth=24,heads=16,vocabulary=50257,seq_len=1024"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. `needs_bytes` is about what plain training takes, beyond which the batch is halved."""
+    """What is trained. `needs_bytes` is about what plain training takes, beyond which the batch is halved.
+
+    One that is `made_there` is made on the device, for the host would take minutes to.
+    """
 
     model: str
     batch: int
@@ -37,6 +42,7 @@ class Job:
     dtype: str = "float32"
     seq_len: int | None = None
     needs_bytes: int = 0
+    made_there: bool = False
 
     def batch_on(self, setting: Setting) -> int:
         """The batch size for this device."""
@@ -52,6 +58,8 @@ JOBS = {
     "resnet50": Job("resnet50", 256, needs_bytes=30 << 30),
     "gpt2": Job("gpt2", 16, "adamw", "bfloat16", 1024, needs_bytes=24 << 30),
     "decoder": Job(DECODER, 8, "adamw", "bfloat16", needs_bytes=48 << 30),
+    "llama-1b": Job(f"hf:{LLAMA_1B}", 1, "adamw", "bfloat16", 4096, made_there=True),
+    "llama-8b": Job(f"hf:{LLAMA_8B}", 1, "adamw", "bfloat16", 8192, made_there=True),
 }
 
 
@@ -79,10 +87,13 @@ def build(setting: Setting, job: Job) -> Built:
     torch.manual_seed(0)
     name = SMALL_DECODER if setting.small and job.model.startswith("decoder:") else job.model
     seq_len = None if setting.small else job.seq_len
-    found = load(name, small=setting.small and not name.startswith("decoder:"), seq_len=seq_len)
+    with torch.device(setting.device) if job.made_there else nullcontext():
+        found = load(name, small=setting.small and not name.startswith("decoder:"), seq_len=seq_len)
     dtype = torch.float32 if setting.small else getattr(torch, job.dtype)  # which every machine has kernels for
     step, batch = TrainingStep(found).to(dtype), found.make_batch(job.batch_on(setting))
     batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
+    if job.made_there and setting.is_cuda:
+        torch.cuda.empty_cache()  # of what the model took in float32
     return Built(step, batch, optimizer_named(job.optimizer), setting.device)
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch._functorch.config
 from paired import plan_figures
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import overspill
 from gpu.experiment import Figures
 from overspill.models.gpt2 import Block
 from overspill.models.resnet import Residual
+from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 
 from .jobs import Built
@@ -138,8 +139,10 @@ def _asked(budget: str | int | None) -> str | None:
     return None if budget is None else str(budget)
 
 
-def _checkpoint_blocks(model: nn.Module) -> None:
+def _checkpoint_blocks(model: TrainingStep) -> None:
     """Have every residual or decoder block compute again in backward what it made in forward."""
+    if hasattr(model.model, "gradient_checkpointing_enable"):  # one of transformers'
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, Block | Residual):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
