@@ -57,3 +57,22 @@ def test_a_graph_that_makes_all_that_it_has_runs_where_it_makes_that() -> None:
     assert sum(plan.offloaded_bytes for plan in session.plans)
     assert session.engine is not None
     assert isinstance(session.engine.store, PinnedStore)
+
+
+def test_a_graph_of_the_hosts_numbers_opens_no_store_for_the_gpus() -> None:
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Linear(32, 512), nn.Linear(512, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.arange(x.shape[0]) * 1
+            torch._dynamo.graph_break()
+            return self.out(torch.relu(self.into(x[rows.to(x.device)])))
+
+    session = overspill.Session(budget="1GiB", reserve="1MiB", policy="vdnn-all", store="pinned")
+    compiled = overspill.compile(Indexed().cuda(), session=session)
+    compiled(torch.randn(4096, 32, device="cuda")).sum().backward()
+    assert sum(plan.offloaded_bytes for plan in session.plans)
+    assert session.engine is not None
+    assert isinstance(session.engine.store, PinnedStore)

@@ -12,6 +12,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from overspill.capture.flops import flops_of
 from overspill.capture.layers import LayerNames, op_name
 from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
@@ -403,12 +404,12 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _flops(node: fx.Node) -> int:
-    """FLOPs of a node by torch's formulas; 0 for ops without one, which memory bounds."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
+    """FLOPs of a node; 0 for ops without a formula, which memory bounds."""
+    op = getattr(node.target, "overloadpacket", None)
+    if op not in flop_registry:
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return flops_of(op, args, kwargs, node.meta["val"])
 
 
 def _moved_bytes(node: fx.Node) -> int:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from overspill.capture.compiled.joint import StorageKey
+from overspill.capture.flops import flops_of
 from overspill.core.errors import UnsupportedError
 
 from .program import Access, Program, Statement, StatementKind, not_understood
@@ -349,19 +350,18 @@ class _Follower:
 
     def _flops(self, program: Program, name: str, call: ast.Call, result: Any) -> int:
         """FLOPs of a library call, `aten.op` or `extern_kernels.op`, by torch's formulas."""
-        op = name.split(".")[1]
-        formula = flop_registry.get(getattr(torch.ops.aten, op, None))
-        if formula is None:
+        op = getattr(torch.ops.aten, name.split(".")[1], None)
+        if op not in flop_registry:
             return 0
         out = next((k.value for k in call.keywords if k.arg == "out"), None)
         value = result if out is None else self._plain(program, out)
-        if op == "convolution" and call.keywords:
+        if op is torch.ops.aten.convolution and call.keywords:
             shapes = [tuple(self._plain(program, a).shape) for a in call.args[:2]]
             transposed = any(k.arg == "transposed" and ast.unparse(k.value) == "True" for k in call.keywords)
             return _convolution_flops(shapes[0], shapes[1], tuple(value.shape), transposed=transposed)
         args = [self._plain(program, a) for a in call.args]
         kwargs = {k.arg: self._plain(program, k.value) for k in call.keywords if k.arg and k.arg != "out"}
-        return int(formula(*args, **kwargs, out_val=value))
+        return flops_of(op, args, kwargs, value)
 
 
 def _drawing(call: ast.Call) -> tuple[ast.Call, bool]:

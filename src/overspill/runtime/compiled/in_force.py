@@ -6,7 +6,8 @@ whether other ops ran too, since these have nodes of their own. What they keep f
 alongside the plans.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._dynamo.config` and its `recompile_limit`,
-`accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn`, `skip_nnmodule_hook_guards` and `trace_autograd_ops`,
+`accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn`, `skip_nnmodule_hook_guards`,
+`skip_tensor_guards_with_matching_dict_tags` and `trace_autograd_ops`,
 `torch._dynamo.utils.counters`, `FailOnRecompileLimitHit`, `TorchDynamoException`, and the name of AOTAutograd's node in the autograd graph.
 """
 
@@ -53,9 +54,10 @@ SETTINGS: dict[str, Any] = {
     "accumulated_recompile_limit": 8 * MOST_PLANS,
     "fail_on_recompile_limit_hit": True,
     "skip_nnmodule_hook_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
 }
 """Dynamo's settings during a call: trace recurrent layers, never give up compiling silently, and recompile when a
-module's hooks change."""
+module's hooks change, or which of its weights train (PyTorch 2.11 would not see that)."""
 OF_EAGER: dict[str, Any] = {"trace_autograd_ops": True}
 """More settings with the eager backend: trace `torch.autograd.grad`, so that a gradient in a loss, and its own gradient, are planned."""
 

@@ -99,8 +99,8 @@ class Session(PlannedPeaks):
         self._plans = GraphPlans(options, self.renewal)
         self.losses = OnlyLosses(self.renewal, reserved=options.reserve is not None)
         # What carries the plans out.
-        self._engine: TransferEngine | None = None
-        self._engine_number = 0
+        self._engines: dict[str, tuple[TransferEngine, int]] = {}
+        """By kind of device, with their numbers: a model on a GPU may have graphs of the host's numbers."""
         self.arenas = Arenas()
         self.device_name = ""
         self._where = torch.device("cpu")
@@ -160,8 +160,8 @@ class Session(PlannedPeaks):
         self.watch_calls.graphs_run += 1
         if self.recorder is not None:
             self.recorder.begin_step(self._where)
-            if self._engine is not None:
-                self._engine.recorder = self.recorder
+            for engine, _ in self._engines.values():
+                engine.recorder = self.recorder
         with nullcontext() if self.steps is None else self.steps.running():
             yield self.recorder
 
@@ -185,7 +185,8 @@ class Session(PlannedPeaks):
     @property
     def engine(self) -> TransferEngine | None:
         """The transfer engine, once a plan has needed one."""
-        return self._engine
+        found = self._engines.get(self._where.type) or next(iter(self._engines.values()), None)
+        return found and found[0]
 
     @property
     def device(self) -> torch.device:
@@ -211,9 +212,9 @@ class Session(PlannedPeaks):
 
     def close(self) -> None:
         """Stop the transfer threads and release the store."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        for engine, _ in self._engines.values():
+            engine.close()
+        self._engines.clear()
 
     # -- before each call
 
@@ -338,12 +339,16 @@ class Session(PlannedPeaks):
         """The transfer engine's number, with store space for what `plan` offloads."""
         if device.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
-        if self._engine is None:
-            self._engine, self._engine_number = open_engine(self.options, device)
-            weakref.finalize(self, self._engine.close_dropped)
+        needed, kinds = store_bytes(plan), {p.device.type for p in self.followed.parameters}
+        if not needed and kinds and device.type not in kinds:  # of the host's numbers, beside a model on a GPU
+            return 0
+        if device.type not in self._engines:
+            engine, number = self._engines[device.type] = open_engine(self.options, device)
+            weakref.finalize(self, engine.close_dropped)
+        engine, number = self._engines[device.type]
         with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
-            self._engine.store.reserve(store_bytes(plan))
-        return self._engine_number
+            engine.store.reserve(needed)
+        return number
 
     def _batches_beside(self, joint: JointGraph, given: Sequence[Any], examples: Sequence[Any]) -> list[int]:
         """Bytes of each batch on the device outside the graph, if the loss is; `given` are its inputs."""
