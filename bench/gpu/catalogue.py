@@ -192,7 +192,7 @@ FIRST = {
         "eager", "compile", "compile-0.5", "checkpoint", "checkpoint-offload", "host-optimizer", "overspill-nothing-moved",
         "overspill-at-checkpoint", "overspill-at-checkpoint-offload", "inductor-at-compile-0.5", "step-at-host-optimizer",
     ),
-    **dict.fromkeys(LARGE, ("eager", "checkpoint", "step-at-checkpoint", "step-40%")),
+    **dict.fromkeys(LARGE, ("eager", "checkpoint", "step-at-checkpoint", "step-60%", "step-40%")),
 }  # fmt: skip
 
 
