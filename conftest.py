@@ -17,6 +17,12 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# Dynamo empties the processor's caches to say in its log how long guards take: 35 ms for each graph.
+torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# For accelerators that are not there, `torch.manual_seed` keeps a printed stack each.
+for accelerator in (torch.cuda, torch.mtia, torch.xpu):
+    if not accelerator.is_available():
+        accelerator.manual_seed_all = lambda _: None
 # Loggers that do not propagate get a handler of pytest's, and this one renders all that is compiled for who has one.
 logging.getLogger("torch.__trace").propagate = True
 settings.register_profile("repeatable", derandomize=True)
@@ -32,9 +38,10 @@ def forget_compiled_code() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    # What is imported stays: tests that collect garbage need not look at it each time.
+    # What is imported stays: tests that collect garbage need not look at it each time, and none comes by itself so often.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

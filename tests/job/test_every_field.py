@@ -24,7 +24,8 @@ from overspill.runtime.preview import graph_for
 from overspill.runtime.training import train
 
 ROOT = Path(__file__).parents[2]
-TEXT = NamedModel("decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=32")
+TEXT = NamedModel("decoder:width=64,depth=1,heads=4,vocabulary=64,seq_len=32")
+DEEPER = NamedModel("decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=32")
 CAUSAL = NamedModel(
     "hf:llama,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,vocab_size=64", seq_len=8
 )
@@ -39,8 +40,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "clip_value": {"clip_value": 0.1},
     "set_to_none": {"set_to_none": False},
     "parallel": {"parallel": Parallel("ddp", 2)},
-    "checkpointing": {"checkpointing": True},
-    "reentrant": {"checkpointing": True, "reentrant": True},
+    "checkpointing": {"model": DEEPER, "checkpointing": True},
+    "reentrant": {"model": DEEPER, "checkpointing": True, "reentrant": True},
     "attention": {"attention": "math"},
     "channels_last": {"model": IMAGES, "channels_last": True},
     "lora": {"lora": 4},

@@ -60,7 +60,7 @@ def sharded(
     reshard: bool = True,
     mesh: DeviceMesh | None = None,
     width: int = WIDTH,
-    depth: int = 3,
+    depth: int = 2,
     *,
     frozen: bool = False,
 ) -> nn.Module:

@@ -93,9 +93,9 @@ def test_what_a_run_allocates_survives_on_a_card_of_exactly_the_budget(
 
 
 def deep_step(budget: str) -> overspill.runtime.step.train_step.TrainStep:
-    """Four hidden layers, whose feature maps are most of what a step takes."""
+    """Three hidden layers, whose feature maps are most of what a step takes."""
     torch.manual_seed(0)
-    sizes = [64, 512, 512, 512, 512, 64]
+    sizes = [64, 512, 512, 512, 64]
     layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers[:-1])
     return overspill.train_step(

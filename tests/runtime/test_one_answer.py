@@ -9,7 +9,7 @@ import pytest
 import overspill
 
 DECODER = "decoder:width=256,depth=3,heads=4,vocabulary=8000,seq_len=256"
-SMALL = "decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=64"
+SMALL = "decoder:width=64,depth=1,heads=4,vocabulary=64,seq_len=64"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from overspill.runtime.transfer.stores import DiskStore, HostStore
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
-MLP_AND_MORE = [Mlp, *(pytest.param(model, marks=pytest.mark.long) for model in (Cnn, Lm))]
+MODELS_AND_SCHEDULES = [(Mlp, 6), *(pytest.param(model, 20, marks=pytest.mark.long) for model in (Mlp, Cnn, Lm))]
+"""Most draws are the long suite's."""
 
 
 class Loss(nn.Module):
@@ -46,7 +47,7 @@ def test_a_model_by_compile(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("bert-base", marks=pytest.mark.long)])
 def test_a_model_by_compile_at_planned_addresses(model: str) -> None:
     step, random = captured_step(*built_in(model)), Random(1)
-    for _ in range(6):
+    for _ in range(3):
         check_schedule(step, random, HostStore(), in_arena=True)
 
 
@@ -54,7 +55,7 @@ def test_a_model_by_compile_at_planned_addresses(model: str) -> None:
 def test_a_small_model_by_train_step_at_planned_addresses(model: type[nn.Module], scratch_bytes: int) -> None:
     with drawn(0) as policy:
         pair = Pair(model, options={"policy": policy, "placement": "planned", "budget": "4MiB"})
-        check_steps(pair, 12, scratch_bytes)
+        check_steps(pair, 6, scratch_bytes)
 
 
 @pytest.mark.long
@@ -65,11 +66,11 @@ def test_a_model_by_compile_with_inductor(model: str) -> None:
         assert check_schedule(step, random, HostStore()) >= 0.95
 
 
-@pytest.mark.parametrize("model", MLP_AND_MORE)
-def test_a_small_model_by_compile_with_inductor(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("model", "schedules"), MODELS_AND_SCHEDULES)
+def test_a_small_model_by_compile_with_inductor(model: type[nn.Module], schedules: int) -> None:
     module = made(model)
     step, random = captured_step(Loss(module), batch_for(module, 32), "inductor"), Random(0)
-    for _ in range(20):
+    for _ in range(schedules):
         assert check_schedule(step, random, HostStore()) >= 0.95
 
 
@@ -91,10 +92,10 @@ def check_steps(pair: Pair, schedules: int, scratch_bytes: int = 0) -> None:
     pair.step.close()
 
 
-@pytest.mark.parametrize("model", MLP_AND_MORE)
-def test_a_small_model_by_train_step(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("model", "schedules"), MODELS_AND_SCHEDULES)
+def test_a_small_model_by_train_step(model: type[nn.Module], schedules: int) -> None:
     with drawn(0) as policy:
-        check_steps(Pair(model, options={"policy": policy}), 12)
+        check_steps(Pair(model, options={"policy": policy}), schedules)
 
 
 def test_micro_batches_by_train_step() -> None:
@@ -102,10 +103,10 @@ def test_micro_batches_by_train_step() -> None:
         check_steps(Pair(gradients={"accumulate": 2, "clip_norm": 0.5}, options={"policy": policy}), 4)
 
 
-@pytest.mark.parametrize("model", MLP_AND_MORE)
-def test_a_small_model_by_train_step_with_inductor(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("model", "schedules"), MODELS_AND_SCHEDULES)
+def test_a_small_model_by_train_step_with_inductor(model: type[nn.Module], schedules: int) -> None:
     with drawn(0) as policy:
-        check_steps(Pair(model, size=32, options={"policy": policy, "backend": "inductor", "partition": 1.0}), 12)
+        check_steps(Pair(model, size=32, options={"policy": policy, "backend": "inductor", "partition": 1.0}), schedules)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from overspill.capture.compiled.batch_norm import (
     call_without_statistics,
@@ -162,7 +163,7 @@ class Emitter:
             self._call(ops.hold, (self.memory,), "held_arena")
         self.graph.output(tuple(outputs)).meta["desc"] = descs
         self.graph.lint()
-        return fx.GraphModule(self.joint.module, self.graph)
+        return _LazyGraphModule(self.joint.module, self.graph)  # a LoweredProgram reads it, and nobody calls it
 
     # -- instructions
 

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -23,7 +24,7 @@ from overspill.capture.virtual_gpu.record import record
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
 
-WIDTH, LAYERS, GPUS = 512, 12, 4
+WIDTH, LAYERS, GPUS = 512, 6, 4
 LINEAR_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -59,18 +60,19 @@ def steps(recorder, model, optimizer, inputs, iterations=3):
         optimizer.step()
 
 
-def trained_by_ddp(found=None, make=linears, optimizer=torch.optim.SGD, **options):
-    """The recording of three steps of DDP; `found` gets the reducer's own account of its buckets."""
+@cache
+def trained_by_ddp(make=linears, **options):
+    """The recording of three steps of DDP, and the reducer's own account of its buckets."""
+    found = {}
 
     def program(recorder):
         init_process_group("nccl", world_size=GPUS, rank=0)
         model = DistributedDataParallel(make().cuda(), **options)
         recorder.mark_module(model)
-        steps(recorder, model, optimizer(model.parameters(), lr=0.1), torch.ones(2, WIDTH).cuda())
-        if found is not None:
-            found.update(model._get_ddp_logging_data())
+        steps(recorder, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, WIDTH).cuda())
+        found.update(model._get_ddp_logging_data())
 
-    return record(program)
+    return record(program), found
 
 
 def sizes(text):
@@ -187,8 +189,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_buckets_are_those_of_a_real_run_and_are_allocated(options):
-    found = {}
-    recording = trained_by_ddp(found, **options)
+    recording, found = trained_by_ddp(**options)
     with callers_own("gloo", dist.HashStore()):
         model = DistributedDataParallel(linears(), **options)
         for _ in range(3):
@@ -207,14 +208,14 @@ def test_buckets_are_those_of_a_real_run_and_are_allocated(options):
 
 
 def test_first_buckets_go_when_buckets_are_rebuilt():
-    recording = trained_by_ddp()
+    recording, _ = trained_by_ddp()
     assert most(recording, TensorKind.COMMUNICATION) == LAYERS * LINEAR_BYTES  # never first and rebuilt ones at once
     buckets = [a for a in recording.allocations if a.kind is TensorKind.COMMUNICATION]
     assert sum(a.nbytes for a in buckets if a.start <= recording.starts[-1] < a.end) == LAYERS * LINEAR_BYTES
 
 
 def test_gradients_as_views_of_buckets_save_one_copy_of_them():
-    apart, together = trained_by_ddp(), trained_by_ddp(gradient_as_bucket_view=True)
+    (apart, _), (together, _) = trained_by_ddp(), trained_by_ddp(gradient_as_bucket_view=True)
     saved = apart.peak_requested_bytes - together.peak_requested_bytes
     # Each gradient is whole until it is copied into its bucket: of the last one, and what it is made from, not saved.
     assert saved == pytest.approx(LAYERS * LINEAR_BYTES, abs=1.1 * LINEAR_BYTES)
@@ -226,7 +227,7 @@ def test_ddp_adds_buckets_as_large_as_the_gradients():
         recorder.mark_module(model)
         steps(recorder, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, WIDTH).cuda())
 
-    assert trained_by_ddp().peak_requested_bytes == record(alone).peak_requested_bytes + LAYERS * LINEAR_BYTES
+    assert trained_by_ddp()[0].peak_requested_bytes == record(alone).peak_requested_bytes + LAYERS * LINEAR_BYTES
 
 
 def test_parameters_without_a_gradient_have_their_place_in_a_bucket():
@@ -238,7 +239,7 @@ def test_parameters_without_a_gradient_have_their_place_in_a_bucket():
         def forward(self, x):
             return self.used(x)
 
-    recording = trained_by_ddp(make=Half, find_unused_parameters=True)
+    recording, _ = trained_by_ddp(make=Half, find_unused_parameters=True)
     assert most(recording, TensorKind.COMMUNICATION) == 2 * LINEAR_BYTES
 
 
@@ -274,7 +275,11 @@ def test_synchronised_batch_norm_gathers_the_statistics_of_all():
 # fully_shard
 
 
-def sharded(found=None, make=linears, host=False, mesh=None, optimizer=torch.optim.Adam, **options):
+@cache
+def sharded(make=linears, host=False, mesh=None, **options):
+    """The recording of three steps of FSDP, and what was there before and after them."""
+    found = {}
+
     def program(recorder):
         init_process_group("nccl", world_size=GPUS, rank=0)
         model = make() if host else make().cuda()
@@ -283,23 +288,20 @@ def sharded(found=None, make=linears, host=False, mesh=None, optimizer=torch.opt
             fully_shard(layer, mesh=device_mesh, **options)
         fully_shard(model, mesh=device_mesh, **options)
         recorder.mark_module(model)
-        if found is not None:
-            found["parameters"] = recorder.live_bytes
-        update = optimizer(model.parameters(), lr=0.1)
+        found["parameters"] = recorder.live_bytes
+        update = torch.optim.Adam(model.parameters(), lr=0.1)
         steps(recorder, model, update, torch.ones(2, WIDTH).cuda())
-        if found is not None:
-            found["after"] = recorder.live_bytes
-            found["devices"] = {parameter.device.type for parameter in model.parameters()}
+        found["after"] = recorder.live_bytes
+        found["devices"] = {parameter.device.type for parameter in model.parameters()}
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return record(program)
+        return record(program), found
 
 
 @pytest.mark.parametrize("host", [True, False])
 def test_parameters_gradients_and_optimizer_state_are_sharded(host):
-    found = {}
-    recording = sharded(found, host=host)
+    recording, found = sharded(host=host)
     shard = LAYERS * LINEAR_BYTES // GPUS
     assert found["parameters"] == shard
     assert found["devices"] == {"cuda"}
@@ -330,12 +332,11 @@ def test_shards_are_drawn_on_the_device():
 
 
 def test_a_model_on_the_host_is_never_whole_on_the_device():
-    assert most(sharded(host=True), TensorKind.PARAMETER) < LAYERS * LINEAR_BYTES
+    assert most(sharded(host=True)[0], TensorKind.PARAMETER) < LAYERS * LINEAR_BYTES
 
 
 def test_dimensions_that_do_not_divide_are_padded():
-    found = {}
-    sharded(found, make=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH - 1), nn.Linear(WIDTH - 1, WIDTH)))
+    _, found = sharded(make=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH - 1), nn.Linear(WIDTH - 1, WIDTH)))
     rows = WIDTH // GPUS
     assert found["parameters"] == 4 * (rows * WIDTH + rows + rows * (WIDTH - 1) + rows)
 
@@ -348,13 +349,13 @@ def unsharded_peak(recording):
 
 @pytest.mark.parametrize(("reshard", "layers"), [(True, 2), (False, LAYERS)])
 def test_only_the_current_and_the_prefetched_layer_are_whole_or_the_whole_model_waits_for_backward(reshard, layers):
-    whole = unsharded_peak(sharded(reshard_after_forward=reshard))
+    whole = unsharded_peak(sharded(reshard_after_forward=reshard)[0])
     assert 0 < whole <= layers * LINEAR_BYTES
     assert reshard or whole == layers * LINEAR_BYTES
 
 
 def test_whole_parameters_are_freed_and_allocated_again_by_their_storage():
-    recording = sharded()
+    recording, _ = sharded()
     layers = [a for a in recording.allocations if a.kind is TensorKind.PARAMETER and a.name == "3.weight"]
     whole = [a for a in layers if a.nbytes == 4 * WIDTH * WIDTH and a.start >= recording.starts[0]]
     assert len(whole) == 3 * 2  # each of three steps, for forward and for backward
@@ -363,7 +364,7 @@ def test_whole_parameters_are_freed_and_allocated_again_by_their_storage():
 
 def test_mixed_precision_gathers_in_the_parameters_dtype_and_reduces_in_the_other():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    recording = sharded(mp_policy=policy)
+    recording, _ = sharded(mp_policy=policy)
     buffers = {a.nbytes for a in recording.allocations if a.kind is TensorKind.COMMUNICATION}
     # Cast shards and gathered layers in bfloat16, unreduced gradients in float32.
     assert buffers == {LINEAR_BYTES // 2 // GPUS, LINEAR_BYTES // 2, LINEAR_BYTES}
@@ -371,13 +372,12 @@ def test_mixed_precision_gathers_in_the_parameters_dtype_and_reduces_in_the_othe
 
 
 def test_hybrid_sharding_cuts_within_the_inner_dimension():
-    found = {}
-    sharded(found, mesh=(2, 2))
+    _, found = sharded(mesh=(2, 2))
     assert found["parameters"] == LAYERS * LINEAR_BYTES // 2
 
 
 def test_gathers_and_scatters_have_streams_of_their_own():
-    recording = sharded()
+    recording, _ = sharded()
     assert {a.stream for a in recording.allocations if a.kind is TensorKind.OPTIMIZER_STATE} == {0}
     gathered = {a.stream for a in recording.allocations if a.kind is TensorKind.COMMUNICATION}
     gradients = {
@@ -400,9 +400,8 @@ def test_clipping_the_norm_of_sharded_gradients_is_captured():
 
 @pytest.mark.long
 def test_worlds_of_different_meshes_follow_one_another():
-    found = {}
     for mesh, gpus in ((None, GPUS), ((2, 2), 2), (None, GPUS)):
-        sharded(found, mesh=mesh)
+        _, found = sharded.__wrapped__(mesh=mesh)
         assert found["parameters"] == LAYERS * LINEAR_BYTES // gpus
 
 

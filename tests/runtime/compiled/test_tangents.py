@@ -202,8 +202,7 @@ def peaks_within(budget: str, placement: str | None, of: str) -> Iterator[int]:
 
 
 @pytest.mark.filterwarnings("ignore:this step")
-@pytest.mark.parametrize("placement", [None, "planned"])
-@pytest.mark.parametrize("of", BESIDE)
+@pytest.mark.parametrize(("of", "placement"), by_turns(BESIDE, [None, "planned"]))
 def test_room_for_another_loss_is_there_where_one_is_made(of: str, placement: str | None) -> None:
     peaks = list(peaks_within("smallest", placement, of))
     assert (peaks[1] < 0.9 * peaks[0]) == (of in ("its own", "one more at times"))

@@ -1,7 +1,7 @@
 """Read AOTAutograd's joint forward-backward graph: storages, views, mutations and phases.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `val`, `desc` and
-`partitioner_tag`, the descriptors' class names, and `SOURCES`.
+`partitioner_tag`, the descriptors' class names, `SOURCES`, and `_LazyGraphModule`, which writes Python when it is called.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
@@ -288,7 +289,8 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
     """Arguments that `node` updates in place."""
     if (positions := getattr(node.target, "updates", None)) is not None:  # a call of a compiled program
         return [node.args[i] for i in positions]
-    return _nodes(written_by(node.target, node.args, node.kwargs))
+    written = written_by(node.target, node.args, node.kwargs)
+    return _nodes(written) if written else []
 
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -352,7 +354,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(module.graph, {}))
     output.meta = dict(module.graph.find_nodes(op="output")[0].meta)
-    found = fx.GraphModule(module, graph)
+    found = _LazyGraphModule(module, graph)  # nobody calls it
     found.meta = dict(module.meta)
     inputs = (m.graph.find_nodes(op="placeholder") for m in (module, found))
     for here, there in ((module, found), *zip(*inputs, strict=True)):
