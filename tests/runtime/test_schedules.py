@@ -106,7 +106,9 @@ def test_micro_batches_by_train_step() -> None:
 @pytest.mark.parametrize(("model", "schedules"), MODELS_AND_SCHEDULES)
 def test_a_small_model_by_train_step_with_inductor(model: type[nn.Module], schedules: int) -> None:
     with drawn(0) as policy:
-        check_steps(Pair(model, size=32, options={"policy": policy, "backend": "inductor", "partition": 1.0}), schedules)
+        check_steps(
+            Pair(model, size=32, options={"policy": policy, "backend": "inductor", "partition": 1.0}), schedules
+        )
 
 
 @pytest.mark.long
