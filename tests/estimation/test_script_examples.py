@@ -22,27 +22,51 @@ def note(found: ScriptRun, words: str) -> str:
     return next((text for text in found.notes if words in text), "")
 
 
-LONG = pytest.mark.long
-# Script -> iterations, more than an epoch has batches, so that evaluation, metrics and checkpoints come in between.
-RUNS = [
-    pytest.param("vae", 5, marks=LONG),
-    pytest.param("siamese", 3, marks=LONG),
-    pytest.param("imagenet", 5, marks=LONG),
-    pytest.param("word_language_model", 4, marks=LONG),
-    pytest.param("super_resolution", 5, marks=LONG),
-    pytest.param("gat", 3, marks=LONG),
-    pytest.param("time_sequence", 3, marks=LONG),
-    ("early_stopping", 6),
-]
-
-
-@pytest.mark.parametrize(("name", "iterations"), RUNS)
-def test_an_example_trains_through_its_evaluations_and_checkpoints(name: str, iterations: int) -> None:
-    found = run(name, iterations=iterations)
-    assert found.iterations == found.recording.iterations == iterations
+def test_an_example_trains_through_its_evaluations_and_checkpoints() -> None:
+    found = run("early_stopping", iterations=6)  # more than an epoch has batches
+    assert found.iterations == found.recording.iterations == 6
     assert found.trains
-    assert found.recording.peak_requested_bytes > 0
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_what_people_make_of_values_between_steps_can_be_made(write: Callable[..., str]) -> None:
+    pytest.importorskip("PIL")
+    pytest.importorskip("matplotlib")
+    script = """
+import math
+import matplotlib; matplotlib.use("Agg")
+from matplotlib import pyplot
+from PIL import Image
+classes = torch.arange(64) % 10
+of_class = {number: torch.where(classes == number)[0] for number in range(10)}
+assert of_class[3][1].item() == 13
+rows = torch.randperm(32).to("cuda")
+total = torch.sparse_coo_tensor(torch.randint(0, 8, (2, 20)), torch.ones(20), (8, 8)).to_dense().cuda()
+best, kept = None, model
+for step in range(20):
+    x, target = torch.randn(32, 64).cuda(non_blocking=True), torch.arange(32).remainder(8).cuda(0)
+    model.train()
+    out = model(x) @ torch.softmax(torch.where(total > 0, total, -9e16 * torch.ones_like(total)), -1)
+    loss = nn.functional.cross_entropy(out[rows[8:]], target[rows[8:]])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        pred = model(x).topk(5, 1, True, True)[1].t()
+        correct = pred.eq(target.view(1, -1).expand_as(pred))[:5].reshape(-1).float().sum(0, keepdim=True).mul_(100 / 32)
+        grid = torch.cat(list(model(x)[:4].view(4, 2, 4)), 1).mul(255).clamp_(0, 255).to("cpu", torch.uint8).numpy()
+    Image.fromarray(grid).save("sample.png")
+    pyplot.plot(out.detach().cpu().numpy()[0], linewidth=2.0)
+    pyplot.savefig("drawn.png")
+    print(f"{correct[0]} {math.exp(loss.item()):8.2f} {10 * math.log10(1 / loss.item()):.4f}")
+    if not best or correct[0] > best:
+        best = max(correct[0], best or 0)
+        torch.save(model, "model.pt")
+        kept = torch.load("model.pt", weights_only=False)
+"""
+    assert record_script(write(MODEL + script), iterations=4).iterations == 4
+    assert {path.name for path in Path.cwd().iterdir()} == {"train.py"}
 
 
 @pytest.mark.long
