@@ -21,7 +21,7 @@ from overspill_papers.placement import BfcConfig, BuddyConfig, ChainerConfig, Cn
 
 MIB = 1 << 20
 TWINS = {"python": False, "native": True}
-IN_BOTH = ("gtbm", "mxnet", "pytorch", "tensorflow")
+IN_BOTH = ("gtbm", "pytorch")
 """Allocators that have a native counterpart: those of jobs and of live pools."""
 
 

@@ -1,4 +1,4 @@
-"""The native core does exactly what the Python twins do: 10 000 random traces (a quarter of them in the short suite), compared in every number."""
+"""The native core does exactly what the Python twins do: 5 000 random traces (a quarter of them in the short suite), compared in every number."""
 
 import ast
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from overspill.placement.events import COLUMNS
 from overspill.placement.replay import replay_in_python, replay_natively
 
 MIB = 1 << 20
-TRACES = 10_000
+TRACES = 5_000
 PARTS = 4
 NEVER_GIVE_BACK = ("gtbm",)
 Case = Callable[[str, int], tuple[Events, Any, int | None]]

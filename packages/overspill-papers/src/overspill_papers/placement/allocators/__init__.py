@@ -1,4 +1,1 @@
-"""Allocators of other frameworks and of papers, one file each.
-
-Two have counterparts in native/allocators/.
-"""
+"""Allocators of other frameworks and of papers, one file each."""
