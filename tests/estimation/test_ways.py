@@ -3,73 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from tests.estimation.by_hand import (
+    BIASES,
+    CUT,
+    DEPTH,
+    EIGHT_BITS,
+    FEATURES,
+    FOUR_BITS,
+    HEAD_WIDTH,
+    HEADS,
+    LINEAR,
+    NETWORK,
+    POSITIONS,
+    TOKENS,
+    UNCUT,
+    WEIGHTS,
+    alive,
+    gpt2,
+    kept_for_backward,
+    llama,
+    trained,
+)
+from torch import nn
 
 from overspill import models
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
-from overspill.core import Phase, TensorKind
+from overspill.core import TensorKind
 from overspill.core.errors import RequestError
 from overspill.estimation.programs import ITERATIONS, program_of
-from overspill.job import GivenModel, Job, NamedModel, Parallel
+from overspill.job import Job, Parallel
 from overspill.job.parallel import parallel_of
-
-WIDTH, DEPTH, BATCH = 256, 4, 64
-FEATURES = 4 * BATCH * WIDTH
-LAYERS = 2 * DEPTH
-WEIGHTS, BIASES = LAYERS * WIDTH * WIDTH, LAYERS * WIDTH  # elements
-FOUR_BITS, EIGHT_BITS = "4bit", "8bit"
-# The small GPT-2: features read and made by the linear layers of one of its two blocks, its heads, tokens and positions.
-LINEAR = ((64, 192), (64, 64), (64, 256), (256, 64))
-HEADS, HEAD_WIDTH, TOKENS, POSITIONS = 4, 16, 32, 1024
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.second(torch.relu(self.first(x))))
-
-
-def network() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(DEPTH)))
-
-
-def trained(optimizer: Any = "sgd", build: Any = network, shape: Any = (BATCH, WIDTH), **fields: Any) -> Recording:
-    model = GivenModel(build, torch.zeros(shape), lambda m, x: m(x).mean())
-    return record(program_of(Job(model, shape[0], optimizer, **fields)))
-
-
-@cache
-def gpt2(optimizer: str | None = None, **fields: Any) -> Recording:
-    return record(program_of(Job(lambda: models.load("gpt2", small=True), 2, optimizer, **fields)))
-
-
-def alive(recording: Recording, at: int | None = None) -> Counter[TensorKind]:
-    """Bytes by kind when the last step begins, or at another event."""
-    moment = recording.starts[-1] if at is None else at
-    found: Counter[TensorKind] = Counter()
-    for a in recording.allocations:
-        if a.start < moment <= a.end:
-            found[a.kind] += a.nbytes
-    return found
-
-
-def kept_for_backward(recording: Recording) -> int:
-    """Bytes that the last forward has left when its backward begins, the batch and the loss aside."""
-    made = [a for a in recording.allocations if a.start > recording.starts[-1] and a.kind is not TensorKind.INPUT]
-    begins = next(a.start for a in made if a.phase is Phase.BACKWARD)
-    return sum(a.nbytes for a in made if a.start < begins <= a.end and a.nbytes > 4)
-
-
-NETWORK = GivenModel(network, torch.zeros(BATCH, WIDTH))
 
 # Contradictions
 
@@ -349,17 +316,6 @@ def test_the_public_function_takes_every_way() -> None:
 
 # Layers that are cut
 
-LLAMA = (
-    "hf:llama,hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128,"
-    "vocab_size=200,max_position_embeddings=64"
-)
-UNCUT = 4 * 5 * 64  # the norms, in float32
-CUT = 4 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 2 * 200 * 64)  # both blocks, the embedding and the output
-
-
-def llama(optimizer: str | None = None, seq_len: int = 16, **fields: Any) -> Recording:
-    return record(program_of(Job(lambda: models.load(LLAMA, seq_len=seq_len), 2, optimizer, **fields)))
-
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_attention_spelt_out_keeps_its_scores(checkpointing: bool) -> None:
@@ -409,96 +365,3 @@ def test_layers_are_cut_evenly_or_not_at_all() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(RequestError, match=r"3 GPUs .*evenly"):
         llama("sgd", parallel=Parallel("tp", 3))
-
-
-# Stages of a pipeline
-
-DECODER = "decoder:width=64,depth=4,heads=4,vocabulary=211,seq_len=32"
-BLOCK = 4 * (sum(read * made + made for read, made in LINEAR) + 4 * 64)  # weights, biases and both norms
-TOKEN_WEIGHTS, POSITION_WEIGHTS, LAST_NORM = 4 * 211 * 64, 4 * POSITIONS * 64, 4 * 2 * 64
-
-
-@cache
-def stage(at: int, gpus: int = 4, micro_batches: int | None = None, **fields: Any) -> Recording:
-    """A step of two samples each micro-batch, in four stages of a block each."""
-    parallel = Parallel("pp", gpus, micro_batches=micro_batches, stage=at)
-    model = NamedModel(DECODER)
-    return record(program_of(Job(model, 2 * parallel.pieces, "adamw", parallel=parallel, **fields)))
-
-
-def test_a_stage_has_its_blocks_and_what_is_at_its_end() -> None:
-    weights = [alive(stage(at))[TensorKind.PARAMETER] for at in range(4)]
-    assert weights == [BLOCK + TOKEN_WEIGHTS + POSITION_WEIGHTS, BLOCK, BLOCK, BLOCK + LAST_NORM + TOKEN_WEIGHTS]
-    for at, own in enumerate(weights):
-        assert alive(stage(at))[TensorKind.OPTIMIZER_STATE] == 2 * own
-
-
-def test_of_stages_each_has_a_micro_batch_more_under_way_than_the_next() -> None:
-    hidden = 4 * 2 * TOKENS * 64
-    second, third = (stage(at, checkpointing=True).peak_requested_bytes for at in (1, 2))
-    assert second - third == 2 * hidden  # what was received, and what was sent
-
-
-@pytest.mark.long
-def test_a_pipeline_of_one_stage_accumulates() -> None:
-    accumulated = record(program_of(Job(NamedModel(DECODER), 2, "adamw", accumulate=2)))
-    alone = [op.name for op in stage(0, gpus=1, micro_batches=2).ops]
-    assert Counter(alone) == Counter(op.name for op in accumulated.ops)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["amp", "amp-bfloat16", "bfloat16"])
-def test_stages_are_trained_in_every_dtype(dtype: str) -> None:
-    own = BLOCK // (2 if dtype == "bfloat16" else 1)
-    assert alive(stage(1, dtype=dtype, checkpointing=True))[TensorKind.GRADIENT] == own
-
-
-@pytest.mark.long
-def test_the_answer_is_of_the_stage_that_needs_most() -> None:
-    from overspill import estimate
-
-    made = estimate(DECODER, optimizer="adamw", batch=8, parallel=Parallel("pp", 4))
-    assert made.stages == {at: stage(at).peak_requested_bytes for at in (0, 1, 3)}
-    assert made.recording == stage(0)
-    assert "stage 1 of 4 of the pipeline needs most" in made.explain()
-
-
-@pytest.mark.long
-def test_stages_of_transformers_have_its_layers() -> None:
-    pytest.importorskip("transformers")
-    stages = [Parallel("pp", 2, stage=at) for at in (0, 1)]
-    first, last = (alive(llama("adamw", parallel=stage))[TensorKind.PARAMETER] for stage in stages)
-    assert first + last == UNCUT + CUT
-    assert last - first == 4 * 64  # the last norm
-
-
-@pytest.mark.long
-def test_the_first_stage_has_no_more_under_way_than_there_are_micro_batches() -> None:
-    assert [most_at_once(stage(0, micro_batches=m)) for m in (1, 2, 4, 8)] == [1, 2, 4, 4]
-    assert [most_at_once(stage(at, micro_batches=8)) for at in range(4)] == [4, 3, 2, 1]
-
-
-@pytest.mark.long
-def test_weights_that_no_stage_runs_are_refused() -> None:
-    def load() -> models.BuiltModel:
-        job = models.load(DECODER)
-        job.module.spare = nn.Linear(2, 2)
-        return job
-
-    with pytest.raises(RequestError, match="no stage"):
-        record(program_of(Job(load, 4, parallel=Parallel("pp", 2))))
-
-
-def most_at_once(recording: Recording) -> int:
-    """Of how many micro-batches there are the hidden values of the MLP at once."""
-    wide = [a for a in recording.allocations if a.nbytes == 4 * 2 * TOKENS * 256 and a.kind is TensorKind.ACTIVATION]
-    return max(sum(b.start <= a.start < b.end for b in wide if b.layer == a.layer and b.op == b.op) for a in wide)
-
-
-def test_stages_have_blocks_evenly_and_are_of_decoders() -> None:
-    with pytest.raises(RequestError, match=r"4 blocks, .*evenly"):
-        stage(0, gpus=3)
-    with pytest.raises(RequestError, match="Sequential"):
-        trained(parallel=Parallel("pp", 2))
-    with pytest.raises(RequestError, match="of 4 micro-batches"):
-        Job(NETWORK, 6, parallel=Parallel("pp", 2, micro_batches=4)).check_batch()

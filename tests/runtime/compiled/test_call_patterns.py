@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import warnings
 
 import pytest
 import torch
@@ -146,32 +145,10 @@ def measured_train(compiled, x, y) -> int:
     return tracker.peak_bytes
 
 
-def test_a_second_input_shape_gets_a_plan_of_its_own(twins) -> None:
-    plain, managed = twins
-    compiled = lean(managed)
-    for size, side in ((4, 16), (6, 16), (2, 24), (4, 16)):
-        x, y = batch(size, side)
-        assert same(train(plain, plain, x, y, 1), train(managed, compiled, x, y, 1))
-
-
 def test_dynamic_shapes_are_refused_with_what_to_do(twins) -> None:
     compiled = torch.compile(twins[1], backend="overspill", options={"budget": "1GiB"}, dynamic=True)
     with pytest.raises(Exception, match="dynamic=False"):
         compiled(batch()[0]).sum().backward()
-
-
-def test_evaluation_under_no_grad_and_training_after_it(twins) -> None:
-    plain, managed = twins
-    compiled = lean(managed)
-    x, y = batch()
-    assert same(train(plain, plain, x, y, 1), train(managed, compiled, x, y, 1))
-    plain.eval()
-    managed.eval()
-    with torch.no_grad():
-        assert same_bits(plain(x), compiled(x))
-    plain.train()
-    managed.train()
-    assert same(train(plain, plain, x, y, 1), train(managed, compiled, x, y, 1))
 
 
 def test_a_forward_without_backward_leaves_nothing_in_the_store_and_updates_buffers(twins) -> None:
@@ -186,17 +163,6 @@ def test_a_forward_without_backward_leaves_nothing_in_the_store_and_updates_buff
     gc.collect()
     assert compiled.overspill.engine.stored_count == 0
     assert all(same_bits(a, b) for a, b in zip(plain.buffers(), managed.buffers(), strict=True))
-
-
-def test_two_forwards_in_flight(twins) -> None:
-    plain, managed = twins
-    compiled = lean(managed)
-    for model, call in ((plain, plain), (managed, compiled)):
-        model.zero_grad()
-        torch.manual_seed(2)
-        one, two = call(batch()[0]), call(2 * batch()[0])
-        (one.sum() + two.square().sum()).backward()
-    assert same_gradients(managed, plain)
 
 
 def test_gradient_accumulation_over_several_batches(twins) -> None:
@@ -275,20 +241,6 @@ def test_a_frozen_layer_and_an_input_that_needs_a_gradient(twins) -> None:
         grads.append(x.grad)
     assert same_bits(*grads)
     assert all(p.grad is None for p in managed.first.parameters())
-
-
-def test_autocast_to_bfloat16(twins) -> None:
-    plain, managed = twins
-    compiled = lean(managed)
-
-    def under_autocast(call):
-        def run(x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return call(x).float()
-
-        return run
-
-    assert same(train(plain, under_autocast(plain), *batch()), train(managed, under_autocast(compiled), *batch()))
 
 
 class ReadsThenUpdates(nn.Module):
@@ -372,13 +324,6 @@ def test_a_store_that_does_not_fit_the_device_is_refused(twins) -> None:
     compiled = overspill.compile(twins[1], budget="1GiB", store="pinned")
     with pytest.raises(RequestError, match="pinned"):
         compiled(batch()[0])
-
-
-def test_no_warning_is_raised_by_a_clean_step(twins) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        train(twins[1], lean(twins[1]), *batch())
 
 
 def test_torchs_own_checkpointing_inside_the_model_is_planned_over() -> None:

@@ -19,45 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.runtime.step.plus import Plus, batch, made, step_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import overspill
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, UnsupportedError
 from overspill.runtime.step.python_state import NotKept
 from overspill.runtime.step.watching import watching
 from overspill.runtime.training import same_bits
-
-FACTOR = 1.0
-"""A global that `by_global` reads."""
-
-
-class Plus(nn.Module):
-    """A linear layer, and what `change` does behind it."""
-
-    def __init__(self, change: Callable[[Plus, Tensor], Tensor] | None = None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return y if self.change is None else self.change(self, y)
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(0)
-    return torch.randn((6, 4), generator=drawn), torch.randint(0, 3, (6,), generator=drawn)
-
-
-def made(change: Callable[[Plus, Tensor], Tensor] | None = None) -> tuple[Plus, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Plus(change)
-    return model, torch.optim.SGD(model.parameters(), 0.1)
-
-
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any = F.cross_entropy) -> overspill.TrainStep:
-    return overspill.train_step(model, loss, optimizer, budget="1MiB", policy="window", store="host")
 
 
 def counts(model: Plus, y: Tensor) -> Tensor:
@@ -129,17 +98,7 @@ SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
 
 @functools.lru_cache
 def cached(width: int) -> float:
-    return width * FACTOR
-
-
-class Scales:
-    """An object that the step makes for itself."""
-
-    def __init__(self, by: float) -> None:
-        self.by = by
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return helper(y * self.by)
+    return width * 2.0
 
 
 def logs(_: Plus, y: Tensor) -> Tensor:
@@ -324,127 +283,6 @@ def test_what_forward_sets_and_nobody_read_is_not_kept() -> None:
     assert model.output.shape == (6, 3)
 
 
-def losses(make_loss: Callable[[], Any], change: Callable[[Any], Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses of a step and of plain training, with a change to the loss function between."""
-    found: list[list[Tensor]] = []
-    for plain in (False, True):
-        model, optimizer = made()
-        loss = make_loss()
-        step = step_of(model, optimizer, loss)
-        x, y = batch()
-        values = []
-        for index in range(4):
-            if index == 2:
-                change(loss)
-            if plain:
-                optimizer.zero_grad()
-                value = loss(model, x, y)
-                value.backward()
-                optimizer.step()
-            else:
-                value = step(x, y)
-            values.append(value.detach())
-        found.append(values)
-    return found[0], found[1]
-
-
-def with_closure() -> Any:
-    weight, shift = 1.0, torch.zeros(3)
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return weight * F.cross_entropy(model(x) + shift, y)
-
-    def put(number: float, tensor: Tensor) -> None:
-        nonlocal weight, shift
-        weight, shift = number, tensor
-
-    loss.put = put  # type: ignore[attr-defined]
-    return loss
-
-
-def by_global(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return helper(F.cross_entropy(model(x), y))
-
-
-def helper(value: Tensor) -> Tensor:
-    return FACTOR * value
-
-
-def by_default(model: nn.Module, x: Tensor, y: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    return F.cross_entropy(model(x), y, label_smoothing=smoothing)
-
-
-class Objective:
-    """A loss that is an object with a method, and much besides that forward does not read."""
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.log: list[float] = []
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return self.scaled(F.cross_entropy(model(x), y))
-
-    def scaled(self, value: Tensor) -> Tensor:
-        return self.weight * value
-
-
-def with_array() -> Any:
-    numbers = np.ones(3, np.float32)
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x) * torch.tensor(numbers), y)
-
-    loss.numbers = numbers  # type: ignore[attr-defined]
-    return loss
-
-
-CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "a number in a closure": (with_closure, lambda loss: loss.put(3.0, torch.zeros(3))),
-    "a tensor in a closure": (with_closure, lambda loss: loss.put(1.0, torch.tensor([1.0, 0.0, -1.0]))),
-    "a default": (lambda: functools.partial(by_default), lambda loss: loss.keywords.update(smoothing=0.3)),
-    "an attribute of an object": (Objective, lambda loss: setattr(loss, "weight", 2.0)),
-    "a method of an object": (lambda: Objective().__call__, lambda loss: setattr(loss.__self__, "weight", 2.0)),
-    "an array in place": (with_array, lambda loss: loss.numbers.__setitem__(1, 5.0)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_loss_is_followed(name: str) -> None:
-    found, expected = losses(*CHANGES[name])
-    assert all(map(same_bits, found, expected))
-    assert not same_bits(expected[1], expected[2])
-
-
-def test_zero_and_minus_zero_are_not_the_same() -> None:
-    model, optimizer = made(lambda model, y: y * math.copysign(2.0, model.sign))
-    model.sign = 0.0
-    step, (x, y) = step_of(model, optimizer), batch()
-    step(x, y)
-    model.sign = -0.0
-    expected = F.cross_entropy(model(x), y).detach()
-    assert same_bits(step(x, y), expected)
-
-
-REPLACED: dict[str, tuple[Any, Any, str, Any, float]] = {
-    "a global": (None, by_global, "FACTOR", 0.0, 0.0),
-    "a function": (None, by_global, "helper", lambda value: value * 0, 0.0),
-    "a function that an object of the step calls": (
-        lambda _, y: Scales(1.0)(y), F.cross_entropy, "helper", lambda value: value * 0, math.log(3),
-    ),
-    "a method": (None, F.cross_entropy, "Plus.forward", lambda self, x: self.linear(x) * 0, math.log(3)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REPLACED)
-def test_what_is_replaced_is_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    change, loss, what, by, expected = REPLACED[name]
-    model, optimizer = made(change)
-    step = step_of(model, optimizer, loss)
-    assert step(*batch()).item() not in (0, pytest.approx(math.log(3)))
-    monkeypatch.setattr(f"{__name__}.{what}", by)
-    assert step(*batch()).item() == pytest.approx(expected)
-
-
 def test_an_object_that_knows_the_optimizer_changes_with_it_and_that_is_no_matter() -> None:
     model, optimizer = made(lambda model, y: y * model.trainer.factor)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -499,86 +337,6 @@ def test_what_forward_does_not_read_may_change() -> None:
         model.linear.note = index
         step(*batch())
     assert len(step.plans) == 1
-
-
-DAMAGE: dict[str, Callable[[Plus], Any]] = {
-    "a layer is deleted": lambda m: delattr(m, "linear"),
-    "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m.linear),
-    "a new layer": lambda m: setattr(m, "more", nn.Linear(2, 2)),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_model_with_other_parameters_is_refused_in_a_line(name: str) -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer)
-    step(*batch())
-    DAMAGE[name](model)
-    with pytest.raises(RequestError, match="anew") as refusal:
-        step(*batch())
-    assert "\n" not in str(refusal.value)
-
-
-def test_amsgrad_switched_on_is_refused_in_a_line() -> None:
-    model, _ = made()
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    step = step_of(model, optimizer)
-    step(*batch())
-    optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(RequestError, match="max_exp_avg_sq"):
-        step(*batch())
-    optimizer.param_groups[0]["amsgrad"] = False
-    assert step(*batch()).isfinite()
-
-
-LOST: dict[str, Callable[[Tensor], Any]] = {
-    "zero_": lambda w: w.zero_(), "fill_": lambda w: w.fill_(1), "masked_fill_": lambda w: w.masked_fill_(w != w, 0),
-    "constant_": lambda w: nn.init.constant_(w, 0.5), "data.zero_": lambda w: w.data.zero_(), "detach().zero_": lambda w: w.detach().zero_(),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LOST)
-def test_a_write_through_a_reference_to_what_is_away_is_told(name: str) -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer)
-    step(*batch())
-    held = model.linear.weight
-    before = held.detach().clone()
-    state = step._state
-    state.residency.send(["model.linear.weight"], state.engine)
-    state.arm()
-    with torch.no_grad():
-        LOST[name](held)
-    with pytest.raises(RequestError, match=r"a reference .*synchronize\(\)"):
-        step(*batch())
-    step.synchronize()
-    assert same_bits(held.detach(), before)
-    assert step(*batch()).isfinite()
-
-
-def test_a_write_to_state_that_is_there_is_not_taken_for_one_to_what_is_away() -> None:
-    model, _ = made()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    step = step_of(model, optimizer)
-    step(*batch())
-    state = step._state
-    state.residency.send(["model.linear.weight.momentum_buffer", "model.linear.bias.momentum_buffer"], state.engine)
-    state.arm()
-    optimizer.state[model.linear.bias]["momentum_buffer"].zero_()
-    assert step(*batch()).isfinite()
-
-
-def test_data_given_to_what_is_away_is_taken() -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer)
-    step(*batch())
-    held, state = model.linear.weight, step._state
-    state.residency.send(["model.linear.weight"], state.engine)
-    state.arm()
-    held.data = torch.zeros(3, 4)
-    assert same_bits(model.linear.weight.detach(), torch.zeros(3, 4))
-    step(*batch())
-    assert held.detach().abs().max() < 1
 
 
 def test_modules_read_as_ever_after_watching() -> None:

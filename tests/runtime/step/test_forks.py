@@ -1,0 +1,114 @@
+"""A forked child reads a step of its parent, or hears why not, and harms nobody."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.runtime.step.observers import READS, Values, in_child
+from tests.runtime.step.whole_steps import Mlp, Pair
+from torch import Tensor, nn
+
+import overspill
+from overspill.core.errors import OverspillError, RequestError
+from overspill.runtime.training import same_bits
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Kernels of one thread: a forked child has no others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(store: str = "host") -> Pair:
+    """Two steps by each side; nearly all is in the store."""
+    pair = Pair(Mlp, options={"store": store, "budget": 0.6})
+    pair.train(2)
+    assert pair.step._state.residency.away()
+    return pair
+
+
+def values(pair: Pair, read: str = "state_dict") -> Values:
+    return READS[read](pair.model, pair.optimizer)
+
+
+def expected(pair: Pair, read: str = "state_dict") -> Values:
+    return READS[read](pair.plain.model, pair.plain.optimizer)
+
+
+def same(found: Values, known: Values) -> bool:
+    return found.keys() == known.keys() and all(same_bits(v, known[n]) for n, v in found.items())
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_child_reads_what_host_memory_has_and_its_parent_goes_on(read: str) -> None:
+    pair = small("host")
+
+    def child() -> bytes:
+        found = values(pair, read)
+        with pytest.raises(RequestError, match=r"forked child.*spawn"):
+            pair.step(*pair.inputs)
+        pair.step.close()
+        del pair.step
+        gc.collect()
+        return pickle.dumps(found)
+
+    answer = in_child(child)
+    assert answer is not None
+    assert same(pickle.loads(answer), expected(pair, read))
+    pair.train(2)
+    pair.assert_same()
+
+
+def test_a_child_cannot_read_its_parents_file_and_what_it_does_harms_nobody() -> None:
+    pair = small("disk")
+
+    def child() -> bytes:
+        with pytest.raises(OverspillError, match=r"forked from.*synchronize\(\)"):
+            values(pair)
+        del pair.step
+        gc.collect()
+        with pytest.raises(OverspillError, match="forked from"):
+            values(pair)
+        return b"told"
+
+    assert in_child(child) == b"told"
+    pair.train(2)
+    pair.assert_same()
+    pair.step.synchronize()
+    answer = in_child(lambda: pickle.dumps(values(pair)))
+    assert answer is not None
+    assert same(pickle.loads(answer), expected(pair))
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_a_compiled_model_in_a_child_works_or_says_why_not(store: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    compiled = overspill.compile(model, budget="1GiB", policy="vdnn-all", store=store)
+    x = torch.randn(256, 64)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        compiled(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    wanted = gradients()
+
+    def child() -> bytes:
+        if store == "host":
+            with torch.no_grad():
+                loss = compiled(x).sum()
+            return pickle.dumps(float(loss))
+        with pytest.raises(OverspillError, match="forked from"):
+            compiled(x).sum()
+        return b"told"
+
+    assert in_child(child) is not None
+    assert all(map(same_bits, gradients(), wanted))
+    torch._dynamo.reset()
