@@ -165,6 +165,58 @@ def test_inputs_may_be_a_function_of_the_batch_size() -> None:
     assert made.recording == trained().recording
 
 
+class Lengths(nn.Module):
+    """Packs what it reads by lengths that it is given, and asks no value of the numbers themselves, unless told to."""
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__()
+        self.lstm, self.looks = nn.LSTM(WIDE, WIDE, batch_first=True), looks
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self.looks and x.max() > 0:
+            x = x * 2
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, : int(lengths.max())], lengths.cpu(), True, False)
+        return self.lstm(packed)[0].data
+
+
+def test_whole_numbers_that_are_given_are_known_and_fractions_are_not() -> None:
+    x, loss = torch.ones(4, 9, WIDE), lambda model, x, lengths: model(x, lengths).sum()
+    short, long = (estimate(Lengths, (x, torch.tensor([n, 1, 2, 1])), loss, "sgd") for n in (3, 9))
+    assert short.peak_requested_bytes < long.peak_requested_bytes
+    assert estimate(Lengths, (x, torch.tensor([3, 1, 2, 1])), loss, "sgd", batch=8).batch == 8
+    with pytest.raises(UnsupportedError):
+        estimate(lambda: Lengths(looks=True), (x, torch.tensor([3, 1, 2, 1])), loss, "sgd")
+
+
+# What each asks of masks, positions or tokens before it runs; and experts in groups.
+ASKING = (
+    "hf:bart,d_model=32,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2",
+    "hf:gemma2,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1,head_dim=16",
+    "hf:big_bird,hidden_size=32,num_hidden_layers=1,num_attention_heads=2",
+    "hf:xlm,emb_dim=32,n_layers=1,n_heads=2",
+    "hf:xlnet,d_model=32,n_layer=1,n_head=2,d_inner=32",
+    "hf:led,d_model=32,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2",
+    "hf:mixtral,hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1",
+)
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_models_that_ask_values_that_follow_are_estimated(name: str) -> None:
+    pytest.importorskip("transformers")
+    state = torch.random.get_rng_state()
+    small, large = (estimate(name, optimizer="adamw", batch=batch) for batch in (1, 2))
+    assert small.peak_requested_bytes < large.peak_requested_bytes
+    assert small.recording == estimate(name, optimizer="adamw", batch=1).recording
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_model_that_asks_what_follows_from_weights_is_refused_at_its_line() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(UnsupportedError) as refused:
+        estimate("hf:switch_transformers,d_model=32,num_heads=2,d_kv=16", optimizer="adamw")
+    assert "modeling_switch_transformers.py:" in str(refused.value)
+
+
 def test_a_criterion_gets_the_output_and_the_last_input() -> None:
     inputs = (torch.empty(BATCH, WIDE), torch.zeros(BATCH, dtype=torch.long))
     by_module = estimate(mlp, inputs, nn.CrossEntropyLoss(), "sgd")

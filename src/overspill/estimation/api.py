@@ -111,8 +111,8 @@ def estimate(
 
     Args:
         build: What makes the model: a function, a module (left as it is), or the name of a built-in model.
-        inputs: What the model reads: tensors (only their shapes and dtypes count), a tuple or dict of them, or a function
-            that makes them, given the batch size if it takes one. A built-in model has its own.
+        inputs: What the model reads: tensors (of fractions only shapes and dtypes count), a tuple or dict of them, or a
+            function that makes them, given the batch size if it takes one. A built-in model has its own.
         loss: A criterion of torch.nn, given the model's output and the last of `inputs`, or a function of the model and all
             `inputs` (a dict, which gives the model keywords, is one argument of the function). Without it a model that
             is trained returns its own loss.

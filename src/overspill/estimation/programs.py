@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
+from overspill.capture.virtual_gpu.values.followed import forget
 from overspill.core.errors import RequestError
 from overspill.job import Job
 from overspill.job.loop import train_steps, update
 from overspill.job.prepare import prepared_batch
 from overspill.models import BuiltModel
+from overspill.models.inputs import tensors_in
 from overspill.models.step import whole_dtype
 
 from .training.compiled import compiled_step
@@ -61,7 +63,14 @@ class _Loop:
         return self._built
 
     def make_inputs(self) -> Any:
-        return self.built.make_batch(self.job.micro_batch(self.job.batch))  # type: ignore[arg-type]
+        """A batch on the host, of which whole numbers alone have values."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            made = self.built.make_batch(self.job.micro_batch(self.job.batch))  # type: ignore[arg-type]
+        for tensor in tensors_in(made):
+            if tensor.is_floating_point():
+                forget(tensor)
+        return made
 
     def loss(self, module: nn.Module, inputs: Any) -> Tensor:
         return self.built.loss(module, *inputs)

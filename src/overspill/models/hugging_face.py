@@ -75,7 +75,7 @@ def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
     if kind is TEXT_TO_TEXT and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # a type's defaults have none
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = max(getattr(text, "max_position_embeddings", None) or 0, 0) or None  # XLNet says -1: no limit
     length = checked_size(name, "seq_len", seq_len, default=min(_SEQ_LEN, positions or _SEQ_LEN), maximum=positions)
     window = getattr(text, "sliding_window", None)
     is_plain = kind is CAUSAL and not (window is not None and window < length)
@@ -83,7 +83,8 @@ def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
     if getattr(module, "loss_type", "") is None:
         # What transformers takes then, with a warning that Dynamo cannot trace.
         module.loss_type = "ForCausalLM"
-    return BuiltModel(name, module, _token_batches(text.vocab_size, length), _loss_on_text)
+    padding = getattr(text, "pad_token_id", None)
+    return BuiltModel(name, module, _token_batches(text.vocab_size, length, padding), _loss_on_text)
 
 
 def _kind(name: str, config: Any, transformers: Any) -> _Kind:
@@ -206,9 +207,13 @@ def _loss_on_images(module: nn.Module, pixel_values: Tensor, labels: Tensor) -> 
     return loss
 
 
-def _token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def _token_batches(vocabulary: int, seq_len: int, padding: int | None) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Batches of text without padding, for which some models look."""
+
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(vocabulary, (batch_size, seq_len), device="cpu")
+        if padding is not None:
+            text = text.where(text != padding, (padding + 1) % vocabulary)
         return text, text.clone()  # two storages of their own, or the inputs of a captured graph would alias
 
     return make_batch

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.core.errors import RequestError
 
@@ -23,7 +24,7 @@ class Inputs:
 
     def __init__(self, inputs: Any) -> None:
         """Raises RequestError where there is no tensor among `inputs`."""
-        self._inputs = inputs
+        self._inputs = inputs if callable(inputs) else _each(inputs, _on_host)
         self._by_size = callable(inputs) and _takes_argument(inputs)
         tensors = [] if callable(inputs) else tensors_in(inputs)
         if not callable(inputs) and not tensors:
@@ -34,14 +35,14 @@ class Inputs:
     def at(self, batch: int | None) -> Any:
         """The inputs with `batch` samples.
 
-        They are what the function returns, or zeros of their shapes and dtypes. Raises RequestError where a function
-        wants a batch size and `batch` is None.
+        They are what the function returns; or the whole numbers that were given, in as many rows, and zeros for all
+        others. Raises RequestError where a function wants a batch size and `batch` is None.
         """
         if callable(self._inputs):
             if self._by_size and batch is None:
                 raise RequestError("inputs is a function of the batch size; pass batch=")
             return self._inputs(batch) if self._by_size else self._inputs()
-        return _like(self._inputs, self.batch, batch)
+        return _each(self._inputs, lambda tensor: _like(tensor, self.batch, batch))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -58,18 +59,39 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
     return any(p.default is p.empty and p.kind in positional for p in parameters)
 
 
-def _like(value: Any, batch: int | None, size: int | None) -> Any:
-    """Zeros of the shapes and dtypes in `value`. The first dimension is `size` where it was `batch`."""
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with all tensors in nested tuples, lists and dicts changed."""
     if isinstance(value, Tensor):
-        shape = list(value.shape)
-        if shape and size is not None and shape[0] == batch:
-            shape[0] = size
-        made = torch.zeros(shape, dtype=value.dtype)
-        if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous():
-            made = made.contiguous(memory_format=torch.channels_last)
-        return made.requires_grad_(value.requires_grad)
+        return change(value)
     if isinstance(value, dict):
-        return {name: _like(item, batch, size) for name, item in value.items()}
+        return {name: _each(item, change) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([_like(item, batch, size) for item in value])
+        return type(value)([_each(item, change) for item in value])
     return value
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu() if _is_whole(tensor) and _has_values(tensor) else tensor
+
+
+def _like(tensor: Tensor, batch: int | None, size: int | None) -> Tensor:
+    """A tensor of that shape, whose first dimension is `size` where it was `batch`."""
+    shape = list(tensor.shape)
+    if shape and size is not None and shape[0] == batch:
+        shape[0] = size
+    if _is_whole(tensor):
+        if not _has_values(tensor):
+            return torch.empty(shape, dtype=tensor.dtype)
+        return tensor[torch.arange(shape[0]) % tensor.shape[0]] if tensor.numel() and shape else tensor.clone()
+    made = torch.zeros(shape, dtype=tensor.dtype)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+        made = made.contiguous(memory_format=torch.channels_last)
+    return made.requires_grad_(tensor.requires_grad)

@@ -131,6 +131,20 @@ def test_ctc_keeps_its_forward_variables_and_takes_as_much_in_backward(where: st
     assert taken(recording) == [4 * 2 * 20 * 11]
 
 
+@row(aten.histc.default, aten._grouped_mm.default)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_count_whole_numbers_and_multiply_groups_in_each_precision(dtype: torch.dtype) -> None:
+    def program() -> None:
+        x, weight = cuda(10, 8, dtype=dtype, grad=True), cuda(3, 8, 7, dtype=dtype).mT.contiguous().mT.requires_grad_()
+        counts = torch.histc(torch.randint(3, (10,), device="cuda", dtype=torch.int32), bins=3, min=0, max=2)
+        out = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
+        assert (out.shape, out.dtype, out.stride(0)) == ((10, 7), dtype, 8)
+        out.sum().backward()
+        assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+
+    assert names(run(program)).count("_grouped_mm") == 3
+
+
 @row(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)
 def test_fused_optimizers_take_nothing_and_compute_nothing() -> None:
     def program() -> None:

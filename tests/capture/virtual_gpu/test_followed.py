@@ -49,13 +49,13 @@ KNOWN: list[Step] = [
     lambda found, n: found[n].masked_fill_(found[n] > 7, n),
     lambda found, n: found[n].zero_(),
     lambda found, n: found[n].float().cumsum(0).long(),
-    lambda found, n: found[n].cpu().to(found[n].device),
+    lambda found, n: found[n].cpu().to(found[n].device, copy=True),
 ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _gpu() -> Iterator[None]:
-    with VirtualGpu(invented=Invented()):
+def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    with VirtualGpu(invented=getattr(request, "param", Invented)()):
         yield
 
 
@@ -78,6 +78,7 @@ def UNKNOWN(found: list[Tensor], n: int) -> None:
     """Add what nobody knows: see `done`."""
 
 
+@pytest.mark.parametrize("_gpu", [Invented, lambda: None], ids=["script", "model"], indirect=True)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KNOWN), st.integers(0, 30)), max_size=12))
 def test_what_is_known_is_followed_through_views_and_writes_in_place(steps: list[tuple[Step, int]]) -> None:
@@ -85,6 +86,7 @@ def test_what_is_known_is_followed_through_views_and_writes_in_place(steps: list
         assert [tensor.tolist() for tensor in fake] == [tensor.tolist() for tensor in real]
 
 
+@pytest.mark.parametrize("_gpu", [Invented, lambda: None], ids=["script", "model"], indirect=True)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([*KNOWN[:6], *[UNKNOWN] * 3]), st.integers(0, 30)), max_size=12))
 def test_what_was_written_by_what_nobody_knows_is_not_known(steps: list[tuple[Step, int]]) -> None:

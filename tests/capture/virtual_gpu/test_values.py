@@ -29,7 +29,7 @@ def x(*shape: int) -> Tensor:
 
 
 def whole(*shape: int) -> Tensor:
-    return torch.zeros(shape or (3,), dtype=torch.int64, device="cuda")
+    return torch.randint(3, shape or (3,), device="cuda")
 
 
 def take_a_branch() -> None:
@@ -85,7 +85,7 @@ DECISIONS: dict[str, Callable[[], Any]] = {
     "equality": lambda: torch.equal(x(), x()),
     "closeness": lambda: torch.allclose(x(), x() + 1),
     "an item of many": lambda: x(3).item(),
-    "a complex item": lambda: torch.zeros((), dtype=torch.complex64, device="cuda").item(),
+    "a complex item": lambda: torch.randn((), dtype=torch.complex64, device="cuda").item(),
 }
 
 

@@ -38,6 +38,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from overspill.capture.fake_cuda.retarget import grouped_mm
 from overspill.core.errors import UnsupportedError
 
 from .casts import CAST, Casts
@@ -327,28 +328,9 @@ FAKE: dict[Any, Callable[..., Any]] = {
 """Fake implementations of our own, by op."""
 
 
-def _fake_grouped_mm(
-    mode: Any,
-    _: Any,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: None = None,  # noqa: ARG001 - of its name, and not there yet
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Fake grouped matrix product with rows padded to 16 bytes, as the kernels make them."""
-    dtype = a.dtype if out_dtype is None else out_dtype
-    # Groups are along the sum (two matrices), along rows of a stack, or along columns.
-    if a.dim() == b.dim() == 2:
-        assert offs is not None
-        leading = [offs.shape[0], a.shape[0]]
-    else:
-        leading = [*a.shape[:-1]] if b.dim() == 3 else [a.shape[1]]
-    width = 16 // dtype.itemsize
-    padded = -(-b.shape[-1] // width) * width
-    strides = [leading[-1] * padded, padded, 1][-len(leading) - 1 :]
+def _fake_grouped_mm(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Tensor:
     with mode:
-        return torch.empty_strided((*leading, b.shape[-1]), strides, dtype=dtype, device=a.device)
+        return grouped_mm(*args, **kwargs)
 
 
 # For Dynamo too, from now on: PyTorch's own refuses all precisions but bfloat16, though the kernels have others.

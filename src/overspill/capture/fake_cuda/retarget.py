@@ -234,6 +234,28 @@ def _ctc_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor
     return log_probs.new_empty(log_probs.shape)
 
 
+def _histc(x: Tensor, bins: int = 100, *_: Any) -> Tensor:
+    """Counts, of whole numbers too (aten/src/ATen/native/cuda/SummaryOps.cu, `_histc_cuda_template`)."""
+    return x.new_empty((bins,))
+
+
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Products of groups in rows padded to 16 bytes (aten/src/ATen/native/GroupedMMUtils.h); torch's fake takes bfloat16 alone."""
+    dtype = a.dtype if out_dtype is None else out_dtype
+    # Groups are along the sum (two matrices), along rows of a stack, or along columns.
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        leading = [offs.shape[0], a.shape[0]]
+    else:
+        leading = [*a.shape[:-1]] if b.dim() == 3 else [a.shape[1]]
+    width = 16 // dtype.itemsize
+    padded = -(-b.shape[-1] // width) * width
+    strides = [leading[-1] * padded, padded, 1][-len(leading) - 1 :]
+    return a.new_empty_strided((*leading, b.shape[-1]), strides, dtype=dtype)
+
+
 def _in_place(*_: Any, **__: Any) -> None:
     """In-place optimizer steps: no output (aten/src/ATen/native/cuda/FusedSgdKernel.cu, FusedAdagradKernel.cu)."""
 
@@ -255,6 +277,8 @@ FAKES: dict[Any, Callable[..., Any]] = {
     aten._fused_rms_norm_backward.default: _fused_rms_norm_backward,
     aten._ctc_loss.default: _ctc,
     aten._ctc_loss_backward.default: _ctc_backward,
+    aten.histc.default: _histc,
+    aten._grouped_mm.default: grouped_mm,
     aten.silu_backward.default: _like_its_input,
     aten.mish_backward.default: _like_its_input,
     aten._fused_sgd_.default: _in_place,

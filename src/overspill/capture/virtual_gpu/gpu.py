@@ -34,7 +34,7 @@ from .tensor_methods import TensorMethods
 from .torch_patches import factories, torch_patches
 from .triton_kernels import no_launches
 from .values.assumptions import finite, initial_scale
-from .values.invented import Invented, inventing
+from .values.invented import Invented, answering
 from .values.methods import value_patches
 from .values.unknown import UnknownNumber
 
@@ -58,7 +58,7 @@ class VirtualGpu:
         saves: bool = False, lines: bool = True,
     ) -> None:  # fmt: skip
         self.recorder, self._invented, self._saves = Recorder(lines=lines), invented, saves
-        observe = self.recorder.observe if invented is None else inventing(self.recorder.observe, self._fakes, invented)
+        observe = answering(self.recorder.observe, self._fakes, invented)
         with no_compiler():
             self._mode: FastFakeMode = FastFakeMode(finite(observe, self._fakes), self.recorder.is_of_host)
         self._capability = capability

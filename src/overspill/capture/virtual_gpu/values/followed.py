@@ -1,4 +1,4 @@
-"""Keep real values alongside fake tensors, where they follow from a script's own data.
+"""Keep real values alongside fake tensors, where they follow from constants or from a program's own data.
 
 Its own data are files, lists, and draws on the host. Values are kept by storage, as bytes on the host: views share
 them, and in-place writes change them. An op whose inputs are all known is computed as well; anything else that is
@@ -38,6 +38,8 @@ _MULTIPLY = (
 )
 _WITHOUT_VALUES = ("empty", "new_empty", "resize")
 _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
+_HOST = torch.device("cpu")
+_DRAWS = {aten.randint.default, aten.randint.low, aten.randperm.default}  # of whole numbers; on the host they are data
 _kept_bytes = 0
 
 
@@ -54,13 +56,16 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
         return False  # it has those of its storage
     if func.namespace == "c10d":  # writes what other processes have, and does not say where
         for tensor in tensors_in(args, []):
-            _forget(tensor)
+            forget(tensor)
         return False
     # In-place ops write the kept values; others make new ones.
     written = written_tensors(func, args, kwargs)
     if written:
         return _write(func, args, kwargs, written)
-    if not any(isinstance(output, FakeTensor) for output in _outputs(result)):
+    made = [output for output in _outputs(result) if isinstance(output, FakeTensor)]
+    if not made:
+        return False
+    if sum(tensor.numel() for tensor in made) > _MOST:  # as a tensor of zeros, which reads nothing
         return False
     values = computed(func, args, kwargs)
     keep(result, values)
@@ -73,7 +78,7 @@ def keep(result: Any, values: Any) -> None:
     for fake, real in zip(outputs, [None] * len(outputs) if values is None else _outputs(values), strict=True):
         if not isinstance(fake, FakeTensor):
             continue
-        _forget(fake)
+        forget(fake)
         fits = isinstance(real, Tensor) and (real.shape, real.dtype) == (fake.shape, fake.dtype)
         if fits and fake.layout is torch.strided and fake.nbytes == fake.untyped_storage().nbytes():
             _fill(fake, real)
@@ -87,27 +92,37 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> tuple[bool, Any]:
     """Run `func` on known values, changing those of `written`; success, and result."""
     name = func._schema.name.partition("::")[2]
-    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in {"aten", "prims"}:
+    tensors = tensors_in(kwargs.values(), tensors_in(args, []))
+    if func.namespace not in {"aten", "prims"} or (
+        torch.Tag.nondeterministic_seeded in func.tags and not _is_data(func, kwargs)
+    ):
         return False, None
     # Only small ops whose inputs are all known.
-    tensors = tensors_in(kwargs.values(), tensors_in(args, []))
     if name.startswith(_WITHOUT_VALUES) or not all(_is_known(tensor) for tensor in tensors):
         return False, None
     if sum(tensor.numel() for tensor in tensors) > (_MOST_MULTIPLIED if name.startswith(_MULTIPLY) else _MOST):
         return False, None
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-
-    def real(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return _values(value) if any(value is tensor for tensor in written) else values_of(value)
-        return type(value)([real(item) for item in value]) if isinstance(value, (list, tuple)) else value
-
     try:
         with torch._C._DisableTorchDispatch():
-            return True, func(*real(args), **{key: real(value) for key, value in kwargs.items()})
+            return True, func(*_real(args, written), **{key: _real(value, written) for key, value in kwargs.items()})
     except Exception:  # noqa: BLE001 - the op itself is run by others, and raises what it raises there
         return False, None
+
+
+def _is_data(func: Any, kwargs: dict[str, Any]) -> bool:
+    return func in _DRAWS and (kwargs.get("device") or _HOST) == _HOST
+
+
+def _real(value: Any, written: Sequence[Tensor]) -> Any:
+    """An argument with the values of its tensors.
+
+    A function of the module: a local one that calls itself is a cycle, in which tensors would live on.
+    """
+    if isinstance(value, Tensor):
+        return _values(value) if any(value is tensor for tensor in written) else values_of(value)
+    return type(value)([_real(item, written) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> bool:
@@ -120,7 +135,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tenso
     if known and _computed(func, args, kwargs, written)[0]:
         return True
     for tensor in written:
-        _forget(tensor)
+        forget(tensor)
     return False
 
 
@@ -176,7 +191,8 @@ def _gone(nbytes: int) -> None:
     _kept_bytes -= nbytes
 
 
-def _forget(tensor: Tensor) -> None:
+def forget(tensor: Tensor) -> None:
+    """From now on the values of `tensor` are unknown."""
     if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
         if hasattr(storage, _BYTES):

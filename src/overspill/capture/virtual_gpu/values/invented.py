@@ -124,40 +124,50 @@ def _conditions(test: ast.expr, *, wanted: bool) -> Iterator[tuple[int, bool]]:
 # --- Ops --------------------------------------------------------------------------------------------------------------
 
 
-def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented) -> Observe:
-    """Wrap `observe` to answer ops whose result or shape depends on unknown values."""
+def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented | None) -> Observe:
+    """Wrap `observe` to answer ops whose result or shape depends on values: known ones, or `invented`."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
         # A value: known, or invented.
         if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
-            known = followed.computed(func, args, kwargs)
-            return _ANSWERS[func](invented, args, sys._getframe(1)) if known is None else known
+            return _answered(observe, invented, func, args, kwargs, compute)
         # A shape that depends on values: known, or the largest.
         if func is aten._pack_padded_sequence.default and (lengths := followed.values_of(args[1])) is not None:
             args = (args[0], lengths, *args[2:])
         if (composition := _by_positions(func, args)) is not None:
             return _composed(fake_mode(), composition)
         if _has_shape_of_values(func) and args and isinstance(args[0], FakeTensor):
-            return shaped(func, args, kwargs, compute)
+            return _shaped(observe, invented, func, args, kwargs, compute)
         # Any other op: values that follow, or a guess at truth values and bounds.
         result = observe(func, args, kwargs, compute)
-        if not followed.follow(func, args, kwargs, result):
+        if not followed.follow(func, args, kwargs, result) and invented is not None:
             _guess(func, args, result)
             _bound(func, args, result)
         return result
 
-    def shaped(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
-        values = followed.computed(func, args, kwargs)
-        if values is not None:
-            result = observe(func, args, kwargs, lambda *_: _like(args[0], values))
-            followed.keep(result, values)
-            return result
-        if (largest := _LARGEST.get(func)) is None:
-            return observe(func, args, kwargs, compute)
-        invented.shaped(sys._getframe(2), func._schema.name.partition("::")[2].lstrip("_"))
-        return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
-
     return watched
+
+
+def _answered(observe: Observe, invented: Invented | None, func: Any, args: Any, kwargs: Any, compute: Any) -> Any:
+    """The value that `func` reads."""
+    if (known := followed.computed(func, args, kwargs)) is not None:
+        return known
+    return (
+        observe(func, args, kwargs, compute) if invented is None else _ANSWERS[func](invented, args, sys._getframe(2))
+    )
+
+
+def _shaped(observe: Observe, invented: Invented | None, func: Any, args: Any, kwargs: Any, compute: Any) -> Any:
+    """The result of `func`, whose shape depends on values."""
+    values = followed.computed(func, args, kwargs)
+    if values is not None:
+        result = observe(func, args, kwargs, lambda *_: _like(args[0], values))
+        followed.keep(result, values)
+        return result
+    if invented is None or (largest := _LARGEST.get(func)) is None:
+        return observe(func, args, kwargs, compute)
+    invented.shaped(sys._getframe(2), func._schema.name.partition("::")[2].lstrip("_"))
+    return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
 
 
 def _has_shape_of_values(func: Any) -> bool:

@@ -37,10 +37,7 @@ def value_patches(invented: Invented | None) -> Patches:
     originals = {name: getattr(Tensor, name) for _, name, _ in reads}
     return [
         (Tensor, "__format__", _written(Tensor.__format__)),
-        *(
-            (owner, name, _known(originals[name], invented, make(originals[name], invented)))
-            for owner, name, make in reads
-        ),
+        *((owner, name, _known(originals[name], make(originals[name], invented))) for owner, name, make in reads),
     ]
 
 
@@ -48,12 +45,8 @@ def _is_unknown(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.constant is None
 
 
-def _known(
-    original: Callable[..., Any], invented: Invented | None, replacement: Callable[..., Any]
-) -> Callable[..., Any]:
+def _known(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     """`replacement`, except where values are known."""
-    if invented is None:
-        return replacement
 
     def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _is_unknown(tensor) and (values := values_of(tensor)) is not None:
