@@ -1,4 +1,7 @@
-"""DOOR MODEL BATCH OPTIMIZER BUDGET: four steps on the card of this process; what it was like, as JSON."""
+"""DOOR MODEL BATCH OPTIMIZER BUDGET [used]: four steps on the card of this process; what it was like, as JSON.
+
+`used`: matrices were multiplied on it before.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,12 @@ from tests.gpu_rehearsal.processes import tell
 STEPS = 4
 
 
-def main(door: str, model: str, batch: str, optimizer: str, budget: str) -> None:
+def main(door: str, model: str, batch: str, optimizer: str, budget: str, used: str = "") -> None:
     """Train, and print what happened."""
+    if used:
+        x = torch.ones(8, 8, device="cuda", requires_grad=True)
+        (x @ x).sum().backward()
+        del x
     found: dict[str, object] = {"outcome": "survived"}
     done = 0
     with job(door, model, int(batch), int(budget), optimizer=optimizer) as it:

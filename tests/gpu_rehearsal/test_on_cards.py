@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tests.gpu_rehearsal.processes import found_on_card
 
+from overspill.placement.card import SPARE_BYTES
+
 MIB = 1 << 20
 CONTEXT_BYTES = 512 * MIB
 CASES = [
@@ -38,4 +40,14 @@ def test_a_card_of_the_size_of_the_budget_is_enough(
     assert found["retries"] == 0
     assert found["outcome"] == "survived" or (found["outcome"] == "InfeasibleBudget" and not is_largest)
     if found["outcome"] == "survived":
-        assert found["requested_bytes"] <= found["planned_allocated_bytes"]
+        assert found["requested_bytes"] <= found["planned_allocated_bytes"] + SPARE_BYTES
+
+
+def test_convolutions_have_their_workspaces_in_turn_and_matrices_were_multiplied_before() -> None:
+    card_bytes = 1500 * MIB + CONTEXT_BYTES
+    found = found_on_card(
+        "survive", "compile", "resnet50", 16, "sgd", card_bytes, "used", card_bytes=card_bytes, context_bytes=CONTEXT_BYTES,
+        convolution_workspace=120_000_000,
+    )  # fmt: skip
+    assert found["outcome"] == "survived"
+    assert found["retries"] == 0

@@ -135,7 +135,11 @@ class _Sharded:
         before = sum(self.before.tensors[t].nbytes for t in op.reads)
         share = sum(self.tensors[t].nbytes for t in reads) / max(1, before)
         return replace(
-            op, reads=reads, moved_bytes=int(share * op.moved_bytes), workspace_bytes=int(share * op.workspace_bytes)
+            op,
+            reads=reads,
+            moved_bytes=int(share * op.moved_bytes),
+            workspace_bytes=int(share * op.workspace_bytes),
+            workspaces=(),
         )
 
     def _gather(self, group: Group) -> Op:

@@ -110,6 +110,9 @@ class Op:
     `algorithms` are its implementations among which a schedule may choose, the fastest first, whose workspace
     `workspace_bytes` then is; empty if there is no choice.
 
+    `workspaces` are the blocks that it takes one after another, each behind the result before, where they are several or
+    lie behind a result: two gradients of a convolution. Empty: one of `workspace_bytes`, behind all results.
+
     A tensor in both `reads` and `writes` is updated in place. `recompute_reads` and `recompute_writes` are what a
     recomputation needs and makes; narrower than `reads` and `writes` if the op also updates a state, as batch norm does
     with its running statistics, and empty if the op is not `recomputable`.
@@ -142,6 +145,7 @@ class Op:
     checkpoint: int = 0
     given: tuple[int, ...] = ()
     collective: Collective | None = None
+    workspaces: tuple[int, ...] = ()
 
     def workspace_of(self, algorithm: int) -> int:
         """Workspace in bytes of an algorithm, by number. Raises IndexError if there is none."""

@@ -181,7 +181,7 @@ def _with_menu(graph: Graph, op: Op, device: Device, cudnn: int) -> Op:
         Algorithm(cost.name, cost.workspace_bytes, (launch + cost.seconds) / (launch + menu[0].seconds))
         for cost in menu
     )
-    return replace(op, workspace_bytes=algorithms[0].workspace_bytes, algorithms=algorithms)
+    return replace(op, workspace_bytes=algorithms[0].workspace_bytes, workspaces=(), algorithms=algorithms)
 
 
 def _rate(graph: Graph, op: Op, device: Device) -> float:

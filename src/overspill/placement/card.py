@@ -78,7 +78,7 @@ class Card:
         """The most that PyTorch's allocator takes from the device for `plan`.
 
         Over the plan's first steps. Blocks lie elsewhere where cuDNN takes less workspace than is likely, if none was measured, where kernels
-        make their results in another order, and where the driver gives segments at other addresses, by which the
+        make their results in another order, where matrices were multiplied before, and where the driver gives segments at other addresses, by which the
         allocator chooses among equals. The least of that may cost one more segment of the largest size. So the most
         over several ways counts.
         """
@@ -87,10 +87,11 @@ class Card:
         has_elastic = not self.is_measured and any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
         steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
         found = []
-        for share, backwards in product(SHARES if has_elastic else SHARES[-1:], (False, True)):
+        orders = product(SHARES if has_elastic else SHARES[-1:], (False, True), (False,))
+        for share, backwards, used in [*orders, (SHARES[-1], False, True)]:
             events = events_of(
                 plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups,
-                backwards=backwards, places=plan.places,
+                backwards=backwards, places=plan.places, used=used,
             )  # fmt: skip
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 from overspill.capture.compiled.given import scratch_in_pieces
 from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, Tensor, TensorKind, Verb
@@ -16,6 +17,8 @@ MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "do
 """Ops whose first call makes a library's handle."""
 ELASTIC = frozenset({"convolution", "convolution_backward"})
 """Ops whose library may take less workspace than is likely, or none."""
+THREADS = ("forward", "backward")
+"""Those that run ops; a whole step is run by the first."""
 BACKWARDS = frozenset({"native_dropout"})
 """Ops that allocate the last of their results first (aten/src/ATen/native/cuda/Dropout.cu: the mask)."""
 SLICE_BYTES = 64 << 20
@@ -32,16 +35,21 @@ def events_of(
     *,
     backwards: bool = False,
     places: Places | None = None,
+    used: bool = False,
 ) -> Events:
     """The allocations and frees of the first `steps` of `schedule`, in order.
 
     They begin with the model and its batch on an empty device. Handles of libraries are made at the first matrix
-    product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take a `share` of their workspaces. The updates
+    product of a thread, of `handle_bytes` each, and stay; of a device that is `used`, they are there before. ELASTIC ops take a `share` of their workspaces. The updates
     of each of `groups` have their temporaries at once, but for the first time, which makes the state. Ops allocate
     their results in order, but for those in BACKWARDS; or all `backwards`, with their workspaces first. What has one of
     `places` lies in an arena, which is one block.
     """
-    return _Run(graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards).events(steps)
+    run = _Run(graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards)
+    if used:
+        for thread in THREADS[: 1 if graph.whole_step else 2]:
+            run.take(thread, run.handle_bytes)
+    return run.events(steps)
 
 
 def there_before(graph: Graph) -> list[Tensor]:
@@ -107,7 +115,7 @@ class _Run:
                 op = self.graph.ops[target]
                 runs = instruction.verb is Verb.RUN
                 backward |= runs and op.phase is not Phase.FORWARD and not self.graph.whole_step
-                thread = "backward" if backward else "forward"
+                thread = THREADS[backward]
                 writes = op.writes if runs else op.recompute_writes
                 # A recomputed tensor that is still there is made a second time.
                 again = 0
@@ -132,9 +140,11 @@ class _Run:
         """Add an op that writes these tensors, with its workspace."""
         if op.phase is Phase.UPDATE:
             self.take_state()
-        if op.name in ELASTIC:
-            workspace_bytes = int(self.share * workspace_bytes)
-        temporaries = self.temporaries(op, workspace_bytes)
+        share = self.share if op.name in ELASTIC else 1.0
+        if op.workspaces and workspace_bytes == op.workspace_bytes:
+            self.take_in_turn(writes, [int(share * nbytes) for nbytes in op.workspaces])
+            return
+        temporaries = self.temporaries(op, int(share * workspace_bytes))
         if self.places is not None:
             placed = (t for t in writes if (t, self.position) in self.places.offsets)
             temporaries += (scratch_in_pieces(self.graph, op, t) for t in placed)
@@ -151,6 +161,15 @@ class _Run:
         if not self.backwards:
             self.take("workspace", temporaries)
         self.give("workspace")
+
+    def take_in_turn(self, writes: Iterable[int], sizes: list[int]) -> None:
+        """Allocate each of these tensors with a workspace behind it, which is freed before the next."""
+        pairs = [*zip_longest(writes, sizes)]
+        for tensor, nbytes in reversed(pairs) if self.backwards else pairs:
+            if tensor is not None:
+                self.take_tensor(tensor)
+            self.take("workspace", [nbytes or 0])
+            self.give("workspace")
 
     def temporaries(self, op: Op, nbytes: int) -> list[int]:
         """The blocks of a workspace.

@@ -21,7 +21,7 @@ from .batch_norm import recomputes_without_statistics, results_without_statistic
 from .given import into_given
 from .joint import JointGraph, StorageKey, is_random, is_repeatable, mutated_args, storage_bytes, storages
 from .lines import NodeLines
-from .scratch import AS_LARGE_AS_INPUT, measure, scratch_bytes
+from .scratch import AS_LARGE_AS_INPUT, measure, scratch_of
 
 GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, CLIP, UPDATE = (
     "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.clip", "step.update",
@@ -254,9 +254,10 @@ class CaptureOfStep:
         writes = tuple(dict.fromkeys([*(self.tensor_of[key] for key in keys), *updated]))
         recompute_reads, recompute_writes = self._recomputation(node, phase, reads, writes)
         self.nodes[len(self.ops)] = node
+        workspace = scratch_of(node)
         self._add_op(
             op_name(node), layer, layer_type, phase, reads, writes,
-            flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=scratch_bytes(node),
+            flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=workspace.nbytes, workspaces=workspace.blocks,
             recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
             frames=frames, checkpoint=self._checkpoint(node) if in_forward else 0,
             given=() if into_given(node) is None else tuple(self.tensor_of[key] for key in keys if sizes[key] == values[key].nbytes),

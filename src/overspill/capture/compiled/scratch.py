@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.fake_cuda.retarget import SCRATCH
-from overspill.capture.programs.workspaces import workspaces_of
+from overspill.capture.programs.workspaces import NO_WORKSPACE, Workspace, workspaces_of
 from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
 
@@ -40,10 +40,10 @@ def reduces_in_place(node: fx.Node) -> bool:
     return node.target in LOSSES and node.meta["val"].dim() == 0
 
 
-def scratch_bytes(node: fx.Node) -> int:
-    """Bytes that `node` takes while it runs, besides its results.
+def scratch_of(node: fx.Node) -> Workspace:
+    """What `node` takes while it runs, besides its results.
 
-    On the CPU those are the loss of every element, for reduced LOSSES.
+    On the CPU that is the loss of every element, for reduced LOSSES.
     """
     where = _device_of(node)
     if where.type == "cuda":
@@ -52,31 +52,28 @@ def scratch_bytes(node: fx.Node) -> int:
         major, minor = torch.cuda.get_device_capability(where)
         return _most(node, f"{major}.{minor}", room_bytes)
     if capability := CAPABILITY.get():
-        return cuda_scratch_bytes(node, capability)
+        return _most(node, capability, lambda *request: library_bytes(*request).central)
     if not reduces_in_place(node):
-        return 0
+        return NO_WORKSPACE
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
-    return prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size()
+    return Workspace(prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size())
 
 
 def measure(nodes: Iterable[fx.Node]) -> None:
-    """Run each convolution among `nodes` once, where they are for a GPU that is there; `scratch_bytes` knows them then."""
+    """Run each convolution among `nodes` once, where they are for a GPU that is there; `scratch_of` knows them then."""
     if found := [n for n in nodes if n.target in CONVOLUTIONS and _device_of(n).type == "cuda"]:
         workspaces_of(found)
 
 
-def cuda_scratch_bytes(node: fx.Node, capability: str) -> int:
-    """Likely peak of scratch bytes of `node` on a GPU of this capability."""
-    return _most(node, capability, lambda *request: library_bytes(*request).central)
-
-
-def _most(node: fx.Node, capability: str, taken: Callable[[Scratch, str, Software], int]) -> int:
+def _most(node: fx.Node, capability: str, taken: Callable[[Scratch, str, Software], int]) -> Workspace:
+    """The scratch of `node` on a GPU of this capability: a convolution's blocks in turn, of others the largest."""
     if (wanted := SCRATCH.get(node.target)) is None:
-        return 0
+        return NO_WORKSPACE
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     software = Software(torch.__version__)
     scratch = (request for _, request in wanted(args, kwargs, node.meta["val"]))
-    return max((taken(request, capability, software) for request in scratch), default=0)
+    blocks = tuple(taken(request, capability, software) for request in scratch)
+    return Workspace(max(blocks, default=0), blocks if node.target in CONVOLUTIONS else ())
 
 
 def _device_of(node: fx.Node) -> torch.device:

@@ -87,7 +87,7 @@ class CallsOfPrograms(CaptureOfStep):
         frames = dict.fromkeys(at for name in reversed(call.origins) for at in origins.get(name, ()))
         self._add_op(
             name, name, layer_type_of(name), phase, reads, writes,
-            flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=call.workspace_bytes + self._dropped_bytes(call),
+            flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=call.workspace.nbytes + self._dropped_bytes(call), workspaces=call.workspace.blocks,
             recomputable=again, recompute_reads=reads if again else (), recompute_writes=writes if again else (),
             frames=tuple(frames), given=self._allocated(call),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from overspill.capture.flops import flops_of
 from overspill.core.errors import UnsupportedError
 
 from .program import Access, Program, Statement, StatementKind, not_understood
-from .workspaces import Library, workspace_bytes
+from .workspaces import NO_WORKSPACE, Library, Workspace, workspaces
 
 FORWARD, BACKWARD = "f_", "b_"
 """Prefixes of variables, kernels and constants of the two programs."""
@@ -48,7 +48,7 @@ class Call:
     repeatable: bool
     flops: int
     moved_bytes: int
-    workspace_bytes: int = 0
+    workspace: Workspace = NO_WORKSPACE
     container: str | None = None
     """The variable that holds all results, if there are several."""
     made: list[str] = field(default_factory=list)
@@ -326,13 +326,13 @@ class _Follower:
         return {n: Access.UPDATE for name in changed for n in program.uses_of(given[name])}
 
     def measure(self) -> None:
-        """Measure the workspaces of all library calls, in bytes."""
+        """Measure the workspaces of all library calls."""
         for program in (self.found.forward, self.found.backward):
             if program is not None:
                 calls = [(call, library) for of, call, library in self.libraries if of is program]
-                found = workspace_bytes([library for _, library in calls], program.namespace, self.found.values)
-                for (call, _), nbytes in zip(calls, found, strict=True):
-                    call.workspace_bytes = nbytes
+                found = workspaces([library for _, library in calls], program.namespace, self.found.values)
+                for (call, _), workspace in zip(calls, found, strict=True):
+                    call.workspace = workspace
 
     # -- values
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ from .known_shapes import values_made_up
 
 FUNCTIONAL = "_c10d_functional"
 """Namespace of the collectives in traced graphs."""
-_known: dict[str, int] = {}
-"""Workspaces in bytes by a call's signature, for all programs of this process."""
+_known: dict[str, Workspace] = {}
+"""By a call's signature, for all programs of this process."""
 _measures = ContextVar("overspill_measures", default=True)
 
 
@@ -46,6 +46,16 @@ def nothing_measured() -> Iterator[None]:
         _measures.reset(token)
 
 
+class Workspace(NamedTuple):
+    """Peak bytes of a call beyond its results, and the blocks that it takes them in, where it has one after the other."""
+
+    nbytes: int = 0
+    blocks: tuple[int, ...] = ()
+
+
+NO_WORKSPACE = Workspace()
+
+
 class Library(NamedTuple):
     """A library call: expression, statements that run it, and variables used."""
 
@@ -54,20 +64,20 @@ class Library(NamedTuple):
     uses: Sequence[str]
 
 
-def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[int]:
-    """The workspace of each library call: peak bytes beyond its results.
+def workspaces(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[Workspace]:
+    """The workspace of each library call.
 
     `values` are the variables as fake tensors. Nothing can be measured while a profiler runs; the user is then warned.
     Raises UnsupportedError for a call that cannot be run.
     """
     if not _measures.get():
-        return [0 for _ in calls]
+        return [NO_WORKSPACE for _ in calls]
     # Only calls that are not known yet are run.
     signed = [(_signature(call, values), call) for call in calls]
     new = {}
     for signature, call in signed:
         if FUNCTIONAL in signature:
-            _known[signature] = _of_collective(call, values)
+            _known[signature] = Workspace(_of_collective(call, values))
         elif signature not in _known:
             new[signature] = call
     if new and torch.autograd._profiler_enabled():
@@ -75,14 +85,14 @@ def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], valu
             "a profiler runs while a model is compiled: what its library calls allocate for themselves is not planned for",
             stacklevel=2,
         )
-        return [_known.get(signature, 0) for signature, _ in signed]
+        return [_known.get(signature, NO_WORKSPACE) for signature, _ in signed]
     if new:
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(), values_made_up():
             _known.update(zip(new, _measured(list(new.values()), namespace, values), strict=True))
     return [_known[signature] for signature, _ in signed]
 
 
-def workspaces_of(nodes: Sequence[fx.Node]) -> list[int] | None:
+def workspaces_of(nodes: Sequence[fx.Node]) -> list[Workspace] | None:
     """The workspace of each op of a graph on CUDA, as of a library call; None where not all can be run, for lack of memory.
 
     What they were measured in is given back to the device, for no plan counts it.
@@ -91,7 +101,7 @@ def workspaces_of(nodes: Sequence[fx.Node]) -> list[int] | None:
     values = {used.name: used.meta["val"] for node in nodes for used in node.all_input_nodes}
     known = len(_known)
     try:
-        return workspace_bytes(calls, {"torch": torch}, values)
+        return workspaces(calls, {"torch": torch}, values)
     except UnsupportedError:
         return None
     finally:
@@ -123,7 +133,7 @@ def _signature(call: Library, values: Mapping[str, Any]) -> str:
     return f"{torch.get_num_threads()} {text} {shapes}"
 
 
-def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[int]:
+def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[Workspace]:
     succeeded: list[int] = []
     with allocations() as found:
         # Zeros first; samplers and solvers refuse them, and get definite inputs. Where shapes fit one count of a mask's
@@ -146,8 +156,22 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
                     break
             else:
                 raise _not_measured(call, failure)
-    peaks = [peak_of(found.by_part[part]) for part in succeeded]
-    return [most - max(results, 0) for most, results in peaks]
+    return [_workspace(found.by_part[part]) for part in succeeded]
+
+
+def _workspace(changes: Sequence[int]) -> Workspace:
+    """The workspace of a call that allocates (positive) and frees (negative) so many bytes, one after the other."""
+    most, results = peak_of(changes)
+    # Blocks that it frees itself, by what lies between their allocation and that.
+    blocks, live = [], list[int]()
+    for at, change in enumerate(changes):
+        if change > 0:
+            live.append(at)
+        elif begins := [begin for begin in live if changes[begin] == -change]:
+            live.remove(begins[-1])
+            blocks.append((begins[-1], at))
+    in_turn = all(end < begin for (_, end), (begin, _) in pairwise(blocks))
+    return Workspace(most - max(results, 0), tuple(changes[begin] for begin, _ in blocks) if in_turn else ())
 
 
 def _not_measured(call: Library, error: Exception | None) -> UnsupportedError:
