@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import overspill
 from overspill import errors
 from overspill.core import Block, Schedule, Trace
-from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError
+from overspill.core.errors import OverspillError, RequestError
 from overspill.devices import load_device
 from overspill.job import Job
 from overspill.models.registry import load
@@ -130,13 +130,6 @@ def test_a_policy_that_gives_no_schedule_is_told_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(policy_named("liveness").__class__, "_plan", lambda *_: None)
     with pytest.raises(RequestError, match="liveness gave None"):
         overspill.plan(mlp(), BATCH, nn.CrossEntropyLoss(), policy="liveness")
-
-
-def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:
-    with pytest.raises(InfeasibleBudget) as caught:
-        overspill.plan(mlp(), BATCH, nn.CrossEntropyLoss(), budget="1MiB")
-    plan = overspill.plan(mlp(), BATCH, nn.CrossEntropyLoss(), budget=caught.value.floor_bytes)
-    assert plan.peak_bytes == caught.value.floor_bytes
 
 
 PLUGIN = """

@@ -51,6 +51,14 @@ def test_a_recipe_keeps_the_bits_the_budget_and_the_checkpoints(recipe: str, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fine_tuning_trains_evaluates_writes_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    example = EXAMPLES / "16_fine_tune.py"
+    done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"identical: (\w+)$", done.stdout, re.MULTILINE) == ["True"] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
 def hf_train(folder: Path, *, how: str | None, budget: str | float, lora: bool = False, **arguments: Any) -> Ran:
     """Six steps and two evaluations by Trainer, the last batch a partial one; `how`: what is compiled."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed

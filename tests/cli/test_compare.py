@@ -14,22 +14,16 @@ from overspill.report import plot as plotting
 
 COMPARE = "compare nets:shallow --batch 512"
 SOME = "--policies auto,in-core,liveness,vdnn-all,checkpoint"
-REQUEST_KEYS = {"model", "batch", "optimizer", "gpu", "budget_bytes", "seconds", "rows"}
-ROW_KEYS = {
-    "policy", "max_bytes", "average_bytes", "offloaded_bytes", "step_seconds", "slowdown", "compute_seconds",
-    "overlapped_seconds", "exposed_transfer_seconds", "fragmentation", "fits",
-}  # fmt: skip
 
 
 def by_policy(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["policy"]: row for row in answer["rows"]}
 
 
-def test_compare_gives_the_keys_of_the_contract_for_every_policy(overspill: Overspill) -> None:
+def test_compare_gives_what_every_policy_takes_and_how_long_its_step_is(overspill: Overspill) -> None:
     done = overspill("compare alexnet --small --batch 16 --gpu titan-x --optimizer momentum --json")
     answer = done.answer
     assert done.code == 0
-    assert answer.keys() >= REQUEST_KEYS
     assert_units(answer)
     assert (answer["model"], answer["batch"], answer["optimizer"], answer["gpu"]) == (
         "alexnet",
@@ -40,7 +34,6 @@ def test_compare_gives_the_keys_of_the_contract_for_every_policy(overspill: Over
     assert answer["budget_bytes"] == 12_799_967_232  # all of the card
     assert {row["policy"] for row in answer["rows"]} == set(POLICIES)
     for row in answer["rows"]:
-        assert row.keys() >= ROW_KEYS
         assert row["fits"] is True
         assert row["error"] is None
         assert 0 < row["average_bytes"] <= row["max_bytes"] <= row["reserved_bytes"] < row["device_bytes"]
@@ -92,7 +85,9 @@ def test_where_nothing_fits_the_answer_is_no_and_names_what_would_do(overspill: 
     auto, liveness = answer["rows"]
     assert auto["policy"] == "auto"
     assert auto.keys() == liveness.keys()
-    assert {auto[key] for key in ROW_KEYS - {"policy", "fits"}} == {None}
+    assert {auto[key] for key in ("max_bytes", "offloaded_bytes", "step_seconds", "slowdown", "fragmentation")} == {
+        None
+    }
     assert "below auto's floor" in auto["error"]
     assert liveness["max_bytes"] > answer["floor_bytes"] == auto["floor_bytes"]
     again = overspill(f"{COMPARE} --policies auto,liveness --budget {answer['floor_bytes']} --json")
@@ -183,14 +178,6 @@ def test_a_missing_plotting_library_is_said_before_work_begins(
     assert done.code == 2
     assert "needs matplotlib: pip install overspill[plot]" in done.error
     assert "capturing" not in done.error
-
-
-def test_help_shows_the_options_of_compare(overspill: Overspill) -> None:
-    done = overspill("compare --help")
-    assert done.code == 0
-    for option in ("--policies", "--budget", "--gpu", "--whole-step", "--plot", "--json"):
-        assert option in done.out
-    assert "compare" in overspill("--help").out
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What each command promises: its JSON keys, its exit code, and that JSON stands alone on standard output."""
+"""What each command promises: what its JSON says (test_reference.py has its keys), its exit code, and that JSON stands alone on standard output."""
 
 from __future__ import annotations
 
@@ -21,17 +21,6 @@ from overspill.models import names
 from overspill.policies import POLICIES
 from overspill.runtime import training
 
-PLAN_KEYS = {
-    "policy", "budget_bytes", "peak_bytes", "feasible", "offloaded_bytes", "recomputed_flops", "step_seconds",
-    "in_core_step_seconds", "slowdown", "lower_bound_seconds", "plan_seconds",
-}  # fmt: skip
-TRAIN_KEYS = {
-    "model", "batch", "policy", "device", "budget_bytes", "planned_peak_bytes", "measured_peak_bytes",
-    "unmanaged_peak_bytes", "offloaded_bytes", "losses", "step_seconds",
-}  # fmt: skip
-PACK_KEYS = {
-    "solver", "blocks", "peak_bytes", "lower_bound_bytes", "bound_bytes", "gap", "optimal", "seconds", "feasible",
-}  # fmt: skip
 TIGHT = "train nets:shallow --batch 512 --budget 80%"
 
 
@@ -50,11 +39,10 @@ def assert_units(value: Any, name: str = "") -> None:
         assert isinstance(value, float)
 
 
-def test_plan_gives_the_keys_of_the_contract(overspill: Overspill) -> None:
+def test_a_plan_says_what_it_takes_of_the_card(overspill: Overspill) -> None:
     done = overspill("plan alexnet --small --batch 16 --json --gpu titan-x")
     answer = done.answer
     assert done.code == 0
-    assert answer.keys() >= PLAN_KEYS
     assert_units(answer)
     assert answer["feasible"] is True
     assert answer["gpu"] == "titan-x"
@@ -67,11 +55,10 @@ def test_plan_gives_the_keys_of_the_contract(overspill: Overspill) -> None:
     assert sum(answer["breakdown"].values()) == answer["peak_bytes"]
 
 
-def test_train_gives_the_keys_of_the_contract_and_moves_what_it_planned(overspill: Overspill, store_dir: Path) -> None:
+def test_a_run_is_identical_and_moves_what_it_planned(overspill: Overspill, store_dir: Path) -> None:
     done = overspill(f"{TIGHT} --check --json --store-dir {store_dir} --optimizer momentum")
     answer = done.answer
     assert done.code == 0
-    assert answer.keys() >= TRAIN_KEYS | {"reference_losses", "identical"}
     assert_units(answer)
     assert answer["identical"] is True
     assert answer["losses"] == answer["reference_losses"]
@@ -104,7 +91,7 @@ def test_train_tells_a_reader_the_peaks_the_losses_and_that_they_are_identical(o
 
 
 @pytest.mark.parametrize(("capacity", "code"), [(200, 0), (140, 1)])
-def test_pack_gives_the_keys_of_the_contract(
+def test_a_packing_says_whether_it_fits_and_how_near_it_is_to_the_bound(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch, capacity: int, code: int
 ) -> None:
     solvers = Registry("solver", "solvers", {"portfolio": FirstFit()})
@@ -113,7 +100,6 @@ def test_pack_gives_the_keys_of_the_contract(
     done = overspill(f"pack blocks.csv --capacity {capacity} --json")
     answer = done.answer
     assert done.code == code
-    assert answer.keys() >= PACK_KEYS
     assert_units(answer)
     assert (answer["feasible"], answer["blocks"], answer["capacity_bytes"]) == (code == 0, 2, capacity)
     assert answer["lower_bound_bytes"] == answer["bound_bytes"] == answer["peak_bytes"] == 150

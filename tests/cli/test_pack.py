@@ -233,13 +233,6 @@ def test_a_missing_library_is_named_before_the_work(overspill: Overspill, monkey
     assert "needs matplotlib: pip install overspill[plot]" in done.error
 
 
-def test_help_names_the_options(overspill: Overspill) -> None:
-    assert "pack" in overspill("--help").out
-    done = overspill("pack --help")
-    for option in ("--capacity", "--solver", "--time-limit", "--seed", "--device", "--out", "--plot", "--json"):
-        assert option in done.out
-
-
 def test_blocks_that_never_live_are_told(overspill: Overspill) -> None:
     Path("some.csv").write_text(f"{BLOCKS}n,3,3,4096\n", encoding="utf-8")
     assert "1 block ends where it begins, and takes no room" in overspill("pack some.csv").out

@@ -86,10 +86,3 @@ def test_a_wrong_request_is_one_line_with_exit_code_2(
     assert said in done.error
     assert done.answer["exit_code"] == 2
     assert not Path("mark").exists()
-
-
-def test_help_names_the_options(overspill: Overspill) -> None:
-    assert "snapshot" in overspill("--help").out
-    done = overspill("snapshot --help")
-    for option in ("--allocator-config", "--capacity", "--device", "--json"):
-        assert option in done.out

@@ -14,7 +14,7 @@ from overspill.devices import load_device
 SWEEP = "sweep nets:shallow --batch 512 --points 3"
 
 
-def test_sweep_gives_the_keys_of_the_contract_and_a_share_that_plan_takes(overspill: Overspill) -> None:
+def test_a_sweep_gives_a_share_that_plan_takes(overspill: Overspill) -> None:
     done = overspill(f"{SWEEP} --policies auto,liveness --json")
     answer = done.answer
     assert done.code == 0
