@@ -71,20 +71,6 @@ def graph_of(concrete: Any) -> StepGraph:
     return StepGraph(tuple(flat.ops), tuple(dict.fromkeys(fetches)), frozenset(flat.trained), frozenset(flat.states))
 
 
-def of_session_graph(graph: Any, fetches: Sequence[Any], trained: Sequence[str], states: Sequence[str]) -> StepGraph:
-    """The step of a TensorFlow 1 graph as a session runs `fetches`.
-
-    Variables are given by the names of their ops.
-    """
-    flat = _Flat()
-    flat.add(graph, {}, {})
-    number = {op.name: i for i, op in enumerate(flat.ops)}
-    return StepGraph(
-        tuple(flat.ops), tuple(number[fetch.name] for fetch in fetches),
-        frozenset(number[name] for name in trained), frozenset(number[name] for name in states if name in number),
-    )  # fmt: skip
-
-
 class _Flat:
     """The ops of a graph with its function calls inlined."""
 
