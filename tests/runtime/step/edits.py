@@ -175,7 +175,7 @@ EDITS: dict[str, Callable[[Job], None]] = {
         method(lambda j: nn.init.constant_(j.model.mid[2].weight, 0.01), "constant_"),
         method(lambda j: j.model.mid[2].weight.data.zero_(), "data.zero_"),
         method(lambda j: setattr(j.model.mid[1].weight, "data", torch.full((12, 12), 0.02)), "data = new"),
-        method(lambda j: j.model.load_state_dict(j.model.state_dict()), "load_state_dict"),
+        method(lambda j: j.model.load_state_dict(Job().model.state_dict()), "load_state_dict"),
         method(lambda j: j.optimizer.load_state_dict(j.optimizer.state_dict()), "optimizer.load_state_dict"),
         method(lambda j: setattr(j.model, "mid", nn.ModuleList(list(j.model.mid)[:2])), "a layer less"),
         method(lambda j: setattr(j.model, "mid", nn.ModuleList([*j.model.mid, nn.Linear(12, 12)])), "a layer more"),

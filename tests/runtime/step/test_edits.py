@@ -124,7 +124,10 @@ def _as_plain(both: Both, error: Exception) -> str:
     return f"raises {error!r}"
 
 
-QUICK = ("tied", "smaller_group", "model.drop.p=0.6", "forward hook", "gains.append", "data = new", "momentum=0.0")
+QUICK = {
+    "tied", "smaller_group", "model.drop.p=0.6", "forward hook", "gains.append", "data = new", "momentum=0.0",
+    "load_state_dict", "last.weight.mul_", "frozen or not",
+}  # fmt: skip
 """Those that do not wait for the long suite, which tries all."""
 
 

@@ -181,16 +181,6 @@ def test_the_smallest_budget_grows_with_a_larger_batch() -> None:
     assert first < second
 
 
-def test_parameters_can_be_frozen_and_thawed() -> None:
-    pair = Pair(Mlp, OPTIMIZERS["momentum"])
-    pair.train(2)
-    for model in (pair.plain.model, pair.model):
-        model.last.weight.requires_grad_(False)
-        model.first.bias.requires_grad_(True)
-    pair.train(2)
-    pair.assert_same()
-
-
 @pytest.mark.parametrize(
     "optimizer", ["adamw", *(pytest.param(o, marks=pytest.mark.long) for o in ("momentum", "adagrad", "rmsprop"))]
 )

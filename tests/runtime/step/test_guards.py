@@ -103,22 +103,6 @@ def test_synchronize_brings_all_back_to_tensors_that_the_user_holds() -> None:
     assert all(same_bits(p, expected[n]) for n, p in held.items())
 
 
-def test_weights_may_be_loaded_between_steps(pair: Pair) -> None:
-    start = made().state_dict()
-    for model in (pair.plain.model, pair.model):
-        model.load_state_dict(start)
-    pair.train(2)
-    pair.assert_same()
-
-
-def test_weights_that_are_changed_by_hand_are_trained_on(pair: Pair) -> None:
-    for model in (pair.plain.model, pair.model):
-        with torch.no_grad():
-            model.last.weight.mul_(0.5)
-    pair.train(2)
-    pair.assert_same()
-
-
 def test_optimizer_state_may_be_loaded_between_steps(pair: Pair) -> None:
     kept = copy.deepcopy(pair.plain.optimizer.state_dict())
     pair.train(2)
