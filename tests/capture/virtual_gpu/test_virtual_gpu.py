@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from tests.capture.virtual_gpu.virtual import CPU, GPU, F, batch, mlp, refused_in_another_thread
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
@@ -256,6 +258,28 @@ def test_a_data_set_sees_the_first_of_the_workers_that_were_asked_for(gpu: Virtu
         assert [next(found).tolist() for _ in range(2)] == [[15, 18], [21, 24]]
         assert get_worker_info() is None
         assert [x.tolist() for (x,) in DataLoader(TensorDataset(torch.arange(2)))] == [[0], [1]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_a_worker_are_made_by_plain_torch_which_takes_fake_parameters_too(
+    gpu: VirtualGpu, workers: int
+) -> None:
+    class Samples(Dataset[tuple[Tensor, Tensor]]):
+        modes: ClassVar[set[bool]] = set()
+        weight = nn.Parameter(torch.ones(3)).detach()
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+            self.modes.add(_get_current_dispatch_mode() is None)
+            return torch.ones(2) + n, self.weight * n
+
+    with script_patches():
+        (batch,) = DataLoader(Samples(), 2, num_workers=workers, collate_fn=list)
+    assert [real.tolist() for real, _ in batch] == [[1, 1], [2, 2]]
+    assert all(isinstance(fake, FakeTensor) and fake.shape == (3,) for _, fake in batch)
+    assert Samples.modes == {workers > 0}
 
 
 def test_bfloat16_is_said_as_torch_says_it() -> None:

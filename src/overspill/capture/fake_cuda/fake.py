@@ -64,7 +64,7 @@ class _Same:
     source: int
 
 
-_Output = _Fresh | _View | _Same | None
+_Output = _Fresh | _View | _Same | float | None  # a number itself, as the lengths that attention returns
 # Results by op and arguments, for all modes of this process: another batch size repeats many of them.
 _MEMORY: dict[tuple[Any, ...], Any] = {}
 _MOST_REMEMBERED = 1 << 18
@@ -186,6 +186,8 @@ class FastFakeMode(FakeTensorMode):
 
     def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         tensors: list[FakeTensor] = []
+        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):  # a batch on its way to the device
+            args = (self.like(args[0]),)
         try:
             key = (func, _keys(args, tensors), tuple((name, _key(kwargs[name], tensors)) for name in sorted(kwargs)))
             if func.is_view or func in _RESHAPES:  # of others, where a tensor lies in its storage decides nothing
@@ -208,9 +210,9 @@ class FastFakeMode(FakeTensorMode):
             return known[0](made)
         return self._make(known, tensors)
 
-    def _make(self, output: _Output, tensors: Sequence[FakeTensor]) -> FakeTensor | None:
-        if output is None:
-            return None
+    def _make(self, output: _Output, tensors: Sequence[FakeTensor]) -> FakeTensor | float | None:
+        if output is None or isinstance(output, (int, float)):
+            return output
         if isinstance(output, _Same):
             return tensors[output.source]
         if isinstance(output, _Fresh):
@@ -330,8 +332,8 @@ def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
 
 
 def _describe_one(output: Any, tensors: Sequence[FakeTensor], sources: dict[int, int]) -> Any:
-    if output is None:
-        return None
+    if output is None or type(output) in {int, float}:
+        return output
     if not isinstance(output, FakeTensor) or output.constant is not None or output.layout is not torch.strided:
         return _Uncacheable
     for i, tensor in enumerate(tensors):

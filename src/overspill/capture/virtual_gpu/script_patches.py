@@ -4,7 +4,7 @@ The host side of a script works for real. Three things cannot: worker processes,
 memory, which needs a driver; and profilers, which would ask one.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `_SingleProcessDataLoaderIter` and its `_next_data`,
-and `_worker_info` of its module of workers.
+the fetchers that it asks, and `_worker_info` of its module of workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,13 +24,15 @@ import torch.multiprocessing
 import torch.utils.data
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.data import dataloader
-from torch.utils.data._utils import worker
+from torch.utils.data._utils import fetch, worker
 
 from .patching import Patches, patched
 
 _WORKER = "_overspill_worker"  # on a data loader: what its first worker knows of itself
+_FETCHERS = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
 _IN_PROCESS: dict[str, Any] = {
     "num_workers": 0,
     "pin_memory": False,
@@ -52,6 +54,7 @@ def script_patches() -> AbstractContextManager[None]:
             (loader, "__init__", _in_process(loader.__init__)),
             (batches, "__init__", _as_worker(batches.__init__, lambda _, loader: loader)),
             (batches, "_next_data", _as_worker(batches._next_data, lambda loading: loading)),
+            *((kind, "fetch", _without_device(kind.fetch)) for kind in _FETCHERS),
             (sampler, "__iter__", _on_host(sampler.__iter__)),
             # Processes and GPUs of which there is one.
             (torch.multiprocessing, "spawn", _spawn),
@@ -104,6 +107,16 @@ def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Calla
         loading.__dict__.setdefault(_WORKER, getattr(loader_of(*args), _WORKER, None))
         with patched([(worker, "_worker_info", loading.__dict__[_WORKER])]):
             return load(*args)
+
+    return run
+
+
+def _without_device(fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """`fetch`, by which data sets make samples, at full speed where it is a worker's: a forked process has no device."""
+
+    def run(*args: Any) -> Any:
+        with nullcontext() if worker._worker_info is None else _disable_current_modes():
+            return fetch(*args)
 
     return run
 

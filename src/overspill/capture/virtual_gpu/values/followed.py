@@ -91,14 +91,17 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> tuple[bool, Any]:
     """Run `func` on known values, changing those of `written`; success, and result."""
-    name = func._schema.name.partition("::")[2]
+    # Most ops read weights, of which nothing is known.
     tensors = tensors_in(kwargs.values(), tensors_in(args, []))
+    if not all(map(_is_known, tensors)):
+        return False, None
+    name = func._schema.name.partition("::")[2]
     if func.namespace not in {"aten", "prims"} or (
         torch.Tag.nondeterministic_seeded in func.tags and not _is_data(func, kwargs)
     ):
         return False, None
-    # Only small ops whose inputs are all known.
-    if name.startswith(_WITHOUT_VALUES) or not all(_is_known(tensor) for tensor in tensors):
+    # Only small ops.
+    if name.startswith(_WITHOUT_VALUES):
         return False, None
     if sum(tensor.numel() for tensor in tensors) > (_MOST_MULTIPLIED if name.startswith(_MULTIPLY) else _MOST):
         return False, None
@@ -131,7 +134,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tenso
         if isinstance(tensor, FakeTensor) and _overwrites(func, tensor):
             _fill(tensor, None)
     # torch itself updates what only it knows as a constant; a second write would be wrong.
-    known = all(isinstance(tensor, FakeTensor) and _values(tensor) is not None for tensor in written)
+    known = all(isinstance(tensor, FakeTensor) and _bytes(tensor) is not None for tensor in written)
     if known and _computed(func, args, kwargs, written)[0]:
         return True
     for tensor in written:
@@ -153,21 +156,28 @@ def _values(tensor: Tensor) -> Tensor | None:
     """As `values_of`, but writes change the values of all views of `tensor`."""
     if not isinstance(tensor, FakeTensor):
         return tensor
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        return None
-    storage = tensor.untyped_storage()
-    found = getattr(storage, _BYTES, None)
-    if found is None or found.nbytes() != storage.nbytes():
+    if (found := _bytes(tensor)) is None:
         return None
     with torch._C._DisableTorchDispatch():
         plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return plain.set_(found, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def _bytes(tensor: FakeTensor) -> torch.UntypedStorage | None:
+    """The values of the storage of `tensor`, if they are known."""
+    if tensor.layout is not torch.strided:
+        return None
+    storage = tensor.untyped_storage()
+    found: torch.UntypedStorage | None = getattr(storage, _BYTES, None)
+    if found is None or found.nbytes() != storage.nbytes() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return found
+
+
 def _is_known(tensor: Tensor) -> bool:
     if not isinstance(tensor, FakeTensor):
         return not tensor.is_sparse
-    return tensor.constant is not None or _values(tensor) is not None
+    return tensor.constant is not None or _bytes(tensor) is not None
 
 
 def _fill(tensor: FakeTensor, values: Tensor | None) -> None:

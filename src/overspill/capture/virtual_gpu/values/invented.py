@@ -170,6 +170,7 @@ def _shaped(observe: Observe, invented: Invented | None, func: Any, args: Any, k
     return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
 
 
+@cache
 def _has_shape_of_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
 
