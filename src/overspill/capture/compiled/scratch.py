@@ -5,7 +5,7 @@ would keep the bytes of all of them for as long as it lives, so a captured step 
 as large as their buffer.
 
 On CUDA, kernels and libraries need workspaces while they run. `capture/fake_cuda` knows their sizes, but for those of
-convolutions: cuDNN chooses among its engines by rules of its own. On a GPU that is there each convolution is run once.
+cuDNN, which chooses among its engines by rules of its own. On a GPU that is there each of its calls is run once.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ LOSSES = frozenset({
 })  # fmt: skip
 """Ops that reduce element losses within their own storage (PyTorch 2.13, aten/src/ATen/native/Loss.cpp)."""
 CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+DROPOUTS_OF_ATTENTION = {
+    aten._scaled_dot_product_cudnn_attention.default: 5, aten._scaled_dot_product_cudnn_attention_backward.default: 13,
+}  # fmt: skip
+"""cuDNN's attention, which PyTorch takes for half precision on Hopper; and which argument is the share dropped."""
 AS_LARGE_AS_INPUT = frozenset({aten.im2col.default, aten.col2im.default})
 """Ops that resize a tensor like their input (PyTorch 2.13, aten/src/ATen/native/Im2Col.cpp, Col2Im.cpp)."""
 
@@ -47,7 +51,7 @@ def scratch_of(node: fx.Node) -> Workspace:
     """
     where = _device_of(node)
     if where.type == "cuda":
-        if node.target in CONVOLUTIONS and (measured := workspaces_of([node])) is not None:
+        if _is_cudnns(node) and (measured := workspaces_of([node])) is not None:
             return measured[0]
         major, minor = torch.cuda.get_device_capability(where)
         return _most(node, f"{major}.{minor}", room_bytes)
@@ -60,9 +64,15 @@ def scratch_of(node: fx.Node) -> Workspace:
 
 
 def measure(nodes: Iterable[fx.Node]) -> None:
-    """Run each convolution among `nodes` once, where they are for a GPU that is there; `scratch_of` knows them then."""
-    if found := [n for n in nodes if n.target in CONVOLUTIONS and _device_of(n).type == "cuda"]:
+    """Run each call of cuDNN among `nodes` once, where they are for a GPU that is there; `scratch_of` knows them then."""
+    if found := [n for n in nodes if _is_cudnns(n) and _device_of(n).type == "cuda"]:
         workspaces_of(found)
+
+
+def _is_cudnns(node: fx.Node) -> bool:
+    """Whether `node` is a convolution, or cuDNN's attention, which draws no random numbers."""
+    at = DROPOUTS_OF_ATTENTION.get(node.target)
+    return node.target in CONVOLUTIONS or (at is not None and not any(node.args[at : at + 1]))
 
 
 def _most(node: fx.Node, capability: str, taken: Callable[[Scratch, str, Software], int]) -> Workspace:

@@ -111,7 +111,8 @@ def workspaces_of(nodes: Sequence[fx.Node]) -> list[Workspace] | None:
 
 def _call_of(node: fx.Node) -> Library:
     """An op of a graph as a library call."""
-    call = ast.parse(f"result = torch.ops.{node.target}{node.args}", mode="exec").body
+    given = ", ".join([*map(repr, node.args), *(f"{name}={value!r}" for name, value in node.kwargs.items())])
+    call = ast.parse(f"result = torch.ops.{node.target}({given})", mode="exec").body
     assert isinstance(call[0], ast.Assign)
     return Library(call[0].value, call, [used.name for used in node.all_input_nodes])
 
@@ -192,7 +193,8 @@ def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]
 
 def _seeds(call: Library, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """A dropout's seed and offset, which attention reads on the host and fake tensors have on the GPU, by name."""
-    if "attention_backward" not in ast.unparse(call.node):
+    text = ast.unparse(call.node)
+    if "attention_backward" not in text or "cudnn" in text:
         return {}
     given = {name: value for name in call.uses if isinstance(value := values[name], Tensor)}
     kinds = torch.int64, torch.uint64
