@@ -143,6 +143,7 @@ class _Run:
         share = self.share if op.name in ELASTIC else 1.0
         if op.workspaces and workspace_bytes == op.workspace_bytes:
             self.take_in_turn(writes, [int(share * nbytes) for nbytes in op.workspaces])
+            self.take_handles(op, thread)
             return
         temporaries = self.temporaries(op, int(share * workspace_bytes))
         if self.places is not None:
