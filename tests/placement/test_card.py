@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 from tests.simulate.graphs import DEVICE, Build, Layer, network, schedule
@@ -223,6 +224,24 @@ def test_results_workspaces_and_handles_come_in_the_order_in_which_kernels_take_
 
     assert sizes() == [100, 1250, 5000, 7000, 64, 32, 300]
     assert sizes(backwards=True) == [100, 1250, 5000, 300, 7000, 64, 32]
+
+
+def test_blocks_in_turn_lie_behind_the_results_before_them_and_handles_may_be_there_before() -> None:
+    build = Build()
+    x = build.tensor(100, kind=TensorKind.INPUT, persistent=True)
+    of_input, of_weight = (build.tensor(n) for n in (5000, 1250))
+    build.op([x], [of_input, of_weight], workspace_bytes=900)
+    (backward,) = build.graph().ops
+    graph = replace(
+        build.graph(), ops=(replace(backward, name="convolution_backward", workspaces=(900, 300)),), whole_step=True
+    )
+
+    def sizes(**how: Any) -> list[int]:
+        return [n for n in events_of(graph, schedule((Verb.RUN, 0)), (64,), steps=1, **how).nbytes.tolist() if n]
+
+    assert sizes() == [100, 5000, 900, 1250, 300]
+    assert sizes(backwards=True) == [100, 1250, 300, 5000, 900]
+    assert sizes(share=0.5, used=True) == [64, 100, 5000, 450, 1250, 150]
 
 
 def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None:
