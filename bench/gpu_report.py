@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu import decisions, lines, tables
+from gpu.catalogue import FIRST
 from gpu.lines import Line
 
 STAND_IN = "stand-in"
@@ -70,7 +71,7 @@ def report(known: Sequence[Line]) -> tuple[str, bool]:
         "Live allocator": tables.live(found),
         "Peaks": tables.peaks(found),
         "Is a card of that size enough?": tables.survival(found),
-        **{f"Step times: {job}": tables.step_times(found, job) for job in ("gpt2", "resnet50", "decoder")},
+        **{f"Step times: {job}": tables.step_times(found, job) for job in FIRST},
         "Profile of one step": tables.profiles(found),
         "Recordings of a step": tables.recordings(found),
         "Plans by measured op times": tables.again(found),

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.runtime.compiled.either_way import same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,10 +66,6 @@ def train(model, call, x, y, steps: int = 3):
 
 def same(one, other) -> bool:
     return one[0] == other[0] and all(same_bits(v, other[1][k]) for k, v in one[1].items())
-
-
-def same_gradients(one, other) -> bool:
-    return all(same_bits(p.grad, q.grad) for p, q in zip(one.parameters(), other.parameters(), strict=True))
 
 
 @pytest.fixture

@@ -107,6 +107,26 @@ def lines_of(call: Callable[[], Any]) -> dict[Where, int]:
     return found
 
 
+def small(store: str = "host") -> Pair:
+    """Two steps by each side; nearly all is in the store."""
+    pair = Pair(Mlp, options={"store": store, "budget": 0.6})
+    pair.train(2)
+    assert pair.step._state.residency.away()
+    return pair
+
+
+def values(pair: Pair, read: str = "state_dict") -> Values:
+    return READS[read](pair.model, pair.optimizer)
+
+
+def expected(pair: Pair, read: str = "state_dict") -> Values:
+    return READS[read](pair.plain.model, pair.plain.optimizer)
+
+
+def same(found: Values, known: Values) -> bool:
+    return found.keys() == known.keys() and all(same_bits(v, known[n]) for n, v in found.items())
+
+
 @dataclass
 class Seen:
     """What one observer has seen, or the error that it got."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step import observers
-from tests.runtime.step.observers import READS, Values, explore, in_child
+from tests.runtime.step.observers import READS, Values, expected, explore, in_child, same, small, values
 from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, batch_for
 from torch import Tensor, nn
 
@@ -38,26 +38,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def small(store: str = "host") -> Pair:
-    """Two steps by each side; nearly all is in the store."""
-    pair = Pair(Mlp, options={"store": store, "budget": 0.6})
-    pair.train(2)
-    assert pair.step._state.residency.away()
-    return pair
-
-
-def values(pair: Pair, read: str = "state_dict") -> Values:
-    return READS[read](pair.model, pair.optimizer)
-
-
-def expected(pair: Pair, read: str = "state_dict") -> Values:
-    return READS[read](pair.plain.model, pair.plain.optimizer)
-
-
-def same(found: Values, known: Values) -> bool:
-    return found.keys() == known.keys() and all(same_bits(v, known[n]) for n, v in found.items())
 
 
 # -- every observer at every moment

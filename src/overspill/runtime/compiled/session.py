@@ -343,8 +343,8 @@ class Session(PlannedPeaks):
         if not needed and kinds and device.type not in kinds:  # of the host's numbers, beside a model on a GPU
             return 0
         if device.type not in self._engines:
-            engine, number = self._engines[device.type] = open_engine(self.options, device)
-            weakref.finalize(self, engine.close_dropped)
+            self._engines[device.type] = open_engine(self.options, device)
+            weakref.finalize(self, self._engines[device.type][0].close_dropped)
         engine, number = self._engines[device.type]
         with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
             engine.store.reserve(needed)
