@@ -183,6 +183,16 @@ def test_a_result_that_others_read_is_made_whole_and_the_chain_goes_on_behind_it
     assert count(divided, aten._log_softmax.default) > 8
 
 
+@pytest.mark.parametrize("words", [300, 301, 302])
+def test_rows_are_aligned_in_pieces_as_in_the_whole(words: int) -> None:
+    _, divided = check(from_bfloat16, *scores(520, words, torch.bfloat16))
+    assert divided is not None
+    slices = divided.module.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+    starts = [n.args[2] * words * torch.bfloat16.itemsize for n in slices if n.meta["val"].shape[-1] == words]
+    assert any(starts)
+    assert all(start % 16 == 0 for start in starts)
+
+
 def test_nothing_is_split_where_no_chain_is_large() -> None:
     def step(given: Tensor, large: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(given @ (large @ large), targets)

@@ -160,6 +160,37 @@ def test_what_a_program_leaves_to_libraries(body: Callable[[Tensor], Tensor]) ->
 
 
 @pytest.mark.long
+class Product(torch.autograd.Function):
+    """A product whose gradients are in float32, which autocast would compute in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient.float() @ weight.t(), x.t() @ gradient.float()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_backward_is_outside_of_autocast(backend: str) -> None:
+    plain = {"eager": lambda model: model, "inductor": torch.compile}[backend]
+    outside = torch._functorch.config.patch(backward_pass_autocast="off")
+    gradients = []
+    for compile_ in (plain, partial(overspill.compile, budget="1GiB", backend=backend)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net(lambda x: Product.apply(x.float(), torch.eye(64) * 0.3))
+        compiled = compile_(model)
+        with torch.autocast("cpu", torch.bfloat16), outside if compile_ is torch.compile else nullcontext():
+            made = compiled(torch.randn(4, 16))
+        made.float().sin().sum().backward()
+        gradients.append(model.first.weight.grad)
+    assert same_bits(*gradients)
+
+
 def test_a_library_call_that_stock_torch_compile_cannot_run_is_refused_in_a_line() -> None:  # oneDNN's LSTM, trained
     rnn = nn.LSTM(16, 16)
     step = overspill.train_step(

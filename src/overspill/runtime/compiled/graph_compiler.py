@@ -137,22 +137,20 @@ class GraphCompiler:
             )
 
     def compile(self) -> Compiled:
-        # Users call backward outside the autocast region.
-        with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
-            if self.session.options.backend == "inductor":
-                if self.session.options.on_unplanned != "warn":
-                    return self._by_inductor()
-                unchanged = copied(self.module)
-                try:
-                    return self._by_inductor()
-                except UnsupportedError as error:
-                    warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
-                    self.module = unchanged
-            # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
-            self.fakes = fake_examples(self.examples) if torch.is_grad_enabled() else []
-            self.autocast = _autocast(self.where)
-            with torch._functorch.config.patch(donated_buffer=False):
-                return self._traced(self.examples, self.partition)
+        if self.session.options.backend == "inductor":
+            if self.session.options.on_unplanned != "warn":
+                return self._by_inductor()
+            unchanged = copied(self.module)
+            try:
+                return self._by_inductor()
+            except UnsupportedError as error:
+                warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
+                self.module = unchanged
+        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
+        self.fakes = fake_examples(self.examples) if torch.is_grad_enabled() else []
+        self.autocast = _autocast(self.where)
+        with torch._functorch.config.patch(donated_buffer=False):
+            return self._traced(self.examples, self.partition)
 
     def _traced(self, examples: Sequence[Any], partition: Callable[..., Any]) -> Compiled:
         with eager_kernels() as casts, leaves_told(self.module, examples, casts):
@@ -267,8 +265,7 @@ class GraphCompiler:
             raise _Traced
 
         # Trace again with gradients of these strides.
-        off = torch._functorch.config.patch({"backward_pass_autocast": "off"})
-        with torch.enable_grad(), self.autocast, off, laid_out(layout), suppress(_Traced):
+        with torch.enable_grad(), self.autocast, laid_out(layout), suppress(_Traced):
             self._traced(self.fakes, partition)
         # Carry the plan over, if forward is still the same.
         assert self.planned is not None

@@ -273,6 +273,7 @@ class _Compiler:
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
             "activation_memory_budget": self.partition,
+            "backward_pass_autocast": "off",  # users call backward outside of autocast's region
         }
         with inductor_failures('; use backend="eager"'), torch._functorch.config.patch(functorch):
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)

@@ -79,9 +79,7 @@ def of_unrun(
                 found.append(error)
             raise Written
 
-        # Backward is outside the caller's autocast region.
-        with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
-            return compile_with_inductor(module, examples, plan, nullcontext, options.partition)
+        return compile_with_inductor(module, examples, plan, nullcontext, options.partition)
 
     # Let Inductor write the programs; `plan` above ends the compilation with Written.
     write(step, batch, backend)
