@@ -50,6 +50,11 @@ def _like_product(gradient: Tensor, mask: Tensor, *_: Any) -> Any:
     return (gradient * mask).stride() if gradient.device.type == "cpu" else suggest_memory_format(gradient)
 
 
+def _like_sum(first: int, second: int) -> Callable[..., Any]:
+    """As the sum of two arguments: a kernel of several operands follows the first of them."""
+    return lambda *args: (args[first] + args[second]).stride()
+
+
 REAL: dict[Any, Callable[..., Any]] = {
     aten._log_softmax_backward_data.default: _contiguous,
     aten.huber_loss_backward.default: _contiguous,
@@ -57,6 +62,20 @@ REAL: dict[Any, Callable[..., Any]] = {
     aten.smooth_l1_loss_backward.default: _contiguous,
     aten.log_sigmoid_forward.default: lambda x: torch.contiguous_format if x.device.type == "cpu" else None,
     aten.native_dropout_backward.default: _like_product,
+    aten.binary_cross_entropy_backward.default: lambda _, x, *__: torch.empty_like(x).stride(),
+    aten.pow.Scalar: _contiguous,
+    aten.float_power.Scalar: _contiguous,
+    aten.rrelu_with_noise_backward.default: lambda g, _, noise, *more: (noise * g).stride() if more[2] else None,
+    aten.copysign.Tensor: _like_sum(0, 1),
+    aten.div.Tensor_mode: _like_sum(0, 1),
+    aten.elu_backward.default: _like_sum(0, 5),
+    aten.hardsigmoid_backward.default: _like_sum(0, 1),
+    aten.hardswish_backward.default: _like_sum(0, 1),
+    aten.hardtanh_backward.default: _like_sum(0, 1),
+    aten.logit_backward.default: _like_sum(0, 1),
+    aten.softplus_backward.default: _like_sum(0, 1),
+    aten.special_xlog1py.default: _like_sum(0, 1),
+    aten.xlogy.Tensor: _like_sum(0, 1),
     aten._native_batch_norm_legit_functional.default: _on_cpu(0),
     aten._native_batch_norm_legit.default: _on_cpu(0),
     aten._native_batch_norm_legit.no_stats: _on_cpu(0),
