@@ -1,4 +1,7 @@
-"""Settings of the whole suite: one compute thread a process (two processes share two cores), GPU tests only with a GPU.
+"""Settings of the whole suite: one compute thread a process, GPU tests only with a GPU.
+
+Two processes share two cores, a forked child has one thread, and with several Inductor's kernels add up in an order that
+changes.
 
 Where it does not matter how good plans are, `auto` searches with a tenth of its effort; tests of their quality give an
 `Effort` themselves. Random examples are the same in every run; `HYPOTHESIS_PROFILE=default make test` draws new ones.
@@ -7,6 +10,7 @@ Where it does not matter how good plans are, `auto` searches with a tenth of its
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +20,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Else every process that a test starts compiles all that it imports, and each worker all test files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 # Dynamo empties the processor's caches to say in its log how long guards take: 35 ms for each graph.
 torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.training import same_bits
 
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 BATCH = torch.randn(2048, 64, generator=torch.Generator().manual_seed(0))
 DOORS = ["compile", "train_step"]
 
@@ -76,16 +77,6 @@ class Loop:
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Dynamo keeps what it compiles, and with several threads Inductor's kernels add up in an order that changes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
 
 
 def check_files(recording: Recording, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,15 +13,6 @@ from torch import Tensor, nn
 import overspill
 from overspill.core.errors import OverspillError, RequestError
 from overspill.runtime.training import same_bits
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels of one thread: a forked child has no others."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("read", READS)

@@ -30,16 +30,6 @@ from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.stores import HostStore
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels of one thread: a forked child has no others."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # -- every observer at every moment
 
 
