@@ -20,24 +20,29 @@ from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import BfcConfig, BuddyConfig, ChainerConfig, CnmemConfig, MxnetConfig
 
 MIB = 1 << 20
-TWINS = {"python": False, "native": True}
 IN_BOTH = ("gtbm", "pytorch")
 """Allocators that have a native counterpart: those of jobs and of live pools."""
 
 
-@pytest.fixture(params=TWINS)
+@pytest.fixture(params=[False, True], ids=["python", "native"])
 def native(request: pytest.FixtureRequest) -> bool:
-    """Whether the test is about the native core; of an allocator's own `name` that is in Python alone it is skipped there."""
-    wanted = TWINS[request.param]
-    if wanted and "name" in request.fixturenames and request.getfixturevalue("name") not in IN_BOTH:
-        pytest.skip("it has no native counterpart")
-    return wanted
+    """Whether the test is about the native core."""
+    return request.param
 
 
 @pytest.fixture(params=ALLOCATORS)
 def name(request: pytest.FixtureRequest) -> str:
     """The name of an allocator."""
     return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of allocators that are in Python alone nothing is asked of the native core."""
+    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in items]
+    items[:] = [
+        item for item, given in zip(items, params, strict=True)
+        if not (given.get("native") and given.get("name", "pytorch") not in IN_BOTH)
+    ]  # fmt: skip
 
 
 @pytest.fixture

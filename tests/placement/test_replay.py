@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.placement.conftest import IN_BOTH
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
@@ -179,6 +180,7 @@ def test_the_minimum_capacity_survives_and_one_page_less_does_not(name: str, see
     assert least == 0 or not replay(events, name, capacity_bytes=least - PAGE_BYTES, config=config).fits
 
 
+@pytest.mark.parametrize("name", IN_BOTH)
 def test_the_minimum_capacity_is_the_same_in_python_and_native(name: str, random_case: Case) -> None:
     events, _, _ = random_case(name, 3)
     assert minimum_capacity(events, name, native=True) == minimum_capacity(events, name, native=False)

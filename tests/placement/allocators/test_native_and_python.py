@@ -24,12 +24,6 @@ NEVER_GIVE_BACK = ("gtbm",)
 Case = Callable[[str, int], tuple[Events, Any, int | None]]
 
 
-@pytest.fixture(params=IN_BOTH)
-def name(request: pytest.FixtureRequest) -> str:
-    """The name of an allocator that is in both."""
-    return request.param
-
-
 def differences(one: Replay, other: Replay) -> list[str]:
     """The names of the fields in which two replays differ."""
     return [f.name for f in fields(Replay) if not np.array_equal(getattr(one, f.name), getattr(other, f.name))]
@@ -43,6 +37,7 @@ def outcome(allocator: Allocator, nbytes: int, stream: int, mobility: int) -> in
         return str(error)
 
 
+@pytest.mark.parametrize("name", IN_BOTH)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 def test_the_twins_agree_in_addresses_statistics_logs_and_failures(name: str, part: int, random_case: Case) -> None:
     each = TRACES // len(IN_BOTH) // PARTS
@@ -62,6 +57,7 @@ def test_the_twins_agree_in_addresses_statistics_logs_and_failures(name: str, pa
     assert retries > 0 or name in NEVER_GIVE_BACK
 
 
+@pytest.mark.parametrize("name", IN_BOTH)
 @pytest.mark.parametrize("seed", range(10))
 def test_the_twins_agree_call_by_call(name: str, seed: int, random_case: Case) -> None:
     events, config, capacity = random_case(name, 10**6 + seed)

@@ -41,11 +41,11 @@ def test_it_is_equation_1_where_sizes_are_powers_of_two(exponents: list[int], j:
     assert done.unusable[-1] == equation_1(sizes, j)
 
 
-def test_figure_7_the_request_of_400_finds_500_that_it_cannot_use(native: bool) -> None:
+def test_figure_7_the_request_of_400_finds_500_that_it_cannot_use() -> None:
     rows = [(ALLOCATE, i, n * MIB, 0) for i, n in enumerate((200, 100, 300))] + [(FREE, 0, 0, 0), (FREE, 2, 0, 0)]
     events, pool = Events.from_rows(rows), CnmemConfig(pool_bytes=600 * MIB, grows=False)
     for request, expected in ((100, [0, 0, 0, 0, 0]), (250, [0, 0, 0, 1, 0.4]), (400, [0, 1, 0, 1, 1])):
-        done = replay(events, "cnmem", config=pool, native=native, request_bytes=request * MIB)
+        done = replay(events, "cnmem", config=pool, request_bytes=request * MIB)
         assert done.unusable.tolist() == expected
 
 
