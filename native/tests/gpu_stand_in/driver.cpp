@@ -86,8 +86,8 @@ CUresult CUDAAPI cuDeviceTotalMem(std::size_t* nbytes, CUdevice) {
     return CUDA_SUCCESS;
 }
 
-// The runtime has the same numbers.
-int cudaDeviceGetAttribute(int* value, int attribute, int device);
+// The runtime has the same numbers. Weak: the driver can be built without it (tests/runtime/live).
+__attribute__((weak)) int cudaDeviceGetAttribute(int* value, int attribute, int device);
 CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
     return static_cast<CUresult>(cudaDeviceGetAttribute(value, static_cast<int>(attribute), device));
 }
