@@ -133,6 +133,20 @@ def test_what_a_model_makes_and_what_is_empty_is_not_known() -> None:
     assert known.tolist() == [2] * 4
 
 
+@pytest.mark.parametrize("_gpu", [Invented, lambda: None], ids=["script", "model"], indirect=True)
+def test_a_host_tensor_has_the_values_that_were_written_into_it_until_one_is_unknown() -> None:
+    rows = torch.zeros(2, 4, dtype=torch.int64)
+    rows[0, :3] = torch.arange(3, device="cuda")
+    rows[1, 0] = torch.tensor(5)
+    assert rows.tolist() == [[0, 1, 2, 0], [5, 0, 0, 0]]
+    rows[1] = torch.randint(9, (4,), device="cuda")
+    rows.add_(1)
+    for unknown in (rows, rows[0], rows + 1, torch.stack([rows, rows]), rows.cuda()):
+        assert values_of(unknown) is None
+    rows.fill_(2)
+    assert rows.tolist() == rows.cuda().tolist() == [[2] * 4] * 2
+
+
 def test_there_are_no_more_different_positions_than_places() -> None:
     scores = torch.randn(64, 10, device="cuda")
     classes = scores.argmax(1)

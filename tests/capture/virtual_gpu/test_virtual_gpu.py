@@ -14,13 +14,13 @@ import pytest
 import torch
 from tests.capture.virtual_gpu.virtual import CPU, GPU, F, batch, mlp, refused_in_another_thread
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.capture.virtual_gpu.script_patches import script_patches
+from overspill.capture.virtual_gpu.values.followed import values_of
 from overspill.core.errors import UnsupportedError
 
 
@@ -260,26 +260,42 @@ def test_a_data_set_sees_the_first_of_the_workers_that_were_asked_for(gpu: Virtu
         assert [x.tolist() for (x,) in DataLoader(TensorDataset(torch.arange(2)))] == [[0], [1]]
 
 
+def _padded(samples: list[Tensor]) -> Tensor:
+    rows = torch.zeros(len(samples), 4)
+    for row, sample in zip(rows, samples, strict=True):
+        row[: len(sample)] = sample
+    return rows
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samples_of_a_worker_are_made_by_plain_torch_which_takes_fake_parameters_too(
-    gpu: VirtualGpu, workers: int
+@pytest.mark.parametrize("collate", [default_collate, _padded])
+def test_samples_of_a_worker_are_made_by_plain_torch_unless_they_have_no_values(
+    gpu: VirtualGpu, workers: int, collate: Callable[..., Tensor]
 ) -> None:
-    class Samples(Dataset[tuple[Tensor, Tensor]]):
-        modes: ClassVar[set[bool]] = set()
-        weight = nn.Parameter(torch.ones(3)).detach()
+    class Samples(Dataset[Tensor]):
+        modes: ClassVar[list[bool]] = []
+
+        def __init__(self, values: Tensor) -> None:
+            self.values = values
 
         def __len__(self) -> int:
             return 2
 
-        def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
-            self.modes.add(_get_current_dispatch_mode() is None)
-            return torch.ones(2) + n, self.weight * n
+        def __getitem__(self, n: int) -> Tensor:
+            self.modes.append(_get_current_dispatch_mode() is None)
+            return self.values + n
+
+    def batch_of(values: Tensor) -> Tensor:
+        Samples.modes.clear()
+        (batch,) = DataLoader(Samples(values), 2, num_workers=workers, collate_fn=collate)
+        return batch
 
     with script_patches():
-        (batch,) = DataLoader(Samples(), 2, num_workers=workers, collate_fn=list)
-    assert [real.tolist() for real, _ in batch] == [[1, 1], [2, 2]]
-    assert all(isinstance(fake, FakeTensor) and fake.shape == (3,) for _, fake in batch)
-    assert Samples.modes == {workers > 0}
+        assert batch_of(torch.ones(3))[:, :3].tolist() == [[1, 1, 1], [2, 2, 2]]
+        assert Samples.modes == [workers > 0] * 2
+        unknown = batch_of(nn.Parameter(torch.ones(3)).detach())
+        assert values_of(unknown) is values_of(unknown.cuda()) is None
+        assert Samples.modes[-2:] == [False] * 2
 
 
 def test_bfloat16_is_said_as_torch_says_it() -> None:

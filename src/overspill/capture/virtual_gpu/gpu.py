@@ -34,6 +34,7 @@ from .tensor_methods import TensorMethods
 from .torch_patches import factories, torch_patches
 from .triton_kernels import no_launches
 from .values.assumptions import finite, initial_scale
+from .values.followed import touches_unknown
 from .values.invented import Invented, answering
 from .values.methods import value_patches
 from .values.unknown import UnknownNumber
@@ -60,7 +61,7 @@ class VirtualGpu:
         self.recorder, self._invented, self._saves = Recorder(lines=lines), invented, saves
         observe = answering(self.recorder.observe, self._fakes, invented)
         with no_compiler():
-            self._mode: FastFakeMode = FastFakeMode(finite(observe, self._fakes), self.recorder.is_of_host)
+            self._mode: FastFakeMode = FastFakeMode(finite(observe, self._fakes), self._is_of_host)
         self._capability = capability
         self._cuda = CudaFunctions(self.recorder, capability, memory_bytes)
         self._stack = ExitStack()
@@ -100,6 +101,9 @@ class VirtualGpu:
 
     def _fakes(self) -> FastFakeMode:
         return self._mode
+
+    def _is_of_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        return self.recorder.is_of_host(func, args, kwargs) and not touches_unknown(func, args, kwargs)
 
     def _replace(self, patches: Patches) -> None:
         """Add patches that the program has come to need, until the end of the context."""

@@ -4,7 +4,7 @@ The host side of a script works for real. Three things cannot: worker processes,
 memory, which needs a driver; and profilers, which would ask one.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `_SingleProcessDataLoaderIter` and its `_next_data`,
-the fetchers that it asks, and `_worker_info` of its module of workers.
+the fetcher of samples by index, and `_worker_info` of its module of workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,9 +30,9 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import fetch, worker
 
 from .patching import Patches, patched
+from .values import followed
 
 _WORKER = "_overspill_worker"  # on a data loader: what its first worker knows of itself
-_FETCHERS = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
 _IN_PROCESS: dict[str, Any] = {
     "num_workers": 0,
     "pin_memory": False,
@@ -47,14 +47,14 @@ _IN_PROCESS: dict[str, Any] = {
 def script_patches() -> AbstractContextManager[None]:
     """Patch data loaders, profilers and `spawn` to work in this process."""
     loader, sampler = torch.utils.data.DataLoader, torch.utils.data.RandomSampler
-    batches = dataloader._SingleProcessDataLoaderIter
+    batches, samples = dataloader._SingleProcessDataLoaderIter, fetch._MapDatasetFetcher
     return patched(
         [
             # Data loading.
             (loader, "__init__", _in_process(loader.__init__)),
             (batches, "__init__", _as_worker(batches.__init__, lambda _, loader: loader)),
             (batches, "_next_data", _as_worker(batches._next_data, lambda loading: loading)),
-            *((kind, "fetch", _without_device(kind.fetch)) for kind in _FETCHERS),
+            (samples, "fetch", _without_device(samples.fetch)),
             (sampler, "__iter__", _on_host(sampler.__iter__)),
             # Processes and GPUs of which there is one.
             (torch.multiprocessing, "spawn", _spawn),
@@ -111,12 +111,27 @@ def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Calla
     return run
 
 
+class _FakeSample(BaseException):
+    """A sample has to do with a fake tensor; no error, which a data set might catch."""
+
+
 def _without_device(fetch: Callable[..., Any]) -> Callable[..., Any]:
-    """`fetch`, by which data sets make samples, at full speed where it is a worker's: a forked process has no device."""
+    """`fetch`, by which data sets make samples, at full speed where it is a worker's: a forked process has no device.
+
+    Once more and as the program's own where it meets a tensor without values, which would leave none of its own in a plain one.
+    """
+
+    def met(*_: Any) -> None:
+        raise _FakeSample
 
     def run(*args: Any) -> Any:
-        with nullcontext() if worker._worker_info is None else _disable_current_modes():
-            return fetch(*args)
+        if worker._worker_info is not None and not followed.is_any_unknown():
+            try:
+                with _disable_current_modes(), patched([(FakeTensor, "__torch_dispatch__", classmethod(met))]):
+                    return fetch(*args)
+            except _FakeSample:
+                pass
+        return fetch(*args)
 
     return run
 

@@ -2,7 +2,7 @@
 
 Its own data are files, lists, and draws on the host. Values are kept by storage, as bytes on the host: views share
 them, and in-place writes change them. An op whose inputs are all known is computed as well; anything else that is
-written becomes unknown.
+written becomes unknown, be it a fake tensor or a real one of the host.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
+from overspill.capture.fake_cuda.fake import FastFakeMode, tensors_in, written_tensors
 
 aten = torch.ops.aten
 _BYTES = "_overspill_bytes"  # on a fake tensor's storage: a host storage with its values
+_UNKNOWN = "_overspill_unknown"  # on a real storage into which unknown values were written: one of `_unknown`
 _MOST = 1 << 23  # elements that an op reads and makes; so one that only looks at each takes milliseconds
 _MOST_MULTIPLIED = 1024  # the same of ops that do more
 _MOST_BYTES = 2 << 30  # that are kept at any time
@@ -41,6 +42,29 @@ _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.d
 _HOST = torch.device("cpu")
 _DRAWS = {aten.randint.default, aten.randint.low, aten.randperm.default}  # of whole numbers; on the host they are data
 _kept_bytes = 0
+_unknown: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_any_unknown() -> bool:
+    """Whether there is a real tensor whose values are unknown."""
+    return len(_unknown) > 0
+
+
+def is_unknown(tensor: Tensor) -> bool:
+    """Whether `tensor` is a real one, and unknown values were written into it or a view of it."""
+    return is_any_unknown() and tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _UNKNOWN)
+
+
+def without_values(value: Any, mode: FastFakeMode) -> Any:
+    """A fake tensor of `mode` for a real one whose values are unknown; else `value`."""
+    return mode.like(value) if isinstance(value, Tensor) and is_unknown(value) else value
+
+
+def touches_unknown(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether `func` reads or writes a real tensor whose values are unknown; to make a view does neither."""
+    if not is_any_unknown() or func.is_view or torch.Tag.inplace_view in func.tags:
+        return False
+    return any(map(is_unknown, tensors_in(kwargs.values(), tensors_in(args, []))))
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -54,9 +78,12 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
     """Compute values of `result` and of written tensors if possible; whether all are known."""
     if func.is_view:
         return False  # it has those of its storage
-    if func.namespace == "c10d":  # writes what other processes have, and does not say where
+    if (
+        func.namespace == "c10d"
+    ):  # writes what other processes have, and does not say where; on the host they have the same
         for tensor in tensors_in(args, []):
-            forget(tensor)
+            if isinstance(tensor, FakeTensor):
+                forget(tensor)
         return False
     # In-place ops write the kept values; others make new ones.
     written = written_tensors(func, args, kwargs)
@@ -131,18 +158,24 @@ def _real(value: Any, written: Sequence[Tensor]) -> Any:
 def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> bool:
     """Let `func` write the kept values of `written` too; forget them if it reads unknown ones."""
     for tensor in written:
-        if isinstance(tensor, FakeTensor) and _overwrites(func, tensor):
+        if _overwrites(func, tensor):
             _fill(tensor, None)
-    # torch itself updates what only it knows as a constant; a second write would be wrong.
-    known = all(isinstance(tensor, FakeTensor) and _bytes(tensor) is not None for tensor in written)
-    if known and _computed(func, args, kwargs, written)[0]:
+    # torch itself updates what only it knows as a constant, and real tensors by such; a second write would be wrong.
+    real = not all(isinstance(tensor, FakeTensor) for tensor in written)
+    inputs = tensors_in(kwargs.values(), tensors_in(args, [])) if real else written
+    if real and all(not isinstance(tensor, FakeTensor) or tensor.constant is not None for tensor in inputs):
+        known = all(map(_is_known, inputs))
+    else:
+        known = all(_bytes(one) is not None if isinstance(one, FakeTensor) else _is_known(one) for one in written)
+        known = known and _computed(func, args, kwargs, written)[0]
+    if known:
         return True
     for tensor in written:
         forget(tensor)
     return False
 
 
-def _overwrites(func: Any, tensor: FakeTensor) -> bool:
+def _overwrites(func: Any, tensor: Tensor) -> bool:
     """Whether `func` overwrites all of the storage of `tensor`; filled weights do not count as data."""
     if func not in _FILLS or tensor.layout is not torch.strided or tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
@@ -155,7 +188,7 @@ def _overwrites(func: Any, tensor: FakeTensor) -> bool:
 def _values(tensor: Tensor) -> Tensor | None:
     """As `values_of`, but writes change the values of all views of `tensor`."""
     if not isinstance(tensor, FakeTensor):
-        return tensor
+        return None if is_unknown(tensor) else tensor
     if (found := _bytes(tensor)) is None:
         return None
     with torch._C._DisableTorchDispatch():
@@ -176,14 +209,18 @@ def _bytes(tensor: FakeTensor) -> torch.UntypedStorage | None:
 
 def _is_known(tensor: Tensor) -> bool:
     if not isinstance(tensor, FakeTensor):
-        return not tensor.is_sparse
+        return not tensor.is_sparse and not is_unknown(tensor)
     return tensor.constant is not None or _bytes(tensor) is not None
 
 
-def _fill(tensor: FakeTensor, values: Tensor | None) -> None:
+def _fill(tensor: Tensor, values: Tensor | None) -> None:
     """Keep `values` as those of the whole storage of `tensor`; None: they are about to be written."""
     global _kept_bytes  # noqa: PLW0603 - of the process, as is what it counts
     storage = tensor.untyped_storage()
+    if not isinstance(tensor, FakeTensor):
+        if hasattr(storage, _UNKNOWN):
+            delattr(storage, _UNKNOWN)
+        return
     nbytes = storage.nbytes()
     if tensor.numel() > _MOST or _kept_bytes + nbytes > _MOST_BYTES:
         return
@@ -201,12 +238,20 @@ def _gone(nbytes: int) -> None:
     _kept_bytes -= nbytes
 
 
+class _Unknown:
+    """Lives as long as a storage whose values are unknown."""
+
+
 def forget(tensor: Tensor) -> None:
     """From now on the values of `tensor` are unknown."""
-    if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
-        storage = tensor.untyped_storage()
-        if hasattr(storage, _BYTES):
-            delattr(storage, _BYTES)
+    if tensor.layout is not torch.strided:
+        return
+    storage = tensor.untyped_storage()
+    if not isinstance(tensor, FakeTensor):
+        setattr(storage, _UNKNOWN, mark := _Unknown())
+        _unknown.add(mark)
+    elif hasattr(storage, _BYTES):
+        delattr(storage, _BYTES)
 
 
 def _outputs(result: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.utils._pytree import tree_map
 
 from . import followed
 from .assumptions import known
@@ -128,6 +129,8 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
     """Wrap `observe` to answer ops whose result or shape depends on values: known ones, or `invented`."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
+        if followed.touches_unknown(func, args, kwargs) and not func._schema.is_mutable:
+            args, kwargs = tree_map(lambda one: followed.without_values(one, fake_mode()), (args, kwargs))
         # A value: known, or invented.
         if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
             return _answered(observe, invented, func, args, kwargs, compute)

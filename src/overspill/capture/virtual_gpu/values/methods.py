@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from overspill.capture.virtual_gpu.patching import Patches
 
 from .assumptions import goes_on
-from .followed import values_of
+from .followed import is_unknown, values_of
 from .frames import caller
 from .invented import FRACTION, WHOLE, Invented, value_of
 from .unknown import UnknownNumber, data_dependent
@@ -42,7 +42,7 @@ def value_patches(invented: Invented | None) -> Patches:
 
 
 def _is_unknown(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.constant is None
+    return tensor.constant is None if isinstance(tensor, FakeTensor) else is_unknown(tensor)
 
 
 def _known(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
