@@ -197,6 +197,8 @@ ASKING = (
     "hf:xlnet,d_model=32,n_layer=1,n_head=2,d_inner=32",
     "hf:led,d_model=32,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2",
     "hf:mixtral,hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1",
+    "hf:phimoe,hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1",
+    "hf:glm_moe_dsa,num_hidden_layers=1",
 )
 
 

@@ -78,7 +78,8 @@ def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
     positions = max(getattr(text, "max_position_embeddings", None) or 0, 0) or None  # XLNet says -1: no limit
     length = checked_size(name, "seq_len", seq_len, default=min(_SEQ_LEN, positions or _SEQ_LEN), maximum=positions)
     window = getattr(text, "sliding_window", None)
-    is_plain = kind is CAUSAL and not (window is not None and window < length)
+    is_sparse = hasattr(text, "index_topk")  # tokens to attend to are chosen by the mask
+    is_plain = kind is CAUSAL and not is_sparse and not (window is not None and window < length)
     module = _made(name, config, _causal_attention(transformers) if is_plain else "sdpa", kind, transformers)
     if getattr(module, "loss_type", "") is None:
         # What transformers takes then, with a warning that Dynamo cannot trace.

@@ -105,6 +105,7 @@ def test_layers_of_transformers(shape: list[int], width: int, turned: bool, norm
     for other in (x, 2, 0.5, torch.empty(shape[-1]), x.double()):
         same(aten.mul.Tensor, x, other)
         same(aten.add.Tensor, x, other)
+        same(aten.add.Tensor, other, x)
 
 
 def test_the_plain_cases_are_answered_at_all() -> None:

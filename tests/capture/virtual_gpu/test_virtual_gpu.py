@@ -144,6 +144,13 @@ def test_factories_and_their_likes_go_where_they_are_told(gpu: VirtualGpu) -> No
     assert torch.empty(4, pin_memory=True).device == CPU
 
 
+def test_what_a_host_has_no_room_for_is_made_without_it_and_without_values(gpu: VirtualGpu) -> None:
+    experts = nn.Parameter(torch.empty(1 << 20, 1 << 20, dtype=torch.bfloat16))
+    assert experts.data.zero_().cuda().nbytes == gpu.recorder.live_bytes == 1 << 41
+    assert values_of(torch.zeros(1 << 28)) is None
+    assert values_of(torch.zeros(1 << 20)) is not None
+
+
 def test_types_by_name(gpu: VirtualGpu) -> None:
     there, host = torch.zeros(3, device="cuda"), torch.zeros(3)
     assert there.type() == "torch.cuda.FloatTensor"

@@ -130,7 +130,9 @@ def _embedding(weight: Tensor, indices: Tensor, *rest: Any) -> Shapes | None:
     return ((*indices.shape, weight.shape[1]),) if _plain(weight) and indices.is_contiguous() else None
 
 
-def _elementwise(x: Tensor, other: Tensor | float, **factors: float) -> Shapes | None:
+def _elementwise(x: Tensor | float, other: Tensor | float, **factors: float) -> Shapes | None:
+    if not isinstance(x, Tensor):  # torch.add(1, x)
+        return None
     alike = not isinstance(other, Tensor) or (other.shape == x.shape and _plain(other))
     return (tuple(x.shape),) if alike and not factors and type(other) is not complex and _plain(x) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from overspill.costs.scratch import Scratch
 from .lines import OpLines
 from .recording import Allocation, RecordedOp, Recording
 
+_LARGE = 1 << 30  # bytes that are not taken on the host for a tensor made from nothing
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _GEMM = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
 
@@ -156,9 +158,9 @@ class Recorder:
         if not on_device and placed is None and not inputs and self.phase is Phase.BACKWARD:
             on_device = True  # zeros that autograd's own formulas make
         if not on_device:
-            if not self._fabricating and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
-                return func(*args, **kwargs)  # real work of the host: data loading, index arithmetic
-            return compute(args, kwargs)
+            if self._fabricating or any(isinstance(tensor, FakeTensor) for tensor in inputs) or _is_large(args, kwargs):
+                return compute(args, kwargs)
+            return func(*args, **kwargs)  # real work of the host: data loading, index arithmetic
         rewrite = retarget.FAKES.get(func)
         result = compute(args, kwargs) if rewrite is None else rewrite(*args, **kwargs)
         self._record(func, args, kwargs, reads, result)
@@ -485,6 +487,14 @@ def _place(tensor: Any) -> tuple[int, int]:
 @cache
 def _dtype(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an op makes from a size what a host may have no room for, as the experts of a large model."""
+    size = args[0] if args else None
+    if not isinstance(size, (list, tuple)) or not all(isinstance(length, int) for length in size):
+        return False
+    return math.prod(size) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize >= _LARGE
 
 
 def _is_floating(dtype: torch.dtype | None) -> bool:

@@ -19,7 +19,7 @@ from overspill.capture.fake_cuda.fake import FastFakeMode, tensors_in, written_t
 
 aten = torch.ops.aten
 _BYTES = "_overspill_bytes"  # on a fake tensor's storage: a host storage with its values
-_UNKNOWN = "_overspill_unknown"  # on a real storage into which unknown values were written: one of `_unknown`
+_UNKNOWN = "_overspill_unknown"  # on a real storage into which unknown values were written: an _Unknown
 _MOST = 1 << 23  # elements that an op reads and makes; so one that only looks at each takes milliseconds
 _MOST_MULTIPLIED = 1024  # the same of ops that do more
 _MOST_BYTES = 2 << 30  # that are kept at any time
@@ -42,12 +42,23 @@ _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.d
 _HOST = torch.device("cpu")
 _DRAWS = {aten.randint.default, aten.randint.low, aten.randperm.default}  # of whole numbers; on the host they are data
 _kept_bytes = 0
-_unknown: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Unknown:
+    """Lives as long as a real storage whose values are unknown; `count` are there."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        _Unknown.count += 1
+
+    def __del__(self) -> None:
+        _Unknown.count -= 1
 
 
 def is_any_unknown() -> bool:
     """Whether there is a real tensor whose values are unknown."""
-    return len(_unknown) > 0
+    return _Unknown.count > 0
 
 
 def is_unknown(tensor: Tensor) -> bool:
@@ -78,11 +89,9 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
     """Compute values of `result` and of written tensors if possible; whether all are known."""
     if func.is_view:
         return False  # it has those of its storage
-    if (
-        func.namespace == "c10d"
-    ):  # writes what other processes have, and does not say where; on the host they have the same
+    if func.namespace == "c10d":  # writes what other processes have, and does not say where
         for tensor in tensors_in(args, []):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor):  # all processes have the same on their hosts
                 forget(tensor)
         return False
     # In-place ops write the kept values; others make new ones.
@@ -238,18 +247,13 @@ def _gone(nbytes: int) -> None:
     _kept_bytes -= nbytes
 
 
-class _Unknown:
-    """Lives as long as a storage whose values are unknown."""
-
-
 def forget(tensor: Tensor) -> None:
     """From now on the values of `tensor` are unknown."""
     if tensor.layout is not torch.strided:
         return
     storage = tensor.untyped_storage()
     if not isinstance(tensor, FakeTensor):
-        setattr(storage, _UNKNOWN, mark := _Unknown())
-        _unknown.add(mark)
+        setattr(storage, _UNKNOWN, _Unknown())
     elif hasattr(storage, _BYTES):
         delattr(storage, _BYTES)
 
