@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,20 @@ both = pytest.mark.parametrize("package", [PACKAGE, PAPERS], ids=lambda path: pa
 TOP = "overspill"  # stands for the files directly in src/overspill: they may import anything, and only cli them
 
 
-def imported_modules(path: Path, source: Path) -> Iterator[str]:
+@cache
+def imported_modules(path: Path, source: Path) -> list[str]:
     """The full names of all that the file at `path` imports, at its top or inside functions, a name in a string included."""
-    package = path.relative_to(source).parent.parts
+    package, found = path.relative_to(source).parent.parts, list[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            found += [f"{module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            found += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+    return found
 
 
 def imported_folders(path: Path, package: Path) -> set[str]:
@@ -150,7 +153,7 @@ def circles(package: Path) -> list[list[str]]:
     source = package.parent
     files = [path for pattern in ("**/*.py", "**/*.pyi") for path in package.glob(pattern)]
     paths = {module_of(path, source): path for path in sorted(files, reverse=True)}
-    imports = {name: list(imported_modules(path, source)) for name, path in paths.items()}
+    imports = {name: imported_modules(path, source) for name, path in paths.items()}
     handed_on = {
         f"{name}.{full.rsplit('.', 1)[1]}": full
         for name, path in paths.items() if path.name == "__init__.py"

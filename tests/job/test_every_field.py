@@ -29,7 +29,7 @@ DEEPER = NamedModel("decoder:width=64,depth=2,heads=4,vocabulary=64,seq_len=32")
 CAUSAL = NamedModel(
     "hf:llama,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,vocab_size=64", seq_len=8
 )
-IMAGES = NamedModel("resnet18", small=True)
+IMAGES = NamedModel("vgg11", small=True)
 CHANGED: dict[str, dict[str, Any]] = {
     "model": {"model": IMAGES},
     "batch": {"batch": 3},
