@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.errors import RequestError
-from overspill.costs import Lifetime, Workspace, addmm_uses_cublaslt, cublas_workspace_bytes, cublaslt_workspace_bytes
+from overspill.costs import Lifetime, Workspace, cublas_workspace_bytes, cublaslt_workspace_bytes
 
 MIB = 1 << 20
 USUAL = 8_519_680  # what torch.cuda.memory_snapshot shows, discuss.pytorch.org 178671
@@ -126,27 +126,6 @@ def test_a_shared_block_is_never_larger_than_the_block_that_it_shares(
     shared = cublaslt_workspace_bytes(capability, variables, release)
     assert shared.own_bytes == 0
     assert shared.nbytes <= cublas_workspace_bytes(capability, variables, release).nbytes
-
-
-@pytest.mark.parametrize(
-    ("bias", "mat1", "mat2", "dtype", "answer"),
-    [
-        ((20,), (5, 10), (10, 20), "float32", True),
-        ((20,), (1, 10), (10, 20), "bfloat16", True),
-        ((1,), (5, 10), (10, 1), "float32", False),  # one column
-        ((20,), (5, 1), (1, 20), "float32", False),  # one row
-        ((5, 20), (5, 10), (10, 20), "float32", False),  # no bias but a matrix
-        ((10,), (5, 10), (10, 20), "float32", False),
-        ((20,), (2, 5, 10), (10, 20), "float32", False),
-        ((20,), (5, 10), (10, 20), "complex64", False),
-    ],
-)
-def test_an_addmm_with_a_bias_goes_to_cublaslt(
-    bias: tuple[int, ...], mat1: tuple[int, ...], mat2: tuple[int, ...], dtype: str, answer: bool
-) -> None:
-    assert addmm_uses_cublaslt(bias, mat1, mat2, dtype) is answer
-    assert not addmm_uses_cublaslt(bias, mat1, mat2, dtype, {"DISABLE_ADDMM_CUDA_LT": "1"})
-    assert addmm_uses_cublaslt(bias, mat1, mat2, dtype, {"DISABLE_ADDMM_CUDA_LT": "true"}) is answer
 
 
 @pytest.mark.parametrize("capability", ["", "86", "sm_86", "8.60"])

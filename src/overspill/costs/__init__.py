@@ -2,7 +2,6 @@
 
 from .blas_workspace import Lifetime as Lifetime
 from .blas_workspace import Workspace as Workspace
-from .blas_workspace import addmm_uses_cublaslt as addmm_uses_cublaslt
 from .blas_workspace import cublas_workspace_bytes as cublas_workspace_bytes
 from .blas_workspace import cublaslt_workspace_bytes as cublaslt_workspace_bytes
 from .capability import capability_of as capability_of

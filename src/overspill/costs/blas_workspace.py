@@ -8,7 +8,7 @@ allocator. On CUDA a cuBLASLt handle is the cuBLAS handle, so a cuBLASLt call br
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -31,7 +31,6 @@ _LT_CAPPED = (2, 11)  # PR 168175: the size function treats an unset variable as
 _LT_SHARED = (2, 12)  # PR 175879: so does the allocation
 _LARGE_ON_BLACKWELL = (2, 12)  # PR 175344
 _LT_MAY_SHARE = (2, 8)  # PR 151163: only when asked to
-_LT_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class Lifetime(StrEnum):
@@ -97,27 +96,6 @@ def cublaslt_workspace_bytes(
         raise RequestError(f"CUBLASLT_WORKSPACE_SIZE={kib} asks for more than any GPU has; write a number of KiB")
     kept = Lifetime.KEPT if release >= _LT_KEPT else Lifetime.CALL
     return Workspace(int(nbytes), Lifetime.SHARED if shared else kept)
-
-
-def addmm_uses_cublaslt(
-    bias: Sequence[int],
-    mat1: Sequence[int],
-    mat2: Sequence[int],
-    dtype: str,
-    environment: Mapping[str, str] | None = None,
-) -> bool:
-    """Whether `addmm` of contiguous tensors of these shapes goes to cuBLASLt.
-
-    The kernel then adds the bias. addmm_out_cuda_impl in aten/src/ATen/native/cuda/Blas.cpp, CUDA 12.1 and later, beta
-    1. So does a Linear with a bias in forward; its backward, a Linear without bias, `mm` and `bmm` go to cuBLAS.
-    """
-    return (
-        (environment or {}).get("DISABLE_ADDMM_CUDA_LT") != "1"
-        and len(mat1) == len(mat2) == 2
-        and list(bias) == [mat2[1]]
-        and dtype in _LT_DTYPES
-        and min(mat2) > 1
-    )
 
 
 def _stoi(text: str) -> int:

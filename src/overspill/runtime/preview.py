@@ -261,18 +261,16 @@ def _device_of(options: Options) -> Device:
     return elsewhere(device_for(options, CPU), options.software)
 
 
-def step_graph(
-    job: Job, reserve: str | float | None = None, device: Device | None = None, *, whole_step: bool = False
-) -> Graph:
-    """The Graph of one step of a job as PyTorch runs it, captured on fake tensors, whose update is as on `device`; None: as here.
+def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
+    """The Graph of one step of a job as PyTorch runs it here, captured on fake tensors.
 
     Of several micro-batches it is that of the last, which has the update.
     """
-    return next(_captures(job, reserve, device, whole_step=whole_step)).graph
+    return next(_captures(job, None, None, whole_step=whole_step)).graph
 
 
 def _captures(job: Job, reserve: str | float | None, device: Device | None, *, whole_step: bool) -> Iterator[Captured]:
-    """Captures of the step of `step_graph`: as PyTorch runs it, then in pieces of rows."""
+    """Captures of one step: as PyTorch runs it, with the update as on `device` (None: as here), then in pieces of rows."""
     if whole_step:
         with _whole_step(_of_one_rank(job), Options(), device) as (step, batch, module):
             made: Iterator[Captured] = iter(step.captures(*batch))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.placement import ALLOCATE, FREE, ChunkedConfig, Events, allocator_named, replay
 from overspill.placement.allocators.base import Allocator
-from overspill.placement.allocators.chunked import internal_fragmentation_bound
 
 MIB = 1 << 20
 Row = tuple[int, int, int, int]
@@ -91,8 +90,7 @@ def test_a_run_wastes_no_more_than_equation_2_says_and_nothing_outside_its_block
     assert done.allocated is not None
     assert done.requested is not None
     wasted = int((done.allocated - done.requested).max(initial=0))
-    assert wasted <= internal_fragmentation_bound(most, config)
-    assert wasted < most * chunk * MIB or not most  # equation 2 as it stands
+    assert wasted <= most * (config.chunk_bytes - 1)  # equation 2, in whole bytes
     if all(nbytes > chunk * MIB // 2 for action, _, nbytes, _ in rows if action == ALLOCATE):
         assert done.peak_reserved_bytes == done.peak_allocated_bytes
 
@@ -130,7 +128,7 @@ def test_the_bound_is_reached_when_every_block_ends_one_byte_into_a_chunk(chunk:
     done = replay(Events.from_rows(rows), "chunked", config=config, curves=True)
     assert done.allocated is not None
     assert done.requested is not None
-    assert int(np.max(done.allocated - done.requested)) == internal_fragmentation_bound(7, config)
+    assert int(np.max(done.allocated - done.requested)) == 7 * (config.chunk_bytes - 1)
 
 
 def test_it_survives_on_what_its_blocks_take_where_best_fit_does_not() -> None:

@@ -46,7 +46,7 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
     found = graph.find_nodes(op="call_function", target=with_effects)
     if not found:
         return outputs
-    outputs -= sum(map(is_token, _output_descs(graph)[:outputs]))
+    outputs -= sum(map(is_token, output_descs(graph)[:outputs]))
     _drop_outputs(graph)
     # Replace each call by the plain op, whose results no longer have a token in front.
     for node in reversed(found):
@@ -72,14 +72,15 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
     return outputs
 
 
-def _output_descs(graph: fx.Graph) -> list[Any]:
+def output_descs(graph: fx.Graph) -> list[Any]:
+    """What AOTAutograd says of each output of `graph`; None of one that there is not."""
     output = graph.find_nodes(op="output")[0]
     return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
 
 
 def _drop_outputs(graph: fx.Graph) -> None:
     output = graph.find_nodes(op="output")[0]
-    pairs = list(zip(tree_leaves(output.args), _output_descs(graph), strict=True))
+    pairs = list(zip(tree_leaves(output.args), output_descs(graph), strict=True))
     kept = [(value, desc) for value, desc in pairs if not is_token(desc)]
     output.args = (tuple(value for value, _ in kept),)
     output.meta["desc"] = [desc for _, desc in kept]

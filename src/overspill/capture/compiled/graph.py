@@ -97,19 +97,18 @@ class Captured:
         return {self.tensor_of[key] for key in keys if key in self.tensor_of}
 
 
-def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str = "step") -> Captured:
+def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
     """The Graph of the step around `joint`; `inputs` describes its inputs by position."""
-    return CaptureOfStep(joint, inputs, surroundings, name).build()
+    return CaptureOfStep(joint, inputs, surroundings).build()
 
 
 class CaptureOfStep:
     """Builds the Graph around one joint graph."""
 
-    def __init__(self, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str) -> None:
+    def __init__(self, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> None:
         self.joint = joint
         self.inputs = inputs
         self.surroundings = surroundings
-        self.name = name
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []
         self.nodes: dict[int, fx.Node] = {}
@@ -149,7 +148,7 @@ class CaptureOfStep:
             )
         )
         return Captured(
-            Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs, self.whole_step, self.lines.found()),
+            Graph("step", tuple(self.tensors), tuple(self.ops), outputs, self.whole_step, self.lines.found()),
             self.joint, self.nodes, self.tensor_of,
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ from overspill.core.errors import UnsupportedError
 from .backward import Backward, Unheard
 from .casts import Casts
 from .checks import Checks
-from .effects import without_tokens
+from .effects import output_descs, without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
 from .known_values import ChangesStranger, UnknownValue, where
@@ -65,7 +65,7 @@ def joint_of_step(
     # Clean up the graph, and make sure that there is something to differentiate.
     without_tokens(graph_module.graph)
     checks.put_into(graph_module.graph)
-    descs = _output_descs(graph_module.graph)
+    descs = output_descs(graph_module.graph)
     gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
     forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
     if not gradients:
@@ -169,18 +169,13 @@ class _Function(nn.Module):
         return loss, *others
 
 
-def _output_descs(graph: fx.Graph) -> list[Any]:
-    output = graph.find_nodes(op="output")[0]
-    return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
-
-
 def returned(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of the loss and of the step's other results, in order.
 
     Raises UnsupportedError for results that are no tensors.
     """
     outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
-    found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
+    found = [n for n, d in zip(outputs, output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
     if not found or not all(isinstance(node, fx.Node) for node in found):
         raise UnsupportedError(
             "the step returns something else than its loss; return that, or a tuple of it and of other tensors"

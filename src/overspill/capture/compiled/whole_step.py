@@ -130,7 +130,6 @@ class TracedStep:
     inputs: Sequence[InputInfo]
     values: Sequence[FakeTensor]
     ops: GradientOps
-    name: str = "step"
 
     def captured(self, elsewhere: Elsewhere = ()) -> CapturedStep:
         """The captured step; `elsewhere` is on the device during all of it, and none of its ops touches that."""
@@ -145,7 +144,7 @@ class TracedStep:
     def _around(self, joint: JointGraph, elsewhere: Elsewhere) -> CapturedStep:
         around = around_step(self.values, elsewhere)
         joint = with_gathers(joint, self.ops.groups) if self.ops.groups else joint.copied()
-        return CaptureOfWholeStep(joint, list(self.inputs), self.ops, self.name, around).build()
+        return CaptureOfWholeStep(joint, list(self.inputs), self.ops, around).build()
 
 
 def trace_step(
@@ -154,7 +153,6 @@ def trace_step(
     inputs: Sequence[InputInfo],
     values: Sequence[FakeTensor],
     ops: GradientOps,
-    name: str = "step",
     named: Callable[[str], str] = str,
 ) -> TracedStep:
     """Trace one training step on fake tensors: nothing is computed.
@@ -165,7 +163,7 @@ def trace_step(
     step that cannot be captured.
     """
     backward = Backward([info.name for info in inputs], several=ops.accumulate is not None)
-    return TracedStep(joint_of_step(step, module, values, backward, named), inputs, values, ops, name)
+    return TracedStep(joint_of_step(step, module, values, backward, named), inputs, values, ops)
 
 
 def around_step(values: Sequence[FakeTensor], elsewhere: Elsewhere) -> Surroundings:
@@ -179,7 +177,7 @@ class CaptureOfWholeStep(CaptureOfStep):
     """Builds the Graph of a whole step: a joint graph, then gradients and update."""
 
     def __init__(
-        self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str, surroundings: Surroundings
+        self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, surroundings: Surroundings
     ) -> None:
         self.gradient_ops = ops
         self.sums: dict[int, fx.Node] = {}
@@ -189,7 +187,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         self.graph = joint.module.graph
         self.fake_mode: FakeTensorMode = next(n.meta["val"].fake_mode for n in joint.primals)
         self._add_placeholders(joint, inputs)
-        super().__init__(joint, inputs, surroundings, name)
+        super().__init__(joint, inputs, surroundings)
 
     def _add_placeholders(self, joint: JointGraph, inputs: list[InputInfo]) -> None:
         """Add inputs that the joint graph does not have: optimizer state, and accumulated gradients."""

@@ -20,18 +20,13 @@ from .storages import Call, Storages, storage_key
 
 
 def capture_programs(
-    programs: Storages,
-    traced: JointGraph,
-    joint: JointOfPrograms,
-    inputs: list[InputInfo],
-    surroundings: Surroundings,
-    name: str = "step",
+    programs: Storages, traced: JointGraph, joint: JointOfPrograms, inputs: list[InputInfo], surroundings: Surroundings
 ) -> Captured:
     """The Graph of the step around `programs`, which Inductor made from `traced`.
 
     `joint` has the calls of the programs as nodes.
     """
-    capture = CallsOfPrograms(joint, inputs, surroundings, name)
+    capture = CallsOfPrograms(joint, inputs, surroundings)
     capture.take(programs, traced)
     return capture.build()
 

@@ -26,7 +26,6 @@ def capture_step_of_programs(
     inputs: Sequence[InputInfo],
     ops: GradientOps,
     share: int = 1,
-    name: str = "step",
     checks: Sequence[Check] = (),
     elsewhere: tuple[tuple[TensorKind, int], ...] = (),
 ) -> CapturedStep:
@@ -37,7 +36,7 @@ def capture_step_of_programs(
     """
     joint = joint_of_step(programs, traced, share, checks)
     around = around_step([node.meta["val"] for node in traced.primals], elsewhere)
-    capture = _CaptureOfStep(joint, list(inputs), ops, name, around)
+    capture = _CaptureOfStep(joint, list(inputs), ops, around)
     capture.take(programs, traced)
     return capture.build()
 

@@ -145,12 +145,3 @@ class _SmallBlocks(CachingAllocator):
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
         self._reserved.add(nbytes if action in GAINS else -nbytes, self._owner.clock)
         self._owner.log_exchange(action, address, nbytes, stream)
-
-
-def internal_fragmentation_bound(live_blocks: int, config: ChunkedConfig | None = None) -> int:
-    """Most bytes that `live_blocks` blocks can waste in their last chunks.
-
-    With N_max blocks at once. A block of m_r bytes takes k = ceil(m_r / m_c) chunks of m_c bytes and wastes k m_c - m_r
-    < m_c (eq. 1), so that all waste less than N_max m_c (eq. 2): in whole bytes, N_max (m_c - 1) at most.
-    """
-    return live_blocks * ((config or ChunkedConfig()).chunk_bytes - 1)
