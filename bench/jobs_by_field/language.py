@@ -89,6 +89,29 @@ def qwen3(way: Way, layers: int = 2) -> Steps:
     return way.train(transformers.Qwen3ForCausalLM(config), own_loss, texts("padded"))
 
 
+@job("Qwen3-Next: a gated delta rule, attention and experts, a padding mask", needs=HF)
+def qwen3_next(way: Way) -> Steps:
+    import transformers
+
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    kinds = ["linear_attention", "full_attention"]
+    config = transformers.Qwen3NextConfig(
+        **sizes(), num_key_value_heads=2, head_dim=16, layer_types=kinds, **heads, **experts
+    )
+    return way.train(transformers.Qwen3NextForCausalLM(config), own_loss, texts("padded"))
+
+
 @job("Gemma 3 with sliding windows, a padding mask", needs=HF)
 def gemma3(way: Way) -> Steps:
     import transformers

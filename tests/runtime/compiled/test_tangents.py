@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.turns import by_turns
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import overspill
 from overspill.core.errors import InfeasibleBudget
-from overspill.runtime.compiled.tangents import without_absent
+from overspill.runtime.compiled.tangents import takes_what_is_saved, without_absent
 
 
 class TwoHeads(nn.Module):
@@ -156,6 +156,29 @@ def test_what_follows_from_a_sum_that_is_left_out_is_a_view_of_the_other_summand
     nodes = {node.name: node.meta.get("val") for node in joint.graph.nodes}
     assert nodes["view"].untyped_storage() == nodes["tangents_2_1"].untyped_storage()
     assert nodes["view"].stride() == nodes["mul"].stride() == (2, 1, 4)
+
+
+def saves(*order: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A forward that saves its sine and cosine in this order, and a backward that takes them so."""
+    aten, forward, backward = torch.ops.aten, fx.Graph(), fx.Graph()
+    x = forward.placeholder("x")
+    made = {name: forward.call_function(getattr(aten, name).default, (x,)) for name in ("sin", "cos")}
+    forward.output((x, *(made[name] for name in order)))
+    taken = {name: backward.placeholder(name) for name in order}
+    tangent = backward.placeholder("tangents_1")
+    scaled = backward.call_function(aten.mul.Tensor, (taken["sin"], tangent))
+    backward.output((backward.call_function(aten.sub.Tensor, (scaled, taken["cos"])) if "cos" in taken else scaled,))
+    return fx.GraphModule(nn.Module(), forward), fx.GraphModule(nn.Module(), backward)
+
+
+@pytest.mark.parametrize("order", [("sin", "cos"), ("cos", "sin"), ("sin",)])
+def test_a_backward_that_is_traced_again_takes_what_forward_saves(order: tuple[str, ...]) -> None:
+    forward, _ = saves("sin", "cos")
+    again, backward = saves(*order)
+    if "cos" not in order:  # it is still computed, and another backward may need more than is saved
+        assert not takes_what_is_saved(saves("sin", "cos")[1], forward, again, 1)
+    assert takes_what_is_saved(backward, again, forward, 1)
+    assert backward(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5.0))[0] == (7 if "cos" in order else 10)
 
 
 class WithLoss(nn.Module):

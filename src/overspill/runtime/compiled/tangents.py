@@ -18,6 +18,7 @@ takes the order from, `coerce_tangent_and_suggest_memory_format`.
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -207,13 +208,19 @@ def takes_what_is_saved(backward: fx.GraphModule, again: fx.GraphModule, forward
     theirs, ours = returned(forward), returned(again)
     if spelled(again) != spelled(forward) or ours[:outputs] != theirs[:outputs]:
         return False
-    inputs, needed = iter(backward.graph.find_nodes(op="placeholder")), iter(ours[outputs:])
-    at, name = next(inputs), next(needed, None)
-    for saved in theirs[outputs:]:
-        if saved == name:
-            at, name = next(inputs), next(needed, None)
+    # Its inputs in the order of what is saved, which follows from the order of backward's ops.
+    needed, saved_before = ours[outputs:], theirs[outputs:]
+    if Counter(needed) - Counter(saved_before):
+        return False
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    takes, tangent = defaultdict[str, list[fx.Node]](list), placeholders[len(needed)]
+    for name, node in zip(needed, placeholders, strict=False):
+        takes[name].append(node)
+    for saved in saved_before:
+        if takes[saved]:
+            tangent.prepend(takes[saved].pop())
         else:
-            with backward.graph.inserting_before(at):
+            with backward.graph.inserting_before(tangent):
                 backward.graph.placeholder(f"unused_{saved}")
     backward.recompile()
-    return name is None
+    return True
