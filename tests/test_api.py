@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -41,6 +42,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), *(m for _ in range(4) for m in (nn.ReLU(), nn.Linear(256, 256))))
 
 
+class Batch(NamedTuple):
+    images: Tensor
+    labels: Tensor
+
+
 BATCH = torch.randn(512, 64), torch.randint(0, 256, (512,))
 
 
@@ -65,7 +71,7 @@ def test_inputs_take_another_batch_size_and_losses_of_each_kind() -> None:
     def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(images), labels)
 
-    own = overspill.plan(mlp(), BATCH, loss, batch=128)
+    own = overspill.plan(mlp(), Batch(*BATCH), loss, batch=128)
     criterion = overspill.plan(mlp(), lambda size: (torch.zeros(size, 64), torch.zeros(size, dtype=torch.long)),
                                nn.CrossEntropyLoss(), batch=128)  # fmt: skip
     assert own.unmanaged_peak_bytes == criterion.unmanaged_peak_bytes

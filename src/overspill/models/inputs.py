@@ -60,13 +60,14 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with all tensors in nested tuples, lists and dicts changed."""
+    """`value` with all tensors in nested tuples, named ones too, lists and dicts changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         return {name: _each(item, change) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([_each(item, change) for item in value])
+        items = [_each(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
