@@ -53,6 +53,7 @@ def record_script(
     output_to_stderr: bool = False,
     time_limit: float = TIME_LIMIT,
     allow_writes: bool = False,
+    whole_steps: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ScriptRun:
     """The recording of `script` on a virtual GPU.
@@ -60,7 +61,8 @@ def record_script(
     It runs as `python script arguments…` would; the GPU has `memory_bytes`. `script` is a file, or a module's dotted
     name as `python -m` takes it. It runs in a process of its own, and is ended after that many iterations, or
     `time_limit` seconds. Files that it changes are changed for itself alone, or it is refused to, unless
-    `allow_writes`. With `output_to_stderr`, what it prints goes to standard error. Where it takes long, `tell` is
+    `allow_writes`. Of gradients that are accumulated many times before a step, and of evaluation, what repeats itself is left
+    out; with `whole_steps`, of evaluation alone. With `output_to_stderr`, what it prints goes to standard error. Where it takes long, `tell` is
     called with where it is.
 
     Raises RequestError for what is wrong with the script or raised by it, where it does not use `cuda`, and where its
@@ -72,7 +74,7 @@ def record_script(
         raise RequestError(f"time_limit={time_limit:g} is not a positive number of seconds; give some, as 600")
     request = Request(
         str(script), tuple(arguments), iterations, capability, memory_bytes, time_limit,
-        () if allow_writes else WAYS, str(Path.cwd()), dict(os.environ),
+        () if allow_writes else WAYS, str(Path.cwd()), dict(os.environ), whole_steps,
     )  # fmt: skip
     ended, left = client.run(request, output_to_stderr=output_to_stderr, tell=tell)
     if isinstance(left, BaseException):

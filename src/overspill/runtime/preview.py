@@ -181,7 +181,7 @@ def script_estimate(script: Script, options: Options, device: Device) -> Estimat
     done = record_script(
         script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
         memory_bytes=setting.device.memory_bytes, output_to_stderr=True, time_limit=script.time_limit,
-        allow_writes=script.allow_writes, tell=script.tell,
+        allow_writes=script.allow_writes, whole_steps=True, tell=script.tell,
     )  # fmt: skip
     for note in done.notes:
         script.tell(note)

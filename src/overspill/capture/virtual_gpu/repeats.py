@@ -1,40 +1,45 @@
-"""Skip repeated evaluation, whose memory use is recorded already.
+"""Skip repeated evaluation and micro-steps, whose memory use is recorded already.
 
 A script may evaluate its model a hundred times before its first step. A call without gradients is repeated if model,
 inputs and bytes on the device are as in some earlier calls: it has their peak too, so its outputs are made without
-running anything. A loop over a data loader in which only such calls happen ends early.
+running anything. A loop over a data loader in which only such calls happen ends early. A script that accumulates
+gradients may do so forty times before a step; a call with gradients is repeated if that holds for the calls before it,
+since which no optimizer took a step. Its backward then finds the gradients where they are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.data
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import Phase
 
+from .gpu import optimizer_hooks
 from .patching import patched
 
 _REPEATS = 4  # calls that are run before one is not: the allocator's cache is as it will be after two
+_MICRO_STEPS = 2  # the same of calls with gradients, each of which has a backward too
 _BATCHES = 8  # calls in a row that were not run, after which a data loader has no more
 _PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor of an output: its place in one of the output's storages."""
+    """A tensor of an output: its place in one of the output's storages; `trained`: the whole of it, with gradients."""
 
     storage: int
+    trained: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -62,42 +67,84 @@ class _Outputs:
                     return None
                 leaves.append(leaf)
                 continue
-            if leaf.layout is not torch.strided or leaf.constant is not None or leaf.requires_grad or not leaf.is_cuda:
+            storage, trained = leaf.untyped_storage(), leaf.requires_grad
+            if leaf.layout is not torch.strided or leaf.constant is not None or not leaf.is_cuda:
                 return None
-            storage = leaf.untyped_storage()
+            if trained and (leaf.is_leaf or storage.nbytes() != leaf.nbytes or storage._cdata in storages):
+                return None
             index, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
-            leaves.append(_Output(index, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype))
+            leaves.append(_Output(index, trained, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype))
         return cls(tuple(leaves), spec, tuple(nbytes for _, nbytes in storages.values()))
 
-    def made(self) -> Any:
-        """The outputs, made anew."""
+    def made(self, weights: Sequence[nn.Parameter] = ()) -> Any:
+        """The outputs, made anew; those of a call with gradients follow from `weights`, which have some."""
         # Storages first, then the tensors on them.
-        storages = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in self.nbytes]
-        leaves = [
-            storages[leaf.storage].view(leaf.dtype).as_strided(leaf.shape, leaf.stride, leaf.offset)
-            if isinstance(leaf, _Output)
-            else leaf
-            for leaf in self.leaves
+        trained = [leaf for leaf in self.leaves if isinstance(leaf, _Output) and leaf.trained]
+        again = iter(_Again.apply(trained, weights, weights[0]) if trained else ())
+        own = {leaf.storage for leaf in trained}
+        storages = [
+            None if n in own else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            for n, nbytes in enumerate(self.nbytes)
         ]
-        return tree_unflatten(leaves, self.spec)
+
+        def made(leaf: Any) -> Any:
+            storage = storages[leaf.storage] if isinstance(leaf, _Output) else None
+            if storage is None:
+                return next(again) if isinstance(leaf, _Output) else leaf
+            return storage.view(leaf.dtype).as_strided(leaf.shape, leaf.stride, leaf.offset)
+
+        return tree_unflatten([made(leaf) for leaf in self.leaves], self.spec)
+
+
+class _Again(torch.autograd.Function):
+    """Outputs of a call that is not run again, whose backward leaves gradients as they were before the call."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[_Output], weights: Sequence[nn.Parameter], _: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of `outputs`."""
+        ctx.weights = weights
+        ctx.set_materialize_grads(False)
+        return tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="cuda") for one in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, ...]:
+        """Nothing: a script may have taken the gradients away after the call, and then has new ones."""
+        for weight in ctx.weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        return None, None, None
 
 
 class Repeats:
-    """Skips repeated calls inside `cutting()`; `skipped` counts calls of models that were not run."""
+    """Skips repeated calls inside `cutting()`; `skipped` counts calls of models that were not run.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    With `whole_steps` those with gradients are run.
+    """
+
+    def __init__(self, recorder: Recorder, *, whole_steps: bool = False) -> None:
+        self._recorder, self._whole_steps = recorder, whole_steps
         self._inside = False
         self._seen: dict[Any, _Outputs] = {}
         self._times: Counter[Any] = Counter()
         self._with_gradients = 0
+        self._row: tuple[Any, _Outputs | None] = None, None  # the key and the outputs of the last calls with gradients,
+        self._in_a_row = 0  # and how many these are
         self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.skipped = 0
 
-    def cutting(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def cutting(self) -> Iterator[None]:
         """Skip repetition inside the block, within a VirtualGpu."""
         loader = torch.utils.data.DataLoader
-        return patched([(nn.Module, "__call__", self._call()), (loader, "__iter__", self._iterate(loader.__iter__))])
+        hook = optimizer_hooks.register_optimizer_step_pre_hook(lambda *_: self._end_row())
+        try:
+            with patched([(nn.Module, "__call__", self._call()), (loader, "__iter__", self._iterate(loader.__iter__))]):
+                yield
+        finally:
+            hook.remove()
+
+    def _end_row(self) -> None:
+        self._row, self._in_a_row = (None, None), 0
 
     def _call(self) -> Callable[..., Any]:
         original = nn.Module.__call__
@@ -110,12 +157,30 @@ class Repeats:
             try:
                 if torch.is_grad_enabled():
                     self._with_gradients += 1
-                    return original(module, *args, **kwargs)
+                    return self._in_training(original, module, args, kwargs)
                 return self._without_gradients(original, module, args, kwargs)
             finally:
                 self._inside = False
 
         return call
+
+    def _in_training(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        key = None if self._whole_steps else self._key(module, args, kwargs)
+        if key is None:
+            return original(module, *args, **kwargs)
+        last, outputs = self._row
+        if key != last:
+            outputs, self._in_a_row = None, 0
+        elif outputs is not None and self._in_a_row >= _MICRO_STEPS and _is_closed(module):
+            self.skipped += 1
+            weights = [parameter for parameter in module.parameters() if parameter.grad is not None]
+            with patched([(module, "forward", lambda *_, **__: outputs.made(weights))]):
+                return original(module, *args, **kwargs)
+        returned = original(module, *args, **kwargs)
+        found = _Outputs.of(returned)
+        self._in_a_row = self._in_a_row + 1 if found == outputs else 1
+        self._row = key, found
+        return returned
 
     def _without_gradients(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         key = self._key(module, args, kwargs)
@@ -147,7 +212,9 @@ class Repeats:
         leaves, spec = tree_flatten((args, kwargs))
         given: list[Any] = []
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, Tensor):
+                if leaf.requires_grad:  # so what made it goes backward too
+                    return None
                 # No element lies by the stride of a dimension of one: that of a window on a text that grows.
                 stride = [step for step, size in zip(leaf.stride(), leaf.shape, strict=True) if size != 1]
                 given.append((leaf.shape, *stride, leaf.dtype, leaf.device))
@@ -184,6 +251,20 @@ def _casts(module: nn.Module) -> int:
 
 def _is_observed(module: nn.Module) -> bool:
     """Whether the script has hooks inside `module`, or it has no weights and is not worth skipping."""
-    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+    if any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in module.modules()
+    ):
         return True
     return next(module.parameters(), None) is None
+
+
+def _is_closed(module: nn.Module) -> bool:
+    """Whether a call with gradients leaves those of its weights, and nothing else that goes backward."""
+    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if distributed.is_initialized() or all(weight.grad is None for weight in weights):
+        return False
+    if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights):
+        return False
+    kept = (value for part in module.modules() for value in tree_leaves(vars(part)))
+    return not any(isinstance(value, Tensor) and value.grad_fn is not None for value in kept)

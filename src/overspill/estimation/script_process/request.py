@@ -28,6 +28,7 @@ class Request:
     ways: tuple[str, ...]
     folder: str
     environment: dict[str, str]
+    whole_steps: bool
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
             saves=answer.way == "overlay",
         )  # fmt: skip
         progress = Iterations(gpu.recorder, request.iterations, answer.is_complete)
-        answer.watch(progress, repeats := Repeats(gpu.recorder))
+        answer.watch(progress, repeats := Repeats(gpu.recorder, whole_steps=request.whole_steps))
         with gpu, script_patches(), progress.watching(), repeats.cutting(), patched([(os, "_exit", answer.on_exit)]):
             _run(program, answer)
             if answer.is_mine:
@@ -302,7 +302,7 @@ def _notes(progress: Iterations, request: Request, ended_by: str) -> Iterator[st
 def _more_notes(repeats: Repeats, invented: Invented) -> Iterator[str]:
     """Notes on code that was not run, and on invented values."""
     if repeats.skipped:
-        yield f"evaluation that repeated itself was cut short: {repeats.skipped} calls of models were not run again"
+        yield f"what repeated itself was cut short: {repeats.skipped} calls of models were not run again"
     for (place, op), _ in zip(invented.shapes, range(_MOST_LINES), strict=False):
         yield f"{_lines([place])} runs {op}, whose shape depends on values: the largest that it can be was taken"
     if invented.sizes:
