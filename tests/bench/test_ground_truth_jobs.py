@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from ground_truth import dnnmem, jobs, torchvision_models, transformer_models
-from ground_truth.beside import DEFINITIONS
 
 # Published counts: torchvision's documentation (less 990 classes where a network has 10), the hub's model cards.
 PARAMETERS = {
@@ -47,13 +45,12 @@ PARAMETERS = {
 ALONE = "OVERSPILL_GROUND_TRUTH_ALONE"  # set by test_accuracy.py, which runs this file in a process of its own
 
 
-def _there(package: str, variable: str) -> bool:
-    return bool(os.environ.get(variable)) or DEFINITIONS.exists() or importlib.util.find_spec(package) is not None
-
-
 def need(model: str) -> None:
-    if model in torchvision_models.NETWORKS and not _there("torchvision", "OVERSPILL_TORCHVISION"):
-        pytest.skip("needs torchvision; see bench/ground_truth/torchvision_models.py")
+    if model in torchvision_models.NETWORKS:
+        try:
+            torchvision_models.torchvision()
+        except SystemExit:
+            pytest.skip("needs torchvision: make definitions")
     if model in (*transformer_models.NETWORKS, "BERT"):
         if not os.environ.get(ALONE):
             pytest.skip("puts an old transformers before the installed one: runs in a process of its own")
