@@ -36,7 +36,7 @@ def of_two(x: Tensor, y: Tensor) -> Iterator[tuple[Any, ...]]:
     yield from ((op, x, y) for op in (aten.copysign.Tensor, aten.special_xlog1py.default, aten.xlogy.Tensor))
     for op in (aten.hardsigmoid_backward, aten.hardswish_backward, aten.logit_backward):
         yield op.default, x, y
-    yield aten.div.Tensor_mode, x, y
+    yield from ((aten.div.Tensor_mode, *pair) for pair in ((x, y), (7, 2)))
     yield aten.elu_backward.default, x, 1.0, 1.0, 1.0, False, y
     yield aten.hardtanh_backward.default, x, y, 0.0, 1.0
     yield aten.softplus_backward.default, x, y, 1.0, 20.0

@@ -51,8 +51,13 @@ def _like_product(gradient: Tensor, mask: Tensor, *_: Any) -> Any:
 
 
 def _like_sum(first: int, second: int) -> Callable[..., Any]:
-    """As the sum of two arguments: a kernel of several operands follows the first of them."""
-    return lambda *args: (args[first] + args[second]).stride()
+    """As the sum of two arguments: a kernel of several operands follows the first of them. Both may be numbers."""
+
+    def found(*args: Any) -> Any:
+        summed = args[first] + args[second]
+        return summed.stride() if isinstance(summed, Tensor) else None
+
+    return found
 
 
 REAL: dict[Any, Callable[..., Any]] = {
