@@ -10,8 +10,8 @@ Autocast too is followed as in eager: each cast is made once (`casts.py`), and b
 the user calls `loss.backward()` outside of its region.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `py_kernels`, `_dispatch_cache` and `_op_dk`,
-`torch._functorch.config.backward_pass_autocast`, the fake implementations of `torch._subclasses.fake_impls`, and
-`torch._C._AutoDispatchBelowAutograd`.
+`torch._functorch.config.backward_pass_autocast`, that `fx.Graph.eliminate_dead_code` asks `torch._inductor.config.fallback_random`,
+the fake implementations of `torch._subclasses.fake_impls`, and `torch._C._AutoDispatchBelowAutograd`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch._decomp  # registers the Python kernels
 import torch._functorch.config
+import torch._inductor.config
 import torch._meta_registrations
 import torch._refs  # registers more of them
 from torch import Tensor, nn
@@ -80,6 +81,8 @@ def eager_kernels() -> Iterator[Casts]:
         try:
             with (
                 torch._functorch.config.patch({"backward_pass_autocast": "off"}),
+                # A draw that nobody reads stays, since others then draw what they draw in eager.
+                torch._inductor.config.patch({"fallback_random": True}),
                 patch.dict(op_implementations_dict, FAKE),
                 patch.object(nn.RNNBase, "flatten_parameters", lambda _: None),  # it looks at addresses
                 casts.watched(),
