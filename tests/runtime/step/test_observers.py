@@ -67,8 +67,8 @@ class NoLock:
         pass
 
 
-def fetched_when_armed(self: Guarded) -> None:
-    if self._gate is not None and not self._gate.is_tracing:
+def fetched_when_armed(self: Guarded, **_: object) -> None:
+    if self._gate is not None and not torch.compiler.is_compiling():
         self._bring_now()
 
 
@@ -80,7 +80,7 @@ def nothing_held() -> Iterator[Callable[[], None]]:
 DEFECTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
     "no lock": (gate, "RLock", NoLock, ("thread",)),
     "guards that ask only for what was away when the last step ended": (
-        Guarded, "_fetch", fetched_when_armed, ("thread", "finalizer", "fork"),
+        Guarded, "fetch", fetched_when_armed, ("thread", "finalizer", "fork"),
     ),
     "signals that are not held": (gate, "held_signals", nothing_held, ("Ctrl-C",)),
     "a step that is not noticed from within": (Gate, "_busy", lambda _, work: work(), ("finalizer",)),
