@@ -32,6 +32,8 @@ FROM_FLOOR = 16
 """Plans made from the fewest live bytes upwards, to find the smallest card."""
 MOST_FLOORS = 8
 """Floors that are followed to the smallest plan."""
+HOPE = 1.1
+"""Where the plan of fewest live bytes takes more than so many times the room, one of more is not looked for."""
 FIRST_EFFORT = 0.2
 """Share of the effort with which plans are made to find where they no longer fit."""
 
@@ -64,7 +66,9 @@ class CardSearch(Generic[T]):
         except InfeasibleBudget:
             low = 0
         if not low:
-            self.from_floor()
+            least, *_ = self.from_floor(alone=True)
+            if least.plan.taken_bytes <= HOPE * self._room_bytes:
+                self.from_floor()
         elif self._at(low, FIRST_EFFORT).plan.slowdown > 1:
             beyond = (live for live in islice(upwards_from(low), UPWARDS) if live <= self._room_bytes)
             self._at_all([low, *beyond])
