@@ -384,7 +384,7 @@ def estimated(script: Script, sources: Path, site: Path) -> Outcome:
     """Run the command on a copy of the script's repository."""
     repository = sources / script.repository.partition("/")[2]
     if not (repository / script.file).is_file():
-        return Outcome(script.name, None, f"{script.repository} has no {script.file} in {sources}", 0.0, 0.0, 0.0)
+        return Outcome(script.name, None, f"{script.repository} has no {script.file} in {sources}", 0.0, 0.0)
     with tempfile.TemporaryDirectory() as made:
         copy = Path(made) / repository.name
         shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
@@ -403,7 +403,7 @@ def estimated(script: Script, sources: Path, site: Path) -> Outcome:
         try:
             ran = run([sys.executable, *command.split()], text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
-            return Outcome(script.name, None, f"no answer in {SECONDS} seconds", SECONDS, 0.0, 0.0)
+            return Outcome(script.name, None, f"no answer in {SECONDS} seconds", SECONDS, 0.0)
         seconds, ended = time.perf_counter() - started, _cpu_seconds()
         run([sys.executable, "-c", IMPORTS, file], check=True)
     return _read(script.name, ran, *(round(spent, 1) for spent in (seconds, ended - used, _cpu_seconds() - ended)))

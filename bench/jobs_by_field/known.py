@@ -60,7 +60,7 @@ KNOWN: dict[tuple[str, str], Known] = {
     ("qwen3-next", "compile-inductor"): Known(
         OTHER_BITS,
         "",
-        "stock torch.compile of it differs from one compilation to another, in last bits; not explained yet",
+        "not explained yet: in one of five processes stock with and without reuse of buffers differed from each other too",
     ),
     **{("retinanet", f"compile{k}"): BESIDE for k in ("", "-inductor")},
     ("retinanet", "train_step-inductor"): Known(

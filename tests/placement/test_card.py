@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,16 @@ from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card
 from overspill.placement.card_events import events_of
-from overspill.placement.card_search import GRID, HALVINGS, UPWARDS, least_of, on_grid, upwards_from
+from overspill.placement.card_search import (
+    FROM_FLOOR,
+    GRID,
+    HALVINGS,
+    UPWARDS,
+    CardSearch,
+    least_of,
+    on_grid,
+    upwards_from,
+)
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
@@ -38,6 +48,20 @@ def survives(plan: Plan, capacity_bytes: int, card: Card = CARD) -> bool:
     events = events_of(plan.graph, plan.schedule, card.handle_bytes)
     done = replay(events, "pytorch", capacity_bytes=capacity_bytes - card.context_bytes, config=card.config)
     return done.fits and not done.retries
+
+
+@pytest.mark.parametrize(("room", "larger"), [(1950, FROM_FLOOR), (1500, 0)])
+def test_no_larger_plan_is_looked_for_where_the_least_takes_far_more_than_the_room(room: int, larger: int) -> None:
+    asked = []
+
+    def make(live: int, effort: float) -> tuple[None, Any]:
+        if live < 1000:
+            raise InfeasibleBudget("infeasible", budget_bytes=live, floor_bytes=1000, cause="a test")
+        asked.extend([live] if effort == 1 else [])
+        return None, SimpleNamespace(peak_bytes=live, taken_bytes=2 * live, unmanaged_peak_bytes=4000)
+
+    assert CardSearch(room, make, lambda plan: plan).fastest() is None
+    assert (min(asked), len(asked)) == (1000, 1 + larger)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 1.0, 1.5])
