@@ -147,19 +147,28 @@ class ExactSearch {
 
     bool empty(int block) const { return blocks_.piece_first[block] == blocks_.piece_first[block + 1]; }
 
+    // Two blocks live together where a piece of one begins within a piece of the other, or at its first section.
     void find_neighbours() {
         const int n = blocks_.count();
+        std::vector<std::vector<int>> beginning(blocks_.sections);
+        for (int block = 0; block < n; ++block)
+            for (int piece = blocks_.piece_first[block]; piece < blocks_.piece_first[block + 1]; ++piece)
+                beginning[blocks_.piece_start[piece]].push_back(block);
         neighbours_.resize(n);
         std::vector<int> seen(n, -1);
         for (int block = 0; block < n; ++block) {
             seen[block] = block;
-            blocks_.each_section(block, [&](int t) {
-                for (const int other : covers_[t]) {
+            const auto note = [&](const std::vector<int>& others) {
+                for (const int other : others) {
                     if (seen[other] == block) continue;
                     seen[other] = block;
                     neighbours_[block].push_back(other);
                 }
-            });
+            };
+            for (int piece = blocks_.piece_first[block]; piece < blocks_.piece_first[block + 1]; ++piece) {
+                note(covers_[blocks_.piece_start[piece]]);
+                for (int t = blocks_.piece_start[piece] + 1; t < blocks_.piece_end[piece]; ++t) note(beginning[t]);
+            }
         }
     }
 
