@@ -78,7 +78,7 @@ def chosen(
 ) -> tuple[Plan, float | None]:
     """What Overspill does at a budget: the plan, and the partition that it is of."""
     among = Partitioned(partitions)
-    found = among.best_plan(lambda captured: plan(captured.graph, budget))
+    found = among.best_plan(lambda one, _: plan(one.graph, budget))
     return found, among.of(found.graph).partition
 
 

@@ -16,7 +16,7 @@ from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
-from overspill.placement.card import Card
+from overspill.placement.card import Card, TooSlow
 from overspill.placement.card_events import events_of
 from overspill.placement.card_search import (
     FROM_FLOOR,
@@ -75,6 +75,21 @@ def test_a_plan_survives_on_a_card_of_exactly_the_budget(share: float) -> None:
     assert plan.device_bytes <= budget
     assert survives(plan, budget)
     assert (share < 1) == (plan.offloaded_bytes + plan.recomputed_ops > 0)
+
+
+def test_a_plan_that_is_too_slow_even_with_all_the_room_waits_and_is_made_as_without_a_limit() -> None:
+    taken = CARD.unmanaged_bytes(STEP, DEVICE) - CARD.context_bytes
+    budget = CARD.context_bytes + int(0.7 * taken)
+
+    def make(live: int) -> tuple[None, Plan]:
+        return None, make_plan(STEP, DEVICE, "auto", live)
+
+    with pytest.raises(TooSlow) as found:
+        CARD.planned(budget, make, 0.9)
+    _, plan = found.value.planned()
+    assert found.value.hoped.slowdown < plan.slowdown
+    assert replace(plan, plan_seconds=0) == replace(planned(budget), plan_seconds=0)
+    assert CARD.planned(budget, make, plan.slowdown)[1].schedule == plan.schedule
 
 
 def test_what_fits_as_it_is_is_planned_once_and_no_size_is_planned_for_thrice() -> None:

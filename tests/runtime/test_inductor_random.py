@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -104,8 +105,8 @@ def test_gradients_are_the_loss_s_slope_at_the_masks_that_were_drawn(
 ) -> None:
     """Also where the partition that saves least is taken."""
 
-    def of_the_last(self: Partitioned[object], plan: Callable[[object], Plan]) -> Plan:
-        return plan(list(islice(self, last))[-1])
+    def of_the_last(self: Partitioned[object], plan: Callable[[object, float], Plan]) -> Plan:
+        return plan(list(islice(self, last))[-1], math.inf)
 
     monkeypatch.setattr(Partitioned, "best_plan", of_the_last)
     model, x = made(Dropouts)

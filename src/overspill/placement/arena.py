@@ -27,6 +27,10 @@ from .packing import Limits, Solver
 from .place import REPLANS
 
 T = TypeVar("T")
+NEAR = 1.02
+"""Slowdown up to which there is little to be gained."""
+MANY_OPS = 1000
+"""Of a step with more ops, whose plans take seconds each, one that is so near is not improved."""
 ALIGNMENT = 512
 """Alignment of addresses in bytes, as PyTorch's CUDA allocator gives, by which libraries choose their kernels."""
 
@@ -146,7 +150,7 @@ def plan_in_arena(
         if least is None or found[1].taken_bytes < least[1].taken_bytes:
             least = found
         over = found[1].taken_bytes - room_bytes
-        if over <= 0 and not is_least and found[1].slowdown > 1:
+        if over <= 0 and not is_least and found[1].slowdown > _worth_effort(found[1].graph):
             better = at(max(1, asked), 1.0)
             if better[1].taken_bytes <= room_bytes and better[1].step_seconds <= found[1].step_seconds:
                 return better
@@ -156,6 +160,11 @@ def plan_in_arena(
         asked = less if left > 1 else 1  # the last to try is what has the least live bytes
     assert least is not None
     return least
+
+
+def _worth_effort(graph: Graph) -> float:
+    """The slowdown above which a plan is made again with all of the effort."""
+    return NEAR if len(graph.ops) > MANY_OPS else 1.0
 
 
 def in_arena(plan: Plan, solver: Solver, limits: Limits, grain: int = 1) -> Plan:

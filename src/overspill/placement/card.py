@@ -6,6 +6,7 @@ takes from the device for them is simulated, over the first steps of a run and b
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from overspill.policies.in_core import Liveness
 
 from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
-from .arena import in_arena, plan_in_arena
+from .arena import NEAR, in_arena, plan_in_arena
 from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of, there_before
 from .card_search import FIRST_EFFORT, CardSearch, Tried, on_grid
 from .packing import DEFAULT, solver_named
@@ -37,14 +38,20 @@ SHARES = (0.0, 0.5, 1.0)
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
 """Orders among equal free blocks that are tried."""
 LOOSE = 1.05
-"""Share of its live bytes that a plan in an arena may take before the caching allocator is tried too."""
-NEAR = 1.02
-"""Slowdown up to which it is not: there is little to be gained."""
+"""Share of its live bytes that a plan in an arena may take before the caching allocator is tried too, if it is not NEAR."""
 ARENA_GRAIN_BYTES = 1 << 20
 """An arena that ends between two multiples of this costs the same: the allocator's segments are multiples of 2 MiB, and
 blocks are small up to 1 MiB."""
 SPARE_BYTES = 4 << 20
 """Two small segments, for scalars and other small blocks that no plan counts."""
+
+
+class TooSlow(Exception):
+    """A card's plan is slower than is worth it, even if live bytes had all the room: `hoped` is that one; `planned` plans on."""
+
+    def __init__(self, hoped: Plan, planned: Callable[[], tuple[object, Plan]]) -> None:
+        super().__init__()
+        self.hoped, self.planned = hoped, planned
 
 
 @dataclass(frozen=True)
@@ -155,11 +162,14 @@ class Card:
         threads = {op.phase is Phase.FORWARD or graph.whole_step for op in graph.ops if op.name in MATRIX_PRODUCTS}
         return len(threads) * sum(self.handle_bytes)
 
-    def planned(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
+    def planned(
+        self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]], worth: float = math.inf
+    ) -> tuple[T, Plan]:
         """The answer of `make` for the live bytes that fit on the card.
 
         The card has `budget_bytes`; the plan knows it. Of several plans that fit the fastest counts (`card_search.py`).
-        Raises InfeasibleBudget with the size of a card that would do.
+        Raises InfeasibleBudget with the size of a card that would do, and TooSlow at once where the slowdown is above
+        `worth` even if live bytes had all the room.
         """
         begun = time.perf_counter()
         room = budget_bytes - self.context_bytes
@@ -169,9 +179,24 @@ class Card:
             with at_effort(effort):
                 return make(live_bytes)
 
+        first = self._first(room, made)
+
+        def planned() -> tuple[T, Plan]:
+            answer, plan = self._planned(budget_bytes, room, made, first)
+            took = time.perf_counter() - begun  # with all the plans that were made for it
+            return answer, replace(plan, plan_seconds=took)
+
+        if first is not None and first.slowdown > worth:
+            raise TooSlow(first, planned)
+        return planned()
+
+    def _planned(
+        self, budget_bytes: int, room: int, made: Callable[[int, float], tuple[T, Plan]], first: Plan | None
+    ) -> tuple[T, Plan]:
+        # All of the model is on the device before the first step. Where there is no first plan, the search finds out why.
+        may_fit = first is None or sum(t.nbytes for t in there_before(first.graph)) <= room
         ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
         searches = [CardSearch(room, made, way.placed) for way in ways]
-        may_fit = self._may_fit(room, made)
         found = self._fastest(room, made, searches[-1]) if may_fit else None
         if found is None:
             floors = (search.from_floor(alone=not may_fit) for search in searches)
@@ -181,20 +206,16 @@ class Card:
             found = least
         plan = self._counted(found.plan, found.plan.taken_bytes, budget_bytes)
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
-        took = time.perf_counter() - begun  # with all the plans that were made for it
-        told = replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes, plan_seconds=took)
-        return found.answer, told
+        return found.answer, replace(plan, unmanaged_device_bytes=unmanaged, estimated_bytes=self.estimated_bytes)
 
-    def _may_fit(self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]]) -> bool:
-        """Whether there is room for the model, all of which is on the device before the first step."""
+    def _first(self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]]) -> Plan | None:
+        """The plan that the search begins with, so that nothing is planned twice, or None."""
         if self.apart:
-            return True
+            return None
         try:
-            # What the search begins with, so that nothing is planned twice.
-            _, plan = make(max(1, room_bytes) if self.solver else on_grid(room_bytes), FIRST_EFFORT)
+            return make(max(1, room_bytes) if self.solver else on_grid(room_bytes), FIRST_EFFORT)[1]
         except InfeasibleBudget:
-            return True  # the search finds out why
-        return sum(t.nbytes for t in there_before(plan.graph)) <= room_bytes
+            return None
 
     def _fastest(
         self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], search: CardSearch[T]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,8 +24,9 @@ BOUNDS = 7
 """At how many budgets the bound is proven for its curve, closer to one another where it bends: where there is little memory."""
 
 
-Best = Callable[[Callable[[Graph], Plan]], Plan]
-"""Gives the fastest of the plans that a function makes of several graphs of one step: as it is, or in pieces of rows."""
+Best = Callable[[Callable[[Graph, float], Plan]], Plan]
+"""Gives the fastest of the plans that a function makes of several graphs of one step, as it is or in pieces of rows; it is
+told up to what slowdown one is worth making."""
 
 
 class Counting(Protocol):
@@ -43,10 +45,12 @@ class Counting(Protocol):
     def measured(self, plan: Plan) -> Plan:
         """`plan` with the bytes that the device needs for it."""
 
-    def planned(self, budget_bytes: int, make: Callable[[int], tuple[Any, Plan]]) -> tuple[Any, Plan]:
+    def planned(
+        self, budget_bytes: int, make: Callable[[int], tuple[Any, Plan]], worth: float = math.inf
+    ) -> tuple[Any, Plan]:
         """The result of `make` for the live bytes that fit the device.
 
-        The device has `budget_bytes`. Raises InfeasibleBudget.
+        The device has `budget_bytes`. Raises InfeasibleBudget, and TooSlow where the plan has a slowdown above `worth`.
         """
 
 
@@ -259,12 +263,12 @@ def planner(
             plans[key] = make_plan(step, device, policy, key[1], times)
         return None, plans[key]
 
-    def planned(budget_bytes: int, step: Graph) -> Plan:
+    def planned(budget_bytes: int, step: Graph, worth: float = math.inf) -> Plan:
         if card is None:
             return made(step, budget_bytes)[1]
         if not adapts:
             return card.measured(made(step, NO_LIMIT_BYTES)[1])
-        return card.planned(budget_bytes, partial(made, step))[1]
+        return card.planned(budget_bytes, partial(made, step), worth)[1]
 
     def within(budget_bytes: int) -> Plan:
         of = partial(planned, budget_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -190,13 +191,15 @@ def card_for(options: Options, device: Device) -> Card:
 
 
 def within_budget(
-    options: Options, device: Device, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]
+    options: Options, device: Device, budget_bytes: int, make: Callable[[int], tuple[T, Plan]], worth: float = math.inf
 ) -> tuple[T, Plan]:
     """What `make` gives for the live bytes that `budget_bytes` has room for; on CUDA the plan knows its card.
 
-    Raises InfeasibleBudget.
+    Raises InfeasibleBudget, and of a card TooSlow where its plan has a slowdown above `worth`.
     """
-    return card_for(options, device).planned(budget_bytes, make) if is_of_card(options, device) else make(budget_bytes)
+    if is_of_card(options, device):
+        return card_for(options, device).planned(budget_bytes, make, worth)
+    return make(budget_bytes)
 
 
 def measured_again(options: Options, plan: Plan) -> Plan | None:
@@ -234,9 +237,13 @@ def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, 
     return engine, register_engine(engine)
 
 
-def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
-    """The plan of `graph` within a budget, of live bytes or of a card. Raises InfeasibleBudget."""
-    return within_budget(options, device, budget_bytes, lambda live: (None, plan_live(options, graph, device, live)))[1]
+def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int, worth: float = math.inf) -> Plan:
+    """The plan of `graph` within a budget, of live bytes or of a card. Raises as `within_budget` does."""
+
+    def make(live: int) -> tuple[None, Plan]:
+        return None, plan_live(options, graph, device, live)
+
+    return within_budget(options, device, budget_bytes, make, worth)[1]
 
 
 def compare_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.models import optimizer_named
+from overspill.placement.card import TooSlow
 from overspill.plans.plan import Plan
 from overspill.runtime.compiled import partitions
 from overspill.runtime.compiled.partitions import Partitioned
@@ -300,7 +302,7 @@ def test_other_partitions_are_made_as_long_as_they_help(
             begun.append(number)
             yield captured(float(number))
 
-    def plan(of: Captured) -> Plan:
+    def plan(of: Captured, worth: float) -> Plan:
         seconds = times[int(of.partition)]
         if seconds is None:
             raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
@@ -310,8 +312,39 @@ def test_other_partitions_are_made_as_long_as_they_help(
     assert len(begun) == made
 
 
+@pytest.mark.parametrize(
+    ("hoped", "times", "chosen", "made"),
+    [
+        (1.01, [1.1, 1.0], 1.0, [0, 1]),  # worth it
+        (1.5, [1.6, 1.2, 1.3], 1.2, [1, 2]),  # it waits in vain
+        (1.5, [1.55, 1.6, 1.0], 1.55, [1, 0]),
+        (1.5, [1.7, 1.6, 1.0], 1.6, [1, 0]),
+        (1.5, [None, 1.6, 1.0], 1.6, [1, 0]),
+        (1.5, [1.6, None], 1.6, [1, 0]),
+        (1.5, [1.6], 1.6, [0]),
+    ],
+)
+def test_the_usual_plan_is_made_last_where_it_is_known_to_be_slow(
+    hoped: float, times: list[float | None], chosen: float, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "_beside", lambda usual, plan, times: plan)
+    worked_out = []
+
+    def plan(of: Captured, worth: float) -> Plan:
+        number = int(of.partition)
+        if number == 0 and hoped > worth:
+            raise TooSlow(fake_plan(of, hoped), lambda: (None, plan(of, math.inf)))
+        worked_out.append(number)
+        if (seconds := times[number]) is None:
+            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")
+        return fake_plan(of, seconds)
+
+    captures = [captured(float(number)) for number in range(len(times))]
+    assert (Partitioned(captures).best_plan(plan).step_seconds, worked_out) == (chosen, made)
+
+
 def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
-    def plan(of: Captured) -> Plan:
+    def plan(of: Captured, worth: float) -> Plan:
         raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
 
     with pytest.raises(InfeasibleBudget) as found:

@@ -174,7 +174,7 @@ class GraphCompiler:
         """The captured programs and their lowered graphs, for `compile_with_inductor`."""
 
         def make(options: Options, partitioned: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
-            return partitioned.best_plan(lambda captured: plan_captured(options, captured, device, budget_bytes))
+            return partitioned.best_plan(lambda one, _: plan_captured(options, one, device, budget_bytes))
 
         # Plan every partition that is worth it; `make` picks the fastest.
         about = joint, self.inputs, self.examples, self.frame, how, make
@@ -242,7 +242,7 @@ class GraphCompiler:
             return Partitioned(captures(*given))
 
         def make(options: Options, captured: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
-            return captured.best_plan(lambda one: plan_captured(options, one, device, budget_bytes), options.times)
+            return captured.best_plan(lambda one, _: plan_captured(options, one, device, budget_bytes), options.times)
 
         found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
         return found.of(self.planned.plan.graph), self.planned.plan

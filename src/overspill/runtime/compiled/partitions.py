@@ -11,6 +11,7 @@ one is faster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Generic
@@ -18,6 +19,7 @@ from typing import Generic
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds
+from overspill.placement.card import TooSlow
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
@@ -60,31 +62,42 @@ class Partitioned(Generic[C]):
         """The capture that `graph` belongs to."""
         return next(captured for captured in self._found if captured.graph is graph)
 
-    def best_plan(self, plan: Callable[[C], Plan], times: MeasuredTimes | None = None) -> Plan:
+    def best_plan(self, plan: Callable[[C, float], Plan], times: MeasuredTimes | None = None) -> Plan:
         """The fastest plan of all captures, by simulation, beside what the usual one takes unmanaged.
 
-        A plan within SLOWER of the unmanaged step ends the search. `times` are the measured ones that it is made with. Raises
-        InfeasibleBudget where no capture has a plan, with the least floor.
+        `plan` may raise TooSlow where one has a slowdown above its second argument: that of the usual capture waits then,
+        and is made where no other is as fast as it may be at best. A plan within SLOWER of the unmanaged step ends the
+        search. `times` are the measured ones that it is made with. Raises InfeasibleBudget where no capture has a plan,
+        with the least floor.
         """
         best: Plan | None = None
+        waiting: TooSlow | None = None
         refusal: InfeasibleBudget | None = None
         enough = 0.0
         for captured in self:
+            is_usual = captured is self._found[0]
             try:
-                found = plan(captured)
+                found = plan(captured, SLOWER if is_usual else math.inf)
+            except TooSlow as slow:
+                waiting = slow.with_traceback(None)  # which would keep its frames
+                enough = SLOWER * slow.hoped.in_core_seconds
+                continue
             # Remember the refusal with the least floor.
             except InfeasibleBudget as error:
-                if refusal is None or error.floor_bytes < refusal.floor_bytes:
-                    refusal = error.with_traceback(None)
+                refusal = _of_least_floor(refusal, error)
                 continue
             # Stop when a plan is good enough, or the next is not faster.
-            if captured is self._found[0]:
+            if is_usual:
                 enough = SLOWER * found.in_core_seconds
-            if best is not None and found.step_seconds >= best.step_seconds:
+            before = best or (None if waiting is None else waiting.hoped)
+            best = _fastest(best, found)
+            if (before is not None and found.step_seconds >= before.step_seconds) or best.step_seconds <= enough:
                 break
-            best = found
-            if best.step_seconds <= enough:
-                break
+        if waiting is not None and (best is None or waiting.hoped.step_seconds < best.step_seconds):
+            try:
+                best = _fastest(best, waiting.planned()[1])
+            except InfeasibleBudget as error:
+                refusal = _of_least_floor(refusal, error)
         if best is None:
             assert refusal is not None
             try:
@@ -93,6 +106,14 @@ class Partitioned(Generic[C]):
                 # Its traceback would keep this frame, and what its callers hold, until garbage is collected.
                 del refusal
         return best if best.graph is self.graph else _beside(self.graph, best, times)
+
+
+def _fastest(best: Plan | None, found: Plan) -> Plan:
+    return found if best is None or found.step_seconds < best.step_seconds else best
+
+
+def _of_least_floor(least: InfeasibleBudget | None, error: InfeasibleBudget) -> InfeasibleBudget:
+    return error.with_traceback(None) if least is None or error.floor_bytes < least.floor_bytes else least
 
 
 def _beside(usual: Graph, plan: Plan, times: MeasuredTimes | None) -> Plan:

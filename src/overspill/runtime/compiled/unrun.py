@@ -39,7 +39,7 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
 
     def plan(partitioned: Partitioned[Captured]) -> Plan:
         def within(nbytes: int) -> Plan:
-            return partitioned.best_plan(lambda captured: plan_graph(options, captured.graph, device, nbytes))
+            return partitioned.best_plan(lambda one, worth: plan_graph(options, one.graph, device, nbytes, worth))
 
         return within(budget_for(options, partitioned.graph, device, CPU, within))
 

@@ -418,7 +418,9 @@ class StepPlans:
         """A function from bytes to the best plan of `steps`."""
         device = device_for(self.options, self.state.where)
         times = self.options.times
-        return lambda nbytes: steps.best_plan(lambda step: plan_graph(self.options, step.graph, device, nbytes), times)
+        return lambda nbytes: steps.best_plan(
+            lambda step, worth: plan_graph(self.options, step.graph, device, nbytes, worth), times
+        )
 
     def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
         """The budget in bytes. A relative one is fixed by the first step, and holds for all kinds of inputs."""
