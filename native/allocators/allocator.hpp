@@ -71,6 +71,9 @@ class Allocator {
 
     virtual std::vector<PoolBlock*> idle_blocks() const = 0;
 
+    // Give all memory without live blocks back to the device; most allocators never do.
+    virtual void release_cached() {}
+
     // The bytes of all segments up to the end of their last live blocks.
     virtual Bytes spread_bytes() const {
         Bytes spread = reserved.now;

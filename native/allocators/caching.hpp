@@ -74,8 +74,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
         return all;
     }
 
-    // Give all memory without live blocks back to the device.
-    void release_cached() {
+    void release_cached() override {
         for (Pool* pool : {&large_, &small_}) {
             if (expandable_) {
                 expandable_->release(*pool);

@@ -11,7 +11,7 @@
 
 namespace overspill {
 
-enum Action : std::int8_t { kAllocate = 0, kFree = 1, kTry = 2 };
+enum Action : std::int8_t { kAllocate = 0, kFree = 1, kTry = 2, kEmpty = 3 };
 constexpr Address kNotPlaced = -1;
 
 struct EventsView {
@@ -49,6 +49,8 @@ class Replayer {
             allocator_.clock = at;
             if (events_.action[at] == kFree) {
                 free(at);
+            } else if (events_.action[at] == kEmpty) {
+                allocator_.release_cached();
             } else if (!allocate(at)) {
                 result_.failed_at = at;
                 break;

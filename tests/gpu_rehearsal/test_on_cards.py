@@ -20,12 +20,14 @@ CASES = [
         ("compile", "resnet50", 64, "sgd", (4860, 3780, 2700)),
         ("compile", "vgg16", 32, "sgd", (4100, 2950, 1970)),
         ("train_step", "gpt2", 8, "adamw", (7900, 6150, 4390)),
+        ("train_step", "gpt2", 1, "adamw", (1150, 1100)),
         ("train_step", "unet", 4, "adamw", (1180, 920, 660)),
     )
     for budget in budgets
 ]
 """Budgets in MiB beside the context: about 0.9, 0.7 and 0.5 of the live bytes that each takes unmanaged; of VGG-16
-what the allocator takes for 0.7 of them with cuDNN's likely workspaces, of 784 MiB, and two that are too small for that."""
+what the allocator takes for 0.7 of them with cuDNN's likely workspaces, of 784 MiB, and two that are too small for that; of
+GPT-2 with one sample two where the arena has room only once weights are in the store."""
 
 
 @pytest.mark.parametrize(("door", "model", "batch", "optimizer", "budget", "is_largest"), CASES)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.simulate.graphs import DEVICE, Build, Layer, network, schedule
 
-from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind, Verb
+from overspill.core import Graph, LayerType, Op, Phase, Places, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
@@ -28,6 +28,7 @@ from overspill.placement.card_search import (
     on_grid,
     upwards_from,
 )
+from overspill.placement.events import ALLOCATE, EMPTY, FREE
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
@@ -263,6 +264,23 @@ def test_results_workspaces_and_handles_come_in_the_order_in_which_kernels_take_
 
     assert sizes() == [100, 1250, 5000, 7000, 64, 32, 300]
     assert sizes(backwards=True) == [100, 1250, 5000, 300, 7000, 64, 32]
+
+
+def test_weights_that_leave_make_room_for_the_arena_of_a_whole_step_and_not_for_that_of_a_call() -> None:
+    build = Build()
+    stays, leaves = (build.tensor(n, TensorKind.PARAMETER, persistent=True) for n in (100, 5000))
+    build.op([stays, leaves], [build.tensor(7000)])
+    done = replace(schedule((Verb.PREFETCH, 1), (Verb.RUN, 0)), stored=(leaves,))
+    places = Places({(leaves, 0): 100, (2, 1): 5100}, 12100, 0, between={stays: 0})
+
+    def events(*, whole: bool) -> list[tuple[int, int]]:
+        graph = replace(build.graph(), whole_step=whole)
+        found = events_of(graph, done, places=places if whole else replace(places, between={}), steps=1)
+        return list(zip(found.action.tolist(), found.nbytes.tolist(), strict=True))
+
+    model = [(ALLOCATE, 100), (ALLOCATE, 5000)]
+    assert events(whole=True) == [*model, (FREE, 0), (FREE, 0), (EMPTY, 0), (ALLOCATE, 12100)]
+    assert events(whole=False) == [(ALLOCATE, 12100), *model, (FREE, 0)]
 
 
 def test_blocks_in_turn_lie_behind_the_results_before_them_and_handles_may_be_there_before() -> None:

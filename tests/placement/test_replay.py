@@ -12,6 +12,7 @@ from tests.placement.conftest import IN_BOTH
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.placement import ALLOCATE, FREE, TRY, CachingConfig, Events, layout_of, minimum_capacity, replay
+from overspill.placement.events import EMPTY
 from overspill.placement.simulated_device import PAGE_BYTES
 from overspill_papers.placement import BfcConfig
 
@@ -72,6 +73,16 @@ def test_a_replay_stops_at_the_first_allocation_without_room(name: str, native: 
     assert result.requested.tolist() == [12 * MIB]
 
 
+def test_an_emptied_cache_is_the_device_s_again(native: bool) -> None:
+    rows = ((ALLOCATE, 0, 12), (ALLOCATE, 1, 30), (FREE, 0)), ((EMPTY, 2), (ALLOCATE, 3, 40))
+    events = events_of(*rows[0], *rows[1], (FREE, 1))
+    result = replay(events, native=native, curves=True)
+    assert result.reserved is not None
+    assert (result.reserved // MIB).tolist() == [12, 42, 42, 30, 70, 70]
+    assert events.peak_requested_bytes == 70 * MIB
+    assert replay(events_of(*rows[0], rows[1][1]), native=native).peak_reserved_bytes == 82 * MIB
+
+
 def test_an_elastic_allocation_without_room_is_skipped_with_its_free(name: str, native: bool) -> None:
     events = events_of((ALLOCATE, 0, 12), (TRY, 1, 30), (FREE, 1), (FREE, 0), (TRY, 1, 5), (FREE, 1))
     result = replay(events, name, capacity_bytes=30 * MIB, native=native)
@@ -114,7 +125,7 @@ def test_events_in_the_wrong_order_are_refused(rows: list[Any], message: str, na
     ("columns", "message"),
     [
         (([0], [0], [1], [0, 0]), "one length"),
-        (([3], [0], [1], [0]), "action other"),
+        (([4], [0], [1], [0]), "action other"),
         (([0, 0], [0, -1], [1, 1], [0, 0]), "event 1 .*negative block"),
         (([0], [0], [-5], [0]), "negative size"),
         (([0], [0], [1], [-1]), "negative stream"),

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from overspill.capture.compiled.given import scratch_in_pieces
 from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, Tensor, TensorKind, Verb
 
-from .events import ALLOCATE, FREE, Events
+from .events import ALLOCATE, EMPTY, FREE, Events
 
 STEPS = 3
 """Steps simulated. The first makes the optimizer's state, which then lies where feature maps had been; the second runs
@@ -73,7 +73,7 @@ class _Run:
     ) -> None:
         self.backwards = backwards
         self.places = places
-        self.position = 0
+        self.position = -1  # before the first step
         self.graph = graph
         self.schedule = schedule
         self.handle_bytes = handle_bytes
@@ -90,14 +90,20 @@ class _Run:
 
     def events(self, steps: int) -> Events:
         """The events of the first `steps`."""
+        for_calls = self.places is not None and not self.graph.whole_step
+        if for_calls:
+            self.take_arena()
         present = there_before(self.graph)
-        if self.places is not None:
-            self.live.update((tensor, []) for tensor in self.places.between)
-            self.take("arena", [self.places.arena_bytes])
         for tensor in sorted(present, key=lambda t: t.kind is TensorKind.INPUT):  # the model is there before its batch
             self.take_tensor(tensor.id)
         for stored in self.schedule.stored:
             self.give(stored)
+        if self.places is not None and not for_calls:  # that of a whole step comes once there is room for it
+            for resident in self.places.between:
+                self.give(resident)
+            self.rows.append((EMPTY, self.blocks, 0, 0))
+            self.blocks += 1
+            self.take_arena()
         if self.graph.whole_step:  # which makes the state itself, and not before it knows where it is to be
             self.take_state()
         for number in range(steps):
@@ -200,6 +206,12 @@ class _Run:
             for tensor in self.graph.tensors:
                 if tensor.kind is TensorKind.OPTIMIZER_STATE and tensor.id not in self.schedule.stored:
                     self.take_tensor(tensor.id)
+
+    def take_arena(self) -> None:
+        """Take the arena, with what lies in it between steps."""
+        assert self.places is not None
+        self.take("arena", [self.places.arena_bytes])
+        self.live.update((tensor, []) for tensor in self.places.between)
 
     def take_tensor(self, tensor: int) -> None:
         """Allocate a tensor unless it is there.

@@ -11,8 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from overspill.core import Mobility, Trace
 from overspill.core.errors import RequestError
 
-ALLOCATE, FREE, TRY = 0, 1, 2
-"""Actions. TRY is an elastic allocation: without room for it, it and its free are skipped."""
+ALLOCATE, FREE, TRY, EMPTY = 0, 1, 2, 3
+"""Actions. TRY is an elastic allocation: without room for it, it and its free are skipped. EMPTY gives the device what is
+cached, as torch.cuda.empty_cache does; its block means nothing, and no other event has it."""
 
 COLUMNS: dict[str, type[np.signedinteger]] = {
     "action": np.int8, "block": np.int64, "nbytes": np.int64, "stream": np.int32, "mobility": np.int8,
@@ -46,7 +47,7 @@ class Events:
         lengths = {len(getattr(self, name)) for name in COLUMNS}
         if len(lengths) > 1:
             raise RequestError(f"events need arrays of one length, not of {', '.join(map(str, sorted(lengths)))}")
-        self._refuse((self.action < ALLOCATE) | (self.action > TRY), "has an action other than 0, 1 or 2")
+        self._refuse((self.action < ALLOCATE) | (self.action > EMPTY), "has an action other than 0, 1, 2 or 3")
         self._refuse(self.block < 0, "has a negative block")
         self._refuse(self.block >= MOST_BLOCKS, f"has a block above {MOST_BLOCKS - 1}; number blocks from 0")
         self._refuse(self.nbytes < 0, "has a negative size")

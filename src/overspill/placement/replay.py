@@ -13,10 +13,10 @@ from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 
 from .allocators import native as native_core
-from .allocators.base import SEGMENT_ACTIONS, Gauge
+from .allocators.base import SEGMENT_ACTIONS, Allocator, Gauge
 from .allocators.registry import allocator_named, allocator_type
 from .allocators.result import NOT_PLACED, Replay
-from .events import ALLOCATE, COLUMNS, FREE, Events
+from .events import ALLOCATE, COLUMNS, EMPTY, FREE, Events
 from .simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
 
 GAUGES = ("requested", "allocated", "reserved")
@@ -77,7 +77,9 @@ def replay_in_python(
     rows = zip(*(getattr(events, column).tolist() for column in COLUMNS), strict=True)
     for at, (action, block, nbytes, stream, mobility) in enumerate(rows):
         allocator.clock = at
-        if action != FREE:
+        if action == EMPTY:
+            allocator.empty_cache()
+        elif action != FREE:
             if block in live or block in without_room:
                 raise RequestError(f"event {at} allocates block {block}, which is live")
             try:
@@ -96,9 +98,7 @@ def replay_in_python(
             raise RequestError(f"event {at} frees block {block}, which is not live")
         # Keep the curves.
         if width:
-            history.append([allocator.requested.now, allocator.allocated.now, allocator.reserved.now])
-        if request_bytes is not None:
-            history[-1] += [allocator.usable_bytes(request_bytes), allocator.spread_bytes]
+            history.append(_figures(allocator, request_bytes))
     # As arrays, like the native core's.
     table = [(e.at, SEGMENT_ACTIONS.index(e.action), e.address, e.nbytes, e.stream) for e in allocator.segment_log]
     return _result(
@@ -112,6 +112,11 @@ def replay_in_python(
         gauges=(allocator.requested, allocator.allocated, allocator.reserved),
         curves=list(np.array(history, dtype=np.int64).reshape(len(history), width).T),
     )
+
+
+def _figures(allocator: Allocator, request_bytes: int | None) -> list[int]:
+    found = [allocator.requested.now, allocator.allocated.now, allocator.reserved.now]
+    return found if request_bytes is None else [*found, allocator.usable_bytes(request_bytes), allocator.spread_bytes]
 
 
 def replay_natively(

@@ -192,10 +192,6 @@ class RecordedAllocator(CachingAllocator):
         """The exchanges of memory with the device, in order."""
         return self._log
 
-    def empty_cache(self) -> None:
-        """Release all cached segments, as torch.cuda.empty_cache does."""
-        self._release_cached()
-
     def is_small(self, nbytes: int) -> bool:
         """Whether an allocation of `nbytes` goes to the small pool."""
         return round_size(nbytes, self.config.roundup_power2_divisions) <= SMALL_BYTES
