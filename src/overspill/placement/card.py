@@ -39,6 +39,8 @@ TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "o
 """Orders among equal free blocks that are tried."""
 LOOSE = 1.05
 """Share of its live bytes that a plan in an arena may take before the caching allocator is tried too, if it is not NEAR."""
+GAIN = 1.01
+"""Nor where the step takes so many times as long as with all the room for live bytes: no allocator gives more."""
 ARENA_GRAIN_BYTES = 1 << 20
 """An arena that ends between two multiples of this costs the same: the allocator's segments are multiples of 2 MiB, and
 blocks are small up to 1 MiB."""
@@ -47,9 +49,12 @@ SPARE_BYTES = 4 << 20
 
 
 class TooSlow(Exception):
-    """A card's plan is slower than is worth it, even if live bytes had all the room: `hoped` is that one; `planned` plans on."""
+    """A card's plan is slower than is worth it, even if live bytes had all the room: `hoped` is that one, `planned` plans on.
 
-    def __init__(self, hoped: Plan, planned: Callable[[], tuple[object, Plan]]) -> None:
+    `hoped` is None where there is no such plan, and so none at all.
+    """
+
+    def __init__(self, hoped: Plan | None, planned: Callable[[], tuple[object, Plan]]) -> None:
         super().__init__()
         self.hoped, self.planned = hoped, planned
 
@@ -169,7 +174,7 @@ class Card:
 
         The card has `budget_bytes`; the plan knows it. Of several plans that fit the fastest counts (`card_search.py`).
         Raises InfeasibleBudget with the size of a card that would do, and TooSlow at once where the slowdown is above
-        `worth` even if live bytes had all the room.
+        `worth`, or there is no plan, even if live bytes had all the room.
         """
         begun = time.perf_counter()
         room = budget_bytes - self.context_bytes
@@ -186,7 +191,7 @@ class Card:
             took = time.perf_counter() - begun  # with all the plans that were made for it
             return answer, replace(plan, plan_seconds=took)
 
-        if first is not None and first.slowdown > worth:
+        if not self.apart and worth < (math.inf if first is None else first.slowdown):
             raise TooSlow(first, planned)
         return planned()
 
@@ -197,7 +202,7 @@ class Card:
         may_fit = first is None or sum(t.nbytes for t in there_before(first.graph)) <= room
         ways = [self] if self.always or self.solver is None else [self, replace(self, solver=None)]
         searches = [CardSearch(room, made, way.placed) for way in ways]
-        found = self._fastest(room, made, searches[-1]) if may_fit else None
+        found = self._fastest(room, made, searches[-1], first) if may_fit else None
         if found is None:
             floors = (search.from_floor(alone=not may_fit) for search in searches)
             least, fewest, cause = min(floors, key=lambda floor: floor[0].plan.taken_bytes)
@@ -218,14 +223,18 @@ class Card:
             return None
 
     def _fastest(
-        self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], search: CardSearch[T]
+        self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]], search: CardSearch[T], first: Plan | None
     ) -> Tried[T] | None:
-        """The fastest plan found that fits, or None; `search` is for one in the caching allocator alone."""
+        """The fastest plan found that fits, or None.
+
+        `search` is for one in the caching allocator alone, `first` is what live bytes with all the room would take.
+        """
         if self.solver is None:
             return search.fastest()
         inside = Tried(*plan_in_arena(make, room_bytes, self.placed))
         fits = inside.plan.taken_bytes <= room_bytes
         tight = inside.plan.taken_bytes <= LOOSE * inside.plan.peak_bytes or inside.plan.slowdown <= NEAR
+        tight |= first is not None and inside.plan.step_seconds <= GAIN * first.step_seconds
         if self.always or (fits and tight):
             return inside if fits else None
         # Much lies beside the arena, as the results of convolutions do: it may cost more than it is worth.

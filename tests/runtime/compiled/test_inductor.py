@@ -322,18 +322,20 @@ def test_other_partitions_are_made_as_long_as_they_help(
         (1.5, [None, 1.6, 1.0], 1.6, [1, 0]),
         (1.5, [1.6, None], 1.6, [1, 0]),
         (1.5, [1.6], 1.6, [0]),
+        (None, [None, 1.6, 1.3], 1.3, [1, 2]),
+        (None, [1.4, None], 1.4, [1, 0]),
     ],
 )
 def test_the_usual_plan_is_made_last_where_it_is_known_to_be_slow(
-    hoped: float, times: list[float | None], chosen: float, made: list[int], monkeypatch: pytest.MonkeyPatch
+    hoped: float | None, times: list[float | None], chosen: float, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partitions, "_beside", lambda usual, plan, times: plan)
     worked_out = []
 
     def plan(of: Captured, worth: float) -> Plan:
         number = int(of.partition)
-        if number == 0 and hoped > worth:
-            raise TooSlow(fake_plan(of, hoped), lambda: (None, plan(of, math.inf)))
+        if number == 0 and worth < (hoped or math.inf):
+            raise TooSlow(hoped and fake_plan(of, hoped), lambda: (None, plan(of, math.inf)))
         worked_out.append(number)
         if (seconds := times[number]) is None:
             raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")

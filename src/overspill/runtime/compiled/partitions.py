@@ -80,7 +80,7 @@ class Partitioned(Generic[C]):
                 found = plan(captured, SLOWER if is_usual else math.inf)
             except TooSlow as slow:
                 waiting = slow.with_traceback(None)  # which would keep its frames
-                enough = SLOWER * slow.hoped.in_core_seconds
+                enough = 0.0 if slow.hoped is None else SLOWER * slow.hoped.in_core_seconds
                 continue
             # Remember the refusal with the least floor.
             except InfeasibleBudget as error:
@@ -93,7 +93,8 @@ class Partitioned(Generic[C]):
             best = _fastest(best, found)
             if (before is not None and found.step_seconds >= before.step_seconds) or best.step_seconds <= enough:
                 break
-        if waiting is not None and (best is None or waiting.hoped.step_seconds < best.step_seconds):
+        hoped = None if waiting is None else waiting.hoped
+        if waiting is not None and (best is None or (hoped is not None and hoped.step_seconds < best.step_seconds)):
             try:
                 best = _fastest(best, waiting.planned()[1])
             except InfeasibleBudget as error:
