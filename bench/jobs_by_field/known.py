@@ -9,11 +9,12 @@ UNSUPPORTED, UNPLANNED = "UnsupportedError", "UnplannedError"
 
 
 class Known(NamedTuple):
-    """The kind of the outcome, the name of the error, and why it is so."""
+    """The kind of the outcome, the name of the error, and why it is so; whether it `varies`, and may be identical too."""
 
     kind: str
     error: str
     reason: str
+    varies: bool = False
 
 
 READS = Known(REFUSED, UNSUPPORTED, "the step asks for values that follow from its parameters")
@@ -58,9 +59,7 @@ KNOWN: dict[tuple[str, str], Known] = {
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),
     ("qwen3-next", "compile-inductor"): Known(
-        OTHER_BITS,
-        "",
-        "not explained yet: in one of five processes stock with and without reuse of buffers differed from each other too",
+        OTHER_BITS, "", "stock torch.compile's own bits differ from run to run, in one process too", varies=True
     ),
     **{("retinanet", f"compile{k}"): BESIDE for k in ("", "-inductor")},
     ("retinanet", "train_step-inductor"): Known(
