@@ -162,6 +162,24 @@ def test_another_step_may_follow_a_closed_one() -> None:
     pair.assert_same()
 
 
+def test_a_step_that_is_closed_has_no_arena_when_the_rest_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(Mlp, OPTIMIZERS["adamw"], options={"budget": 0.7, "placement": "planned"})
+    pair.train(2)
+    state, arena, found = pair.step._state, pair.step._plans.arena, list[int]()
+    usual = state.synchronize
+
+    def synchronize() -> None:
+        assert state.residency.away()
+        found.append(arena.nbytes)
+        usual()
+
+    assert arena.nbytes
+    monkeypatch.setattr(state, "synchronize", synchronize)
+    pair.step.close()
+    assert found == [0]
+    assert differences(pair.plain.model, pair.plain.optimizer, pair.model, pair.optimizer) == []
+
+
 def test_a_closed_step_is_the_plain_loop_again() -> None:
     pair = Pair(Cnn, gradients={"accumulate": 2})
     pair.train(2)

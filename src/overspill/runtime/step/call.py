@@ -164,10 +164,16 @@ def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle])
         hook.remove()
     plans.clear()
     state.forget_sums()
+    give_back_arena(state, plans)
     if state.engine is not None:
-        leave(state.residency, plans.arena, state.engine, state.where)
         state.engine.close()
         state.engine = None
+
+
+def give_back_arena(state: StepState, plans: StepPlans) -> None:
+    """Free the arena of steps; what lies in it gets memory of its own. Raises StoreError."""
+    if state.engine is not None:
+        leave(state.residency, plans.arena, state.engine, state.where)
 
 
 def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:

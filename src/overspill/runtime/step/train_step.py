@@ -35,7 +35,7 @@ from overspill.runtime.sharding import processes_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .call import StepCall, Underway, dropped, let_go
+from .call import StepCall, Underway, dropped, give_back_arena, let_go
 from .captures import StepCaptures
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .microbatch import MicrobatchRunner
@@ -347,6 +347,7 @@ class TrainStep(PlannedPeaks):
 
     def _close(self, bring_back: bool) -> None:
         if bring_back:
+            give_back_arena(self._state, self._plans)  # first, for there may be no room for both
             self._state.synchronize()
         self._end.detach()
         let_go(self._state, self._plans, self._hooks)
