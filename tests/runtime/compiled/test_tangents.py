@@ -10,8 +10,11 @@ import pytest
 import torch
 from tests.turns import by_turns
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import overspill
 from overspill.core.errors import InfeasibleBudget
@@ -55,6 +58,27 @@ def test_what_no_loss_follows_from_has_no_gradient_as_in_plain_pytorch(breaks: b
     for a, b in zip(trained(plain, plain), trained(ours, overspill.compile(ours, budget="1GiB")), strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
+
+
+class Fakes(TorchDispatchMode):
+    """Counts results that are fake."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.found += any(isinstance(one, FakeTensor) for one in tree_leaves(made))
+        return made
+
+
+def test_modes_around_a_backward_that_is_traced_again_do_not_see_the_trace() -> None:
+    torch._dynamo.reset()
+    model = TwoHeads(breaks=False)
+    first, _ = overspill.compile(model, budget="1GiB")(torch.randn(16, 8))
+    with Fakes() as fakes:
+        first.square().mean().backward()
+    assert fakes.found == 0
+    assert model.second.weight.grad is None
 
 
 class Pixels(nn.Module):

@@ -1,7 +1,7 @@
 """Compiles one graph of Dynamo's: through AOTAutograd, by the session's plan, to lowered graphs that run.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_autograd`'s `partition_fn` and
-`torch._C._DisableAutocast`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_autograd`'s `partition_fn`,
+`torch._C._DisableAutocast` and `_disable_current_modes`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch._functorch.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.graph import Captured, capture
@@ -305,7 +306,8 @@ class GraphCompiler:
             given, layout = gradients.given()
             # Unusual strides, or gradients that are None, get a backward of their own.
             if layout is not None and layout not in backwards:
-                backwards[layout] = self._again(layout)
+                with _disable_current_modes():  # the caller's would see fake tensors as if they were real
+                    backwards[layout] = self._again(layout)
             if layout is not None and backwards[layout] is not None:
                 first = len(args) - len(layout)
                 for number in list(given):
