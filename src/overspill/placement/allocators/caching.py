@@ -144,7 +144,6 @@ class CachingAllocator(PythonAllocator):
     def empty_cache(self) -> None:
         """Release all cached segments, as torch.cuda.empty_cache does."""
         self._release_cached()
-        super().empty_cache()
 
     def _release_cached(self) -> None:
         """Release all segments without live blocks (release_cached_blocks). Large ones first."""

@@ -19,6 +19,7 @@ from typing import Generic
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds
+from overspill.placement.arena import NEAR
 from overspill.placement.card import TooSlow
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
@@ -28,8 +29,6 @@ from .beside import C
 
 PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Values of `activation_memory_budget`; the first is PyTorch's own."""
-SLOWER = 1.02
-"""A plan of at most this many times the unmanaged step's time ends the search."""
 
 
 class Partitioned(Generic[C]):
@@ -66,21 +65,23 @@ class Partitioned(Generic[C]):
         """The fastest plan of all captures, by simulation, beside what the usual one takes unmanaged.
 
         `plan` may raise TooSlow where one has a slowdown above its second argument: that of the usual capture waits then,
-        and is made where no other is as fast as it may be at best. A plan within SLOWER of the unmanaged step ends the
+        and is made where no other is as fast as it may be at best. A plan within NEAR of the unmanaged step ends the
         search. `times` are the measured ones that it is made with. Raises InfeasibleBudget where no capture has a plan,
         with the least floor.
         """
         best: Plan | None = None
         waiting: TooSlow | None = None
+        hoped_seconds = math.inf  # of the plan that waits
         refusal: InfeasibleBudget | None = None
         enough = 0.0
         for captured in self:
             is_usual = captured is self._found[0]
             try:
-                found = plan(captured, SLOWER if is_usual else math.inf)
+                found = plan(captured, NEAR if is_usual else math.inf)
             except TooSlow as slow:
                 waiting = slow.with_traceback(None)  # which would keep its frames
-                enough = 0.0 if slow.hoped is None else SLOWER * slow.hoped.in_core_seconds
+                if slow.hoped is not None:
+                    hoped_seconds, enough = slow.hoped.step_seconds, NEAR * slow.hoped.in_core_seconds
                 continue
             # Remember the refusal with the least floor.
             except InfeasibleBudget as error:
@@ -88,13 +89,12 @@ class Partitioned(Generic[C]):
                 continue
             # Stop when a plan is good enough, or the next is not faster.
             if is_usual:
-                enough = SLOWER * found.in_core_seconds
-            before = best or (None if waiting is None else waiting.hoped)
+                enough = NEAR * found.in_core_seconds
+            before_seconds = hoped_seconds if best is None else best.step_seconds
             best = _fastest(best, found)
-            if (before is not None and found.step_seconds >= before.step_seconds) or best.step_seconds <= enough:
+            if found.step_seconds >= before_seconds or best.step_seconds <= enough:
                 break
-        hoped = None if waiting is None else waiting.hoped
-        if waiting is not None and (best is None or (hoped is not None and hoped.step_seconds < best.step_seconds)):
+        if waiting is not None and (best is None or hoped_seconds < best.step_seconds):
             try:
                 best = _fastest(best, waiting.planned()[1])
             except InfeasibleBudget as error:
