@@ -68,7 +68,6 @@ def report(known: Sequence[Line]) -> tuple[str, bool]:
         "What it decides": rules,
         "Costs": tables.costs(found),
         "Bits": tables.bits(found),
-        "Live allocator": tables.live(found),
         "Peaks": tables.peaks(found),
         "Is a card of that size enough?": tables.survival(found),
         **{f"Step times: {job}": tables.step_times(found, job) for job in FIRST},

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._inductor import compile_fx
 from torch.utils._pytree import tree_leaves
 
-from overspill.core.errors import forgetful
 from overspill.errors import InfeasibleBudget, OverspillError
 from overspill.runtime.accelerator import repeatable_kernels
 
@@ -98,7 +97,7 @@ def judge(job: Job, way: str, device: str = "cpu") -> Outcome:
         public = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == OverspillError.__module__]
         kind = REFUSED if public else CRASH
         found = replace(found, kind=kind, error=[*public, type(error).__name__][0], said=_line(error))
-        forgetful(error)
+        _forget(error)
     try:
         expected = _reference(job, made[0], ran)
     except Exception as error:  # noqa: BLE001 - as above
@@ -123,8 +122,13 @@ def named_budgets(train: Callable[[float], T]) -> tuple[T, float, int]:
             if error.floor_bytes <= budget or tried == MOST_TRIED - 1:
                 raise
             budget = error.floor_bytes
-            forgetful(error)  # its frames hold the model
+            _forget(error)
     raise AssertionError
+
+
+def _forget(error: BaseException) -> None:
+    """Drop the frames and causes of `error`, which hold the model."""
+    error.__cause__ = error.__context__ = error.__traceback__ = None
 
 
 def _reference(job: Job, made: type[Way], ran: Ran | None) -> Numbers:

@@ -23,10 +23,6 @@ BITS = Topic(
     3, "Bits", "Are losses, weights and buffers those of plain training? Does plain training repeat itself?",
     "unequal where plain training equals itself: to be mended before any speed is quoted",
 )  # fmt: skip
-LIVE = Topic(
-    4, "Live allocator", "Does PyTorch train on memory from each pool and at planned addresses, fail and end cleanly?",
-    "a pool whose losses differ, or that fails otherwise than PyTorch does, is not offered",
-)  # fmt: skip
 PEAKS = Topic(
     5, "Peaks", "What do the allocator and the driver count within a budget, and is a card of that size enough?",
     "a retry or an error where the allocator may have the budget: the README must say that a budget is live bytes",
@@ -51,15 +47,10 @@ LARGER = Topic(
     10, "Larger than memory", "Does a decoder train whose weights and state are three times its budget?",
     "losses other than plain training's, or a peak above the budget: not to be claimed",
 )  # fmt: skip
-SANITIZER = Topic(
-    11, "Sanitizer", "Does compute-sanitizer find fault with the virtual pool?",
-    "any error: the pool is not offered",
-)  # fmt: skip
-
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PARTITIONS = (0.7, 0.5, 0.3)
-POOLS = ("best-fit", "two-ended", "virtual")
+
 
 # Model, batch and optimizer of plain training that is estimated beforehand.
 ESTIMATED = (
@@ -100,27 +91,6 @@ def _correctness() -> Iterator[Experiment]:
             f"3-bits-inductor-{name}", BITS, "gpu.topics.bits:inductor", asked, seconds=60, environment=DETERMINISTIC,
             on_cpu=name == "gpt2",
         )  # fmt: skip
-
-
-def _live() -> Iterator[Experiment]:
-    plain = "4-live-none"
-    yield Experiment(plain, LIVE, "gpu.topics.live:losses", {"pool": "none"}, seconds=8, environment=DETERMINISTIC)
-    for pool in POOLS:
-        yield Experiment(
-            f"4-live-{pool}",
-            LIVE,
-            "gpu.topics.live:compared",
-            {"pool": pool},
-            seconds=10,
-            needs=(plain,),
-            environment=DETERMINISTIC,
-        )
-    yield Experiment("4-live-mapping-costs", LIVE, "gpu.topics.live:mapping_costs", seconds=8)
-    for pool in ("none", *POOLS):
-        yield Experiment(
-            f"4-live-out-of-memory-{pool}", LIVE, "gpu.topics.live:out_of_memory", {"pool": pool}, seconds=6
-        )
-        yield Experiment(f"4-live-exit-{pool}", LIVE, "gpu.topics.live:exits_with_blocks", {"pool": pool}, seconds=8)
 
 
 _PEAK_WAYS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
@@ -252,7 +222,6 @@ def _rest() -> Iterator[Experiment]:
     yield from (_estimate(*job) for job in ESTIMATED[::2])
     for name, plain in (("10-decoder-plain", True), ("10-decoder-6GiB", False)):
         yield Experiment(name, LARGER, "gpu.topics.larger:decoder", {"plain": plain}, seconds=30, on_cpu=True)
-    yield Experiment("11-sanitizer", SANITIZER, "gpu.topics.live:sanitized", {"pool": "virtual"}, seconds=60)
 
 
 def _more() -> Iterator[Experiment]:
@@ -266,7 +235,7 @@ def _more() -> Iterator[Experiment]:
 
 EXPERIMENTS = {
     experiment.name: experiment
-    for part in (_costs, _correctness, _live, _peaks, _speed, _kernels, _rest, _more)
+    for part in (_costs, _correctness, _peaks, _speed, _kernels, _rest, _more)
     for experiment in part()
 }
 TOPICS = {experiment.topic.number: experiment.topic for experiment in EXPERIMENTS.values()}

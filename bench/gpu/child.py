@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import lines
-from .experiment import Experiment, NotHere, Setting, Waiting, write_atomically
+from .experiment import Experiment, Setting, Waiting, write_atomically
 
 
 def main() -> None:
@@ -44,8 +44,6 @@ def outcome(experiment: Experiment, setting: Setting) -> dict[str, Any]:
         found = experiment.run(setting)
     except Waiting as error:
         return {"status": lines.WAITING, "figures": setting.noted, "error": str(error)}
-    except NotHere as error:
-        return {"status": lines.NOT_HERE, "figures": setting.noted, "error": str(error)}
     except BaseException:  # noqa: BLE001 - whatever it is, it is what this experiment found
         return {"status": lines.FAILED, "figures": setting.noted, "error": traceback.format_exc()[-4000:]}
     result = {"status": lines.OK, "figures": setting.noted | found, "error": ""}

@@ -253,30 +253,12 @@ def larger_than_memory(found: Found) -> Iterator[Verdict]:
         yield _compared("10-decoder-6GiB:", peak, ours["budget_bytes"])
 
 
-def sound_pools(found: Found) -> Iterator[Verdict]:
-    """Topics 4 and 11."""
-    normal = found.get("4-live-out-of-memory-none", {}).get("raised", "OutOfMemoryError")
-    for pool in ("best-fit", "two-ended", "virtual"):
-        if (trained := found.get(f"4-live-{pool}")) is not None:
-            yield _judged(not trained["identical"], f"{pool}: losses", "do not offer this pool")
-        if (refused := found.get(f"4-live-out-of-memory-{pool}")) is not None:
-            evidence = f"{pool}: out of memory raises {refused['raised']}, PyTorch's allocator {normal}"
-            yield _judged(refused["raised"] != normal or not refused["goes_on"], evidence, "raise what PyTorch raises")
-        if (ended := found.get(f"4-live-exit-{pool}")) is not None:
-            unclean = bool(ended["exit_code"] or ended["standard_error"])
-            yield _judged(unclean, f"{pool}: exit code {ended['exit_code']}", "let go of blocks at exit")
-    if (sanitized := found.get("11-sanitizer")) is not None:
-        evidence = "; ".join(sanitized["summary"]) or f"exit code {sanitized['exit_code']}"
-        yield _judged(sanitized["exit_code"] != 0, f"compute-sanitizer: {evidence}", "do not offer the virtual pool")
-
-
 RULES: dict[Rule, str] = {
     installed: "the command line trains, with identical numbers",
     whole_round_trips: "0 of all round trips come back wrong",
     same_bits: "every way of ours gives plain training's bits where plain training repeats itself",
     within_budget: "what is reserved and used of the device stays within what a budget has for it",
     card_of_that_size: "a limit of 1.0 times the budget, less the context, is enough for PyTorch's allocator, without a retry",
-    sound_pools: "each pool of the live allocator trains, fails and ends as PyTorch's own allocator does",
     cheap_swaps: f"a swap takes at most {MOST_ADDS_A_SWAP:.0f} small ops of host time",
     device_bound: f"host time of our steps is at most {MOST_HOST_SHARE:.0%} of the time between events on the GPU",
     faster_than_peers: "our step on a card as a peer took is no slower than the peer's, beyond the noise of plain training",

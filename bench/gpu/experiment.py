@@ -47,14 +47,10 @@ class Experiment:
         return max(90.0, 4 * self.seconds)
 
     def run(self, setting: Setting) -> Figures:
-        """Its figures. Raises what goes wrong in it, and NotHere."""
+        """Its figures. Raises what goes wrong in it."""
         module, _, name = self.function.partition(":")
         found: Figures = getattr(import_module(module), name)(setting, **self.arguments)
         return found
-
-
-class NotHere(Exception):
-    """This machine cannot answer the question, and no other run on it would."""
 
 
 class Waiting(Exception):

@@ -14,18 +14,16 @@ from .experiment import Figures
 OK = "ok"
 FAILED = "failed"
 TIMEOUT = "timeout"
-NOT_HERE = "not here"
 CUT = "cut"
 WAITING = "waiting"
 STATUSES = {
     OK: "it ran to its end",
     FAILED: "an error ended it, which the line has",
     TIMEOUT: "it was stopped after its own limit",
-    NOT_HERE: "this machine cannot answer the question",
     CUT: "the campaign's deadline or a signal stopped it; it will be run again",
     WAITING: "an experiment that it needs has no figures; it will be run again",
 }
-FINISHED = (OK, FAILED, TIMEOUT, NOT_HERE)
+FINISHED = (OK, FAILED, TIMEOUT)
 
 
 @dataclass(frozen=True)

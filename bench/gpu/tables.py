@@ -73,24 +73,6 @@ def bits(found: Found) -> str:
     return table(("model", "way", "identical to plain training", "what differs", "measured peak"), rows)
 
 
-def live(found: Found) -> str:
-    """The live allocator's pools."""
-    rows = []
-    for pool in ("none", "best-fit", "two-ended", "virtual"):
-        trained, refused, ended = (found.get(f"4-live-{k}{pool}") for k in ("", "out-of-memory-", "exit-"))
-        if not any((trained, refused, ended)):
-            continue
-        clean = (
-            None
-            if ended is None
-            else f"exit code {ended['exit_code']}" + ", said something" * bool(ended["standard_error"])
-        )
-        same = None if trained is None or "identical" not in trained else "yes" if trained["identical"] else "no"
-        rows.append((pool, same, trained and trained.get("requests"), refused and refused["raised"], clean))
-    head = ("pool", "losses of PyTorch's allocator", "requests", "out of memory raises", "ends with live blocks")
-    return table(head, rows)
-
-
 def peaks(found: Found) -> str:
     """What was planned, and what allocator and driver counted."""
     keys = (

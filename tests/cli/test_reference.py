@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tests.cli.commands import Overspill
 
 from overspill.cli import group
-from overspill.runtime.live.steps import PoolReport
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 HEAD, *_PARTS = TEXT.split("\n## ")
@@ -70,9 +68,5 @@ def test_the_keys_are_those_of_the_answer(command: str, overspill: Overspill) ->
             found |= set(answer[inner][0])
     told = keys(command)
     assert found - told == set()
-    if command == "train":  # whose pool is null here
-        inner_keys = {field.name for field in fields(PoolReport)}
-        assert inner_keys <= told
-        told -= inner_keys
     if command not in LISTS:
         assert told - found <= {"iterations", "trains", "notes", "blame", "stopped", "with", "placements"}

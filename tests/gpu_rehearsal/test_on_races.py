@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,6 @@ import stand_in
 import torch
 from tests.gpu_rehearsal.jobs import DOORS, job
 from tests.gpu_rehearsal.mutants import IN, MUTANTS, OUT, each_wait_once, lane, waits
-from tests.gpu_rehearsal.processes import on_card
 from tests.gpu_rehearsal.races import find_races
 from tests.gpu_rehearsal.touching import Touching
 
@@ -125,26 +123,6 @@ def test_single_waits_are_missed(logs: list[Any], record: Any) -> None:
             assert any(noticed), name
             all_noticed += noticed
     assert np.mean(all_noticed) > 0.2  # the others only repeat what another wait ensures
-
-
-@pytest.fixture(scope="module", params=["two-ended", "virtual"])
-def pooled(request: pytest.FixtureRequest) -> Any:
-    return on_card("live_pools", request.param)
-
-
-def test_no_races_in_live_pools(pooled: Any, record: Any) -> None:
-    assert pooled.returncode == 0, pooled.stderr
-    found = json.loads(pooled.stdout)
-    record.rows("live_pools").append(found)
-    if found["placement"] == "two-ended":
-        assert found["pool"]["squeezes"] == 1
-    assert found["peak_reserved_bytes"] <= found["pool"]["capacity_bytes"]
-    assert found["offloaded_bytes"] > 0
-    assert found["races"] == 0
-
-
-def test_a_process_with_a_live_pool_ends_without_a_word(pooled: Any) -> None:
-    assert "leaked" not in pooled.stderr
 
 
 @pytest.mark.parametrize("door", DOORS)

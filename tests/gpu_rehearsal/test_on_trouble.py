@@ -32,12 +32,6 @@ def test_out_of_memory_is_pytorch_s_error(trouble: Any) -> None:
     assert found["recognised"]
 
 
-def test_out_of_memory_of_the_live_allocator_is_pytorch_s_error(trouble: Any) -> None:
-    found = trouble("out_of_memory_of_live_allocator")
-    assert found["torch"]
-    assert found["recognised"]
-
-
 def test_refused_registration_is_one_line_and_harms_nothing_after(trouble: Any) -> None:
     found = trouble("refused_registration")
     assert found["error"] == "StoreError"

@@ -13,7 +13,6 @@ from torch import nn
 
 import overspill
 from overspill.core.errors import StoreError, is_out_of_memory
-from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store
 
@@ -70,22 +69,11 @@ def out_of_memory() -> dict[str, Any]:
     """More than the card has, asked of PyTorch between two managed steps."""
     step, x = a_step()
     step(x, x)
-    return asked_for_more()
-
-
-def asked_for_more() -> dict[str, Any]:
-    """What is said of a request for more than the card has."""
     try:
         torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
     except Exception as error:  # noqa: BLE001
         return said(error) | {"recognised": is_out_of_memory(error), "torch": isinstance(error, torch.OutOfMemoryError)}
     return {}
-
-
-def out_of_memory_of_live_allocator() -> dict[str, Any]:
-    """More than the card has, asked of the live allocator by PyTorch."""
-    LiveAllocator("cuda").serve_pytorch()
-    return asked_for_more()
 
 
 def refused_registration() -> dict[str, Any]:
@@ -128,18 +116,16 @@ def dropped_step() -> dict[str, Any]:
 
 
 def exit_with_live_blocks() -> dict[str, Any]:
-    """The process ends while a step, its store and its tensors live, with the live allocator under them."""
-    allocator = LiveAllocator("cuda")
-    allocator.serve_pytorch()
+    """The process ends while a step, its store and its tensors live."""
     step, x = a_step()
     step(x, x)
-    keep.extend((allocator, step, x))
-    return {"live_bytes": allocator.statistics().allocated_bytes}
+    keep.extend((step, x))
+    return {"live_bytes": torch.cuda.memory_allocated()}
 
 
 keep: list[Any] = []
 TROUBLE = (
-    second_device, out_of_memory, out_of_memory_of_live_allocator, refused_registration, sticky_error, dropped_step,
+    second_device, out_of_memory, refused_registration, sticky_error, dropped_step,
     exit_with_live_blocks,
 )  # fmt: skip
 

@@ -207,7 +207,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(hardware, "_CONTEXTS", {})
-    monkeypatch.setattr(hardware, "serving", lambda: None)  # an allocator that another test has installed stays
     return figures
 
 

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from gpu.experiment import Figures, Setting
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
-from overspill.runtime.live.allocator import serving
 
 SMALL_BATCH = 16
 TRAINED, OUT_OF_MEMORY, INFEASIBLE = "trained", "out of memory", "infeasible"
@@ -98,8 +97,8 @@ def build(setting: Setting, job: Job) -> Built:
 
 
 def forget_peaks(setting: Setting) -> None:
-    """Begin a stretch of time whose peaks are of interest; the live allocator has those since it was made."""
-    if setting.is_cuda and serving() is None:
+    """Begin a stretch of time whose peaks are of interest."""
+    if setting.is_cuda:
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -109,13 +108,6 @@ def peaks(setting: Setting) -> Figures:
         return {}
     free, total = torch.cuda.mem_get_info()
     found: Figures = {"device_used_bytes": total - free}
-    if (ours := serving()) is not None:
-        now = ours.statistics()
-        return found | {
-            "allocated_peak_bytes": now.peak_allocated_bytes,
-            "reserved_peak_bytes": now.peak_reserved_bytes,
-            "requests": now.requests,
-        }
     stats = torch.cuda.memory_stats()
     return found | {
         "allocated_peak_bytes": torch.cuda.max_memory_allocated(),

@@ -1,11 +1,6 @@
-// libcuda.so.1: what the live allocator, PyTorch's expandable segments and its caching allocator ask of the driver.
+// libcuda.so.1: what PyTorch's expandable segments and its caching allocator ask of the driver.
 // Rules of the driver that would go wrong silently otherwise end the process.
-#if __has_include(<cuda.h>)
 #include <cuda.h>
-#else
-#include "driver_declarations.hpp"
-#endif
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>

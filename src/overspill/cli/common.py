@@ -51,8 +51,8 @@ PlacerName = Annotated[
     str | None,
     optional(
         "NAME",
-        "An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned is an arena, "
-        "two-ended and virtual train from a pool of ours.  [default: live bytes count; on a GPU, planned]",
+        "An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned is an arena.  "
+        "[default: live bytes count; on a GPU, planned]",
         "--placement",
         autocompletion=complete.placer,
     ),

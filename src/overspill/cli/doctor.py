@@ -27,15 +27,12 @@ EXTENSIONS = {
     "overspill.placement.packing._packing": "solvers",
     "overspill.policies.auto._search": "the policy auto",
     "overspill.runtime.transfer._copies": "transfers of a GPU",
-    "overspill.runtime.live._live": "live pools",
 }
-ON_LINUX_ALONE = {"overspill.runtime.live._live"}
 TESTED_TORCH = ((2, 11), (2, 14))
 """The first and the last release of PyTorch that Overspill is tested with."""
 EXTRAS = {
     "plot": (("matplotlib",), "plots: --plot"),
     "bert": (("transformers",), "models of transformers: bert-base, hf:config.json"),
-    "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
     "onnx": (("onnx", "overspill_papers"), "estimate --onnx"),
     "tensorflow": (("overspill_papers", "tensorflow"), "estimate --tensorflow"),
     "papers": (
@@ -96,8 +93,6 @@ def _package() -> Iterable[Finding]:
     """Overspill itself: each part of it that was compiled loads."""
     failed = []
     for name, serves in EXTENSIONS.items():
-        if name in ON_LINUX_ALONE and sys.platform != "linux":
-            continue
         try:
             importlib.import_module(name)
         except ImportError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -287,7 +286,6 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "placement": placed.placer,
         "placed_peak_bytes": placed.peak_bytes,
         "fragmentation": placed.fragmentation,
-        "pool": None if run.pool is None else asdict(run.pool),
         "measured_peak_bytes": run.measured_peak_bytes,
         "reserved_peak_bytes": run.reserved_peak_bytes,
         "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,

@@ -156,9 +156,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory ran out: Python's, torch's, or a library's below."""
     of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
     return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
-
-
-def forgetful(error: Exception) -> Exception:
-    """The same error without its frames and causes, which would keep tensors alive."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)

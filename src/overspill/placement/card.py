@@ -28,7 +28,7 @@ from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of, there_befor
 from .card_search import FIRST_EFFORT, CardSearch, Tried, on_grid
 from .packing import DEFAULT, solver_named
 from .place import SEARCH, place_plan
-from .replay import minimum_capacity, replay
+from .replay import replay
 
 T = TypeVar("T")
 STEPS_EXPANDING = 12
@@ -66,8 +66,7 @@ class Card:
     `context_bytes` are the driver's and those of loaded kernels, `handle_bytes` what the libraries keep of the
     allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
     blocks lie in an arena (`arena.py`), and the allocator has it and the rest: `always`, or where that is faster than the
-    allocator alone. With a `pool` all lie in one like this: of `runtime/live/`, which PyTorch's allocator precedes, or
-    of a paper, which is `apart` from PyTorch. Workspaces of libraries are measured on the GPU, where `is_measured`, or what is likely.
+    allocator alone. With a `pool` all lie in an allocator of a paper, apart from PyTorch's. Workspaces of libraries are measured on the GPU, where `is_measured`, or what is likely.
     `estimated_bytes` are those of the unmanaged job, where it was estimated.
     """
 
@@ -77,7 +76,6 @@ class Card:
     solver: str | None = None
     always: bool = True
     pool: str | None = None
-    apart: bool = False
     is_measured: bool = False
     estimated_bytes: int | None = None
 
@@ -95,7 +93,7 @@ class Card:
         over several ways counts.
         """
         if self.pool is not None:
-            return self._pool_bytes(plan, self.pool)
+            return place_plan(plan, self.pool).peak_bytes
         has_elastic = not self.is_measured and any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
         steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
         found = []
@@ -109,20 +107,6 @@ class Card:
                 config = replace(self.config, tie_break=tie_break)
                 found.append(replay(events, "pytorch", config=config).peak_device_bytes)
         return max(found) + SPARE_BYTES
-
-    def _pool_bytes(self, plan: Plan, pool: str) -> int:
-        """Bytes with a pool that serves all blocks.
-
-        What it takes, with what libraries keep; and no less than the caching allocator needs to survive. Of one that is
-        apart, what it takes alone.
-        """
-        if self.apart:
-            return place_plan(plan, pool).peak_bytes
-        events = events_of(plan.graph, plan.schedule, self.handle_bytes, groups=plan.groups)
-        first = minimum_capacity(events, "pytorch", self.config)
-        threads = 1 if plan.graph.whole_step else 2
-        taken = place_plan(plan, pool).peak_bytes
-        return max(first, taken + threads * sum(self.handle_bytes)) + SPARE_BYTES
 
     def placed(self, plan: Plan) -> Plan:
         """`plan` with its blocks at addresses, and what the allocator takes for the arena and the rest."""
@@ -162,7 +146,7 @@ class Card:
 
         Backward's thread is another than forward's.
         """
-        if self.apart:
+        if self.pool:
             return 0
         threads = {op.phase is Phase.FORWARD or graph.whole_step for op in graph.ops if op.name in MATRIX_PRODUCTS}
         return len(threads) * sum(self.handle_bytes)
@@ -191,7 +175,7 @@ class Card:
             took = time.perf_counter() - begun  # with all the plans that were made for it
             return answer, replace(plan, plan_seconds=took)
 
-        if not self.apart and worth < (math.inf if first is None else first.slowdown):
+        if not self.pool and worth < (math.inf if first is None else first.slowdown):
             raise TooSlow(first, planned)
         return planned()
 
@@ -215,7 +199,7 @@ class Card:
 
     def _first(self, room_bytes: int, make: Callable[[int, float], tuple[T, Plan]]) -> Plan | None:
         """The plan that the search begins with, so that nothing is planned twice, or None."""
-        if self.apart:
+        if self.pool:
             return None
         try:
             return make(max(1, room_bytes) if self.solver else on_grid(room_bytes), FIRST_EFFORT)[1]
@@ -248,7 +232,7 @@ def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T],
     The card has `budget_bytes`; `fewest` is the plan with the fewest live bytes.
     """
     floor_bytes, live_bytes = least.plan.taken_bytes + card.context_bytes, least.plan.peak_bytes
-    pool = f"the allocator {card.pool}" if card.apart else "PyTorch's allocator"
+    pool = f"the allocator {card.pool}" if card.pool else "PyTorch's allocator"
     needed, budget = format_apart(floor_bytes, budget_bytes)
     at_least = "" if least is fewest else f"at least {format_bytes(fewest.plan.peak_bytes)}"
     # Settings that would need a smaller card.
@@ -257,7 +241,7 @@ def _too_small(card: Card, budget_bytes: int, least: Tried[T], fewest: Tried[T],
     return InfeasibleBudget(
         f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(card.context_bytes)} for the "
         f"context and {format_bytes(least.plan.taken_bytes)} in {pool}, for "
-        f"{format_bytes(live_bytes)} of live bytes ({at_least}{at_least and ': '}{cause}){'' if card.apart else ', library workspaces'} and fragmentation; "
+        f"{format_bytes(live_bytes)} of live bytes ({at_least}{at_least and ': '}{cause}){'' if card.pool else ', library workspaces'} and fragmentation; "
         f"raise the budget or make the batch smaller{instead and '; '}{instead}",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,11 +111,10 @@ def plan_within(
     budget_bytes: int,
     placer: str,
     times: MeasuredTimes | None = None,
-    where: Callable[[Plan], Placed] | None = None,
 ) -> PlacedPlan:
     """A plan of `policy` whose layout by `placer` fits in `budget_bytes`.
 
-    Not only its live bytes. `where` places a plan, if that is no allocator or solver. A plan whose blocks reach above
+    Not only its live bytes. A plan whose blocks reach above
     the budget is made again for as much less as it is over. Raises InfeasibleBudget when there is none, with the least
     that was placed.
     """
@@ -129,7 +127,7 @@ def plan_within(
                 raise
             raise _does_not_fit(policy, placer, budget_bytes, least, error.cause) from None
         # If its layout is over the budget, plan again for that much less.
-        placed = place_plan(plan, placer) if where is None else where(plan)
+        placed = place_plan(plan, placer)
         over = placed.peak_bytes - budget_bytes
         if over <= 0:
             return PlacedPlan(plan, placed)

@@ -15,10 +15,9 @@ from rich.text import Text
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
 from overspill.job import Job
-from overspill.placement.place import Placed
+from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
-from overspill.runtime.live.steps import PoolReport
-from overspill.runtime.options import Options, placed
+from overspill.runtime.options import Options
 from overspill.runtime.training import Run, same_bits
 
 from .listing import count, format_flops, percent
@@ -50,7 +49,7 @@ class Trained:
 
         They follow from the placement that was asked for, or from PyTorch's caching allocator.
         """
-        return placed(self.options, self.plan.budget_bytes, self.plan)
+        return place_plan(self.plan, self.options.placer)
 
     @cached_property
     def identical(self) -> bool | None:
@@ -90,7 +89,7 @@ class Trained:
 
 def training_report(trained: Trained, note: str | None = None) -> RenderableType:
     """Tables and notes about a training run; simulated times are marked."""
-    lines = [_headline(trained), moved(trained), *_pool(trained.managed.pool), *_whole_step(trained)]
+    lines = [_headline(trained), moved(trained), *_whole_step(trained)]
     lines += [_losses(trained), _times(trained)]
     if trained.identical:
         tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
@@ -159,29 +158,6 @@ def moved(trained: Trained) -> str:
         else "recomputed nothing"
     )
     return f"each step moved {format_bytes(trained.managed.offloaded_bytes)} to the {trained.options.store} store and {again}"
-
-
-def _pool(pool: PoolReport | None) -> list[str]:
-    """Which live memory pool was used, and its results."""
-    if pool is None:
-        return []
-    size = "" if pool.capacity_bytes is None else f" of {format_bytes(pool.capacity_bytes)}"
-    parts = [f"the {pool.name} pool{size} held {format_bytes(pool.peak_bytes)} at most"]
-    if pool.served_share is not None:
-        parts.append(f"it gave {100 * pool.served_share:.1f} % of the bytes that the last step allocated")
-    # What some kinds of pool alone have.
-    if pool.spilled_peak_bytes:
-        parts.append(f"{format_bytes(pool.spilled_peak_bytes)} of scratch at most had no room there")
-    if pool.main_bytes is not None:
-        parts.append(
-            f"main space {format_bytes(pool.main_bytes)} in the end, squeezed {_times_of(pool.squeezes)}; steps begun again "
-            f"{_times_of(pool.restarts)}, gone on beside it {_times_of(pool.resumptions)}; {pool.overflows} blocks had no room there"
-        )
-    return ["; ".join(parts)]
-
-
-def _times_of(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _whole_step(trained: Trained) -> list[str]:

@@ -83,15 +83,7 @@ class LoweredProgram:
                 done_with.setdefault(last_user.get(node, node), []).append(node)
         # One instruction for each call.
         self.instructions = Instructions(
-            Instruction(
-                n,
-                _called(n),
-                n.args,
-                dict(n.kwargs),
-                tuple(done_with.get(n, ())),
-                n.meta.get(MUTATION),
-                MUTATION in n.meta or n.target is aten.copy_.default,
-            )
+            Instruction(n, _called(n), n.args, dict(n.kwargs), tuple(done_with.get(n, ())), n.meta.get(MUTATION))
             for n in nodes
             if callable(n.target)
         )
@@ -132,8 +124,6 @@ class ProgramRun:
         self.position = 0
         self.changed = False
         """Whether a parameter has been updated."""
-        self.mutated = False
-        """Whether it may have changed anything that the step was given, so that it cannot start again."""
         self.lost = ""
         """What an error stopped half-way and cannot be repeated."""
 

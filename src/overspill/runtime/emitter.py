@@ -37,7 +37,6 @@ from overspill.core import Instruction, Op, Phase, Verb
 from overspill.core.errors import InvalidSchedule
 
 from .arena import Arena, kept_storage_at, storage_at, tensor_at
-from .live.groups import MadeBy, Telling, tell_groups
 from .transfer import ops
 from .values import Values
 
@@ -58,7 +57,7 @@ Together = Callable[[Sequence[Callable[..., None]]], Callable[..., None]]
 class Emitter:
     """Emits one graph."""
 
-    def __init__(self, captured: Captured, engine: int, *, backward: bool, made: MadeBy, arena: Arena) -> None:
+    def __init__(self, captured: Captured, engine: int, *, backward: bool, arena: Arena) -> None:
         self.captured = captured
         self.arena = arena
         self.memory: fx.Node | None = None
@@ -73,8 +72,7 @@ class Emitter:
         self.handles: dict[int, fx.Node] = {}
         self.arriving: dict[int, fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}
-        # Hints for a live pool, and updates that are merged into one call.
-        self._telling = Telling(made)
+        # Updates that are merged into one call.
         self.groups: dict[int, tuple[int, ...]] = {}
         self.together: Together | None = None
         self.last_touch: dict[int, int] = {}
@@ -179,8 +177,6 @@ class Emitter:
             if self._is_end(instruction):
                 return
             self.position = position
-            if (made := self._telling.before(position, instruction.verb)) is not None:
-                self._call(tell_groups, (made,), "groups")
             if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
                 others = [next(remaining)[1] for _ in group[1:]]
                 assert group[1:] == tuple(other.target for other in others)

@@ -21,10 +21,7 @@ _LITERALS = (int, bool, str, type(None))
 
 
 class Instruction(NamedTuple):
-    """One node: what is called with what, and the values dead after it.
-
-    `changes`: it changes what the step was given: a buffer, a sum of gradients, or what its `mutation` says.
-    """
+    """One node: what is called with what, and the values dead after it."""
 
     node: fx.Node
     target: Callable[..., Any]
@@ -32,7 +29,6 @@ class Instruction(NamedTuple):
     kwargs: dict[str, Any]
     done_with: tuple[fx.Node, ...]
     mutation: Mutation | None
-    changes: bool
 
 
 class Program(Protocol):
@@ -125,12 +121,10 @@ class _Writer:
 
     def write(self, instruction: Instruction, *, asks: bool) -> tuple[list[str], list[str]]:
         """The lines of an instruction: to the end of its call, and behind it."""
-        node, target, args, kwargs, done_with, mutation, changes = instruction
+        node, target, args, kwargs, done_with, mutation = instruction
         before, after = [], []
         if asks and DOES in node.meta:
             before.append("    may_go_on()")
-        if changes:
-            before.append("    progress.mutated = True")
         if mutation is not None:
             before.append(f"    progress.lost = {str(mutation)!r}")
             if mutation.op == UPDATE:

@@ -28,7 +28,6 @@ from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card
 
 from . import accelerator
-from .live.allocator import serving
 
 UNKNOWN_GPU = "a100-40gb"
 """The GPU whose rates stand in for a GPU without a data file; memory is asked of the driver."""
@@ -72,8 +71,7 @@ def usable_bytes(device: torch.device) -> int:
 
 def held_bytes(device: torch.device) -> int:
     """Bytes that this process has reserved of a CUDA device."""
-    ours = serving()
-    return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
+    return accelerator.reserved_bytes(device)
 
 
 def elsewhere(device: Device, software: Software | None = None) -> Device:

@@ -20,28 +20,26 @@ from overspill.core import Graph, Instruction, Schedule, Verb
 from .arena import Arena
 from .emitter import Emitter, Together
 from .halves import crossing, split
-from .live.groups import NOTHING_TOLD, MadeBy
 
 NO_ARENA = Arena()
 
 
 def lower(
-    captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD, arena: Arena = NO_ARENA
+    captured: Captured, schedule: Schedule, engine: int, arena: Arena = NO_ARENA
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and backward graphs that carry out `schedule`.
 
-    Transfers go through engine number `engine`. `made` has the group hints for a live pool. Tensors with a place in the
-    `arena` lie there.
+    Transfers go through engine number `engine`. Tensors with a place in the `arena` lie there.
     """
     forward_part, backward_part = split(captured.graph, schedule)
-    forward = Emitter(captured, engine, backward=False, made=made, arena=arena)
+    forward = Emitter(captured, engine, backward=False, arena=arena)
     for node in captured.joint.primals:
         forward.add_placeholder(node)
     forward.emit(forward_part)
     # What backward needs of forward becomes its inputs.
     saved, handles = _crossing(captured, backward_part, forward)
     forward_module = forward.finish_forward(saved, handles)
-    backward = Emitter(captured, engine, backward=True, made=made, arena=arena)
+    backward = Emitter(captured, engine, backward=True, arena=arena)
     backward.add_saved(saved, handles, forward)
     for node in captured.joint.tangents:
         backward.add_placeholder(node)
@@ -49,14 +47,9 @@ def lower(
     return forward_module, backward.finish_backward()
 
 
-def lower_inference(
-    captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD, arena: Arena = NO_ARENA
-) -> fx.GraphModule:
-    """The single graph of a step without backward.
-
-    `made` and `arena` are as for `lower`.
-    """
-    emitter = Emitter(captured, engine, backward=False, made=made, arena=arena)
+def lower_inference(captured: Captured, schedule: Schedule, engine: int, arena: Arena = NO_ARENA) -> fx.GraphModule:
+    """The single graph of a step without backward; `arena` is as for `lower`."""
+    emitter = Emitter(captured, engine, backward=False, arena=arena)
     for node in captured.joint.primals:
         emitter.add_placeholder(node)
     emitter.emit(schedule.instructions)
@@ -69,7 +62,6 @@ def lower_step(
     engine: int,
     groups: Iterable[tuple[int, ...]],
     together: Together,
-    made: MadeBy = NOTHING_TOLD,
     arena: Arena = NO_ARENA,
 ) -> fx.GraphModule:
     """The single graph of a whole step.
@@ -77,9 +69,9 @@ def lower_step(
     The updates of each of `groups`, which follow one another, are one call. It takes the captured primals, and the
     handles of those that are `copied`; it returns the loss, the step's other results, and the persistent tensors that
     may move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store
-    between steps. `made` and `arena` are as for `lower`.
+    between steps. `arena` is as for `lower`.
     """
-    emitter = Emitter(captured, engine, backward=False, made=made, arena=arena)
+    emitter = Emitter(captured, engine, backward=False, arena=arena)
     emitter.groups = {group[0]: group for group in groups}
     emitter.together = together
     # Inputs: tensors, handles of what is in the store, handles of what is in both.

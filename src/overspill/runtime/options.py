@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +22,10 @@ from overspill.costs import MeasuredTimes
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.placement.allocators.caching import CachingAllocator
-from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.arena import in_arena, plan_in_arena
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT, solver_named
-from overspill.placement.place import SEARCH, Placed, check_placer, place_plan, plan_within
+from overspill.placement.place import SEARCH, check_placer, place_plan, plan_within
 from overspill.planning.effort import at_effort
 from overspill.plans.comparison import Best, Comparison, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
@@ -35,7 +33,6 @@ from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import Policy, policy_named
 
 from .hardware import card_bytes, card_of, device_noun, usable_bytes
-from .live.need import LIVE_PLACEMENTS, TWO_ENDED, VIRTUAL, placed_live
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
 from .transfer.stores import STORES, make_store, whole_pages
@@ -46,8 +43,6 @@ ON_UNPLANNED = ("error", "warn")
 """What is done where a call runs without a plan."""
 PLANNED, PYTORCH, OWN = "planned", CachingAllocator.name, "own"
 """Placements: addresses in an arena, the default on CUDA; PyTorch's caching allocator alone; and that of a policy's paper."""
-SIMULATED_BY = {PLANNED: DEFAULT, TWO_ENDED: "gtbm", VIRTUAL: "chunked"}
-"""By a placement with real addresses, the allocator or solver that says what it takes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Options:
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
     None means twice the size of the model's differentiable outputs. `times` are op times measured before,
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
-    plan has to stay, or is one of LIVE_PLACEMENTS, or `own`, that of the policy's paper; without it live bytes count. `on_unplanned` says whether a call that runs without a
+    plan has to stay, or is `planned`, or `own`, that of the policy's paper; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
     backward are parted; None: the best of several. `software` is that of a GPU that is not here. With
     `whole_step` the update of a job is part of its plan, as in `overspill.train_step`. `estimated_bytes` are what the job is estimated to take of
@@ -120,7 +115,7 @@ class Options:
         """The allocator or solver that plans are placed by, in place of a placement with real addresses."""
         if self.placement == OWN:
             return policy_named(self.policy).placement
-        return None if self.placement is None else SIMULATED_BY.get(self.placement, self.placement)
+        return DEFAULT if self.placement == PLANNED else self.placement
 
 
 def device_for(options: Options, where: torch.device) -> Device:
@@ -170,9 +165,8 @@ def is_of_card(options: Options, device: Device) -> bool:
 
     With another allocator or solver it is that too where the GPU is not here, and here what that takes.
     """
-    live = options.placement in LIVE_PLACEMENTS and options.backend == "eager"
     pytorchs = options.placer is None or options.placement in (PLANNED, PYTORCH)
-    return device.index is not None and (pytorchs or live or device.index == ELSEWHERE)
+    return device.index is not None and (pytorchs or device.index == ELSEWHERE)
 
 
 def has_arena(options: Options, device: Device) -> bool:
@@ -183,10 +177,8 @@ def has_arena(options: Options, device: Device) -> bool:
 def card_for(options: Options, device: Device) -> Card:
     """The card that plans are for. Raises UnsupportedError."""
     card = replace(card_of(device, options.software), estimated_bytes=options.estimated_bytes)
-    if options.placement in LIVE_PLACEMENTS:
-        return replace(card, pool=options.placer, config=CachingConfig())  # that of the live allocator's pool
     if options.placer is not None and options.placement not in (PLANNED, PYTORCH):
-        return replace(card, pool=options.placer, apart=True)
+        return replace(card, pool=options.placer)
     return replace(card, solver=DEFAULT if has_arena(options, device) else None, always=options.placement == PLANNED)
 
 
@@ -212,19 +204,9 @@ def measured_again(options: Options, plan: Plan) -> Plan | None:
     if has_arena(options, plan.device):
         made = in_arena(plan, solver_named(), SEARCH)
         return made if made.peak_bytes <= plan.budget_bytes else None
-    if options.placer is not None and placed(options, plan.budget_bytes, plan).peak_bytes > plan.budget_bytes:
+    if options.placer is not None and place_plan(plan, options.placer).peak_bytes > plan.budget_bytes:
         return None
     return plan
-
-
-def placed(options: Options, budget_bytes: int, plan: Plan) -> Placed:
-    """How the blocks of `plan` lie where it runs: in the pool for a budget, or under the allocator or solver, that was asked for.
-
-    Without either it is PyTorch's caching allocator.
-    """
-    if options.placement in LIVE_PLACEMENTS and plan.device.kind == "cpu":
-        return placed_live(plan, options.placement, budget_bytes)
-    return place_plan(plan, options.placer)
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
@@ -261,8 +243,8 @@ def compare_on(
         under = replace(options, policy=policy)
         if is_of_card(under, device):
             return card_for(under, device)
-        # Of a CPU a pool is all that there is beside it.
-        return None if under.placer is None else Card(0, pool=under.placer, apart=True)
+        # Of a CPU an allocator is all that there is beside it.
+        return None if under.placer is None else Card(0, pool=under.placer)
 
     rows = compare(graph, device, policies, budget_bytes, options.times, progress, card, best)
     return Comparison(tuple(rows), device, budget_bytes)
@@ -288,8 +270,7 @@ def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int)
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
     if has_arena(options, device):
         return _in_arena(options, graph, device, budget_bytes)
-    where, name = partial(placed, options, budget_bytes), options.placement or options.placer
-    return plan_within(graph, device, options.policy, budget_bytes, name, options.times, where).plan
+    return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
 
 
 def _in_arena(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:

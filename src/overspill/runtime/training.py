@@ -30,9 +30,6 @@ from overspill.plans.plan import Plan
 from . import accelerator, batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
-from .live.allocator import serving
-from .live.pools import check_live, live_steps
-from .live.steps import PoolReport
 from .options import Options
 from .preview import SEED, prepared_step
 from .recording.attach import recording
@@ -68,7 +65,6 @@ class Run:
     partition: float | None = None
     offloaded_bytes: int = 0
     times: MeasuredTimes | None = None
-    pool: PoolReport | None = None
     record: RunRecord | None = field(default=None, repr=False)
 
     def identical_to(self, other: Run) -> bool:
@@ -96,15 +92,9 @@ def train(
     hand, is told what the run does.
     """
     running = _running(job, options, steps, device, on_step, recorder, keep_state=keep_state)
-    where = torch.device(device)
-    has_pool = check_live(options.placement, options.backend, where)
     if options.whole_step:
-        if has_pool and where.type == "cuda":  # before the model is on the GPU
-            live_steps(str(options.placement), where)
         return _train_whole(running, options)
     session = Session(options)
-    if where.type == "cuda":
-        session.place_live(where)
     try:
         run = _train(running, session, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
@@ -113,7 +103,6 @@ def train(
         run.partition = session.partitions[0] if session.plans else None
         run.offloaded_bytes = session.engine.offloaded_bytes // steps if session.engine else 0
         run.times = session.measured_times
-        run.pool = session.pool
         return run
     finally:
         session.close()
@@ -258,7 +247,6 @@ def _train_whole(running: _Running, options: Options) -> Run:
         run.planned_reserved_bytes, run.planned_device_bytes = whole.reserved_bytes, whole.device_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]
         run.times = whole.measured_times
-        run.pool = whole.pool
         run.state = _final_state(step) if running.keep_state else {}
         return run
     finally:
@@ -300,11 +288,6 @@ def _measured(
 ) -> Iterator[Callable[[], Any]]:
     """Measure the peak of what runs inside: by counting storages on the CPU, by the allocator's own figures on CUDA."""
     device = torch.device(where)
-    if device.type == "cuda" and (ours := serving()) is not None:
-        yield nullcontext
-        found = ours.statistics()
-        run.measured_peak_bytes, run.reserved_peak_bytes = found.peak_allocated_bytes, found.peak_reserved_bytes
-        return
     if device.type == "cuda":
         accelerator.reset_peaks(device)
         yield nullcontext

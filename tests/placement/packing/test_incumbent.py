@@ -14,7 +14,7 @@ from overspill.placement.packing.base import Limits, SolverFailed
 from overspill.placement.packing.incumbent import Incumbent
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.registry import solver_named
-from overspill.placement.packing.solvers import cp_sat, exact, mip, portfolio
+from overspill.placement.packing.solvers import exact, mip, portfolio
 from overspill.placement.packing.solvers.portfolio import Portfolio
 
 HARD = ragged(400, random.Random(3))
@@ -57,17 +57,11 @@ def test_a_search_that_has_to_gain_something_ends_when_it_does_not(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("name", "where", "what"),
-    [
-        ("portfolio", portfolio, "window_bound"),
-        ("exact", exact.Decider, "attempt"),
-        ("mip", mip, "ask"),
-        ("cp-sat", cp_sat, "ask"),
-    ],
+    [("portfolio", portfolio, "window_bound"), ("exact", exact.Decider, "attempt"), ("mip", mip, "ask")],
 )
 def test_an_interrupt_ends_with_the_best_layout(
     monkeypatch: pytest.MonkeyPatch, name: str, where: object, what: str
 ) -> None:
-    pytest.importorskip("ortools") if name == "cp-sat" else None
     monkeypatch.setattr(where, what, stop)
     found = solver_named(name).solve(HARD if name == "portfolio" else SMALL, Limits(time_limit_seconds=5))
     if found.layout is None or not found.optimal:

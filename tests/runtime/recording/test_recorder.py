@@ -14,7 +14,6 @@ from tests.runtime.recording.fake_device import DEVICE, FakeDevice
 from tests.simulate.graphs import Layer, network
 
 from overspill.core import Graph, TensorKind, Verb
-from overspill.core.errors import RequestError
 from overspill.runtime.recording import recorder as recorder_file
 from overspill.runtime.recording.record import Label, RunRecord
 from overspill.runtime.recording.recorder import Copying, RunRecorder
@@ -286,20 +285,11 @@ def test_times_stay_exact_in_a_recording_of_hours(graph: Graph, device: FakeDevi
     assert all(op.seconds == pytest.approx(50, abs=1e-4) for op in ops)
 
 
-def test_a_snapshot_of_a_pool_that_pytorch_does_not_know_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_file, "serving", object)
-    with pytest.raises(RequestError, match="live pool"):
-        RunRecorder(snapshot=True).start(DEVICE)
-
-
 def test_pytorchs_own_recorder_of_memory_is_on_as_long_as_the_recording(
     graph: Graph, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[Any] = []
     memory = torch.cuda.memory
-    monkeypatch.setattr(
-        recorder_file, "serving", lambda: None
-    )  # a test of live pools may have left one for this process
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: said == ["the user's"], raising=False)
     monkeypatch.setattr(memory, "_get_memory_metadata", lambda: "theirs")
     monkeypatch.setattr(memory, "_set_memory_metadata", said.append)

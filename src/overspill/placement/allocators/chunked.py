@@ -40,8 +40,8 @@ class ChunkedAllocator(PythonAllocator):
     no external fragmentation. Chunks are kept at the addresses that they were freed at: a block of as many takes them
     there, and another unmaps those of the smallest such block first. It never gives chunks back.
 
-    Small requests, of half a chunk at most, lie in segments of a caching allocator's, as in native/live/virtual_pool.hpp
-    and the paper's framework (sony/nnabla-ext-cuda, CudaCachedVirtualArray).
+    Small requests, of half a chunk at most, lie in segments of a caching allocator's, as in the
+    paper's framework (sony/nnabla-ext-cuda, CudaCachedVirtualArray).
     """
 
     name = "chunked"

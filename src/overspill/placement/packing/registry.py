@@ -8,7 +8,6 @@ from __future__ import annotations
 from overspill.core.registry import Registry
 
 from .base import Solver
-from .solvers.cp_sat import CpSat
 from .solvers.exact import Exact
 from .solvers.greedy import Fit, Greedy
 from .solvers.mip import Mip
@@ -24,7 +23,6 @@ _ALL: tuple[Solver, ...] = (
     *(Greedy(key, fit) for fit in _FITS for key in ("size", "lifetime", "area", "conflict", "start")),
     Exact(),
     Mip(),
-    CpSat(),
 )
 SOLVERS: Registry[Solver] = Registry("solver", "solvers", {solver.name: solver for solver in _ALL})
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
-from overspill.runtime import accelerator
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models
@@ -70,8 +69,6 @@ def compile(  # noqa: A001 - named as torch.compile is
         times: Op times that were measured before, in place of estimates.
         placement: The budget then holds for where blocks lie, not only for their bytes: the name of an allocator or solver.
             `planned` gives blocks addresses in an arena, which is the default on CUDA; `pytorch` is PyTorch's allocator alone.
-            Two are real pools of ours, on the CPU for what planned graphs allocate, on CUDA for all that PyTorch
-            does, so that `compile` comes before the model is on the GPU: `two-ended` and `virtual` (docs/placement.md).
         checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
         on_unplanned: A call that runs without a plan is an UnplannedError (`"error"`), or a warning (`"warn"`).
         partition: With `backend="inductor"`, 0 to 1: stay with the partition for this `activation_memory_budget`; 1 is
@@ -100,10 +97,7 @@ def compile(  # noqa: A001 - named as torch.compile is
         options.check_unset()
         session.add(parameters, optimizers)
         return compile_in(session, model, fullgraph=fullgraph)
-    session = Session(options, parameters, optimizers)
-    if accelerator.is_available() and device != "cpu":
-        session.place_live()
-    return compile_in(session, model, fullgraph=fullgraph)
+    return compile_in(Session(options, parameters, optimizers), model, fullgraph=fullgraph)
 
 
 def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
@@ -186,11 +180,8 @@ class _Call:
             self._called = True
             of = getattr(self._recipe.model, "__self__", None)
             self.overspill.follow(of.parameters() if isinstance(of, nn.Module) else ())
-        # Plan again if needed, and begin a step of the live pool and the recorder.
+        # Plan again if needed, and begin a step of the recorder.
         self.overspill.notice_kept_gradients()
-        steps = self.overspill.steps
-        if steps is not None and torch.is_grad_enabled():
-            steps.begin_step()
         self.overspill.begin_call(id(self))
         if (recorder := self.overspill.recorder) is not None:
             recorder.begin_step()

@@ -34,7 +34,6 @@ from overspill.plans.plan import NO_LIMIT_BYTES, Plan
 from overspill.runtime.arena import Arena
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import lower, lower_inference
-from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import Options
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import RunRecorder
@@ -166,10 +165,10 @@ class GraphCompiler:
         from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
         partition = self.session.options.partition
-        return compile_with_inductor(self.module, self.examples, self._plan_programs, self._running, partition)
+        return compile_with_inductor(self.module, self.examples, self._plan_programs, self._begin_graph, partition)
 
-    def _running(self) -> AbstractContextManager[RunRecorder | None]:
-        return self.session.running()
+    def _begin_graph(self) -> RunRecorder | None:
+        return self.session.begin_graph()
 
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
         """The captured programs and their lowered graphs, for `compile_with_inductor`."""
@@ -250,7 +249,7 @@ class GraphCompiler:
 
     def _lowered(self, captured: Captured, plan: Plan, engine: int, arena: Arena) -> tuple[fx.GraphModule, ...]:
         """Forward and backward graphs of `plan`; forward alone in inference."""
-        how = captured, plan.schedule, engine, made_by(captured, plan, self.session.steps), arena
+        how = captured, plan.schedule, engine, arena
         return lower(*how) if captured.joint.backward_outputs else (lower_inference(*how),)
 
     def _for_layout(self, engine: int, arena: Arena, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
@@ -338,8 +337,8 @@ class GraphCompiler:
             if tracker is not None:
                 tracker.add(args)
             # What autocast casts, it has cast in the graph.
-            with session.running() as recorder, torch._C._DisableAutocast(), tracker or nullcontext():
-                return run_program(program, graph, recorder, args)
+            with torch._C._DisableAutocast(), tracker or nullcontext():
+                return run_program(program, graph, session.begin_graph(), args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,21 +45,21 @@ from overspill.runtime.recording.recorder import RunRecorder
 from .calls import CallsOfPlan, Lowered
 from .partitions import PARTITIONS, Partitioned
 
-Running = Callable[[], AbstractContextManager[RunRecorder | None]]
-"""Makes the context in which a graph runs; it yields the recorder or None."""
+Begin = Callable[[], RunRecorder | None]
+"""Called before a graph runs; gives the recorder that is told of it, or None."""
 Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[Captured]]
 Plan = Callable[[JointGraph, Capture], Lowered]
 """From a joint graph and how to capture it: the chosen capture, and the lowered graphs of its plan."""
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, examples: Sequence[Any], plan: Plan, running: Running, partition: float | None = None
+    module: fx.GraphModule, examples: Sequence[Any], plan: Plan, begin: Begin, partition: float | None = None
 ) -> Callable[..., Any]:
     """A callable that runs Dynamo's `module` by `plan` with Inductor's kernels.
 
-    Each graph runs in the context that `running` makes. `partition` is that of the Options.
+    `partition` is that of the Options.
     """
-    by_partition = _ByPartition(module, examples, running, partition)
+    by_partition = _ByPartition(module, examples, begin, partition)
     usual = by_partition.usual
     if usual.joint is None:  # no ops
         return by_partition.compiled[usual]
@@ -69,14 +69,12 @@ def compile_with_inductor(
 class _ByPartition:
     """`module` compiled by the usual partition, by others on demand."""
 
-    def __init__(
-        self, module: fx.GraphModule, examples: Sequence[Any], running: Running, partition: float | None
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], begin: Begin, partition: float | None) -> None:
         spare = copied(module)
         self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(copied(spare), examples)
-        self._running = running
+        self._begin = begin
         self._tried: set[float] = set()
-        self.usual = _Compiler(running, set(), partition)
+        self.usual = _Compiler(begin, set(), partition)
         self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
@@ -111,7 +109,7 @@ class _ByPartition:
         if partition in self._tried:
             return None
         self._tried.add(partition)
-        compiler = _Compiler(self._running, self.usual.seen, partition)
+        compiler = _Compiler(self._begin, self.usual.seen, partition)
         with _left_out(partition):
             self.compiled[compiler] = compile_by(compiler)
             return compiler
@@ -154,7 +152,7 @@ def programs_of(
     seen: set[Any] = set()
 
     def programs(partition: float | None) -> PartitionPrograms:
-        compiler = _Compiler(nullcontext, seen, partition, list(lasting))
+        compiler = _Compiler(lambda: None, seen, partition, list(lasting))
         compiler.compiled(make_module(), examples)
         # Without a program of exactly these inputs there is nothing to plan.
         if compiler.joint is None or compiler.programs is None:
@@ -243,10 +241,8 @@ class _Compiler:
     compiled before, and `lasting` the inputs that stay from step to step where Dynamo has not said it.
     """
 
-    def __init__(
-        self, running: Running, seen: set[Any], partition: float | None, lasting: list[int] | None = None
-    ) -> None:
-        self._running = running
+    def __init__(self, begin: Begin, seen: set[Any], partition: float | None, lasting: list[int] | None = None) -> None:
+        self._begin = begin
         self.seen = seen
         set_by_user = float(torch._functorch.config.activation_memory_budget)
         self.partition = set_by_user if partition is None else partition
@@ -326,11 +322,9 @@ class _Compiler:
             assert lowered is not None  # both programs are planned before the first call
             if is_backward:
                 align(args, range(len(args) - tangents, len(args)))
-                with self._running() as recorder:
-                    return lowered.backward(args, recorder)
+                return lowered.backward(args, self._begin())
             copied = align(args, compiled.inputs_to_check)
-            with self._running() as recorder:
-                found = lowered.forward(args, recorder)
+            found = lowered.forward(args, self._begin())
             for tensor, copy in (copied[i] for i in copied.keys() & compiled.mutated_input_idxs):
                 tensor.copy_(copy)
             return found

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +29,6 @@ from overspill.runtime import batches
 from overspill.runtime.accelerator import empty_cache
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
-from overspill.runtime.live.pools import check_live, live_steps
-from overspill.runtime.live.steps import LiveSteps, PoolReport
 from overspill.runtime.options import PLANNED, Options, device_for, open_engine, plan_live, store_bytes
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.profile import OpTimer
@@ -87,8 +84,6 @@ class Session(PlannedPeaks):
         self.timer: OpTimer | None = None
         self.recorder: RunRecorder | None = None
         """The recorder of the running `overspill.record`, or None."""
-        self.steps: LiveSteps | None = None
-        """Drives the live pool through the steps, if the placement has one."""
         # The models and train steps that share the budget.
         self.followed = Followed(parameters, optimizers)
         self._steps: weakref.WeakSet[SessionStep] = weakref.WeakSet()
@@ -139,31 +134,14 @@ class Session(PlannedPeaks):
         steps = sum(step.kept_bytes() for step in self._steps if step is not besides)
         return steps if besides is None else steps + self.followed.kept_bytes()
 
-    def place_live(self, where: str | torch.device = "cuda", budget_bytes: int = 0) -> None:
-        """Serve each step's allocations from the live pool that `placement` names.
-
-        On CUDA that is for all that PyTorch allocates. Raises RequestError where PyTorch has used the GPU already, and
-        for a placement that cannot work there. Other placements change nothing. On the CPU the first plan calls this
-        with its budget.
-        """
-        device, options = torch.device(where), self.options
-        if not check_live(options.placement, options.backend, device):
-            return
-        if self.steps is None or (self.steps.allocator.device == "cuda") != (device.type == "cuda"):
-            self.steps = live_steps(str(options.placement), device, budget_bytes)
-            if device.type == "cpu":  # found in the middle of the first step
-                self.steps.begin_step()
-
-    @contextmanager
-    def running(self) -> Iterator[RunRecorder | None]:
-        """Run a planned graph; yields the recorder or None."""
+    def begin_graph(self) -> RunRecorder | None:
+        """Begin a planned graph; the recorder that is told of it, or None."""
         self.watch_calls.graphs_run += 1
         if self.recorder is not None:
             self.recorder.begin_step(self._where)
             for engine, _ in self._engines.values():
                 engine.recorder = self.recorder
-        with nullcontext() if self.steps is None else self.steps.running():
-            yield self.recorder
+        return self.recorder
 
     # -- what a user may ask
 
@@ -197,11 +175,6 @@ class Session(PlannedPeaks):
     def measured_times(self) -> MeasuredTimes | None:
         """Measured op times so far, if the session profiles."""
         return self.timer.times(self.device_name) if self.timer is not None else None
-
-    @property
-    def pool(self) -> PoolReport | None:
-        """Statistics of the live pool, once a step has run; else None."""
-        return None if self.steps is None else self.steps.report()
 
     def room_bytes(self) -> int:
         """Bytes of the budget free alongside every plan, the reserve included."""
@@ -301,12 +274,6 @@ class Session(PlannedPeaks):
         captured, planned = self._plans.make(problem, [examples[i] for i in given])
         planned.given, planned.ends_in_loss = tuple(given), ends_in_loss
         planned.made_into_loss = self.losses.made_into(joint, frame)
-        # Set the live pool's limit, and put the plan in force.
-        budget = planned.plan.asked_bytes
-        if where.type == "cpu":
-            self.place_live(where, budget)
-        if self.steps is not None:
-            self.steps.limit_for(planned.plan, budget)
         self._plans.keep(planned, problem, here, {id(p) for p in self.followed.parameters})
         self._tell_of_other_sessions(where)
         return captured, planned

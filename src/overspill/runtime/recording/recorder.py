@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from overspill.core import Graph, TensorKind, Verb
-from overspill.core.errors import RequestError
 from overspill.plans.plan import Plan
 from overspill.runtime import accelerator
-from overspill.runtime.live.allocator import serving
 from overspill.runtime.tracker import LiveBytes
 
 from .clock import Clock, HostClock
@@ -119,10 +117,6 @@ class RunRecorder:
         a snapshot is wanted of an allocator whose memory PyTorch does not record.
         """
         self.record.on_device = device.type != "cpu"
-        if self.record.on_device and self._wants_snapshot and serving() is not None:
-            raise RequestError(
-                "PyTorch records no memory of a live pool on CUDA: leave the placement out, or the snapshot"
-            )
         # On CUDA events tell the time, on the CPU the host's clock.
         if self.record.on_device:
             self._clock, self._issued = accelerator.DeviceClock(device, self.now), []

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from overspill.core.errors import OverspillError, StoreError, is_out_of_memory
 from overspill.runtime.driver import Form, ProgramRun
-from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.transfer.engine import first_line
 
 from .in_arena import leave
@@ -47,21 +45,6 @@ class StepCall:
     returned: Any = None
     compiled: Compiled | None = None
     run: ProgramRun | None = None
-    random: list[Tensor] = field(default_factory=list)
-    """Random generator states at the beginning, if it may have to start again."""
-
-    def remember_random(self, where: torch.device) -> None:
-        """Save the random generators' states."""
-        self.random = [torch.get_rng_state()]
-        if where.type == "cuda":
-            self.random.append(torch.cuda.get_rng_state(where))
-
-    def begin_again(self, where: torch.device) -> None:
-        """Reset the call to its beginning, random numbers included."""
-        self.number, self.loss, self.returned, self.compiled, self.run = 0, None, None, None, None
-        torch.set_rng_state(self.random[0])
-        if where.type == "cuda":
-            torch.cuda.set_rng_state(self.random[1], where)
 
     @property
     def is_done(self) -> bool:
@@ -102,19 +85,6 @@ class Underway:
             total.copy_(gradient)
         else:
             total.add_(gradient)
-
-    def has_more_room(self, call: StepCall, state: StepState, steps: LiveSteps) -> bool:
-        """Whether a live pool can grow for a call that ran out of memory.
-
-        The call then starts again, or goes on if it has changed something that it was given.
-        """
-        run = call.run
-        if call.number or (run is not None and run.mutated):
-            return not (run is not None and run.lost) and steps.go_on_beside()
-        self.abandon(state)
-        call.begin_again(state.where)
-        self.call = call
-        return steps.enlarge()
 
     def stopped(self, error: BaseException, state: StepState) -> None:
         """After an error, keep the call as unfinished, or undo it.

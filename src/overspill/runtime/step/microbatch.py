@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from overspill.core import TensorKind
-from overspill.core.errors import UnsupportedError, forgetful, is_out_of_memory
+from overspill.core.errors import UnsupportedError
 from overspill.core.units import format_apart
 from overspill.runtime import batches
 from overspill.runtime.compiled.inductor import align
@@ -40,22 +40,7 @@ class MicrobatchRunner:
         self._underway = underway
 
     def carry_on(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
-        """Run the rest of the next micro-batch, as far as memory allows; `tracker` and `recorder` are told of it.
-
-        A live pool without room is enlarged, or the step starts again.
-        """
-        try:
-            return self._run(call, tracker, recorder)
-        except Exception as error:
-            steps = self._plans.steps  # on the CPU the first plan has just made it
-            if steps is None or not steps.restarts or not is_out_of_memory(error):
-                raise
-            failure = forgetful(error)  # what its frames hold would stay in the pool
-        if not self._underway.has_more_room(call, self._state, steps):
-            raise failure
-        return None
-
-    def _run(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
+        """Run the rest of the next micro-batch, as far as memory allows; `tracker` and `recorder` are told of it."""
         if call.run is None:
             self._begin(call, tracker, recorder)
         compiled, run = call.compiled, call.run
@@ -63,7 +48,7 @@ class MicrobatchRunner:
         assert compiled is not None
         assert run is not None
         told = None if recorder is None else told_instructions(compiled.program, compiled.plan.graph, recorder)
-        with self._plans.running(), torch.no_grad(), torch._C._DisableAutocast(), tracker or nullcontext():
+        with torch.no_grad(), torch._C._DisableAutocast(), tracker or nullcontext():
             loss, *results = run.go_on(self._state.gate.may_go_on, told)
         # Put the results where they belong: residents, then the loss and other outputs.
         count = len(compiled.results.places)
@@ -91,9 +76,8 @@ class MicrobatchRunner:
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         self._check_room_for_hooks(call, compiled)
         if self._state.engine is not None:
-            with self._plans.running():
-                self._state.engine.recorder = recorder
-                self._move(compiled, self._state.engine)
+            self._state.engine.recorder = recorder
+            self._move(compiled, self._state.engine)
         # Collect the program's arguments.
         tensors = batches.tensors(part)
         if self._plans.options.backend == "inductor":
@@ -120,9 +104,6 @@ class MicrobatchRunner:
         sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, engine)
         if sent and self._state.where.type == "cpu":
             give_back()  # a model may have been built where the heap keeps what it frees
-        if (steps := self._plans.steps) is not None and not steps.holds_model:
-            self._state.renew()  # a live pool has all that moves from the first step on
-            steps.holds_model = True
         places = compiled.plan.places
         nbytes = 0 if places is None else places.arena_bytes
         settle(self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +26,7 @@ from overspill.runtime import batches
 from overspill.runtime.arena import StepArena
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.driver import LoweredProgram
-from overspill.runtime.live.pools import check_live, live_steps
-from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.lower import copied, lower_step
-from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import (
     budget_for,
     device_for,
@@ -105,8 +101,6 @@ class StepPlans:
         """Gives the bytes that the session's other models keep on the device."""
         self._beside_then = 0
         self._fixed_budget: int | None = None
-        self.steps: LiveSteps | None = None
-        """Drives the live pool through the steps, if the placement has one."""
         self.arena = StepArena()
         self._told = False
         self._timers: list[tuple[str, OpTimer]] = []
@@ -120,22 +114,6 @@ class StepPlans:
     def partitions(self) -> list[float | None]:
         """The `activation_memory_budget` of each plan's partition; None with eager kernels."""
         return [compiled.partition for found in self._compiled.values() for compiled in found]
-
-    def place_live(self, budget_bytes: int = 0) -> None:
-        """Serve the steps from a live pool, if the placement has one.
-
-        On the CPU the first plan makes it, for its budget. Raises RequestError where there cannot be one.
-        """
-        options, where = self.options, self.state.where
-        if self.steps is None and check_live(options.placement, options.backend, where):
-            alone = self.processes.size == 1  # of several ranks one cannot begin a step again by itself
-            self.steps = live_steps(str(options.placement), where, budget_bytes, restarts=alone)
-            if where.type == "cpu":  # made in the middle of the first step
-                self.steps.begin_step()
-
-    def running(self) -> AbstractContextManager[None]:
-        """Context around each planned step."""
-        return nullcontext() if self.steps is None else self.steps.running()
 
     def clear(self) -> None:
         """Drop all plans."""
@@ -328,7 +306,7 @@ class StepPlans:
                     raise
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
-        # Reserve the store and the live pool.
+        # Reserve the store.
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._captures.state_of(captured))
         self.processes.check_schedule(plan)
@@ -341,16 +319,10 @@ class StepPlans:
             coming = () if plan.places is None else plan.places.between  # to the arena, by way of the store
             kept_bytes += sum(whole_pages(plan.graph.tensors[tensor].nbytes) for tensor in coming)
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
-        self.place_live(budget)
-        if self.steps is not None:
-            self.steps.limit_for(plan, budget)
         # Lower the plan.
-        made = made_by(captured, plan, self.steps)
         together = self.state.updates.together
         program = LoweredProgram(
-            lower_step(
-                captured, plan.schedule, self.state.engine_number, plan.groups, together, made, self.arena.of(plan)
-            )
+            lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, self.arena.of(plan))
         )
         self._instrument(program, plan)
         # Match the graph's inputs with the residents by name.
@@ -386,11 +358,6 @@ class StepPlans:
                 raise UnsupportedError(
                     "clip_norm= of a step with collectives of its own: each rank would clip by the norm of the gradients that it "
                     "has, which may be parts; shard the model by fully_shard, or use clip_value"
-                )
-            if self.steps is not None and self.steps.restarts:
-                raise UnsupportedError(
-                    f"placement={self.options.placement!r} of a step with collectives of its own: a rank may begin a step again, and "
-                    'the others would not; use placement="planned"'
                 )
             self.join_processes(others)
         return others.size > 1

@@ -24,8 +24,6 @@ from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
-from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
-from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.peaks import PlannedPeaks
@@ -93,8 +91,6 @@ class TrainStep(PlannedPeaks):
         captures = StepCaptures(self._state, options, gradients, clipping, processes, self._underway.add_up)
         self._plans = StepPlans(captures)
         self._runner = MicrobatchRunner(self._state, self._plans, self._underway)
-        if self._state.where.type == "cuda":
-            self._plans.place_live()
         self._state.advice = self._underway.advice
         # All ranks start with the same values, which are guarded from now on.
         processes.begin_alike(self._state.parameters, self._state.buffers)
@@ -122,12 +118,7 @@ class TrainStep(PlannedPeaks):
             if not batches.same(call.inputs, inputs):
                 raise RequestError(f"these are other inputs: {call.advice}")
             return self._resume()
-        prepared = self._prepared(inputs)
-        if (steps := self._plans.steps) is not None:
-            steps.begin_step()
-        if self.options.placement == TWO_ENDED:
-            prepared.remember_random(self._state.where)
-        return self._go_on(prepared)
+        return self._go_on(self._prepared(inputs))
 
     def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
         with self.processes.announcing():
@@ -225,11 +216,6 @@ class TrainStep(PlannedPeaks):
         return self._plans.partitions
 
     @property
-    def pool(self) -> PoolReport | None:
-        """Statistics of the live pool, if `placement` asks for one."""
-        return None if self._plans.steps is None else self._plans.steps.report()
-
-    @property
     def is_unfinished(self) -> bool:
         """Whether an error stopped a step that `resume` or `abandon` must end."""
         return self._underway.call is not None
@@ -293,8 +279,7 @@ class TrainStep(PlannedPeaks):
         arena = self._plans.arena
         present = self._state.gate.alone(self._state.present_bytes) + arena.nbytes
         with allocations() as allocated:
-            with self._plans.running():
-                renewed = self._state.gate.alone(lambda: self._state.renew(arena.holds))
+            renewed = self._state.gate.alone(lambda: self._state.renew(arena.holds))
             yield found
         found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
 
@@ -400,7 +385,7 @@ def train_step(
             (docs/compiled.md).
         device: The device to plan for; by default the one that the tensors are on.
         times: Op times that were measured before.
-        placement: An allocator or solver within whose peak the plan must stay, or a pool of ours; `planned`, the default on
+        placement: An allocator or solver within whose peak the plan must stay; `planned`, the default on
             CUDA, has weights, state and blocks in an arena (docs/placement.md).
         checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
         partition: With `inductor`, the `activation_memory_budget` to stay with; None: several are tried.
@@ -425,11 +410,6 @@ def train_step(
     if session is None:
         return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))
     options.check_unset()
-    if session.options.placement in LIVE_PLACEMENTS and next(model.parameters(), torch.empty(0)).device.type == "cpu":
-        raise RequestError(
-            f"a session with placement={session.options.placement!r} is for compiled models on the CPU: give train_step the placement "
-            "and its part of the budget, without a session"
-        )
     # A step of a session shares its budget.
     step = TrainStep(model, loss_fn, optimizer, session.options, gradients, processes_of(model, process_group))
     session.add_step(step)

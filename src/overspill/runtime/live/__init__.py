@@ -1,1 +1,0 @@
-"""An allocator for real memory, led by planned addresses."""
