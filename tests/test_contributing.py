@@ -26,7 +26,7 @@ from overspill.job import Job, NamedModel
 from overspill.job.ways import way
 from overspill.models.registry import MODELS, Entry
 from overspill.placement import ALLOCATORS, Events, allocator_named, layout_of, replay
-from overspill.placement.allocators.python_allocator import PythonAllocator
+from overspill.placement.allocators.base import Allocator
 from overspill.placement.packing import SOLVERS
 from overspill.policies import POLICIES, Policy, policy_named
 from overspill.runtime.transfer.stores import STORES, make_store
@@ -103,8 +103,8 @@ def test_the_way_to_train_is_checked_and_freezes() -> None:
 
 
 def test_the_allocator_is_found_in_its_folder_and_replays_a_trace(add: Add) -> None:
-    add("overspill.placement.allocators", "(PythonAllocator)")
-    found = classes_in("overspill.placement.allocators", PythonAllocator)
+    add("overspill.placement.allocators", "(Allocator)")
+    found = classes_in("overspill.placement.allocators", Allocator)
     assert found.keys() - ALLOCATORS.keys() == {"same-size"}
     ALLOCATORS.register("same-size", found["same-size"])
     replayed = replay(Events.of(TRACE), "same-size")
@@ -133,7 +133,7 @@ int main() {
         std::string text(const char*) const override { return {}; }
         std::vector<std::int64_t> integers(const char*) const override { return {}; }
     };
-    SimulatedDevice device(Bytes{1} << 30);
+    Device device(Bytes{1} << 30);
     const auto made = allocators().at("same-size")(device, None());
     PoolBlock* first = made->allocate_block(512, 0, Mobility::kMovable);
     const Address address = first->address;

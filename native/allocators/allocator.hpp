@@ -91,8 +91,6 @@ class Allocator {
         return usable;
     }
 
-    const Device& device() const { return device_; }
-
     std::int64_t clock = 0;
     Gauge requested, allocated, reserved;
     std::int64_t retries = 0;

@@ -26,25 +26,6 @@ constexpr Bytes round_up(Bytes nbytes, Bytes step) {
     return (nbytes + step - 1) / step * step;
 }
 
-// What an allocator needs of a device. The simulated one is below; a live one calls the driver.
-class Device {
-  public:
-    virtual ~Device() = default;
-
-    // The address of new memory (cudaMalloc), or nothing when there is no room.
-    virtual std::optional<Address> malloc(Bytes nbytes) = 0;
-    virtual void free(Address address) = 0;
-
-    // Address space without memory (cuMemAddressReserve), and memory for whole pages of it (cuMemCreate, cuMemMap).
-    virtual std::optional<Address> reserve(Bytes nbytes) = 0;
-    virtual void unreserve(Address address, Bytes nbytes) = 0;
-    virtual bool map(Address address, Bytes nbytes) = 0;
-    virtual void unmap(Address address, Bytes nbytes) = 0;
-
-    virtual std::optional<Bytes> capacity_bytes() const = 0;
-    virtual Bytes used_bytes() const = 0;
-};
-
 // The free address ranges within [start, end); neighbours are always joined.
 class Ranges {
   public:
@@ -134,15 +115,17 @@ class SharedPages {
     std::unordered_map<Address, Address> starts_by_end_;
 };
 
-class SimulatedDevice final : public Device {
+// A simulated device.
+class Device {
   public:
-    explicit SimulatedDevice(std::optional<Bytes> capacity_bytes)
+    explicit Device(std::optional<Bytes> capacity_bytes)
         : capacity_bytes_(capacity_bytes), space_(kFirstAddress, kAddressSpaceBytes) {
         if (capacity_bytes && *capacity_bytes < 0)
             throw std::invalid_argument("a device cannot have " + std::to_string(*capacity_bytes) + " bytes");
     }
 
-    std::optional<Address> malloc(Bytes nbytes) override {
+    // The address of new memory (cudaMalloc), or nothing when there is no room.
+    std::optional<Address> malloc(Bytes nbytes) {
         if (nbytes < kSmallRequestBytes) return malloc_small(round_up(nbytes, kSmallStepBytes));
         const Bytes size = round_up(nbytes, kPageBytes);
         const auto address = take_pages(size);
@@ -150,7 +133,7 @@ class SimulatedDevice final : public Device {
         return address;
     }
 
-    void free(Address address) override {
+    void free(Address address) {
         const auto found = sizes_.find(address);
         const Bytes size = found->second;
         sizes_.erase(found);
@@ -161,21 +144,21 @@ class SimulatedDevice final : public Device {
         if (const auto page = shared_.give(address, size)) give_pages(*page, kPageBytes);
     }
 
-    std::optional<Address> reserve(Bytes nbytes) override { return space_.take(round_up(nbytes, kPageBytes)); }
+    // Address space without memory (cuMemAddressReserve), and memory for whole pages of it (cuMemCreate, cuMemMap).
+    std::optional<Address> reserve(Bytes nbytes) { return space_.take(round_up(nbytes, kPageBytes)); }
 
-    void unreserve(Address address, Bytes nbytes) override { space_.give(address, round_up(nbytes, kPageBytes)); }
+    void unreserve(Address address, Bytes nbytes) { space_.give(address, round_up(nbytes, kPageBytes)); }
 
-    bool map(Address, Bytes nbytes) override {
+    bool map(Address, Bytes nbytes) {
         if (capacity_bytes_ && used_bytes_ + nbytes > *capacity_bytes_) return false;
         used_bytes_ += nbytes;
         return true;
     }
 
-    void unmap(Address, Bytes nbytes) override { used_bytes_ -= nbytes; }
+    void unmap(Address, Bytes nbytes) { used_bytes_ -= nbytes; }
 
-    std::optional<Bytes> capacity_bytes() const override { return capacity_bytes_; }
-    void limit(Bytes capacity_bytes) { capacity_bytes_ = capacity_bytes; }
-    Bytes used_bytes() const override { return used_bytes_; }
+    std::optional<Bytes> capacity_bytes() const { return capacity_bytes_; }
+    Bytes used_bytes() const { return used_bytes_; }
 
   private:
     std::optional<Address> take_pages(Bytes size) {

@@ -7,12 +7,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -73,125 +71,45 @@ Array column_of(std::vector<std::int64_t>&& values) {
     return array_of(std::move(values), {count});
 }
 
-// An allocator over a simulated device of its own, with its blocks found by address.
-class SimulatedAllocator {
-  public:
-    SimulatedAllocator(const std::string& name, const nb::dict& config, std::optional<Bytes> capacity_bytes)
-        : device_(capacity_bytes), allocator_(make_allocator(name, config, device_)) {}
-
-    std::optional<Address> allocate(Bytes nbytes, std::int32_t stream, std::int8_t mobility) {
-        PoolBlock* block = allocator_->allocate_block(nbytes, stream, static_cast<Mobility>(mobility));
-        if (block == nullptr) return std::nullopt;
-        live_[block->address] = block;
-        return block->address;
+// The events on the allocator `name` over a simulated device of its own: the event that failed or -1, how many were
+// skipped, the retries, addresses, exchanges with the device as (event, action, address, bytes, stream) a row, (now, peak,
+// event of the peak) of requested, allocated and reserved bytes, and the curves that were asked for.
+nb::tuple replay(const std::string& name, const nb::dict& config, std::optional<Bytes> capacity_bytes,
+                 const Column<std::int8_t>& action, const Column<std::int64_t>& block,
+                 const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream,
+                 const Column<std::int8_t>& mobility, std::int64_t block_count, bool curves,
+                 std::optional<Bytes> request_bytes) {
+    Device device(capacity_bytes);
+    const auto allocator = make_allocator(name, config, device);
+    const EventsView events{action.data(), block.data(),    nbytes.data(),
+                            stream.data(), mobility.data(), static_cast<std::int64_t>(action.shape(0)),
+                            block_count};
+    ReplayResult result;
+    {
+        const nb::gil_scoped_release released;
+        result = Replayer(*allocator, events).run(curves, request_bytes);
     }
-
-    bool free(Address address) {
-        const auto found = live_.find(address);
-        if (found == live_.end()) return false;
-        PoolBlock* block = found->second;
-        live_.erase(found);
-        allocator_->free_block(block);
-        return true;
-    }
-
-    // failed_at, skipped, addresses, and the curves that were asked for
-    nb::tuple replay(const Column<std::int8_t>& action, const Column<std::int64_t>& block,
-                     const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream,
-                     const Column<std::int8_t>& mobility, std::int64_t block_count, bool curves,
-                     std::optional<Bytes> request_bytes) {
-        const EventsView events{action.data(), block.data(),    nbytes.data(),
-                                stream.data(), mobility.data(), static_cast<std::int64_t>(action.shape(0)),
-                                block_count};
-        ReplayResult result;
-        {
-            const nb::gil_scoped_release released;
-            result = Replayer(*allocator_, events).run(curves, request_bytes);
-        }
-        std::vector<Array> kept;
-        for (auto& curve : result.curves) kept.push_back(column_of(std::move(curve)));
-        return nb::make_tuple(result.failed_at, result.skipped, column_of(std::move(result.addresses)), kept);
-    }
-
-    // (now, peak, event of the peak) of requested, allocated and reserved bytes
-    std::vector<std::tuple<Bytes, Bytes, std::int64_t>> gauges() const {
-        std::vector<std::tuple<Bytes, Bytes, std::int64_t>> rows;
-        for (const Gauge* gauge : {&allocator_->requested, &allocator_->allocated, &allocator_->reserved})
-            rows.emplace_back(gauge->now, gauge->peak, gauge->peak_at);
-        return rows;
-    }
-
-    // (event, action, address, bytes, stream) a row
-    Array segment_table() const {
-        std::vector<std::int64_t> table;
-        table.reserve(allocator_->segment_log.size() * 5);
-        for (const SegmentEvent& event : allocator_->segment_log)
-            table.insert(table.end(), {event.at, static_cast<std::int64_t>(event.action), event.address, event.nbytes,
-                                       static_cast<std::int64_t>(event.stream)});
-        const std::size_t count = allocator_->segment_log.size();
-        return array_of(std::move(table), {count, 5});
-    }
-
-    // (segment, address, bytes, requested bytes, live 1 / free 0 / unmapped -1, stream) for each block of each segment
-    std::vector<std::tuple<std::int64_t, Address, Bytes, Bytes, int, std::int32_t>> block_rows() const {
-        std::vector<PoolBlock*> heads = allocator_->idle_blocks();
-        for (const auto& entry : live_) heads.push_back(entry.second);
-        std::erase_if(heads, [](const PoolBlock* block) { return block->prev != nullptr; });
-        std::sort(heads.begin(), heads.end(), [](PoolBlock* a, PoolBlock* b) { return a->address < b->address; });
-        std::vector<std::tuple<std::int64_t, Address, Bytes, Bytes, int, std::int32_t>> rows;
-        std::int64_t segment = 0;
-        for (const PoolBlock* head : heads) {
-            for (const PoolBlock* block = head; block != nullptr; block = block->next)
-                rows.emplace_back(segment, block->address, block->size, block->requested,
-                                  !block->mapped ? -1 : (block->free ? 0 : 1), block->stream);
-            ++segment;
-        }
-        return rows;
-    }
-
-    std::vector<Address> live_addresses() const {
-        std::vector<Address> addresses;
-        for (const auto& entry : live_) addresses.push_back(entry.first);
-        return addresses;
-    }
-
-    Bytes usable_bytes(Bytes request_bytes) const { return allocator_->usable_bytes(request_bytes); }
-    Bytes spread_bytes() const { return allocator_->spread_bytes(); }
-    std::size_t idle_count() const { return allocator_->idle_blocks().size(); }
-    std::int64_t retries() const { return allocator_->retries; }
-    Bytes used_bytes() const { return device_.used_bytes(); }
-    std::int64_t clock() const { return allocator_->clock; }
-    void set_clock(std::int64_t clock) { allocator_->clock = clock; }
-
-  private:
-    SimulatedDevice device_;
-    std::unique_ptr<Allocator> allocator_;
-    std::unordered_map<Address, PoolBlock*> live_;
-};
+    std::vector<std::int64_t> table;
+    table.reserve(allocator->segment_log.size() * 5);
+    for (const SegmentEvent& event : allocator->segment_log)
+        table.insert(table.end(), {event.at, static_cast<std::int64_t>(event.action), event.address, event.nbytes,
+                                   static_cast<std::int64_t>(event.stream)});
+    std::vector<std::tuple<Bytes, Bytes, std::int64_t>> gauges;
+    for (const Gauge* gauge : {&allocator->requested, &allocator->allocated, &allocator->reserved})
+        gauges.emplace_back(gauge->now, gauge->peak, gauge->peak_at);
+    std::vector<Array> kept;
+    for (auto& curve : result.curves) kept.push_back(column_of(std::move(curve)));
+    return nb::make_tuple(result.failed_at, result.skipped, allocator->retries, column_of(std::move(result.addresses)),
+                          array_of(std::move(table), {allocator->segment_log.size(), 5}), gauges, kept);
+}
 
 }  // namespace
 }  // namespace overspill
 
 NB_MODULE(_native, module) {
-    using overspill::SimulatedAllocator;
     module.doc() = "The native core of overspill.placement.";
     module.def("names", &overspill::names, "The allocators that there are.");
-    nb::class_<SimulatedAllocator>(module, "SimulatedAllocator")
-        .def(nb::init<const std::string&, const nb::dict&, std::optional<overspill::Bytes>>(), nb::arg("name"),
-             nb::arg("config"), nb::arg("capacity_bytes").none())
-        .def("allocate", &SimulatedAllocator::allocate, nb::arg("nbytes"), nb::arg("stream"), nb::arg("mobility"))
-        .def("free", &SimulatedAllocator::free, nb::arg("address"))
-        .def("replay", &SimulatedAllocator::replay, nb::arg("action"), nb::arg("block"), nb::arg("nbytes"),
-             nb::arg("stream"), nb::arg("mobility"), nb::arg("block_count"), nb::arg("curves"),
-             nb::arg("request_bytes").none())
-        .def("gauges", &SimulatedAllocator::gauges)
-        .def("segment_table", &SimulatedAllocator::segment_table)
-        .def("block_rows", &SimulatedAllocator::block_rows)
-        .def("live_addresses", &SimulatedAllocator::live_addresses)
-        .def("usable_bytes", &SimulatedAllocator::usable_bytes, nb::arg("request_bytes"))
-        .def_prop_ro("spread_bytes", &SimulatedAllocator::spread_bytes)
-        .def_prop_ro("idle_count", &SimulatedAllocator::idle_count)
-        .def_prop_ro("retries", &SimulatedAllocator::retries)
-        .def_prop_ro("used_bytes", &SimulatedAllocator::used_bytes)
-        .def_prop_rw("clock", &SimulatedAllocator::clock, &SimulatedAllocator::set_clock);
+    module.def("replay", &overspill::replay, nb::arg("name"), nb::arg("config"), nb::arg("capacity_bytes").none(),
+               nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"), nb::arg("mobility"),
+               nb::arg("block_count"), nb::arg("curves"), nb::arg("request_bytes").none());
 }

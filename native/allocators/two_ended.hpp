@@ -30,27 +30,6 @@ class TwoEndedAllocator final : public Allocator {
         return reserved.now - (gap != idle_.end() && gap->second->arena == kGap ? gap->second->size : 0);
     }
 
-    // Give the main space back, of which the next block opens another, if no block lies there; whether that is so.
-    bool reopen(const TwoEndedConfig& config) {
-        if (opened_ && main_bytes_ != 0) {
-            const auto gap = idle_.lower_bound(Key{kGap});
-            if (gap == idle_.end() || gap->second->size != main_bytes_ || gap->second->arena != kGap) return false;
-            PoolBlock* pool = gap->second;
-            idle_.erase(gap);
-            segment_free(pool);
-        }
-        opened_ = false;
-        main_bytes_ = 0;
-        config_ = config;
-        return true;
-    }
-
-    void let_grow(bool grows) { config_.grows = grows; }
-
-    Bytes main_bytes() const { return main_bytes_; }
-    Bytes gap_bytes() const { return reserved.now - spread_bytes(); }
-    static bool is_outside(const PoolBlock* block) { return block->arena == kOutside; }
-
   protected:
     PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         return find_grouped_block(nbytes, stream, Mobility::kMovable);
@@ -104,7 +83,6 @@ class TwoEndedAllocator final : public Allocator {
             if (left != 0) pool = segment_malloc(left, stream);
         }
         if (pool == nullptr) return;
-        main_bytes_ = pool->size;
         put(pool);
     }
 
@@ -153,7 +131,6 @@ class TwoEndedAllocator final : public Allocator {
     TwoEndedConfig config_;
     FreeBlocks idle_;
     bool opened_ = false;
-    Bytes main_bytes_ = 0;
 };
 
 inline const Registered kTwoEnded("gtbm", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {

@@ -1,4 +1,4 @@
-"""Every allocator, in Python and native, and random events to try them with."""
+"""Every allocator, and random events to try them with."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from overspill_papers.placement import BfcConfig, BuddyConfig, ChainerConfig, Cn
 
 MIB = 1 << 20
 IN_BOTH = ("gtbm", "pytorch")
-"""Allocators that have a native counterpart: those of jobs and of live pools."""
+"""Allocators that have a native counterpart."""
 
 
 @pytest.fixture(params=[False, True], ids=["python", "native"])
@@ -46,11 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def make(name: str, native: bool) -> Callable[..., Allocator]:
+def make(name: str) -> Callable[..., Allocator]:
     """`make(config, capacity_bytes=…)` gives the allocator that the test is about."""
 
     def build(config: Any = None, capacity_bytes: int | None = None) -> Allocator:
-        return allocator_named(name, config, capacity_bytes=capacity_bytes, native=native)
+        return allocator_named(name, config, capacity_bytes=capacity_bytes)
 
     return build
 

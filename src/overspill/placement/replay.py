@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from overspill.core import Layout, Trace
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 
-from .allocators import native as native_core
-from .allocators.base import SEGMENT_ACTIONS, Allocator, Gauge
+from .allocators import _native
+from .allocators.base import SEGMENT_ACTIONS, Allocator, Gauge, config_or_default
 from .allocators.registry import allocator_named, allocator_type
 from .allocators.result import NOT_PLACED, Replay
 from .events import ALLOCATE, COLUMNS, EMPTY, FREE, Events
@@ -42,7 +43,7 @@ def replay(
     run makes that on the same events. `curves` and `request_bytes` (which takes longer) say what is kept of every
     event. Raises RequestError when the events free or allocate a block in the wrong state.
     """
-    run = replay_natively if native and native_core.has(allocator) else replay_in_python
+    run = replay_natively if native and allocator in _native.names() else replay_in_python
     config = _settled(events, allocator, config, native=native)
     return run(events, allocator, capacity_bytes, config, curves, request_bytes)
 
@@ -128,31 +129,24 @@ def replay_natively(
     request_bytes: int | None = None,
 ) -> Replay:
     """As `replay`, on the native core."""
-    # One call does all events.
+    settings = asdict(config_or_default(name, allocator_type(name).config_type, config))
+    columns = (events.action, events.block, events.nbytes, events.stream, events.mobility)
     try:
-        core = native_core.simulated_allocator(name, allocator_type(name).config_type, config, capacity_bytes)
-        failed_at, skipped, addresses, histories = core.replay(
-            events.action,
-            events.block,
-            events.nbytes,
-            events.stream,
-            events.mobility,
-            events.block_count,
-            curves,
-            request_bytes,
+        failed_at, skipped, retries, addresses, table, gauges, histories = _native.replay(
+            name, settings, capacity_bytes, *columns, events.block_count, curves, request_bytes
         )
     except ValueError as error:
         raise RequestError(str(error)) from None
     # The answer in the form that both kinds share.
-    requested, allocated, reserved = (Gauge(*gauge) for gauge in core.gauges())
+    requested, allocated, reserved = (Gauge(*gauge) for gauge in gauges)
     return _result(
         allocator=name,
         capacity_bytes=capacity_bytes,
         failed_at=None if failed_at < 0 else failed_at,
         skipped=skipped,
-        retries=core.retries,
+        retries=retries,
         addresses=addresses,
-        segment_table=core.segment_table(),
+        segment_table=table,
         gauges=(requested, allocated, reserved),
         curves=histories,
     )

@@ -14,10 +14,10 @@ EXPANDABLE = CachingConfig(expandable_segments=True)
 
 
 @pytest.fixture
-def make(native: bool) -> Any:
+def make() -> Any:
     def build(capacity_mib: int | None = None, **settings: Any) -> Allocator:
         capacity = None if capacity_mib is None else capacity_mib * MIB
-        return allocator_named("pytorch", CachingConfig(**settings), capacity_bytes=capacity, native=native)
+        return allocator_named("pytorch", CachingConfig(**settings), capacity_bytes=capacity)
 
     return build
 

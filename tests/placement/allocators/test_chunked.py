@@ -55,7 +55,7 @@ def test_missing_chunks_come_from_the_device() -> None:
     allocator = make(2, 20)
     allocator.free(allocator.allocate(8 * MIB))
     allocator.allocate(12 * MIB)
-    assert allocator.reserved.now == allocator.device_used_bytes == 12 * MIB
+    assert allocator.reserved.now == allocator.device.used_bytes == 12 * MIB
     with pytest.raises(OutOfMemory):
         allocator.allocate(9 * MIB)
     assert allocator.reserved.now == 12 * MIB

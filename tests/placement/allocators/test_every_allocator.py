@@ -1,4 +1,4 @@
-"""What holds for all allocators, in Python and native: the books agree with the blocks, and errors are clear."""
+"""What holds for all allocators: the books agree with the blocks, and errors are clear."""
 
 import random
 from collections.abc import Callable
@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.placement.conftest import IN_BOTH
 
 from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
 from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
-from overspill.placement.allocators import native
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.caching import CachingAllocator
 from overspill_papers.placement import CnmemConfig
@@ -25,11 +23,6 @@ sizes = st.one_of(
 steps = st.lists(st.tuples(st.booleans(), sizes, st.integers(0, 2), st.integers(0, 99)), max_size=40)
 capacities = st.sampled_from([None, 0, 1, 2 * MIB, 30 * MIB, 100 * MIB + 7])
 relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.mark.parametrize("name", IN_BOTH)
-def test_allocators_of_jobs_and_live_pools_have_their_counterpart_in_the_native_core(name: str) -> None:
-    assert native.has(name)
 
 
 @relaxed
@@ -61,10 +54,10 @@ def test_after_every_call_the_books_agree_with_the_blocks(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_books_agree_under_every_setting(
-    name: str, native: bool, seed: int, random_case: Callable[..., tuple[Events, Any, int | None]]
+    name: str, seed: int, random_case: Callable[..., tuple[Events, Any, int | None]]
 ) -> None:
     events, config, capacity = random_case(name, seed)
-    allocator = allocator_named(name, config, capacity_bytes=capacity, native=native)
+    allocator = allocator_named(name, config, capacity_bytes=capacity)
     live: dict[int, int] = {}
     for action, block, nbytes, stream in zip(events.action, events.block, events.nbytes, events.stream, strict=True):
         if action == 1:
@@ -113,9 +106,9 @@ def test_a_negative_size_is_refused(make: Make) -> None:
         make().allocate(-1)
 
 
-def test_a_negative_capacity_is_refused(name: str, native: bool) -> None:
-    with pytest.raises((RequestError, ValueError), match="-1 bytes"):
-        allocator_named(name, capacity_bytes=-1, native=native)
+def test_a_negative_capacity_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="-1 bytes"):
+        allocator_named(name, capacity_bytes=-1)
 
 
 def test_the_settings_of_another_allocator_are_refused(make: Make, name: str) -> None:

@@ -31,10 +31,10 @@ Make = Callable[..., Allocator]
 
 
 @pytest.fixture
-def make(native: bool) -> Make:
+def make() -> Make:
     def build(name: str, config: Any = None, capacity_mib: int | None = None) -> Allocator:
         capacity = None if capacity_mib is None else capacity_mib * MIB
-        return allocator_named(name, config, capacity_bytes=capacity, native=native)
+        return allocator_named(name, config, capacity_bytes=capacity)
 
     return build
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.placement import ALLOCATE, FREE, Events, allocator_named, replay
-from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import CnmemConfig
 
 MIB = 1 << 20
@@ -58,7 +57,7 @@ def test_chunks_leave_no_free_space_unusable_but_for_what_is_too_little() -> Non
 @pytest.mark.parametrize("seed", range(6))
 def test_the_curves_are_what_the_segments_say(name: str, native: bool, seed: int, random_case: Case) -> None:
     events, config, capacity = random_case(name, seed)
-    allocator: Allocator = allocator_named(name, config, capacity_bytes=capacity, native=native)
+    allocator = allocator_named(name, config, capacity_bytes=capacity)
     done = replay(events, name, capacity_bytes=capacity, config=config, native=native, request_bytes=MIB)
     assert done.usable is not None
     assert done.spread is not None

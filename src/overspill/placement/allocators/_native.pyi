@@ -5,37 +5,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-class SimulatedAllocator:
-    """An allocator over a simulated device of its own; `config` is the dataclass of its settings as a dict."""
-
-    clock: int
-    def __init__(self, name: str, config: dict[str, Any], capacity_bytes: int | None) -> None: ...
-    def allocate(self, nbytes: int, stream: int, mobility: int) -> int | None: ...
-    def free(self, address: int) -> bool: ...
-    def replay(
-        self,
-        action: NDArray[np.int8],
-        block: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        stream: NDArray[np.int32],
-        mobility: NDArray[np.int8],
-        block_count: int,
-        curves: bool,
-        request_bytes: int | None,
-    ) -> tuple[int, int, NDArray[np.int64], list[NDArray[np.int64]]]: ...
-    def gauges(self) -> list[tuple[int, int, int]]: ...
-    def segment_table(self) -> NDArray[np.int64]: ...
-    def block_rows(self) -> list[tuple[int, int, int, int, int, int]]: ...
-    def usable_bytes(self, request_bytes: int) -> int: ...
-    def live_addresses(self) -> list[int]: ...
-    @property
-    def idle_count(self) -> int: ...
-    @property
-    def retries(self) -> int: ...
-    @property
-    def spread_bytes(self) -> int: ...
-    @property
-    def used_bytes(self) -> int: ...
-
 def names() -> list[str]:
     """The allocators that there are."""
+
+def replay(
+    name: str,
+    config: dict[str, Any],
+    capacity_bytes: int | None,
+    action: NDArray[np.int8],
+    block: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+    stream: NDArray[np.int32],
+    mobility: NDArray[np.int8],
+    block_count: int,
+    curves: bool,
+    request_bytes: int | None,
+) -> tuple[int, int, int, NDArray[np.int64], NDArray[np.int64], list[tuple[int, int, int]], list[NDArray[np.int64]]]:
+    """The events on the allocator `name`, with the settings `config`, over a simulated device of its own.
+
+    The event that failed or -1, how many were skipped, retries, addresses, the segment table, gauges and curves.
+    """

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from overspill.core import Mobility
 from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
 from overspill.core.units import format_bytes
+from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, SimulatedDevice
+
+from .blocks import FreeBlocks, Key, PoolBlock
+
+if TYPE_CHECKING:
+    from .result import Replay
 
 NOWHERE = 0
 """The address of an empty block; every framework gives a null pointer for it."""
@@ -72,15 +78,32 @@ class SegmentView(NamedTuple):
 class Allocator(ABC):
     """A framework's allocator over a simulated device.
 
-    The device has `capacity_bytes` (None: unlimited). Allocators in Python and native ones are the two kinds. `clock`
-    numbers the calls; the log and the peaks refer to it.
+    The device has `capacity_bytes` (None: unlimited). `clock` numbers the calls; the log and the peaks refer to it.
+    Subclasses find blocks in `_find_block`. Free ones are in one index, `_idle`, in the order of their `_key`s.
     """
 
-    name: str
-    capacity_bytes: int | None
-    clock: int
-    coalesces: bool = True
+    name: ClassVar[str]
+    coalesces: ClassVar[bool] = True
     """Whether free neighbours are always joined."""
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    config_type: ClassVar[type[Any]]
+    by_references: ClassVar[bool] = False
+    """Whether its paper orders blocks as `Events.of(…, by_references=True)`."""
+
+    def __init__(self, config: Any = None, *, capacity_bytes: int | None = None) -> None:
+        self.config: Any = config_or_default(self.name, self.config_type, config)
+        self.device = SimulatedDevice(capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.clock = 0
+        self.requested, self.allocated, self.reserved = Gauge(), Gauge(), Gauge()
+        """Bytes of live blocks as requested; as given, after rounding; and what the allocator holds of the device."""
+        self.retries = 0
+        """How often cached memory was released to make room."""
+        self.segment_log: list[SegmentEvent] = []
+        """All exchanges of memory with the device, in order."""
+        self._live: dict[int, PoolBlock] = {}
+        self._idle = FreeBlocks()
 
     def allocate(self, nbytes: int, stream: int = 0, mobility: int = Mobility.MOVABLE) -> int:
         """The address of a block of at least `nbytes` on `stream`.
@@ -90,99 +113,161 @@ class Allocator(ABC):
         """
         if nbytes < 0:
             raise RequestError(f"cannot allocate {nbytes} bytes")
-        at = self.clock
-        address = self._place(nbytes, stream, mobility) if nbytes else NOWHERE
-        if address is None:
-            raise self._out_of_memory(nbytes)
+        address, at = NOWHERE, self.clock
+        if nbytes:
+            block = self._find_grouped_block(nbytes, stream, mobility) if nbytes <= ADDRESS_SPACE_BYTES else None
+            if block is None:
+                raise self._out_of_memory(nbytes)
+            block.free, block.requested = False, nbytes
+            self._live[block.address] = block
+            self.requested.add(nbytes, at)
+            self.allocated.add(block.size, at)
+            address = block.address
         self.clock = at + 1
         return address
 
     def free(self, address: int) -> None:
         """Free the block at `address`. Raises RequestError when none is allocated there."""
-        if address != NOWHERE and not self._take_back(address):
-            raise RequestError(f"nothing is allocated at address {address:#x}: it was freed before, or never given out")
+        if address != NOWHERE:
+            block = self._live.pop(address, None)
+            if block is None:
+                raise RequestError(
+                    f"nothing is allocated at address {address:#x}: it was freed before, or never given out"
+                )
+            self.requested.add(-block.requested, self.clock)
+            self.allocated.add(-block.size, self.clock)
+            block.free, block.requested = True, 0
+            self._return_block(block)
         self.clock += 1
 
     def empty_cache(self) -> None:
         """Give all memory without live blocks back to the device; most allocators never do."""
         return
 
-    @property
     @abstractmethod
-    def requested(self) -> Gauge:
-        """Bytes of live blocks as requested."""
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
+        """A block of at least `nbytes`, taken out of the free indexes, or None. None when all attempts failed."""
+
+    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> PoolBlock | None:  # noqa: ARG002
+        """As `_find_block`, for allocators that group blocks by `mobility`."""
+        return self._find_block(nbytes, stream)
+
+    def _return_block(self, block: PoolBlock) -> None:
+        """Put `block` into the index, joined with its free neighbours."""
+        for other in (block.prev, block.next):
+            if other is not None and other.free:
+                self._take(other)
+                block.absorb(other)
+        self._put(block)
+
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
+        """All free blocks."""
+        return iter(self._idle)
+
+    def _key(self, block: PoolBlock) -> Key:
+        """The place of a free block in the index: by size, then by address."""
+        return block.size, block.address
+
+    def _put(self, block: PoolBlock) -> None:
+        self._idle.add(self._key(block), block)
+
+    def _take(self, block: PoolBlock) -> PoolBlock:
+        return self._idle.remove(self._key(block))
+
+    def _first(self, *least: int) -> PoolBlock | None:
+        """The first free block whose key is at least `least`, or None."""
+        position = self._idle.position(least)
+        return self._idle.at(position) if position < len(self._idle) else None
+
+    def _cut_off(self, block: PoolBlock, size: int) -> PoolBlock:
+        """The first `size` bytes of a block that was taken out; the rest of it is free."""
+        if block.size == size:
+            return block
+        front = block.cut(size)
+        self._put(block)
+        return front
+
+    @classmethod
+    def settled(cls, config: Any, trial: Callable[[Any], Replay]) -> Any:  # noqa: ARG003
+        """`config` with what the allocator learns from a first run.
+
+        `trial` makes that run under a configuration.
+        """
+        return config
+
+    def _segment_malloc(self, nbytes: int, stream: int) -> PoolBlock | None:
+        """A new segment of `nbytes` as one block; None if the device is full."""
+        address = self.device.malloc(nbytes)
+        if address is None:
+            return None
+        self.log_exchange("segment_alloc", address, nbytes, stream)
+        return PoolBlock(address, nbytes, stream)
+
+    def _segment_free(self, block: PoolBlock) -> None:
+        """Give a whole segment back to the device."""
+        self.device.free(block.address)
+        self.log_exchange("segment_free", block.address, block.size, block.stream)
+
+    def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
+        """Log and count an exchange with the device."""
+        self.reserved.add(nbytes if action in GAINS else -nbytes, self.clock)
+        self.segment_log.append(SegmentEvent(self.clock, action, address, nbytes, stream))
 
     @property
-    @abstractmethod
-    def allocated(self) -> Gauge:
-        """Bytes of live blocks as given, after rounding."""
-
-    @property
-    @abstractmethod
-    def reserved(self) -> Gauge:
-        """Bytes that the allocator holds of the device."""
-
-    @property
-    @abstractmethod
-    def retries(self) -> int:
-        """How often cached memory was released to make room."""
-
-    @property
-    @abstractmethod
-    def segment_log(self) -> Sequence[SegmentEvent]:
-        """All exchanges of memory with the device, in order."""
-
-    @property
-    @abstractmethod
-    def device_used_bytes(self) -> int:
-        """Bytes that the device has given out, in whole pages."""
-
-    @property
-    @abstractmethod
     def spread_bytes(self) -> int:
         """Bytes of all segments up to their last live blocks.
 
         Dymem's "used", Fig. 15. A pool that is filled from both ends counts all but the gap between them.
         """
+        return self.reserved.now - sum(block.size for block in self._idle_blocks() if block.mapped and block.last)
 
-    @abstractmethod
     def usable_bytes(self, request_bytes: int) -> int:
         """Bytes of free blocks of at least `request_bytes`. The sum of Dymem's eq. 1."""
+        if request_bytes <= 1:
+            return self.reserved.now - self.allocated.now
+        return sum(block.size for block in self._idle_blocks() if block.mapped and block.size >= request_bytes)
 
-    @abstractmethod
-    def segments(self) -> tuple[SegmentView, ...]:
-        """All segments with their blocks, by address."""
-
-    @abstractmethod
     def live_addresses(self) -> list[int]:
         """Addresses allocated and not freed."""
+        return list(self._live)
 
-    @abstractmethod
-    def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
-        """The address of a new block of at least `nbytes`; None without room. Never 0."""
-
-    @abstractmethod
-    def _take_back(self, address: int) -> bool:
-        """Free the block at `address`; False if none was live."""
-
-    @abstractmethod
-    def _idle_count(self) -> int:
-        """The number of blocks in the free indexes."""
+    def segments(self) -> tuple[SegmentView, ...]:
+        """All segments with their blocks, by address."""
+        found: list[SegmentView] = []
+        for block in sorted((*self._live.values(), *self._idle_blocks()), key=lambda b: b.address):
+            if block.prev is not None:
+                continue
+            # A segment is the chain of blocks from its first one.
+            chain = [block]
+            while (following := chain[-1].next) is not None:
+                chain.append(following)
+            views = tuple(
+                BlockView(b.address, b.size, b.requested, "unmapped" if not b.mapped else "free" if b.free else "live")
+                for b in chain
+            )
+            mapped = sum(b.size for b in chain if b.mapped)
+            found.append(SegmentView(block.address, sum(b.size for b in chain), mapped, block.stream, views))
+        return tuple(found)
 
     def check_integrity(self) -> None:
         """Raise InvalidLayout with the failed equation unless books and blocks agree."""
         segments = self.segments()
         blocks = [block for segment in segments for block in segment.blocks]
         live = [block for block in blocks if block.state == "live"]
-        self._equal("blocks in segments", len(blocks), "live + idle", len(self.live_addresses()) + self._idle_count())
+        self._equal(
+            "blocks in segments",
+            len(blocks),
+            "live + idle",
+            len(self.live_addresses()) + sum(1 for _ in self._idle_blocks()),
+        )
         self._equal("live addresses", sorted(b.address for b in live), "given out", sorted(self.live_addresses()))
         self._equal("sum of requests", sum(b.requested_bytes for b in live), "requested", self.requested.now)
         self._equal("sum of live blocks", sum(b.nbytes for b in live), "allocated", self.allocated.now)
         self._equal("sum of segments", sum(s.mapped_bytes for s in segments), "reserved", self.reserved.now)
         exchanged = sum(event.nbytes if event.action in GAINS else -event.nbytes for event in self.segment_log)
         self._equal("sum of the segment log", exchanged, "reserved", self.reserved.now)
-        if self.reserved.now > self.device_used_bytes:
-            raise InvalidLayout(f"{self.name}: reserved {self.reserved.now} > used on device {self.device_used_bytes}")
+        if self.reserved.now > self.device.used_bytes:
+            raise InvalidLayout(f"{self.name}: reserved {self.reserved.now} > used on device {self.device.used_bytes}")
         # Segments do not overlap, and are full of blocks.
         for segment, following in pairwise(segments):
             if segment.address + segment.nbytes > following.address:

@@ -8,9 +8,9 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
 
+from .base import Allocator
 from .blocks import Key, PoolBlock
 from .expandable import UNLIMITED_RESERVATION_BYTES
-from .python_allocator import PythonAllocator
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BestFitConfig:
             raise RequestError(f"step_bytes must be positive, not {self.step_bytes}")
 
 
-class BestFitAllocator(PythonAllocator):
+class BestFitAllocator(Allocator):
     """The smallest hole that fits, lowest among equals, else the pool's end.
 
     At the end pages are added. CNMeM's pool grows by segments of their own, whose blocks never join; here all addresses

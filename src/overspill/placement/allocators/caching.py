@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from overspill.placement.simulated_device import round_up
 
+from .base import Allocator
 from .blocks import Key, PoolBlock
 from .caching_config import CachingConfig
 from .caching_pool import CachingPool
 from .expandable import ExpandableSegments
-from .python_allocator import PythonAllocator
 
 # Constants of c10/core/AllocatorConfig.h, torch 2.13.
 MIN_BLOCK_BYTES = 512
@@ -22,7 +22,7 @@ ROUND_LARGE_BYTES = 2 << 20
 FIRST_DIVISION_INTERVAL = 20
 
 
-class CachingAllocator(PythonAllocator):
+class CachingAllocator(Allocator):
     """PyTorch's CUDA allocator, without graph capture and `record_stream`."""
 
     name = "pytorch"
@@ -91,14 +91,14 @@ class CachingAllocator(PythonAllocator):
             block = self._grow(pool, size, stream)
         if block is None:
             self._release_cached()
-            self._retries += 1
+            self.retries += 1
             block = self._grow(pool, size, stream)
         return block
 
     def _grow(self, pool: CachingPool, size: int, stream: int) -> PoolBlock | None:
         """A block of at least `size` bytes of new memory, or None (alloc_block)."""
         nbytes = segment_size(size, self.config.large_segment_bytes)
-        if self._limit is not None and self._reserved.now + nbytes > self._limit:
+        if self._limit is not None and self.reserved.now + nbytes > self._limit:
             return None
         if self._expandable is not None:
             return self._expandable.grow(pool, size, stream)
@@ -161,7 +161,7 @@ class CachingAllocator(PythonAllocator):
         Those of at least average age (garbage_collect_cached_blocks).
         """
         threshold = int(self.config.garbage_collection_threshold * float(self._limit or 0))
-        target = self._reserved.now - threshold
+        target = self.reserved.now - threshold
         idle = [block for block in self._large.free if not block.split and self._expandable is None]
         searches = self._large.searches
         age = sum(searches - block.indexed_at for block in idle)

@@ -9,10 +9,9 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
-from .base import GAINS, SegmentAction
+from .base import GAINS, Allocator, SegmentAction
 from .blocks import PoolBlock
 from .caching import CachingAllocator
-from .python_allocator import PythonAllocator
 
 SMALL_SHARE = 2
 """Requests up to a chunk divided by this get no chunks, which would be mostly empty."""
@@ -33,7 +32,7 @@ class ChunkedConfig:
             raise RequestError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, not {self.chunk_bytes}")
 
 
-class ChunkedAllocator(PythonAllocator):
+class ChunkedAllocator(Allocator):
     """Chunks behind consecutive virtual addresses, kept when a block is freed.
 
     Any chunks serve any request, so it finds room as long as enough of them are free or the device has more: there is
@@ -57,7 +56,9 @@ class ChunkedAllocator(PythonAllocator):
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         if nbytes <= self.config.chunk_bytes // SMALL_SHARE:
-            return self._small.find(nbytes, stream)
+            found = self._small.find(nbytes, stream)
+            self.retries = self._small.retries
+            return found
         size = round_up(nbytes, self.config.chunk_bytes)
         block = self._first(size)
         if block is not None and block.size == size:
@@ -85,10 +86,6 @@ class ChunkedAllocator(PythonAllocator):
     def _idle_blocks(self) -> Iterator[PoolBlock]:
         yield from self._idle
         yield from self._small.idle()
-
-    @property
-    def retries(self) -> int:
-        return self._small.retries
 
     def usable_bytes(self, request_bytes: int) -> int:
         """All kept chunks, if they are enough together.
@@ -125,7 +122,7 @@ class ChunkedAllocator(PythonAllocator):
 class _SmallBlocks(CachingAllocator):
     """PyTorch's caching allocator for small blocks, on the owner's device. Its segments count among the owner's."""
 
-    def __init__(self, owner: PythonAllocator) -> None:
+    def __init__(self, owner: Allocator) -> None:
         super().__init__(capacity_bytes=owner.capacity_bytes)
         self.device = owner.device
         self._owner = owner
@@ -143,5 +140,5 @@ class _SmallBlocks(CachingAllocator):
         return self._idle_blocks()
 
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
-        self._reserved.add(nbytes if action in GAINS else -nbytes, self._owner.clock)
+        self.reserved.add(nbytes if action in GAINS else -nbytes, self._owner.clock)
         self._owner.log_exchange(action, address, nbytes, stream)

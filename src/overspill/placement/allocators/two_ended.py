@@ -18,8 +18,8 @@ from overspill.core import Mobility
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
+from .base import Allocator
 from .blocks import Key, PoolBlock
-from .python_allocator import PythonAllocator
 from .result import Replay
 
 LOW, GAP, HIGH, OUTSIDE = range(4)
@@ -54,7 +54,7 @@ class TwoEndedConfig:
             raise RequestError(f"beta_bytes must not be negative, not {self.beta_bytes}")
 
 
-class TwoEndedAllocator(PythonAllocator):
+class TwoEndedAllocator(Allocator):
     """Movable blocks from the low end, temporary ones from the high end.
 
     Reclaimed ones get segments of their own. Each end serves itself by best fit from its own holes, then from the gap;
@@ -106,7 +106,7 @@ class TwoEndedAllocator(PythonAllocator):
     def spread_bytes(self) -> int:
         """Bytes used from both ends of the main space, and the incremental space."""
         gap = self._first(GAP)
-        return self._reserved.now - (gap.size if gap is not None and gap.pool == GAP else 0)
+        return self.reserved.now - (gap.size if gap is not None and gap.pool == GAP else 0)
 
     def _open(self, stream: int) -> None:
         """Take the main space from the device: the configured size, or all there is."""

@@ -108,7 +108,7 @@ class _Comparison:
     def __post_init__(self) -> None:
         self.device = RecordedDevice(self.capacity_bytes)
         self.allocator = RecordedAllocator(self.config, self.device)
-        self.device.exchanged = lambda: len(self.allocator.exchanges) - self._before
+        self.device.exchanged = lambda: len(self.allocator.segment_log) - self._before
         self._before = 0
         self._numbers = stream_numbers(self.recording)
         self._addresses = {b.address: b.address for s in self.start for b in s.view.blocks if b.state == "live"}
@@ -143,7 +143,7 @@ class _Comparison:
 
     def _step(self, at: int, entry: TraceEntry | None, group: list[TraceEntry]) -> None:
         """Do what `entry` did, and compare the exchanges before it. `group` has the recorded ones."""
-        self._before = len(self.allocator.exchanges)
+        self._before = len(self.allocator.segment_log)
         self.device.expected, self.device.refuses = group, entry is not None and entry.action == "oom"
         self.counts.segment_events += len(group)
         # Memory given back without need: the program has emptied the cache.
@@ -208,7 +208,7 @@ class _Comparison:
 
     def _exchange_difference(self, group: list[TraceEntry]) -> tuple[str | None, str | None]:
         """The first exchange that differs, and the first at another address."""
-        done = self.allocator.exchanges[self._before :]
+        done = self.allocator.segment_log[self._before :]
         misplaced: str | None = None
         for recorded, simulated in zip(group, done, strict=False):
             text = f"recorded {_exchange(recorded)}, simulated {_exchange(simulated)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 
-from overspill.placement.allocators.base import SegmentEvent, SegmentView
+from overspill.placement.allocators.base import SegmentView
 from overspill.placement.allocators.blocks import PoolBlock
 from overspill.placement.allocators.caching import SMALL_BYTES, CachingAllocator, round_size
 from overspill.placement.allocators.caching_config import CachingConfig
@@ -158,13 +158,13 @@ class RecordedAllocator(CachingAllocator):
             # Live blocks are counted, others go into the free indexes.
             if not free:
                 self._live[block.address] = block
-                self._requested.add(piece.requested_bytes, -1)
-                self._allocated.add(piece.nbytes, -1)
+                self.requested.add(piece.requested_bytes, -1)
+                self.allocated.add(piece.nbytes, -1)
             elif mapped:
                 self.put(block)
             else:
                 pool.unmapped.add((stream, block.address), block)
-        self._reserved.add(view.mapped_bytes, -1)
+        self.reserved.add(view.mapped_bytes, -1)
         if segment.expandable and view.nbytes < reservation:
             self._add_tail(view, stream, reservation, before)
 
@@ -186,11 +186,6 @@ class RecordedAllocator(CachingAllocator):
     def collects_garbage(self) -> bool:
         """Whether cached segments are released before memory runs out."""
         return self._collects
-
-    @property
-    def exchanges(self) -> list[SegmentEvent]:
-        """The exchanges of memory with the device, in order."""
-        return self._log
 
     def is_small(self, nbytes: int) -> bool:
         """Whether an allocation of `nbytes` goes to the small pool."""

@@ -90,7 +90,7 @@ def snapshot_of(
     spans: Sequence[Span] = (),
 ) -> dict[str, Any]:
     """The content that `write_snapshot` writes."""
-    run = _Run(allocator_named(allocator, config, capacity_bytes=capacity_bytes, native=True))
+    run = _Run(allocator_named(allocator, config, capacity_bytes=capacity_bytes))
     run.do(events)
     settings = config if isinstance(config, CachingConfig) else CachingConfig()
     trace = _Trace(run, events, origins, settings)

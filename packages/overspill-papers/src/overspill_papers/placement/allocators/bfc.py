@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import PoolBlock
-from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, round_up
 
 # Constants of xla/tsl/framework/bfc_allocator.{h,cc}, openxla 00df9eef.
@@ -36,7 +36,7 @@ class BfcConfig:
             raise RequestError(f"fragmentation_fraction must be from 0 to 1, not {self.fragmentation_fraction:g}")
 
 
-class BfcAllocator(PythonAllocator):
+class BfcAllocator(Allocator):
     """TensorFlow's BFCAllocator.
 
     Its bins are a shortcut to the best fit by size and address, which is kept here.
@@ -66,7 +66,7 @@ class BfcAllocator(PythonAllocator):
         if block is None and self._extend(size, stream):
             block = self._find(size)
         if block is None and self._release_idle_regions(size):
-            self._retries += 1
+            self.retries += 1
             if self._extend(size, stream):
                 block = self._find(size)
         return block
@@ -81,7 +81,7 @@ class BfcAllocator(PythonAllocator):
 
     def _extend(self, size: int, stream: int) -> bool:
         """Whether a new region of at least `size` bytes was reserved. (Extend): doubling, then 0.9 times as much."""
-        available = (self._limit - self._reserved.now) // STEP_BYTES * STEP_BYTES
+        available = (self._limit - self.reserved.now) // STEP_BYTES * STEP_BYTES
         if size > available:
             return False
         # Regions double, up to what is left.
@@ -111,7 +111,7 @@ class BfcAllocator(PythonAllocator):
             return False
         regions = sorted((block for block in self._idle if not block.split), key=lambda block: block.address)
         idle = sum(block.size for block in regions)
-        if idle == 0 or size > self._limit - self._reserved.now + idle:
+        if idle == 0 or size > self._limit - self.reserved.now + idle:
             return False
         for block in regions:
             self._segment_free(self._take(block))

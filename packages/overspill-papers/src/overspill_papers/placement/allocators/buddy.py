@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import PoolBlock
-from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import PAGE_BYTES
 
 
@@ -33,7 +33,7 @@ class BuddyConfig:
             raise RequestError(f"least_bytes {self.least_bytes} must not be above segment_bytes {self.segment_bytes}")
 
 
-class BuddyAllocator(PythonAllocator):
+class BuddyAllocator(Allocator):
     """A buddy allocator: the smallest free block, halved until it fits.
 
     The lowest among equals, halved as often as it can be. A block joins its buddy, whose address within the segment

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import Key, PoolBlock
-from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import round_up
 
 STEP_BYTES = 512
@@ -31,7 +31,7 @@ class ChainerConfig:
             raise RequestError(f"limit_bytes must not be negative, not {self.limit_bytes}")
 
 
-class ChainerAllocator(PythonAllocator):
+class ChainerAllocator(Allocator):
     """CuPy's SingleDeviceMemoryPool.
 
     Blocks of one size share a bin, from which CuPy takes any; Chainer's pool took the one freed last, and so does this.
@@ -52,12 +52,12 @@ class ChainerAllocator(PythonAllocator):
         block = self._find(size, stream)
         if block is not None:
             return block
-        if self.config.limit_bytes and self._reserved.now + size > self.config.limit_bytes:
+        if self.config.limit_bytes and self.reserved.now + size > self.config.limit_bytes:
             return None
         block = self._segment_malloc(size, stream)
         if block is None:
             self._release_unsplit()
-            self._retries += 1
+            self.retries += 1
             block = self._segment_malloc(size, stream)
         return block
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import PoolBlock
-from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.allocators.two_ended import STEP_BYTES
 from overspill.placement.simulated_device import round_up
 
@@ -29,7 +29,7 @@ class CnmemConfig:
             raise RequestError("a cnmem pool of no bytes that does not grow serves nothing: give pool_bytes")
 
 
-class CnmemAllocator(PythonAllocator):
+class CnmemAllocator(Allocator):
     """CNMeM's root manager, for all streams that are not registered.
 
     It never gives memory back.

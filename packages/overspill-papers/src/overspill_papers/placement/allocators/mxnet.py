@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import Key, PoolBlock
-from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import round_up
 
 # Constants of src/storage/pooled_storage_manager.h, MXNet 1.5.
@@ -44,7 +44,7 @@ class MxnetConfig:
             raise RequestError(f"reserve_percent must be from 0 to 100, not {self.reserve_percent}")
 
 
-class MxnetAllocator(PythonAllocator):
+class MxnetAllocator(Allocator):
     """MXNet's GPUPooledStorageManager ("naive") and GPUPooledRoundedStorageManager ("round"), which know no streams."""
 
     name = "mxnet"
@@ -64,7 +64,7 @@ class MxnetAllocator(PythonAllocator):
             return self._take(block)
         if self._scarce(size):
             self._release_all()
-            self._retries += 1
+            self.retries += 1
         return self._segment_malloc(size, stream)
 
     def _return_block(self, block: PoolBlock) -> None:
