@@ -16,6 +16,7 @@ from overspill.runtime.tracker import LiveBytes
 TOLD = "may take more than the budget"
 """Of the warning that this step may exceed the budget, which is given while not all models of a session are known."""
 Step = Callable[..., Tensor]
+HANDLE_BYTES = 8
 There = tuple[list[nn.Module], list[Optimizer]]
 
 
@@ -32,10 +33,11 @@ class _Live(LiveBytes):
         super().add(v for v in values if type(v) in (Tensor, nn.Parameter) and v.layout == torch.strided)
 
 
-def measured(step: Step, there: Callable[[], There], peaks: list[int]) -> Step:
-    """`step`, which adds the peak of each run to `peaks`: what it takes besides the models and optimizers `there`, and the batch.
+def measured(step: Step, there: Callable[[], There], peaks: list[tuple[int, int]]) -> Step:
+    """`step`, which adds two figures of each run to `peaks`: what there was before, and its peak.
 
-    Left out are runs that may exceed the budget, as a warning says.
+    They count the models and optimizers `there`, the batch, and what it takes. The comparison has read all weights and state
+    before, which brings them back, be they more than the budget; as they leave again, each has a handle too. Left out are runs that may exceed the budget, as a warning says.
     """
 
     def taken(*batch: Any) -> Tensor:
@@ -44,12 +46,13 @@ def measured(step: Step, there: Callable[[], There], peaks: list[int]) -> Step:
         for model in models:
             live.add([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())])
         live.add(tree_leaves([*batch, *(optimizer.state_dict()["state"] for optimizer in optimizers)]))
+        before = live.live_bytes + HANDLE_BYTES * sum(1 for _ in live.there())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with live:
                 loss = step(*batch)
         if not any(TOLD in str(warning.message) for warning in caught):
-            peaks.append(live.peak_bytes)
+            peaks.append((before, live.peak_bytes))
         return loss
 
     return taken

@@ -175,7 +175,7 @@ class Managed(Way):
         self._asked: dict[str, Any] = {"budget": budget, "backend": backend}
         self._session: overspill.Session | None = None
         self._measures = backend == "eager" and torch.get_default_device().type == "cpu"
-        self.peaks: list[int] = []
+        self.peaks: list[tuple[int, int]] = []
 
     def step(self, *args: Any, **how: Any) -> Callable[..., Tensor]:
         """The same, with each step's peak measured, on the CPU and with eager kernels."""
@@ -203,7 +203,7 @@ class Managed(Way):
     def over_bytes(self) -> int:
         """As above."""
         allowed = max((plan.budget_bytes for plan in self.plans), default=0)
-        return max(0, max(self.peaks, default=0) - allowed)
+        return max((max(0, peak - max(allowed, before)) for before, peak in self.peaks), default=0)
 
     def close(self) -> None:
         """Close all that is held."""
