@@ -24,7 +24,7 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
-from .call import StepCall, Underway
+from .call import StepCall
 from .checks import step_post_hooks
 from .in_arena import settle
 from .plans import LOSS_BYTES, Compiled, StepPlans
@@ -34,10 +34,9 @@ from .state import StepState
 class MicrobatchRunner:
     """Carries out the plans of a step over its state."""
 
-    def __init__(self, state: StepState, plans: StepPlans, underway: Underway) -> None:
+    def __init__(self, state: StepState, plans: StepPlans) -> None:
         self._state = state
         self._plans = plans
-        self._underway = underway
 
     def carry_on(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
         """Run the rest of the next micro-batch, as far as memory allows; `tracker` and `recorder` are told of it."""

@@ -90,7 +90,7 @@ class TrainStep(PlannedPeaks):
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm, sums)
         captures = StepCaptures(self._state, options, gradients, clipping, processes, self._underway.add_up)
         self._plans = StepPlans(captures)
-        self._runner = MicrobatchRunner(self._state, self._plans, self._underway)
+        self._runner = MicrobatchRunner(self._state, self._plans)
         self._state.advice = self._underway.advice
         # All ranks start with the same values, which are guarded from now on.
         processes.begin_alike(self._state.parameters, self._state.buffers)
