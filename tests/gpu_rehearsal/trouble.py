@@ -17,7 +17,7 @@ from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store
 
 
-def a_step(device: str = "cuda", budget: str | float = 0.6) -> tuple[Any, torch.Tensor]:
+def a_step(device: str = "cuda", budget: str | float = 0.85) -> tuple[Any, torch.Tensor]:
     """A whole step that swaps, and its batch."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]
     model = nn.Sequential(*layers).to(device)
