@@ -22,14 +22,12 @@ import torch
 import typer
 
 from overspill.capture.recording.recording import Recording
-from overspill.capture.virtual_gpu.record import record
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes
-from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.estimation import Estimate
-from overspill.estimation.programs import program_of
+from overspill.estimation.api import Setting, of_job
 from overspill.job import Job, NamedModel, Parallel
 
 DATA = Path(__file__).parent / "ground_truth" / "public.csv"
@@ -44,7 +42,10 @@ _STATES = (TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure and ours; `error` is ours over theirs, less 1."""
+    """A published figure and ours; `error` is ours over theirs, less 1.
+
+    `inside` says of what a device has in use whether it lies in our interval.
+    """
 
     document: str
     url: str
@@ -55,6 +56,7 @@ class Figure:
     published_bytes: int
     overspill_bytes: int
     error: float
+    inside: bool | None = None
 
 
 def _figure(row: dict[str, str]) -> Figure:
@@ -64,17 +66,14 @@ def _figure(row: dict[str, str]) -> Figure:
     ours = _cache_bytes(row, made) if row["of"] == "cache" else _bytes(made, row["of"])
     return Figure(
         row["document"], row["url"], row["date"], row["kind"], row["of"], row["job"], published, ours,
-        ours / published - 1,
+        ours / published - 1, made.total.low <= published <= made.total.high if row["of"] == "device" else None,
     )  # fmt: skip
 
 
 def _estimate(row: dict[str, str]) -> Estimate:
-    device = load_device(row["gpu"])
     seq_len = int(row["seq_len"]) if row["seq_len"] else None
     job = _job(NamedModel(row["model"], seq_len=seq_len), int(row["batch"]), json.loads(row["recipe"]))
-    recording = record(program_of(job), capability=capability_of(device.compute_capability))
-    software = Software(row["torch"], row["cuda"], {})
-    return Estimate(row["job"], recording, device, software=software, parallel=job.parallel)
+    return of_job(job, Setting(load_device(row["gpu"]), software=Software(row["torch"], row["cuda"], {})))
 
 
 def _job(model: NamedModel, batch: int, fields: dict[str, Any]) -> Job:
@@ -122,7 +121,9 @@ def _group(name: str, figures: list[Figure]) -> str:
     """How far apart figures are, as a row of the docs' table."""
     worst = max(figures, key=lambda figure: abs(figure.error))
     median = statistics.median(abs(figure.error) for figure in figures)
-    return f"| {name} | {len(figures)} | {median:.1%} | {worst.error:+.1%} | {worst.job} |"
+    inside = [figure.inside for figure in figures if figure.inside is not None]
+    covered = f"{sum(inside)} of {len(inside)}" if inside else ""
+    return f"| {name} | {len(figures)} | {median:.1%} | {worst.error:+.1%} | {worst.job} | {covered} |"
 
 
 def main(
