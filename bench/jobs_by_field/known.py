@@ -87,6 +87,12 @@ KNOWN: dict[tuple[str, str], Known] = {
         )
         for name in ("ctc-gru", "ctc-lstm")
     },
+    ("conformer", "train_step-inductor"): Known(
+        OTHER_BITS,
+        "",
+        "as of the other jobs with CTC, the last bit of the loss, on some CPUs (a Xeon with AVX-512, not an EPYC)",
+        varies=True,
+    ),
     ("cumulative-batch-norm", "train_step-inductor"): Known(
         OTHER_BITS,
         "",
