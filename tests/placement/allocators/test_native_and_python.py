@@ -11,7 +11,7 @@ import pytest
 from tests.placement.conftest import IN_BOTH
 
 from overspill.placement import Events, Replay
-from overspill.placement.allocators import _native
+from overspill.placement.allocators import _native, base
 from overspill.placement.replay import replay_in_python, replay_natively
 
 MIB = 1 << 20
@@ -47,6 +47,6 @@ def test_the_twins_agree_in_addresses_statistics_logs_and_failures(name: str, pa
 
 
 def test_the_native_core_has_what_its_stub_has() -> None:
-    stub = ast.parse(Path(_native.__file__).with_name("_native.pyi").read_text(encoding="utf-8"))
+    stub = ast.parse(Path(base.__file__).with_name("_native.pyi").read_text(encoding="utf-8"))
     assert {node.name for node in stub.body if isinstance(node, ast.FunctionDef)} <= vars(_native).keys()
     assert set(_native.names()) == set(IN_BOTH)

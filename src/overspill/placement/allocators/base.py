@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from overspill.core import Mobility
 from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
@@ -14,9 +14,6 @@ from overspill.core.units import format_bytes
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, SimulatedDevice
 
 from .blocks import FreeBlocks, Key, PoolBlock
-
-if TYPE_CHECKING:
-    from .result import Replay
 
 NOWHERE = 0
 """The address of an empty block; every framework gives a null pointer for it."""
@@ -188,10 +185,10 @@ class Allocator(ABC):
         return front
 
     @classmethod
-    def settled(cls, config: Any, trial: Callable[[Any], Replay]) -> Any:  # noqa: ARG003
+    def settled(cls, config: Any, trial: Callable[[Any], Any]) -> Any:  # noqa: ARG003
         """`config` with what the allocator learns from a first run.
 
-        `trial` makes that run under a configuration.
+        `trial` makes that run under a configuration, and gives its Replay.
         """
         return config
 
