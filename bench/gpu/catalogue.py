@@ -51,7 +51,6 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PARTITIONS = (0.7, 0.5, 0.3)
 
-
 # Model, batch and optimizer of plain training that is estimated beforehand.
 ESTIMATED = (
     ("resnet50", 64, "sgd"), ("resnet50", 128, "adamw"), ("resnet152", 32, "momentum"), ("vgg16", 64, "sgd"),

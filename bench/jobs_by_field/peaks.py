@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.compiled.graph import HANDLE_BYTES
 from overspill.runtime.tracker import LiveBytes
 
 TOLD = "may take more than the budget"
 """Of the warning that this step may exceed the budget, which is given while not all models of a session are known."""
 Step = Callable[..., Tensor]
-HANDLE_BYTES = 8
 There = tuple[list[nn.Module], list[Optimizer]]
 
 
@@ -37,7 +37,8 @@ def measured(step: Step, there: Callable[[], There], peaks: list[tuple[int, int]
     """`step`, which adds two figures of each run to `peaks`: what there was before, and its peak.
 
     They count the models and optimizers `there`, the batch, and what it takes. The comparison has read all weights and state
-    before, which brings them back, be they more than the budget; as they leave again, each has a handle too. Left out are runs that may exceed the budget, as a warning says.
+    before, which brings them back, be they more than the budget; as they leave again, each has a handle too. Left out
+    are runs that may exceed the budget, as a warning says.
     """
 
     def taken(*batch: Any) -> Tensor:
