@@ -148,7 +148,7 @@ def under_autocast(loss: Callable[..., Tensor], model: nn.Module, *batch: Tensor
 
 
 def _call(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    return model(**inputs[0]) if len(inputs) == 1 and isinstance(inputs[0], dict) else model(*inputs)
+    return model(**inputs[0]) if len(inputs) == 1 and isinstance(inputs[0], Mapping) else model(*inputs)
 
 
 def _own_loss(output: Any) -> Tensor:

@@ -11,13 +11,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.core.errors import RequestError
 
+from .step.opened import Constant
+
 
 def kind(leaf: Any) -> Any:
-    """Shape, strides, dtype and device of one input: its part of a plan's key.
-
-    Of a value that is no tensor, its repr.
-    """
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
+    """Shape, strides, dtype and device of one input: its part of a plan's key. Of what is no tensor, the constant of a plan."""
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else Constant(leaf)
 
 
 def tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
@@ -33,9 +32,8 @@ def same(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (kind(one) == kind(other) and torch.equal(one, other))
-    return bool(one is other or repr(one) == repr(other))
+    alike = one is other or kind(one) == kind(other)
+    return alike and (not isinstance(one, Tensor) or one is other or torch.equal(one, other))
 
 
 def split(inputs: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:

@@ -146,6 +146,20 @@ def mixed_precision() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+class Unmatched(nn.Module):
+    """Boxes of which none is matched, so that losses are means of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        boxes = self.linear(x)
+        none = boxes[:0]
+        losses = [loss(none, none.detach()).nan_to_num() for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss)]
+        return boxes.square().mean() + sum(losses)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "LSTM": (lambda: Recurrent("LSTM"), nullcontext),
     "LSTM, two layers both ways with dropout": (
@@ -169,6 +183,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "products of groups in float32": (Experts, nullcontext),
     "convolutions of what is changed in place": (InPlace, nullcontext),
     "complex numbers of two weights": (Turned, nullcontext),
+    "losses of nothing": (Unmatched, nullcontext),
 }  # fmt: skip
 LIKE_ANOTHER = {
     "LSTM", "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",

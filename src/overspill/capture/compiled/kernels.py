@@ -11,7 +11,7 @@ the user calls `loss.backward()` outside of its region.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `py_kernels`, `_dispatch_cache` and `_op_dk`,
 `torch._functorch.config.backward_pass_autocast`, that `fx.Graph.eliminate_dead_code` asks `torch._inductor.config.fallback_random`,
-the fake implementations of `torch._subclasses.fake_impls`, and `torch._C._AutoDispatchBelowAutograd`.
+the fake implementations of `torch._subclasses.fake_impls`, `torch._decomp.meta_table`, and `torch._C._AutoDispatchBelowAutograd`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch._meta_registrations
 import torch._refs  # registers more of them
 from torch import Tensor, nn
 from torch._C import DispatchKey
+from torch._decomp import meta_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -84,6 +85,7 @@ def eager_kernels() -> Iterator[Casts]:
                 # A draw that nobody reads stays, since others then draw what they draw in eager.
                 torch._inductor.config.patch({"fallback_random": True}),
                 patch.dict(op_implementations_dict, FAKE),
+                patch.dict(meta_table, FAKE),  # before PyTorch's decompositions
                 patch.object(nn.RNNBase, "flatten_parameters", lambda _: None),  # it looks at addresses
                 casts.watched(),
                 strides_kept(),
@@ -324,7 +326,16 @@ def _fake_rnn_layer_backward(mode: Any, _: Any, *args: Any, **kwargs: Any) -> An
         return tuple(torch.empty_like(gradient, dtype=torch.float32) for gradient in found)
 
 
+def _fake_loss_backward(mode: Any, _: Any, __: Tensor, x: Tensor, target: Tensor, *___: Any, **____: Any) -> Tensor:
+    """The fake gradient of a mean of differences. PyTorch's own divides by how many there are, which may be none."""
+    with mode:
+        return torch.empty_like(x - target)
+
+
 FAKE: dict[Any, Callable[..., Any]] = {
+    aten.huber_loss_backward.default: _fake_loss_backward,
+    aten.mse_loss_backward.default: _fake_loss_backward,
+    aten.smooth_l1_loss_backward.default: _fake_loss_backward,
     aten.mkldnn_rnn_layer.default: _fake_rnn_layer,
     aten.mkldnn_rnn_layer_backward.default: _fake_rnn_layer_backward,
 }

@@ -127,7 +127,7 @@ class StepCaptures:
             filled = list(leaves)
             for position, value in zip(tensors, values[len(names) :], strict=True):
                 filled[position] = value
-            returned = swapped.call(dict(zip(names, values, strict=False)), tree_unflatten(filled, spec))
+            returned = swapped.call(dict(zip(names, values, strict=False)), *tree_unflatten(filled, spec))
             loss, others, results = split_results(returned)
             if others and share > 1:
                 raise UnsupportedError(

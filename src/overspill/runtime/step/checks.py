@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from overspill.capture.compiled.known_values import nested
 from overspill.core.errors import RequestError, UnsupportedError
 
+from .followed import advances
 from .residency import Guarded, Spec, readable
 
 OURS = f"{__name__.partition('.')[0]}."
@@ -163,8 +164,13 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
-    """Raise RequestError for inputs on another device or with gradients. UnsupportedError for nested ones."""
+    """Raise RequestError for inputs on another device or with gradients. UnsupportedError for nested ones and iterators."""
     for number, leaf in enumerate(leaves):
+        if advances(leaf):
+            raise UnsupportedError(
+                f"input {number} is an iterator or a random generator, which a planned step would advance once; "
+                "give the step what it gives"
+            )
         if not isinstance(leaf, Tensor):
             continue
         if leaf.device != where and (leaf.dim() or leaf.device.type != "cpu"):

@@ -13,16 +13,27 @@ import random
 import sys
 import threading
 import types
+from collections import UserDict, UserList
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from torch import nn
+from torch._ops import OperatorBase, OpOverloadPacket
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 from .compared import same
 
+BY_IDENTITY = (
+    nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader, OperatorBase, OpOverloadPacket
+)  # fmt: skip
+"""Objects whose contents are not followed. A module's attributes are noted when they are read; torch's ops look up their
+overloads at the first call; the others are no part of forward or loss."""
 _APART = frozenset({*sys.stdlib_module_names, "torch", "numpy", "overspill", "overspill_papers"})
-_OPEN = (types.SimpleNamespace, argparse.Namespace, threading.local)
+_OPEN = (types.SimpleNamespace, argparse.Namespace, threading.local, UserDict, UserList)
 """Standard library classes whose attributes are the user's."""
 
 

@@ -34,12 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._ops import OperatorBase, OpOverloadPacket
 from torch.nn.modules import module as torch_module
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
 
 from overspill.capture.compiled.step_joint import is_traced
 from overspill.core.errors import UnsupportedError
@@ -58,7 +54,17 @@ from .compared import (
     tensor_kind,
     value_of,
 )
-from .followed import advances, globals_of, has_advanced, is_followed, is_open, methods_of, names_of, position_of
+from .followed import (
+    BY_IDENTITY,
+    advances,
+    globals_of,
+    has_advanced,
+    is_followed,
+    is_open,
+    methods_of,
+    names_of,
+    position_of,
+)
 from .structure import TABLES
 
 MOST_VALUES = 50_000
@@ -79,11 +85,6 @@ _ATOMS = (
     torch.device,
     torch.layout,
 )
-_BY_IDENTITY = (
-    nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader, OperatorBase, OpOverloadPacket
-)  # fmt: skip
-"""Objects whose contents are not followed. A module's attributes are noted when they are read; torch's ops look up their
-overloads at the first call; the others are no part of forward or loss."""
 _NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
 """Attributes compared as the model's structure (`structure.py`); the last two list a recurrent layer's parameters."""
 _GLOBAL_HOOKS = tuple(
@@ -261,7 +262,7 @@ class PythonState:
         pending = [(value, label)]
         while pending:
             value, label = pending.pop()
-            if isinstance(value, (*_ATOMS, *_BY_IDENTITY)) or id(value) in self._known:
+            if isinstance(value, (*_ATOMS, *BY_IDENTITY)) or id(value) in self._known:
                 continue
             if len(self._known) > MOST_VALUES:
                 raise UnsupportedError(
@@ -396,10 +397,14 @@ class Changed(UnsupportedError):
 
 
 class NotKept:
-    """Stands in an attribute that forward set to a tensor, and raises when used."""
+    """Stands in an attribute that forward set to a tensor, and raises when used, as `why` says."""
 
-    def __init__(self, name: str) -> None:
-        self.__dict__["_name"] = name
+    def __init__(
+        self,
+        name: str,
+        why: str = "is set by the model's forward, and a planned step does not keep it; let the loss function return it beside the loss",
+    ) -> None:
+        self.__dict__["_said"] = f"{name} {why}"
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -411,10 +416,7 @@ class NotKept:
         next(leaf for leaf in tree_leaves(args) if isinstance(leaf, cls))._refuse()
 
     def _refuse(self, *_: Any) -> Any:
-        raise UnsupportedError(
-            f"{self.__dict__['_name']} is set by the model's forward, and a planned step does not keep it; "
-            "let the loss function return it beside the loss"
-        )
+        raise UnsupportedError(self.__dict__["_said"])
 
     __bool__ = __len__ = __iter__ = __float__ = __int__ = __getitem__ = __add__ = __mul__ = __sub__ = __truediv__ = (
         _refuse

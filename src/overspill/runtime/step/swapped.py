@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from overspill.capture.compiled.step_joint import changes_strangers, is_traced
 from overspill.core.errors import UnsupportedError
 
+from .opened import holding
 from .residency import readable
 from .state import StepState
 from .structure import TABLES
@@ -40,10 +41,10 @@ class Swapped:
         self.follows_references = False
         """Whether references from outside to the model's own tensors also see the swapped ones."""
 
-    def call(self, tensors: Mapping[str, Tensor], args: Sequence[Any]) -> Any:
-        """The model's result for `args` with `tensors` as its own.
+    def call(self, tensors: Mapping[str, Tensor], args: tuple[Any, ...], held: Sequence[Any]) -> Any:
+        """The model's result for `args` with `tensors` as its own, and with the objects among `args` holding what is `held`.
 
-        Raises UnsupportedError where it assigns one of them anew.
+        Raises UnsupportedError where it assigns one of these anew.
         """
         self.close()
         self._open.enter_context(self._state.unguarded())
@@ -62,6 +63,7 @@ class Swapped:
         for table, key, name in places:
             dict.__setitem__(table, key, tensors[name])
             self._open.callback(dict.__setitem__, table, key, own[name])
+        changed = self._open.enter_context(holding(args, held))
         # Run it, with hooks and outside references redirected too.
         instead = {id(own[name]): tensors[name] for name in tensors}
         follows = self.follows_references or bool(self._state.strangers)
@@ -75,6 +77,11 @@ class Swapped:
                 raise UnsupportedError(
                     f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_()"
                 )
+        if name := changed():
+            raise UnsupportedError(
+                f"the step changes {name} of the batch, and a planned step would do so once, not at every step; let it work "
+                "on a copy (copy.copy)"
+            )
         return returned
 
     def _call_hooks(self, tensors: Mapping[str, Tensor], following: Callable[[], AbstractContextManager[None]]) -> None:

@@ -37,6 +37,7 @@ from .call import StepCall, Underway, dropped, give_back_arena, let_go
 from .captures import StepCaptures
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .microbatch import MicrobatchRunner
+from .opened import opened
 from .plans import StepPlans
 from .shown import optimizer_hooks
 from .state import StepState
@@ -115,7 +116,7 @@ class TrainStep(PlannedPeaks):
     def _step(self, inputs: tuple[Any, ...]) -> Any:
         self._state.gate.check_process()
         if (call := self._underway.call) is not None:
-            if not batches.same(call.inputs, inputs):
+            if not batches.same(call.inputs, opened(inputs)):
                 raise RequestError(f"these are other inputs: {call.advice}")
             return self._resume()
         return self._go_on(self._prepared(inputs))
@@ -123,10 +124,11 @@ class TrainStep(PlannedPeaks):
     def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
         with self.processes.announcing():
             self._state.check_model()
-            check_inputs(tree_flatten(inputs)[0], self._state.where)
+            given = opened(inputs)
+            check_inputs(tree_flatten(given)[0], self._state.where)
             self._state.adopt_parameters()
             self._state.adopt_optimizer()
-            return StepCall(inputs, list(batches.split(inputs, self.gradients.accumulate)))
+            return StepCall(given, list(batches.split(given, self.gradients.accumulate)))
 
     def resume(self) -> Any:
         """Finish a step that an error stopped; returns its loss.
@@ -244,7 +246,7 @@ class TrainStep(PlannedPeaks):
 
         def planned() -> Plan:
             call = self._prepared(inputs)
-            return self._plans.compile(call.parts[-1], inputs, last=True).plan
+            return self._plans.compile(call.parts[-1], call.inputs, last=True).plan
 
         return self._state.gate.alone(planned)
 
@@ -255,8 +257,7 @@ class TrainStep(PlannedPeaks):
         """
 
         def found() -> int:
-            self._prepared(inputs)
-            return self._plans.smallest_budget(inputs)
+            return self._plans.smallest_budget(self._prepared(inputs).inputs)
 
         return self._state.gate.alone(found)
 
@@ -281,7 +282,7 @@ class TrainStep(PlannedPeaks):
         with allocations() as allocated:
             renewed = self._state.gate.alone(lambda: self._state.renew(arena.holds))
             yield found
-        found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
+        found.append(present - renewed + batches.bytes_outside(opened(inputs), ()) + peak_of(allocated.changes)[0])
 
     def graph(self, *inputs: Any) -> Graph:
         """The Graph of a step on `inputs`, which may be fake.
@@ -292,14 +293,14 @@ class TrainStep(PlannedPeaks):
 
     def captures(self, *inputs: Any) -> Partitioned[CapturedStep]:
         """The captures of a step on `inputs`, among which a plan may choose."""
-        return self._state.gate.alone(lambda: self._plans.captures(inputs))
+        return self._state.gate.alone(lambda: self._plans.captures(opened(inputs)))
 
     def preview(self, *inputs: Any) -> Plan:
         """The plan of a step on `inputs`, which may be fake like the model.
 
         Of several micro-batches, that of the last. Raises InfeasibleBudget and UnsupportedError.
         """
-        return self._state.gate.alone(lambda: self._plans.preview(inputs))
+        return self._state.gate.alone(lambda: self._plans.preview(opened(inputs)))
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device.
