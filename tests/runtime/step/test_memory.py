@@ -106,3 +106,27 @@ def test_the_store_does_not_grow_after_the_first_step() -> None:
     )
     pair.step.close()
     assert torch.equal(pair.model.last.weight, pair.plain.model.last.weight)
+
+
+def test_state_that_a_step_does_not_update_has_room_or_lies_in_the_store() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Linear(12, 64)
+            self.heads = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(3))
+
+    def loss(model: Any, x: Tensor, head: Tensor) -> Tensor:
+        return model.heads[len(head)](model.trunk(x).relu()).square().mean()
+
+    for budget, idle in ((0.7, True), ("1GiB", False)):
+        pair = Pair(Heads, options={"budget": budget, "policy": "auto"}, loss_fn=loss)
+        for head in (0, 1, 2, 0):
+            inputs = torch.randn(8, 12), torch.zeros(head)
+            watched = LiveBytes(CPU)
+            watched.add([*on_device(pair), *inputs])
+            pair.step.tracker = watched
+            pair.train(inputs=inputs)
+            assert watched.peak_bytes <= pair.step.plans[0].budget_bytes
+        state = [name for name in pair.step._state.residency.away() if "heads.1.0.weight.exp" in name]
+        assert bool(state) is idle
+        pair.assert_same()

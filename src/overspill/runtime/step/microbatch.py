@@ -100,7 +100,8 @@ class MicrobatchRunner:
         call.compiled, call.run = compiled, ProgramRun(compiled.program, args)
 
     def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
-        sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, engine)
+        idle = {name for name in compiled.idle if self._state.residency[name].here is not None}
+        sent = self._state.residency.send(compiled.stored | compiled.kept_in_store | idle, engine)
         if sent and self._state.where.type == "cpu":
             give_back()  # a model may have been built where the heap keeps what it frees
         places = compiled.plan.places

@@ -6,7 +6,7 @@ A step is captured, planned and lowered when inputs of a kind are first seen.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ class Compiled:
     It is for one kind of inputs, with or without the update. `takes` says what each input of `program` is: a resident's
     name, or a position among what is given at each step (buffers, tensors of the caller). Its results are the loss, the
     other tensors of `results`, and the residents `moving`. `stored` are those in the store when it begins;
-    `kept_in_store` are also there, unknown to the graph. Those `copied` are on the device and in the store; their
+    `kept_in_store` are also there, unknown to the graph, and so are those `idle` that have been made. Those `copied` are on the device and in the store; their
     handles are the last inputs; those `between` lie at these offsets of the arena between steps. It is valid while
     `python` has not changed and `guards` hold for inputs and buffers. It reads the tensors `outside` where they are:
     another step's model may have them in its store.
@@ -78,6 +78,7 @@ class Compiled:
     moving: tuple[str, ...]
     stored: frozenset[str]
     kept_in_store: frozenset[str]
+    idle: tuple[str, ...]
     copied: tuple[str, ...]
     between: dict[str, int]
     results: Results
@@ -315,7 +316,8 @@ class StepPlans:
         with self.processes.together():
             if self.state.engine is None:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
-            kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
+            idle = () if kept_in_store is not None else self._idle(names, plan)
+            kept_bytes = sum(whole_pages(self.state.residency[n].spec.nbytes) for n in (*(kept_in_store or ()), *idle))
             coming = () if plan.places is None else plan.places.between  # to the arena, by way of the store
             kept_bytes += sum(whole_pages(plan.graph.tensors[tensor].nbytes) for tensor in coming)
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
@@ -336,6 +338,7 @@ class StepPlans:
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
             kept_in_store or frozenset(),
+            idle,
             tuple(name_of[tensor] for tensor in copied(captured.graph, plan.schedule)),
             {} if plan.places is None else {name_of[tensor]: at for tensor, at in plan.places.between.items()},
             found.results,
@@ -344,6 +347,12 @@ class StepPlans:
             outside,
             captured.partition,
         )  # fmt: skip
+
+    def _idle(self, names: Iterable[str | int], plan: Plan) -> tuple[str, ...]:
+        """State that other kinds of steps have made, and this one does not update, where it has no room beside `plan`."""
+        idle = {n for name, owned in self.state.owned.items() for n in owned.residents(name)}.difference(names)
+        room = plan.budget_bytes - plan.peak_bytes if self.state.where.type == "cpu" else 0
+        return tuple(idle) if sum(self.state.residency[name].spec.nbytes for name in idle) > room else ()
 
     def _must_agree(self, found: FoundStep) -> bool:
         """Whether the step, so far of this process alone, has collectives, so that from now on its ranks agree.
