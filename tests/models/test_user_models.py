@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from overspill.core.errors import RequestError
+from overspill.job import Job, NamedModel
 from overspill.models import load
+from overspill.models.drawing import python_randomness
 from overspill.models.step import TrainingStep
+from overspill.runtime.preview import prepared_step
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
@@ -268,3 +271,35 @@ def test_who_has_a_file_of_a_built_in_name_is_told_which_model_is_taken(
     assert load("unet", small=True).assumed == ""
     Path("unet.py").write_text("", encoding="utf-8")
     assert load("unet", small=True).assumed == "unet is the built-in model; one of your unet.py is unet:FUNCTION"
+
+
+def test_the_job_is_the_same_each_time_though_its_module_and_its_batches_draw(write: Write) -> None:
+    name = write(
+        "import random, numpy\n"
+        "at_import = torch.randn(3), random.random(), numpy.random.rand()\n"
+        "def job(): return nn.Linear(4, 2), lambda n: torch.full((n, 4), random.random() + numpy.random.rand())\n"
+    )
+    before = torch.get_rng_state(), python_randomness()
+    (step, (batch,)), (other, (other_batch,)) = (prepared_step(Job(NamedModel(f"{name}:job"), 3)) for _ in range(2))
+    assert all(torch.equal(one, two) for one, two in zip(step.parameters(), other.parameters(), strict=True))
+    assert torch.equal(batch[0], other_batch[0])
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert repr(before[1]) == repr(python_randomness())
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("nn.Linear(4, 2).requires_grad_(False)", "Linear has no parameter that requires a gradient"),
+        (
+            "nn.Linear(4, 2), lambda n: torch.zeros(n, 4), lambda out, x: out.detach().mean()",
+            "follows from no parameter",
+        ),
+    ],
+)
+def test_a_job_with_nothing_to_train_is_refused(write: Write, returned: str, words: str) -> None:
+    name = write(f"def job(): return {returned}\n")
+    with pytest.raises(RequestError) as caught:
+        step, (batch,) = prepared_step(Job(NamedModel(f"{name}:job"), 3))
+        step(*batch)
+    assert words in str(caught.value)

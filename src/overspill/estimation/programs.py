@@ -21,6 +21,7 @@ from overspill.job import Job
 from overspill.job.loop import train_steps, update
 from overspill.job.prepare import prepared_batch
 from overspill.models import BuiltModel
+from overspill.models.drawing import drawing_from
 from overspill.models.inputs import tensors_in
 from overspill.models.step import whole_dtype
 
@@ -64,8 +65,7 @@ class _Loop:
 
     def make_inputs(self) -> Any:
         """A batch on the host, of which whole numbers alone have values."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
+        with drawing_from(0):
             made = self.built.make_batch(self.job.micro_batch(self.job.batch))  # type: ignore[arg-type]
         for tensor in tensors_in(made):
             if tensor.is_floating_point():

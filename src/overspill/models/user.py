@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from overspill.core.errors import OverspillError, RequestError, is_out_of_memory
 
 from .built_model import BuiltModel
+from .drawing import drawing_from
 from .step import is_criterion, loss_in
 
 _WANTED = "a module, (module, make_batch) or (module, make_batch, loss)"
@@ -82,7 +83,8 @@ def _resolve(spec: str) -> Callable[[], Any]:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
+        with drawing_from(None):  # only the first import draws, and each model is to be the same
+            found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
     except RequestError as error:
         absent = error.__cause__
         if isinstance(absent, ModuleNotFoundError) and module_name.startswith(f"{absent.name}"):
@@ -109,8 +111,8 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
         raise RequestError(f"{spec} returned a tuple of {len(parts)}; it must return {_WANTED}")
     module, make_batch, loss = (*parts, None, None)[:3]
     if not isinstance(module, nn.Module):
-        what = "first in its tuple" if isinstance(made, tuple) else "it"
-        raise RequestError(f"{spec} returned {type(module).__name__} as {what}; it must return {_WANTED}")
+        where = " as first in its tuple" if isinstance(made, tuple) else ""
+        raise RequestError(f"{spec} returned {type(module).__name__}{where}; it must return {_WANTED}")
     for role, part in (("make_batch", make_batch), ("loss", loss)):
         if part is not None and not callable(part):
             raise RequestError(
@@ -251,6 +253,10 @@ class _Adapter:
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise RequestError(f"the loss of {self._spec} is {what}, not a scalar tensor; take its mean or sum")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise RequestError(
+                f"the loss of {self._spec} follows from no parameter that requires a gradient; leave out what detaches it"
+            )
         return loss
 
     def _arguments(self, batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

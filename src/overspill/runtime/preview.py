@@ -34,6 +34,7 @@ from overspill.estimation.estimate import Estimate
 from overspill.estimation.script import record_script
 from overspill.job import Job, Parallel, Script
 from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch, sharded_blocks
+from overspill.models.drawing import drawing_from
 from overspill.models.step import TrainingStep, under_autocast, whole_dtype
 from overspill.plans.comparison import Best, Comparison
 from overspill.plans.plan import Plan
@@ -318,14 +319,14 @@ def prepared_step(
     job: Job, device: Device | None = None, steps: int = 1
 ) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
     """The model with its loss as the job has it, and what a step reads; with a `device`, to be planned for it."""
-    torch.manual_seed(SEED)
-    built = job.build()
-    prepare(built.module, job)
+    samples = (job.batch or 1) * job.accumulate
+    with drawing_from(SEED):
+        built = job.build()
+        prepare(built.module, job)
+        given = [prepared_batch(built.make_batch(samples), job) for _ in range(steps if built.varied else 1)]
     if job.dtype.startswith("amp"):
         built = replace(built, loss=partial(under_autocast, built.loss))
     step = TrainingStep(built)
-    samples = (job.batch or 1) * job.accumulate
-    given = [prepared_batch(built.make_batch(samples), job) for _ in range(steps if built.varied else 1)]
     if device is not None and job.attention is not None:
         check_attention(job, device, lambda: step(*given[0]))
     return step, given

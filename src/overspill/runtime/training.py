@@ -24,6 +24,7 @@ from overspill.devices import load_device
 from overspill.job import Job
 from overspill.job.loop import train_steps
 from overspill.job.prepare import attention_kernel
+from overspill.models.drawing import drawing_from
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 
@@ -259,15 +260,20 @@ def _run_steps(
     run: Run,
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    torch.manual_seed(SEED + 1)
-    for index in range(running.steps):
-        recorded = nullcontext() if running.recorder is None else running.recorder.step()
-        with attention_kernel(running.job), recorded, around_last() if index == running.steps - 1 else nullcontext():
-            begun = time.perf_counter()
-            run.losses.append(one_step(index).item())
-            run.step_seconds.append(time.perf_counter() - begun)
-        if running.on_step is not None:
-            running.on_step(index, run.losses[-1])
+    with drawing_from(SEED + 1):
+        torch.cuda.manual_seed_all(SEED + 1)
+        for index in range(running.steps):
+            recorded = nullcontext() if running.recorder is None else running.recorder.step()
+            with (
+                attention_kernel(running.job),
+                recorded,
+                around_last() if index == running.steps - 1 else nullcontext(),
+            ):
+                begun = time.perf_counter()
+                run.losses.append(one_step(index).item())
+                run.step_seconds.append(time.perf_counter() - begun)
+            if running.on_step is not None:
+                running.on_step(index, run.losses[-1])
 
 
 def _final_state(step: TrainingStep) -> dict[str, Tensor]:

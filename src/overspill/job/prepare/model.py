@@ -52,6 +52,11 @@ def prepare(module: nn.Module, job: Job) -> None:
             upcast(module)
     if job.lora:
         add_adapters(module, job.lora, job.lora_targets, job.lora_dropout)
+    if job.trains and not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RequestError(
+            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to train; let one, or add lora=",
+            fields=["lora"],
+        )
     if job.checkpointing:
         classes = () if isinstance(job.checkpointing, bool) else job.checkpointing
         checkpoint_blocks(module, classes, reentrant=bool(job.reentrant))

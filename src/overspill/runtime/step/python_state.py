@@ -21,7 +21,6 @@ and `_buffers` of modules, the tables of hooks of all modules, and the classes o
 from __future__ import annotations
 
 import functools
-import random
 import sys
 import types
 from collections import deque
@@ -39,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.step_joint import is_traced
 from overspill.core.errors import UnsupportedError
+from overspill.models.drawing import python_randomness, set_python_randomness
 
 from .compared import (
     MISSING,
@@ -112,7 +112,7 @@ class PythonState:
         self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._written: dict[tuple[int, str], nn.Module] = {}
         self._created: dict[int, nn.Module] = {}
-        self._randomness = _randomness()
+        self._randomness = python_randomness()
         for hooks in _GLOBAL_HOOKS:
             self._watch(hooks, "the hooks of all modules")
 
@@ -185,8 +185,8 @@ class PythonState:
             )
         if changed := self.changed():
             raise Changed(changed, self)
-        if not _same_randomness(self._randomness, _randomness()):
-            _set_randomness(self._randomness)
+        if not _same_randomness(self._randomness, python_randomness()):
+            set_python_randomness(self._randomness)
             raise UnsupportedError(
                 "the step draws random numbers of Python or NumPy, which a planned step would do once, not at every step; "
                 "draw them with torch, or before the step and give them as its argument"
@@ -435,14 +435,5 @@ def _is_of_capture(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_traced(leaf)
 
 
-def _randomness() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that users' np.random.rand() draws from
-
-
 def _same_randomness(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[0] == other[0] and all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-
-
-def _set_randomness(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])  # noqa: NPY002

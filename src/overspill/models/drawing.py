@@ -1,0 +1,37 @@
+"""The generators that users' code draws from on the host: torch's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def python_randomness() -> tuple[Any, Any]:
+    """The state of Python's generator, and of the one that `np.random.rand()` draws from."""
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 - users do draw from it
+
+
+def set_python_randomness(state: tuple[Any, Any]) -> None:
+    """Have both generators go on from `state`."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002
+
+
+@contextmanager
+def drawing_from(seed: int | None) -> Iterator[None]:
+    """All generators begin with `seed` inside (None: as they are), and afterwards go on as if nothing had been drawn."""
+    kept = python_randomness()
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            set_python_randomness(kept)
