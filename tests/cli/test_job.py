@@ -77,6 +77,12 @@ def test_a_plan_of_a_script_says_that_it_is_not_run_so(overspill: Overspill, scr
         ("plan --script job.py --gpu t4 --whole-step", "its recorded step is planned, without --whole-step"),
         ("train --script job.py", "--script job.py: estimated and planned, not trained"),
         ("sweep --script job.py --gpu t4 --lora 8", "--lora: for a model, and a script has its own way to train"),
+        ("estimate --script job.py --optimizer sgd", "--optimizer: for a model, and a script has its own way to train"),
+        ("estimate --inference --optimizer sgd", "--optimizer sgd trains it"),
+        ("estimate --time-limit 600", "--time-limit and --allow-writes are for --script"),
+        ("estimate --lora-dropout 0.1", "--lora-dropout: of adapters; add --lora"),
+        ("estimate --gpu=", "unknown device ''"),
+        ("plan --gpu=", "unknown device ''"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(overspill: Overspill, words: str, said: str) -> None:

@@ -51,6 +51,7 @@ def test_an_error_says_which_values_were_invented_and_nothing_else_is_logged(
 def test_what_is_no_script_is_said(write: Callable[..., str]) -> None:
     for name, message in (
         ("none.py", r"script none\.py"), (".", "directory, .*__main__.py"), ("no.such.module", "nor a module"),
+        (write("{}", "book.ipynb"), "is a notebook"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=message):
             record_script(name)

@@ -299,7 +299,11 @@ def test_the_job_is_the_same_each_time_though_its_module_and_its_batches_draw(wr
 )
 def test_a_job_with_nothing_to_train_is_refused(write: Write, returned: str, words: str) -> None:
     name = write(f"def job(): return {returned}\n")
-    with pytest.raises(RequestError) as caught:
+
+    def run() -> None:
         step, (batch,) = prepared_step(Job(NamedModel(f"{name}:job"), 3))
         step(*batch)
+
+    with pytest.raises(RequestError) as caught:
+        run()
     assert words in str(caught.value)

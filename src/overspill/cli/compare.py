@@ -93,7 +93,7 @@ def compare(
     if plot is not None:
         check_plot(plot)
     check_report(report)
-    device = load_device(gpu or "cpu")
+    device = load_device("cpu" if gpu is None else gpu)
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
         if policies is None:

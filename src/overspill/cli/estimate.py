@@ -97,7 +97,9 @@ def estimate(
         if isinstance(job.model, Source):
             FRAMEWORKS.check_installed(job.model.framework)
         # Estimate the job, and plan it if a budget was given.
-        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or job.allocator, allocator_config, torch, cuda)
+        card = DEFAULT_DEVICE if gpu is None else gpu
+        placer = job.allocator if allocator is None else allocator
+        setting = Setting.of(card, placer, allocator_config, torch, cuda)
         made, request = estimated(job, setting, narrator, compiled=compiled, quiet=json)
         within = None
         if limit is not None:

@@ -43,9 +43,10 @@ ScriptFile = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
-Iterations = Annotated[int, typer.Option(min=1, metavar="N", help="Steps of the script to run.")]
+Iterations = Annotated[int | None, optional("N", "Steps of the script to run.  [default: 3]", min=1)]
 TimeLimit = Annotated[
-    float, typer.Option(metavar="SECONDS", help="When the script is ended, with an answer if it has trained by then.")
+    float | None,
+    optional("SECONDS", "When the script is ended, with an answer if it has trained by then.  [default: 600]"),
 ]
 AllowWrites = Annotated[
     bool,
@@ -73,10 +74,10 @@ InputShapes = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16.",
+    str | None,
+    optional(
+        "NAME",
+        "float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16.  [default: float32]",
         autocompletion=complete.constants(*DTYPES),
     ),
 ]
@@ -92,11 +93,11 @@ Kind = Annotated[
     ),
 ]
 Optimizer = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; of bitsandbytes adam8bit, adamw8bit and lion8bit, each "
-        "also as paged-adam8bit.",
+    str | None,
+    optional(
+        "NAME",
+        "sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; of bitsandbytes adam8bit, adamw8bit and lion8bit, each "
+        "also as paged-adam8bit.  [default: sgd]",
         autocompletion=complete.constants(*models.optimizer_names()),
     ),
 ]
@@ -135,15 +136,15 @@ def job_of(
     *,
     words: Words = None,
     batch: Batch = None,
-    optimizer: Optimizer = "sgd",
-    dtype: Dtype = "float32",
+    optimizer: Optimizer = None,
+    dtype: Dtype = None,
     small: Small = False,
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     script: ScriptFile = None,
-    iterations: Iterations = Script.iterations,
-    time_limit: TimeLimit = Script.time_limit,
-    allow_writes: AllowWrites = Script.allow_writes,
+    iterations: Iterations = None,
+    time_limit: TimeLimit = None,
+    allow_writes: AllowWrites = False,
     mxnet: MxnetFile = None,
     tensorflow: TensorflowCallable = None,
     onnx: OnnxFile = None,
@@ -158,14 +159,15 @@ def job_of(
     **ways: Any,
 ) -> Job:
     """What the options ask for. Raises RequestError."""
-    models.check_optimizer(optimizer)  # also where --inference leaves it out
+    # What stands on the command line, with the default's value too: it is refused where it says nothing.
+    said = _given(optimizer=optimizer, dtype=dtype)
+    how_long = _given(iterations=iterations, time_limit=time_limit, allow_writes=allow_writes or None)
     fields: dict[str, Any] = {
-        "optimizer": None if inference else optimizer, "dtype": dtype,
         "parallel": _parallel(
             parallel, gpus, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,
             micro_batches=micro_batches,
         ),
-    } | ways  # fmt: skip
+    } | said | _trained_by(optimizer, inference=inference) | ways  # fmt: skip
     if ways.get("generate") and not inference:
         raise RequestError("--generate is for --inference; add that")
     sized = small or image_size is not None or seq_len is not None
@@ -177,10 +179,10 @@ def job_of(
             raise RequestError(
                 "--inference, --small, --image-size and --seq-len are a model's, and a script has its own; leave them out"
             )
-        return Job(
-            Script(str(script), tuple(words or ()), iterations, time_limit, allow_writes, _note), batch, **fields
-        )
-    if (iterations, time_limit, allow_writes) != (Script.iterations, Script.time_limit, Script.allow_writes):
+        if said:
+            raise RequestError(f"--{next(iter(said))}: {Script.refusal}")
+        return Job(Script(str(script), tuple(words or ()), tell=_note, **how_long), batch, **fields)
+    if how_long:
         raise RequestError("--iterations, --time-limit and --allow-writes are for --script; leave them out")
     if source is not None:
         if words or sized:
@@ -191,6 +193,21 @@ def job_of(
     name = _one_model(words)
     models.check_name(name)
     return Job(NamedModel(name, small, image_size, seq_len, tell_once), _batch(batch), **fields)
+
+
+def _trained_by(optimizer: str | None, *, inference: bool) -> dict[str, Any]:
+    """The job's optimizer, if it is not the default."""
+    if optimizer is not None:
+        models.check_optimizer(optimizer)
+        if inference:
+            raise RequestError(
+                f"--inference runs a model without gradients, and --optimizer {optimizer} trains it; leave one of the two out"
+            )
+    return {"optimizer": None} if inference else _given(optimizer=optimizer)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _batch(batch: int | None) -> int:

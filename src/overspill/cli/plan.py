@@ -84,7 +84,7 @@ def plan(
     check_report(report)
     if plot is not None:
         check_plot(plot)
-    device = load_device(gpu or "cpu")
+    device = load_device("cpu" if gpu is None else gpu)
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
         quiet_torch()

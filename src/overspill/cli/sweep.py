@@ -57,7 +57,7 @@ def sweep(
     names = policy_names(policies)
     check_points(points)
     check_report(report)
-    device = load_device(gpu or "cpu")
+    device = load_device("cpu" if gpu is None else gpu)
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
         quiet_torch()

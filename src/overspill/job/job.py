@@ -213,7 +213,7 @@ class Job:
             (self.trains and self.quantize and self.lora is None, ["quantize", "lora"],
              f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"),
             (self.lora is None and (self.lora_targets or self.lora_dropout), ["lora", *self.changed("lora_targets", "lora_dropout")],
-             "targets and dropout are of adapters; add lora="),
+             f"{' and '.join(f'{name}=' for name in self.changed('lora_targets', 'lora_dropout'))}: of adapters; add lora="),
             (self.reentrant is not None and not self.checkpointing, ["reentrant", "checkpointing"],
              "reentrant= is of checkpoints; add checkpointing=, or leave it out"),
             (self.quantize is None and self.upcast is not None, ["upcast", "quantize"],
@@ -320,7 +320,7 @@ class Job:
              f"{self.name}: a job of another framework is estimated and not planned; name a model"),
             # A plan is of one GPU's training step in a steady state.
             (not self.trains or self.optimizer is None, ["optimizer"],
-             "optimizer=: a plan is of a training step, and this is inference; name an optimizer"),
+             "optimizer=: a plan is of a training step, and this is inference; let an optimizer train it"),
             (self.dtype == "amp", ["dtype"],
              "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"),
             (kind not in (None, "fsdp"), ["parallel"],

@@ -221,6 +221,8 @@ def _program(script: str | Path, arguments: Sequence[str]) -> _Program:
     if path.is_file():
         if not os.access(path, os.R_OK):
             raise RequestError(f"cannot read {name}: permission denied; name a file that may be read")
+        if path.suffix == ".ipynb":
+            raise RequestError(f"{name} is a notebook, not a script; `jupyter nbconvert --to script` makes one of it")
         return _Program(name, tuple(arguments), path)
     if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
         raise RequestError(f"there is no script {name}; name a file that is there")
