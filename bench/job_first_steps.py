@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from job_trials import named_budgets
 from jobs_by_field.job import Job
 from jobs_by_field.ways import WAYS, StockLoss, StockModel, Way
+from torch._inductor.utils import fresh_cache
 
 SIDES: dict[str, Callable[[float], Way]] = {
     "plain": lambda _: Way(),
@@ -34,13 +34,11 @@ Row = dict[str, Any]
 def first_step(job: Job, side: str) -> Row:
     """Seconds of one first step, in this process, which has taken none before; `error` where it fails."""
     os.environ.pop("OVERSPILL_EFFORT", None)
-    with tempfile.TemporaryDirectory(prefix="overspill-bench-") as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        torch.manual_seed(0)
-        try:
-            seconds, cpu_seconds = named_budgets(lambda budget: _timed(job, SIDES[side](budget)))[0]
-        except Exception as error:  # noqa: BLE001 - what ends in any error is told
-            return {"error": f"{type(error).__name__} {error}".splitlines()[0]}
+    torch.manual_seed(0)
+    try:
+        seconds, cpu_seconds = named_budgets(lambda budget: _timed(job, SIDES[side](budget)))[0]
+    except Exception as error:  # noqa: BLE001 - what ends in any error is told
+        return {"error": f"{type(error).__name__} {error}".splitlines()[0]}
     return {"seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
@@ -48,7 +46,8 @@ def _timed(job: Job, way: Way) -> tuple[float, float]:
     torch._dynamo.reset()
     before = _cpu_seconds()
     try:
-        next(iter(job.trains(way, layers=job.deep)))
+        with fresh_cache():  # a budget that was refused has left nothing either
+            next(iter(job.trains(way, layers=job.deep)))
         return time.perf_counter() - way.begun, _cpu_seconds() - before
     finally:
         way.close()

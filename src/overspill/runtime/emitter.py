@@ -32,7 +32,7 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, stora
 from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import MUTATION
-from overspill.capture.programs.functions import ProgramFunction, allocated_as
+from overspill.capture.programs.functions import ProgramFunction, allocated_as, compile_functions
 from overspill.core import Instruction, Op, Phase, Verb
 from overspill.core.errors import InvalidSchedule
 
@@ -161,6 +161,7 @@ class Emitter:
             self._call(ops.hold, (self.memory,), "held_arena")
         self.graph.output(tuple(outputs)).meta["desc"] = descs
         self.graph.lint()
+        compile_functions(self.graph)
         return _LazyGraphModule(self.joint.module, self.graph)  # a LoweredProgram reads it, and nobody calls it
 
     # -- instructions

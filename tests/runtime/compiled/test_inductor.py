@@ -18,6 +18,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, fx, nn
+from torch._inductor.utils import fresh_cache
 from torch.optim import Optimizer
 
 import overspill
@@ -207,6 +208,23 @@ def test_a_partition_that_is_asked_for_is_the_one(partition: float) -> None:
     call = overspill.compile(Net(), budget="smallest", backend="inductor", store="host", partition=partition)
     call(torch.randn(32, 16)).sum().backward()
     assert call.overspill.partitions == [partition]
+
+
+def test_only_kernels_of_the_partition_that_runs_are_compiled() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout()) for _ in range(3)))
+
+    def trained(partition: float | None) -> tuple[float | None, int]:
+        torch._dynamo.reset()
+        with fresh_cache():
+            call = overspill.compile(model, budget=0.7, backend="inductor", store="host", partition=partition)
+            call(torch.randn(512, 64)).sum().backward()
+            compiled = len(list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.cpp")))
+        return call.overspill.partitions[0], compiled
+
+    chosen, compiled = trained(None)
+    assert chosen != 1.0, "the usual partition is tried before"
+    assert trained(chosen) == (chosen, compiled)
+    assert compiled
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from overspill.core.errors import OverspillError, UnsupportedError, is_out_of_me
 
 
 @contextmanager
-def inductor_failures(cure: str = "") -> Iterator[None]:
-    """Raise the compiler's errors inside the block as Overspill's.
+def inductor_failures(cure: str = "", of: type[Exception] = BackendCompilerFailed) -> Iterator[None]:
+    """Raise the compiler's errors inside the block, those `of` a type, as Overspill's.
 
     Those that wrap one of ours are raised as that, others as UnsupportedError. The message ends with `cure`. Running
     out of memory is raised unchanged.
     """
     try:
         yield
-    except BackendCompilerFailed as failure:
-        inner = failure.inner_exception
+    except of as failure:
+        inner = getattr(failure, "inner_exception", failure)
         if isinstance(inner, OverspillError):
             raise inner from None
         if is_out_of_memory(inner):

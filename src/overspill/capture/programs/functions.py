@@ -31,6 +31,8 @@ class ProgramFunction:
     allocates: Sequence[str] = ()
     given: Callable[[Sequence[str]], ProgramFunction]
     """A function for the same call that takes some of its allocations as leading arguments."""
+    compile: Callable[[], None]
+    """Have it compiled, with all that its programs have got so far and their kernels; it runs after that."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class ProgramFunction:
 
     def __call__(self, *values: Any) -> Any:
         """Run the call on `values`, in the order of `takes`."""
-        assert self.run is not None  # as soon as all functions of the programs are made
+        assert self.run is not None  # whoever lowers a graph has its functions compiled
         return self.run(*values)
 
     def __str__(self) -> str:
@@ -60,7 +62,7 @@ class ProgramFunction:
 
 
 class Functions:
-    """Makes the functions of `programs`; they can run after `compiled`."""
+    """Makes the functions of `programs`; they can run after `compile`."""
 
     def __init__(self, programs: Storages) -> None:
         self._programs = programs
@@ -82,13 +84,8 @@ class Functions:
         tags = (torch.Tag.nondeterministic_seeded,) if call.random else ()
         function = ProgramFunction(self._name(call.name), takes, makes, call, updates, tags)
         function.allocates = [name for name in makes if name in programs.allocations]
-        function.given = partial(self._given, call)
+        function.given = partial(self.of_call, call)
         return self._add(function, text)
-
-    def _given(self, call: Call, given: Sequence[str]) -> ProgramFunction:
-        function = self.of_call(call, given)
-        self.compiled()
-        return function
 
     def of_expression(self, expression: ast.expr) -> ProgramFunction:
         """The function that returns an output's value: a view."""
@@ -97,9 +94,9 @@ class Functions:
         text.line(f"return {text.expression(expression)}")
         return self._add(ProgramFunction(self._name("view"), takes, []), text)
 
-    def compiled(self) -> None:
-        """Compile the functions made so far, to be run."""
-        namespace = self._programs.namespace
+    def compile(self) -> None:
+        """Compile the functions made since the last time, and the kernels. Raises UnsupportedError."""
+        namespace = self._programs.compiled_namespace
         exec(compile(self._source, "<calls of Inductor's programs>", "exec"), namespace)  # noqa: S102
         for function in self._made:
             function.run = namespace[function.__name__]
@@ -112,7 +109,14 @@ class Functions:
     def _add(self, function: ProgramFunction, text: Text) -> ProgramFunction:
         self._source += text.function(function.__name__, ", ".join(function.takes))
         self._made.append(function)
+        function.compile = self.compile
         return function
+
+
+def compile_functions(graph: fx.Graph) -> None:
+    """Compile the functions of programs in `graph`, and their kernels. Raises UnsupportedError."""
+    for function in {node.target for node in graph.nodes if isinstance(node.target, ProgramFunction)}:
+        function.compile()
 
 
 def allocated_as(root: fx.Node) -> str | None:

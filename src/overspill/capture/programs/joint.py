@@ -133,7 +133,6 @@ class _Nodes:
         """The joint graph of `outputs`, of which so many are those of forward."""
         traced = self.traced
         self.graph.output(tuple(outputs)).meta["desc"] = (*traced.forward_descs[:forward], *traced.backward_descs)
-        self.functions.compiled()
         return JointOfPrograms(fx.GraphModule(torch.nn.Module(), self.graph), forward)
 
     def _seed(self, loss: fx.Node, tangent: str, share: int) -> fx.Node:

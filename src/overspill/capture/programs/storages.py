@@ -23,7 +23,9 @@ from overspill.capture.compiled.joint import StorageKey
 from overspill.capture.flops import flops_of
 from overspill.core.errors import UnsupportedError
 
+from .failures import inductor_failures
 from .program import Access, Program, Statement, StatementKind, not_understood
+from .uncompiled import compiled
 from .workspaces import NO_WORKSPACE, Library, Workspace, workspaces
 
 FORWARD, BACKWARD = "f_", "b_"
@@ -93,10 +95,11 @@ class Storages:
         value = self.values.get(variable)
         return storage_key(value) if isinstance(value, Tensor) else None
 
-    @property
-    def namespace(self) -> dict[str, Any]:
-        """Values of all names in both programs, without their variables."""
-        return self.forward.namespace | (self.backward.namespace if self.backward is not None else {})
+    @cached_property
+    def compiled_namespace(self) -> dict[str, Any]:
+        """Values of all names in both programs, without their variables; has the kernels compiled. Raises UnsupportedError."""
+        with inductor_failures('; use backend="eager"', of=Exception):
+            return compiled(self.forward.namespace | ({} if self.backward is None else self.backward.namespace))
 
     @cached_property
     def unwritten(self) -> frozenset[StorageKey]:

@@ -1,22 +1,20 @@
 """Let Inductor write a step's programs without compiling or running a kernel.
 
-Inductor first writes a program's text, and has its kernels compiled while it imports that text as a module. Here that
-import is replaced by one in which every `async_compile.…(…)` is a kernel that does nothing. Allocations and frees of
-the step are in the program itself, so running it on fake tensors shows them (`StepPrograms.step`).
+Inductor compiles kernels when it imports a program (`uncompiled.py`). Here that import is replaced by one in which
+every kernel does nothing. Allocations and frees of the step are in the program itself, so running it on fake tensors
+shows them (`StepPrograms.step`).
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of Inductor's code
-cache, through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the
+Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of its code cache,
+through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the
 processor; `compile_fx` with its `inner_compile`; `current_callable` of what that returns; of AOTAutograd
 `force_non_lazy_backward_lowering` and, in its metadata, `num_forward_returns` and `mutated_inp_runtime_indices`.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -34,9 +32,9 @@ from overspill.core.errors import UnsupportedError
 from .failures import inductor_failures
 from .program import namespace_of
 from .storages import FAKES, storage_key
+from .uncompiled import KERNEL, import_uncompiled, is_program
 from .workspaces import nothing_measured
 
-_COMPILES = "async_compile."
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -46,6 +44,8 @@ class Written(BaseException):
 
 class UnrunKernel:
     """A kernel that does nothing when called (or `run`, as Triton's are)."""
+
+    def __init__(self, _name: str) -> None: ...
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: a kernel writes to its arguments, and fake tensors have no values."""
@@ -95,29 +95,9 @@ def _load(
     **_: Any,
 ) -> ModuleType:
     """Import the program at `path` as a module without compiled kernels; its constants are `attrs`."""
-    source = Path(path).read_text(encoding="utf-8")
-    if "async_compile" not in source:
+    if not is_program(path):
         raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, perhaps), of which nothing can be read")
-    text = ast.parse(source)
-    text.body = [kept for statement in text.body if (kept := _uncompiled(statement)) is not None]
-    module = ModuleType(f"overspill.unrun.{key}")
-    module.__file__ = path
-    module.__dict__.update(attrs or {}, UnrunKernel=UnrunKernel, key=key)
-    # Its lines are none of the user's.
-    code = compile(ast.fix_missing_locations(text), "<Inductor's program>", "exec")
-    exec(code, module.__dict__)  # noqa: S102 - what Inductor wrote
-    return module
-
-
-def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
-    """The statement with a kernel that does nothing; None if it only waits for kernels."""
-    value = statement.value if isinstance(statement, (ast.Assign, ast.Expr)) else None
-    if not isinstance(value, ast.Call) or not ast.unparse(value.func).startswith(_COMPILES):
-        return statement
-    if isinstance(statement, ast.Assign):
-        statement.value = ast.Call(ast.Name("UnrunKernel", ast.Load()), [], [])
-        return statement
-    return None
+    return import_uncompiled(key, path, attrs, UnrunKernel)
 
 
 @dataclass(frozen=True)
@@ -227,7 +207,7 @@ class _Writer:
     def _compile_inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         compiled = compile_fx_inner(module, inputs, **options)
         namespace = namespace_of(compiled)
-        if "UnrunKernel" not in namespace:
+        if KERNEL not in namespace:
             raise UnsupportedError("Inductor gave no Python program to run (CUDA graphs, perhaps)")
         namespace.update(FAKES)
         self._calls.append(namespace["call"])

@@ -26,6 +26,7 @@ from overspill.capture.compiled.joint import JointGraph, copied, device_of
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
+from overspill.capture.programs.functions import compile_functions
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
@@ -174,7 +175,9 @@ class GraphCompiler:
         """The captured programs and their lowered graphs, for `compile_with_inductor`."""
 
         def make(options: Options, partitioned: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
-            return partitioned.best_plan(lambda one, _: plan_captured(options, one, device, budget_bytes))
+            plan = partitioned.best_plan(lambda one, _: plan_captured(options, one, device, budget_bytes))
+            compile_functions(partitioned.of(plan.graph).joint.module.graph)  # where that fails, no plan is kept
+            return plan
 
         # Plan every partition that is worth it; `make` picks the fastest.
         about = joint, self.inputs, self.examples, self.frame, how, make

@@ -39,6 +39,7 @@ from overspill.capture.programs.joint import JointOfPrograms, joint_of_call
 from overspill.capture.programs.known_shapes import with_known_shapes
 from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
+from overspill.capture.programs.uncompiled import kernels_later
 from overspill.core.errors import UnsupportedError
 from overspill.runtime.recording.recorder import RunRecorder
 
@@ -295,7 +296,7 @@ class _Compiler:
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
         # Of a graph without ops Inductor writes a program only for this cache, which is off.
-        with torch._functorch.config.patch(bundled_autograd_cache=not count_calls(module.graph)):
+        with kernels_later(), torch._functorch.config.patch(bundled_autograd_cache=not count_calls(module.graph)):
             compiled = compile_fx_inner(module, inputs, **options)
         traced = module if self.joint is None else self.joint.module
         program = _program_of(compiled, BACKWARD if is_backward else FORWARD, traced)

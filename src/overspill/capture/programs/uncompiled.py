@@ -1,0 +1,98 @@
+"""Import a program that Inductor wrote without compiling its kernels, which are compiled once it is to run.
+
+Inductor first writes a program's text, and has its kernels compiled while it imports that text as a module. Of several
+partitions only one runs, and compilers take most of the time; so kernels wait until a plan has been chosen.
+
+Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of Inductor's code
+cache, through which every program is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+KERNEL = "UncompiledKernel"
+"""What makes the kernels of a module that was imported so: a name in its namespace."""
+_COMPILES = "async_compile."
+_one_at_a_time = threading.RLock()
+
+
+class UncompiledKernel:
+    """A kernel that cannot run yet; `compiled` imports its module again, and has it compiled the first time."""
+
+    def __init__(self, name: str, load: Callable[[], ModuleType]) -> None:
+        self._name = name
+        self._load = load
+
+    def compiled(self) -> Any:
+        """The kernel, compiled with all others of its module."""
+        return getattr(self._load(), self._name)
+
+
+def compiled(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """`namespace` with its kernels compiled. Raises the compiler's errors."""
+    return {n: v.compiled() if isinstance(v, UncompiledKernel) else v for n, v in namespace.items()}
+
+
+@contextmanager
+def kernels_later() -> Iterator[None]:
+    """Inside the block, what this thread compiles with Inductor gets kernels that are not compiled yet."""
+    from torch._inductor.codecache import PyCodeCache  # noqa: PLC0415 - Inductor takes seconds to import
+
+    with _one_at_a_time:
+        load, thread = PyCodeCache.load_by_key_path, threading.get_ident()
+
+        def load_uncompiled(key: str, path: str, *rest: Any, **options: Any) -> ModuleType:
+            if threading.get_ident() != thread or not is_program(path):  # a kernel that is timed, perhaps
+                return load(key, path, *rest, **options)
+            found: list[ModuleType] = []
+
+            def loaded() -> ModuleType:
+                found[:] = found or [load(key, path, *rest, **options)]
+                return found[0]
+
+            attrs = options.get("attrs", rest[1] if len(rest) > 1 else None)
+            return import_uncompiled(key, path, attrs, lambda name: UncompiledKernel(name, loaded))
+
+        with patch.object(PyCodeCache, "load_by_key_path", load_uncompiled):
+            yield
+
+
+def is_program(path: str) -> bool:
+    """Whether the module at `path` is a program with kernels to compile."""
+    return _COMPILES in Path(path).read_text(encoding="utf-8")
+
+
+def import_uncompiled(
+    key: str, path: str, attrs: Mapping[str, Any] | None, make_kernel: Callable[[str], Any]
+) -> ModuleType:
+    """The program at `path` as a module; its kernels are what `make_kernel` makes of their names, its constants `attrs`."""
+    text = ast.parse(Path(path).read_text(encoding="utf-8"))
+    text.body = [kept for statement in text.body if (kept := _uncompiled(statement)) is not None]
+    module = ModuleType(f"overspill.uncompiled.{key}")
+    module.__file__ = path
+    module.__dict__.update({KERNEL: make_kernel, "key": key})
+    # Its lines are none of the user's.
+    code = compile(ast.fix_missing_locations(text), "<Inductor's program>", "exec")
+    exec(code, module.__dict__)  # noqa: S102 - what Inductor wrote
+    module.__dict__.update(attrs or {})
+    return module
+
+
+def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
+    """The statement with a kernel that is not compiled; None if it only waits for kernels."""
+    value = statement.value if isinstance(statement, (ast.Assign, ast.Expr)) else None
+    if not isinstance(value, ast.Call) or not ast.unparse(value.func).startswith(_COMPILES):
+        return statement
+    if isinstance(statement, ast.Assign):
+        name = ast.Constant(ast.unparse(statement.targets[0]))
+        statement.value = ast.Call(ast.Name(KERNEL, ast.Load()), [name], [])
+        return statement
+    return None
