@@ -94,6 +94,12 @@ class Sparse(nn.Module):
         self.embed = nn.Embedding(10, 4, sparse=True)
 
 
+class SparseBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,6 +114,7 @@ def offloaded(model: nn.Module) -> nn.Module:
 
 MODELS_REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse gradients": (Sparse, "embed .*sparse=False"),
+    "sparse buffer": (SparseBuffer, "adjacency .*index_add"),
     "complex": (Complex, "weight is complex"),
     "not initialised": (lambda: nn.LazyLinear(3), "not initialised"),
     "no values": (lambda: nn.Linear(2, 2, device="meta"), "on meta, .*load"),
@@ -163,6 +170,13 @@ def stranger_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model, OTHER(x).detach(), y)
 
 
+ADJACENCY = torch.eye(12).to_sparse_csr()
+
+
+def sparse_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model, torch.sparse.mm(ADJACENCY, x.T).T, y)
+
+
 LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
     "not scalar": (vector_loss, r"shape \(8,\)"),
     "no tensor": (lambda model, x, y: 3.0, "loss is float"),
@@ -172,6 +186,7 @@ LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
     "nonzero": (nonzero_loss, r"shapes .*\(.*line \d+\)"),
     "numpy": (numpy_loss, r"numpy\(\)"),
     "another model's state": (stranger_loss, "as a buffer"),
+    "sparse": (sparse_loss, r"sparse tensor \(.*index_add"),
     "no loss": (None, "no loss|loss is"),
 }
 

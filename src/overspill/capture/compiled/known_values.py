@@ -163,6 +163,8 @@ class KnownValues(FakeTensorMode):
         written = tree_leaves(written_by(func, args, given))
         if any(self._is_stranger(tensor) for tensor in written if isinstance(tensor, Tensor)):
             raise ChangesStranger(where(stack_within(sys._getframe())))
+        if any(isinstance(tensor, Tensor) and is_sparse(tensor) for tensor in tree_leaves((args, given))):
+            raise sparse(f"the step has a sparse tensor{where(stack_within(sys._getframe()))}")
         self._depth += 1
         try:
             made = super().dispatch(func, types, args, given)
@@ -431,6 +433,18 @@ def nested(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what}, whose sizes follow from values; pad its parts and mask them (torch.nn.utils.rnn.pad_sequence)"
     )
+
+
+def sparse(what: str) -> UnsupportedError:
+    """The error for a sparse tensor, named by `what`."""
+    return UnsupportedError(
+        f"{what}, whose size follows from values; let it be dense, or multiply by its indices and values, with index_select and index_add"
+    )
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether a tensor is of a sparse layout, which has no strides."""
+    return str(tensor.layout).startswith("torch.sparse")
 
 
 def where(lines: Stack) -> str:

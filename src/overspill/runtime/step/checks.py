@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from overspill.capture.compiled.known_values import nested
+from overspill.capture.compiled.known_values import is_sparse, nested, sparse
 from overspill.core.errors import RequestError, UnsupportedError
 
 from .followed import advances
@@ -68,7 +68,9 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded
 
 
 def _check_values(step: nn.Module) -> None:
-    """Raise RequestError for parameters on meta, without values."""
+    """Raise RequestError for parameters on meta, without values, and UnsupportedError for sparse buffers."""
+    if found := next((name for name, buffer in step.named_buffers() if is_sparse(buffer)), ""):
+        raise sparse(f"{readable(found)} is a sparse tensor")
     for path, module in step.named_modules():
         hooked = hasattr(module, "_hf_hook") and module._hf_hook is not None
         if any(p.is_meta for p in module.parameters(recurse=False)) and (
@@ -164,7 +166,7 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
-    """Raise RequestError for inputs on another device or with gradients. UnsupportedError for nested ones and iterators."""
+    """Raise RequestError for inputs on another device or with gradients. UnsupportedError for nested and sparse ones and iterators."""
     for number, leaf in enumerate(leaves):
         if advances(leaf):
             raise UnsupportedError(
@@ -179,6 +181,8 @@ def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
             )
         if leaf.is_nested:
             raise nested(f"input {number} is a nested tensor")
+        if is_sparse(leaf):
+            raise sparse(f"input {number} is a sparse tensor")
         if leaf.requires_grad:
             raise RequestError(
                 f"input {number} requires a gradient, and a step makes those of parameters only; detach() it"

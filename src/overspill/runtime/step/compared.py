@@ -95,7 +95,8 @@ def value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
 
 def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
     """A tensor's metadata; the graph reads its values at each step."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
