@@ -126,7 +126,7 @@ def _explained() -> Iterator[None]:
         if any(sign in str(error) for sign in _KEPT):
             raise UnsupportedError(
                 "the step's Python keeps a tensor that it makes at its first call, as a GradScaler its scale, and a planned step would make "
-                "it once, not at every step; make it before the step, and for float16 with a GradScaler use overspill.compile"
+                "it once, not at every step; make it before the step and change it in place, with copy_(), and for float16 with a GradScaler use overspill.compile"
             ) from error
         if isinstance(error, AssertionError):
             raise
