@@ -60,6 +60,54 @@ def test_what_no_loss_follows_from_has_no_gradient_as_in_plain_pytorch(breaks: b
         assert a is None or torch.equal(a, b)
 
 
+class SineAndCosine(torch.autograd.Function):
+    """Whose backward gets zeros for what has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, sine: Tensor, cosine: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return sine * x.cos() - cosine * x.sin()
+
+
+PARTS = {
+    "halves": lambda x: x.chunk(2, -1),
+    "vectors and values": lambda x: torch.linalg.qr(x @ x.mT + torch.eye(8)),
+    "a Function": SineAndCosine.apply,
+}
+
+
+class Parts(nn.Module):
+    """A recurrent layer, and what one op makes several parts of."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__()
+        self.layer, self.parts = nn.LSTM(8, 8, batch_first=True), parts
+
+    def forward(self, x: Tensor) -> Any:
+        made, state = self.layer(x)
+        return *self.parts(made), *state
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("read", [0, 1, 2])
+def test_of_several_results_of_one_op_a_loss_may_read_one(parts: Any, read: int) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Parts(parts), torch.randn(4, 8, 8)
+    found = []
+    for call in (model, overspill.compile(model, budget="1GiB")):
+        call(x)[read].square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 class Fakes(TorchDispatchMode):
     """Counts results that are fake."""
 

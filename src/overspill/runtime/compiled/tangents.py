@@ -146,7 +146,7 @@ def laid_out(layout: Layout) -> Iterator[None]:
 
 
 def without_absent(joint: fx.GraphModule, absent_tangents: Container[int]) -> None:
-    """Remove sums with absent gradients from `joint`, as autograd does.
+    """Remove sums with absent gradients from `joint`, as autograd does, and give zeros to ops that read others too.
 
     `absent_tangents` are numbers of tangents. What depends on the remaining summand gets new metadata: its strides may
     differ, and it may be a view of it.
@@ -169,12 +169,28 @@ def without_absent(joint: fx.GraphModule, absent_tangents: Container[int]) -> No
         elif node.target is torch.ops.aten.add.Tensor and not node.kwargs and absent.intersection(given):
             others.add(other := next(n for n in given if n not in absent))
             node.replace_all_uses_with(other)
-        elif others.intersection(given):
+            continue
+        for gone in absent.intersection(given):
+            node.replace_input_with(gone, _zeros(gone, node))
+        if others.intersection(given):
             others.add(node)
             _describe(node)
     # The gradients that depend only on absent ones are None.
     output = joint.graph.find_nodes(op="output")[0]
     output.args = fx.node.map_arg(output.args, lambda n: None if n in absent else n)
+
+
+def _zeros(absent: fx.Node, before: fx.Node) -> fx.Node:
+    """Zeros in place of a gradient that is `absent`, made right `before` their reader, as by autograd."""
+    value = absent.meta["val"]
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(
+            torch.ops.aten.zeros.default, ([*value.shape],), {"dtype": value.dtype, "device": value.device}
+        )
+    made.meta = {"partitioner_tag": "is_backward"}
+    with value.fake_mode:
+        made.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    return made
 
 
 def _describe(node: fx.Node) -> None:
