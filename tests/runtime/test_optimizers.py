@@ -110,6 +110,18 @@ def test_what_needs_no_gradient_needs_no_state() -> None:
     assert optimizer_needs([optim.Adam([frozen])]) == OptimizerNeeds(0, 0)
 
 
+def test_what_is_frozen_for_now_keeps_its_state() -> None:
+    first, second = parameters([(10, 10), (1000, 10)])
+    optimizer = optim.Adam([first, second])
+    whole = optimizer_needs([optimizer])
+    second.requires_grad_(False)
+    assert optimizer_needs([optimizer], {id(second)}).state_bytes == whole.state_bytes
+    assert optimizer_needs([optimizer], {id(second)}).update_bytes < whole.update_bytes
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    assert optimizer_needs([optimizer]).state_bytes == whole.state_bytes
+
+
 def test_a_learning_rate_scheduler_does_not_disturb() -> None:
     optimizer = optim.SGD(parameters([(10, 10)]), lr=0.1, momentum=0.9)
     optim.lr_scheduler.StepLR(optimizer, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -72,21 +72,24 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer if same is None else unwrapped(same)
 
 
-def optimizer_needs(optimizers: Iterable[Optimizer]) -> OptimizerNeeds:
-    """The bytes that all `optimizers` need together."""
+def optimizer_needs(optimizers: Iterable[Optimizer], trained: Container[int] = ()) -> OptimizerNeeds:
+    """The bytes that all `optimizers` need together.
+
+    Frozen parameters that have state, or are among the `trained` by their identity, keep it.
+    """
     total = OptimizerNeeds(0, 0)
     with _disable_current_modes():  # plans are made in AOTAutograd's fake mode, where foreach optimizers refuse to step
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                total += _group_needs(optimizer, group)
+                total += _group_needs(optimizer, group, trained)
     return total
 
 
-def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
-    parameters = [p for p in group["params"] if p.requires_grad]
+def _group_needs(optimizer: Optimizer, group: dict[str, Any], trained: Container[int]) -> OptimizerNeeds:
+    parameters = [p for p in group["params"] if p.requires_grad or id(p) in trained or optimizer.state.get(p)]
     if not parameters:
         return OptimizerNeeds(0, 0)
-    sizes = [p.nbytes for p in parameters]
+    sizes = [p.nbytes for p in parameters if p.requires_grad]
     # LBFGS by formula, others by a trial step.
     if isinstance(optimizer, torch.optim.LBFGS):  # whose state is that of its first parameter, for all
         vectors = 2 * group["history_size"] + LBFGS_VECTORS[group["line_search_fn"] is not None]
@@ -95,11 +98,11 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
         return OptimizerNeeds(sum(map(optimizer.state_bytes, parameters)) + 8 * _SCALAR_BYTES, _SCALAR_BYTES)
     try:
         state = _state_bytes(optimizer, group, parameters)
-        update = _temporaries(optimizer, group, parameters[0], sizes)
+        update = _temporaries(optimizer, group, parameters[0], sizes) if sizes else 0
     except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
         # An optimizer that refuses tiny parameters: take the state there is, or assume twice the parameters.
         has = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-        state = sum(v.nbytes for v in has) or 2 * sum(sizes)
+        state = sum(v.nbytes for v in has) or 2 * sum(p.nbytes for p in parameters)
         update = sum(sizes)
         warnings.warn(
             f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); "

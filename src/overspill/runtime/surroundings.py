@@ -5,7 +5,7 @@ Of the optimizer, other parameters, and a loss outside the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
@@ -33,6 +33,7 @@ def surroundings_of(
     clips: bool = False,
     beside: Sequence[int] = (),
     ends_in_loss: bool = False,
+    trained: Container[int] = (),
 ) -> Surroundings:
     """Device bytes outside the graph `joint` during a training step.
 
@@ -40,7 +41,7 @@ def surroundings_of(
     found among those that exist. `reserve`: bytes for a loss outside the model; None: those of `LossOutside`.
     `retained_bytes`: what other graphs of the model leave there. `clips`: gradients are clipped by their norm before
     the update. `beside`: bytes of each batch on the device besides the model's inputs. `ends_in_loss`: no loss outside is
-    made from outputs that the graph makes into a loss itself.
+    made from outputs that the graph makes into a loss itself. `trained`: as of `optimizer_needs`.
     """
     loss = (
         LossOutside.of(joint, beside, ends_in_loss=ends_in_loss)
@@ -51,7 +52,7 @@ def surroundings_of(
     known = {id(p): p for p in (*parameters, *here)}
     stepping = optimizers if optimizers is not None else find_optimizers(list(known.values()))
     known |= {id(p): p for o in stepping for group in o.param_groups for p in group["params"]}
-    needs = optimizer_needs(stepping)
+    needs = optimizer_needs(stepping, trained)
     # Those that the graph does not read count as bytes elsewhere.
     inside = {id(p) for p in here}
     outside = [p for key, p in known.items() if key not in inside]

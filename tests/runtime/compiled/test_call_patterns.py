@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
+from overspill.core import TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
@@ -192,6 +193,21 @@ def test_kept_gradients_count_in_the_budget(twins) -> None:
     fresh = compiled.overspill.peak_bytes
     F.cross_entropy(compiled(x), y).backward()
     assert compiled.overspill.peak_bytes >= fresh + sum(p.grad.nbytes for p in managed.parameters())
+
+
+def test_state_of_weights_that_are_frozen_again_counts_in_the_budget() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    compiled = overspill.compile(model, budget="1GiB", store="host")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for turn in (0, 1, 2, 0):
+        for layer in model:
+            layer.requires_grad_(layer is model[turn])
+        optimizer.zero_grad()
+        compiled(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    state = sum(v.nbytes for of in optimizer.state.values() for v in of.values())
+    for plan in compiled.overspill.plans:
+        assert plan.graph.bytes_of(TensorKind.OPTIMIZER_STATE) >= state
 
 
 def test_backward_twice_with_retain_graph(twins) -> None:

@@ -21,6 +21,8 @@ class Followed:
     def __init__(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
         self._refs: list[weakref.ref[Tensor]] = []
         self.optimizers = optimizers
+        self.trained: set[int] = set()
+        """Identities of the parameters that plans know to train, and so to have state, though some may be frozen later."""
         self.follow(parameters)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -46,7 +48,13 @@ class Followed:
     def kept_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state between steps."""
         own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in self.parameters)
-        return own + (optimizer_needs(self._stepping()).state_bytes if self.parameters else 0)
+        return own + (optimizer_needs(self._stepping(), self.trained).state_bytes if self.parameters else 0)
+
+    def train(self) -> bool:
+        """Note which parameters train; whether some do that did not before."""
+        before = len(self.trained)
+        self.trained.update(id(p) for p in self.parameters if p.requires_grad)
+        return len(self.trained) > before
 
     def gradients_are_kept(self) -> bool:
         """Whether any parameter has a gradient now."""

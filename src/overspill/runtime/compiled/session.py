@@ -215,6 +215,9 @@ class Session(PlannedPeaks):
         Raises InfeasibleBudget where the plans do not settle within some rounds.
         """
         self._calling = model
+        if self.plans and torch.is_grad_enabled() and self.followed.train():
+            self.renewal.is_asked = True  # those there are do not count its state, which stays when it is frozen again
+            self.renewal.begin_rounds()
         if self.renewal.is_due(len(self.pending)):
             self._plans.renew()
             self._compile_again()
@@ -260,6 +263,7 @@ class Session(PlannedPeaks):
         # Which call this is, and what the device holds outside its graph.
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         part, trains = self.part(examples), bool(joint.tangents)
+        self.followed.train()
         kind = GraphKey(part, (trains, *(batches.kind(e) for e in examples if not isinstance(e, nn.Parameter))))
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
         ends_in_loss = self.losses.is_only(joint, part, frame)
@@ -268,6 +272,7 @@ class Session(PlannedPeaks):
             retained_bytes=self._kept_bytes() + (0 if trains else self._plans.kept_elsewhere(kind, frame)),
             accumulates=self.accumulates, clips=self.clips,
             beside=self._batches_beside(joint, [examples[i] for i in given], examples), ends_in_loss=ends_in_loss,
+            trained=self.followed.trained,
         )  # fmt: skip
         # Plan it beside the others.
         problem = GraphProblem(kind, frame, joint, inputs, surroundings, self.options, device, capture, make)
