@@ -74,6 +74,10 @@ class Lined(nn.Linear):
 
 def lined():
     return Lined(64, 64), lambda batch: torch.randn(batch, 64)
+
+
+def detached():
+    return nn.Linear(4, 4), lambda batch: torch.randn(batch, 4), lambda output, x: output.detach().mean()
 """
 
 

@@ -195,10 +195,15 @@ def test_a_store_that_may_not_grow_ends_in_one_line_in_a_process_of_its_own(stor
     ("model", "said"),
     [
         ("raises", "nets:raises raised KeyError: 'nothing\\nhere'"),
-        pytest.param(
-            "forward_raises",
-            "the model's own code (nets.py, line 8) raised ValueError: no such luck;",
-            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of 2.11 drops what an error says"),
+        *(
+            pytest.param(
+                *each,
+                marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of 2.11 drops what an error says"),
+            )
+            for each in (
+                ("forward_raises", "the model's own code (nets.py, line 8) raised ValueError: no such luck;"),
+                ("detached", "error: the loss of nets:detached follows from no parameter that requires a gradient"),
+            )
         ),
         (
             "breaks",

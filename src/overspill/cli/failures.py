@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, OverspillError, is_out_of_memory
+from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, is_out_of_memory
 
 WRONG_REQUEST = 2
 OUTSIDE_FAILURE = 3
@@ -127,7 +127,8 @@ def _compiler_said(error: Exception) -> str:
         return _model_raised(_named(root), place)
     if raised := re.match(r"raised exception (\w+)\((.*)\)", str(root), re.DOTALL):  # Dynamo gives the repr alone
         name, argument = raised.groups()
-        return _model_raised(f"{name}: {argument.strip(QUOTES).split(NEWLINE_IN_REPR)[0]}", place)
+        said = argument.strip(QUOTES).split(NEWLINE_IN_REPR)[0]
+        return said if name == RequestError.__name__ else _model_raised(f"{name}: {said}", place)
     explanation = re.search(r"Explanation: (.+)", str(error))
     what = f"{_first_line(error)}: {explanation.group(1)}" if explanation else _first_line(error)
     return (

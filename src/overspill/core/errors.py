@@ -23,7 +23,9 @@ class RequestError(OverspillError):
     exit_code = 2
 
     def __init__(self, message: str, *, fields: Iterable[str] = ()) -> None:
-        super().__init__(message)
+        del (
+            message
+        )  # `__new__` has it; Dynamo, where a loss is refused while it is traced, cannot call the base's `__init__`
         self.fields = tuple(fields)
 
 
