@@ -332,6 +332,15 @@ def _fake_loss_backward(mode: Any, _: Any, __: Tensor, x: Tensor, target: Tensor
         return torch.empty_like(x - target)
 
 
+def kernel_settings() -> tuple[bool, ...]:
+    """PyTorch's settings that decide which kernels attention and recurrent layers are captured with."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(),
+    )  # fmt: skip
+
+
 FAKE: dict[Any, Callable[..., Any]] = {
     aten.huber_loss_backward.default: _fake_loss_backward,
     aten.mse_loss_backward.default: _fake_loss_backward,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.kernels import kernel_settings
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
@@ -113,15 +114,19 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)
         model.__dict__["overspill"] = session
         return model
-    compiled = torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph)
+
+    def made() -> M:  # with a backend of its own, by which Dynamo keeps what it compiles
+        return torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph)
+
+    compiled = made()
     recipe = _Recipe(session.options, model, fullgraph)
     if not isinstance(compiled, nn.Module):
-        return functools.wraps(model)(_Call(compiled, session, recipe))  # type: ignore[return-value]
+        return functools.wraps(model)(_Call(made, session, recipe))  # type: ignore[return-value]
     # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and Dynamo
     # knows a compiled module inside another one by its very type.
     # Lightning compiles the steps of a module with its `dynamo_ctx`; it gets calls that are looked after too.
     compiled.__dict__.update(
-        forward=_Call(compiled.forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced,
+        forward=_Call(lambda: made().forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced,
         dynamo_ctx=functools.partial(compile_in, session, fullgraph=fullgraph),
     )  # fmt: skip
     compiled.register_load_state_dict_pre_hook(_with_prefix)
@@ -162,10 +167,14 @@ def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: 
 
 
 class _Call:
-    """Calls the compiled model, and checks that it ran by plans."""
+    """Calls the compiled model, and checks that it ran by plans.
 
-    def __init__(self, call: Callable[..., Any], session: Session, recipe: _Recipe) -> None:
-        self._call = call
+    `make` gives it, one for each choice of kernels by PyTorch's settings: Dynamo does not guard these.
+    """
+
+    def __init__(self, make: Callable[[], Callable[..., Any]], session: Session, recipe: _Recipe) -> None:
+        self._make = make
+        self._calls: dict[tuple[bool, ...], Callable[..., Any]] = {}
         self._recipe = recipe
         self.overspill = session
         self._called = False
@@ -186,11 +195,13 @@ class _Call:
         if (recorder := self.overspill.recorder) is not None:
             recorder.begin_step()
         # Call the model, then check that planned graphs ran.
+        if (call := self._calls.get(settings := kernel_settings())) is None:
+            call = self._calls[settings] = self._make()
         watch = self.overspill.watch_calls
         before = watch.graphs_run
         with whole_models(), plans_needed(self.overspill.options.backend):
             try:
-                result = self._call(*args, **kwargs)
+                result = call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not
                 raise error if os.environ.get("OVERSPILL_DEBUG") else error.with_traceback(None) from None
         watch.check(self._recipe.name, before, self.overspill.room_bytes, args, kwargs, result)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
+from overspill.capture.compiled.kernels import kernel_settings
 from overspill.capture.compiled.whole_step import CapturedStep, Elsewhere
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
@@ -412,6 +413,5 @@ def _settings_of_torch(device: str) -> tuple[Any, ...]:
     """PyTorch's global settings that decide which kernels and casts are captured."""
     return (
         torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), *kernel_settings(),
     )  # fmt: skip
