@@ -57,6 +57,27 @@ def test_an_optimizer_that_cannot_be_cut_into_updates_is_named(make: Callable[[A
     assert not any(isinstance(m._parameters, Guarded) for m in model.modules())
 
 
+class Centred(nn.Module):
+    """A loss with a running centre, assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, y: Tensor) -> Tensor:
+        loss = (y - self.centre).square().mean()
+        self.centre = 0.9 * self.centre + 0.1 * y.detach().mean(0)
+        return loss
+
+
+def test_a_buffer_beside_the_model_that_is_assigned_anew_is_as_before() -> None:
+    criterion, model = Centred(), nn.Linear(6, 3)
+    step = step_for(model, loss_fn=lambda model, x: criterion(model(x)))
+    with pytest.raises(UnsupportedError, match="copy_"):
+        step(torch.randn(4, 6))
+    assert torch.equal(criterion.centre, torch.zeros(3))
+
+
 def test_muon_is_whole_tensors_at_a_time() -> None:
     class Matrices(nn.Module):
         def __init__(self) -> None:

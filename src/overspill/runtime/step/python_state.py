@@ -112,6 +112,7 @@ class PythonState:
         self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._written: dict[tuple[int, str], nn.Module] = {}
         self._created: dict[int, nn.Module] = {}
+        self._registered: dict[tuple[int, str], tuple[nn.Module, dict[str, Any], Any]] = {}
         self._randomness = python_randomness()
         for hooks in _GLOBAL_HOOKS:
             self._watch(hooks, "the hooks of all modules")
@@ -163,7 +164,10 @@ class PythonState:
         """Note that attribute `name` of `module` is about to be set."""
         own = object.__getattribute__(module, "__dict__")
         read = name in self._modules.get(id(module), (module, {}))[1]
-        if id(module) not in self._created and not read and not any(name in own.get(t, ()) for t in TABLES):
+        table = next((own[t] for t in TABLES if name in own.get(t, ())), None)
+        if table is not None and not _is_fake(table[name]):  # of a module that is not the step's own
+            self._registered.setdefault((id(table), name), (module, table, table[name]))
+        elif table is None and id(module) not in self._created and not read:
             self._written[id(module), name] = module
 
     def settle(self) -> None:
@@ -171,6 +175,8 @@ class PythonState:
 
         Raises UnsupportedError where the step does what a graph would do only once; Changed if it may not.
         """
+        if spoiled := self.put_back():
+            raise Changed(spoiled[0], self, for_good=True)
         self.drop_fakes()
         # Compare the attributes and globals read from now on.
         for module, names in self._modules.values():
@@ -193,6 +199,15 @@ class PythonState:
             )
         self._written.clear()
         self._created.clear()
+
+    def put_back(self) -> list[str]:
+        """Restore buffers and parameters that the step has assigned anew, of modules that are not its own; their names."""
+        found = []
+        for (_, name), (module, table, before) in self._registered.items():
+            if _is_fake(table.get(name)):
+                table[name] = before
+                found.append(f"{type(module).__name__}.{name}")
+        return found
 
     def drop_fakes(self) -> None:
         """Remove fake tensors from attributes that the step has set.

@@ -77,6 +77,7 @@ def watching() -> Iterator[PythonState]:
         yield state
     except BaseException as error:
         _unwatched(plain_init, plain_set)
+        state.put_back()
         try:
             state.drop_fakes()
         except Changed as cause:  # a tensor of the capture's first pass came into its second
