@@ -115,7 +115,7 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         model.__dict__["overspill"] = session
         return model
 
-    def made() -> M:  # with a backend of its own, by which Dynamo keeps what it compiles
+    def made() -> Any:  # with a backend of its own, by which Dynamo keeps what it compiles
         return torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph)
 
     compiled = made()
