@@ -130,3 +130,16 @@ def test_state_that_a_step_does_not_update_has_room_or_lies_in_the_store() -> No
         state = [name for name in pair.step._state.residency.away() if "heads.1.0.weight.exp" in name]
         assert bool(state) is idle
         pair.assert_same()
+
+
+def test_sums_of_gradients_go_with_the_weights_that_are_frozen() -> None:
+    pair = Pair(wide, gradients={"accumulate": 2})
+    for turn in (0, 1, 0):
+        for model in (pair.plain.model, pair.model):
+            for i, layer in enumerate(model.middle.children()):
+                layer.requires_grad_(i == turn)
+        pair.train()
+        state = pair.step._state
+        there = {name.removesuffix(".grad") for name in state.sums if not state.residency[name].away}
+        assert there <= {f"model.{name}" for name, p in pair.model.named_parameters() if p.requires_grad}
+    pair.assert_same()

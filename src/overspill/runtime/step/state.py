@@ -8,7 +8,7 @@ Private to PyTorch (2.11 to 2.14): `torch.utils._python_dispatch._disable_curren
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -323,10 +323,11 @@ class StepState:
             self.updates.optimizer,
         )  # the plans' graphs still have the updates
 
-    def forget_sums(self) -> None:
-        """Drop the accumulated gradients."""
+    def forget_sums(self, of_others_than: Container[Any] = ()) -> None:
+        """Drop the accumulated gradients; another kind of step may have some that this one does not know."""
         for name in self.sums:
-            self.residency[name].blanked()
+            if name not in of_others_than:
+                self.residency[name].blanked()
 
     def arm(self) -> None:
         """Let the guards bring back what is away now."""
