@@ -29,6 +29,14 @@ class Coupled(torch.optim.SGD):
             p.data.sub_(p.grad / total)  # type: ignore[operator]
 
 
+class Noisy(torch.optim.SGD):
+    """Rounds stochastically, or explores."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.data.sub_(p.grad + torch.rand_like(p))
+
+
 class NeedsClosure(torch.optim.SGD):
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
@@ -43,6 +51,7 @@ OPTIMIZERS_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "SparseAdam": (torch.optim.SparseAdam, "SparseAdam.*sparse; use"),
     "closure": (lambda p: NeedsClosure(p, 0.1), r"NeedsClosure\.step .*\(closure\)"),
     "coupled": (lambda p: Coupled(p, 0.1), "Coupled .*other parameters"),
+    "noisy": (lambda p: Noisy(p, 0.1), "Noisy draws random numbers"),
     "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "needs capturable=False"),
     "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "needs differentiable=False"),
     "no optimizer": (list, r"a list; .*torch\.optim\.Optimizer"),

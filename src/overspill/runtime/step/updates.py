@@ -364,13 +364,19 @@ def _check_separate(optimizer: Optimizer) -> None:
         return [probe.detach() for probe in probes]
 
     try:
-        with CPU:
+        with CPU, torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
             together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
+            draws = not torch.equal(torch.get_rng_state(), before)
     except Exception as error:  # any class of optimizer may refuse tiny parameters in any way
         raise UnsupportedError(
             f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); {INSTEAD}"
         ) from error
-    # Separate means equal to the last bit.
+    # Separate means equal to the last bit, and draws follow one another.
+    if draws:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} draws random numbers, which parameters would get in another order; {INSTEAD}"
+        )
     if not all(map(torch.equal, together, apart)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} updates a parameter by what other parameters are, "
