@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core import TensorKind
-from overspill.errors import InfeasibleBudget, RequestError, UnplannedError
+from overspill.errors import InfeasibleBudget, RequestError, UnplannedError, UnsupportedError
 from overspill.runtime.compiled import backend, in_force
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.tracker import LiveBytes
@@ -88,6 +88,26 @@ def test_a_model_that_dynamo_skips_is_an_error_that_says_why() -> None:
     model = overspill.compile(LayerDrop(8, 8, 8), budget="1GiB", store="host")
     with pytest.raises(UnplannedError, match=r"LayerDrop .*(random|Data-dependent)"):
         model(torch.randn(4, 8))
+
+
+class Signs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_non_differentiable()
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def test_where_dynamo_itself_fails_a_line_says_where() -> None:
+    def model(x: Tensor) -> Tensor:
+        return Signs.apply(x)
+
+    compiled = overspill.compile(model, budget="1GiB", store="host")
+    with pytest.raises(UnsupportedError, match=r"test_in_force\.py, line \d+"):
+        compiled(torch.randn(4, 8, requires_grad=True))
 
 
 def test_a_part_that_runs_without_a_plan_is_named_with_what_it_keeps() -> None:

@@ -51,7 +51,7 @@ OPTIMIZERS_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "SparseAdam": (torch.optim.SparseAdam, "SparseAdam.*sparse; use"),
     "closure": (lambda p: NeedsClosure(p, 0.1), r"NeedsClosure\.step .*\(closure\)"),
     "coupled": (lambda p: Coupled(p, 0.1), "Coupled .*other parameters"),
-    "noisy": (lambda p: Noisy(p, 0.1), "Noisy draws random numbers"),
+    "noisy": (lambda p: Noisy(p, 0.1), "Noisy draws"),
     "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "needs capturable=False"),
     "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "needs differentiable=False"),
     "no optimizer": (list, r"a list; .*torch\.optim\.Optimizer"),

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.kernels import kernel_settings
 from overspill.core import Device
-from overspill.core.errors import OverspillError
+from overspill.core.errors import OverspillError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
@@ -204,6 +206,15 @@ class _Call:
                 result = call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not
                 raise error if os.environ.get("OVERSPILL_DEBUG") else error.with_traceback(None) from None
+            except (InternalTorchDynamoError, AssertionError) as error:
+                what, in_user, where = str(error).partition("\nfrom user code:")
+                if not in_user:
+                    raise
+                line = ", line ".join(re.findall(r'File "(.+)", line (\d+)', where)[-1])
+                raise UnsupportedError(
+                    f"torch.compile cannot trace {self._recipe.name} ({what.strip()}, at {line}); "
+                    "write that otherwise, or use overspill.train_step"
+                ) from error
         watch.check(self._recipe.name, before, self.overspill.room_bytes, args, kwargs, result)
         return result
 
