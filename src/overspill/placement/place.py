@@ -61,12 +61,12 @@ class PlacedPlan:
     placed: Placed
 
 
-def check_placer(name: str) -> None:
-    """Raise RequestError unless `name` is an allocator or a solver."""
+def check_placer(name: str, *others: str) -> None:
+    """Raise RequestError unless `name` is an allocator or a solver; `others` may be given in its place."""
     if name not in PLACERS:
         if name.lower() in IDEAS:
             raise RequestError(f"nothing that places blocks is called {name!r}: {IDEAS[name.lower()]}")
-        raise RequestError(f"nothing that places blocks is called {name!r}. There are {', '.join(PLACERS)}")
+        raise RequestError(f"nothing that places blocks is called {name!r}. There are {', '.join((*others, *PLACERS))}")
 
 
 def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:

@@ -98,7 +98,7 @@ class Options:
         if self.partition is not None and not 0 <= self.partition <= 1:
             raise RequestError(f"partition={self.partition} is no activation_memory_budget, which goes from 0 to 1")
         if self.placer is not None:
-            check_placer(self.placer)
+            check_placer(self.placer, PLANNED, OWN)
 
     def check_unset(self) -> None:
         """Of who gives a session nothing else may be asked. Raises RequestError."""
