@@ -246,6 +246,42 @@ def test_inputs_that_cannot_be_right_are_refused() -> None:
         step_for(made(), accumulate=3)(x.detach(), y)
 
 
+def test_an_input_that_is_changed_lies_in_no_others_memory() -> None:
+    """A step captured for inputs apart would read what another one was before."""
+    model = made()
+    (x, _), (other, y) = batch_for(model), batch_for(model)
+    step = step_for(model, None, lambda model, x, other, y: cross_entropy(model, x.mul_(0.5), y) + model(other).sum())
+    assert step(x, other, y).isfinite()
+    before = x.clone()
+    with pytest.raises(UnsupportedError, match=r"tensor 0 .*clone\(\)"):
+        step(x, x, y)
+    assert torch.equal(x, before)
+    assert not step.is_unfinished
+    assert step(x, x.clone(), y).isfinite()
+
+
+def rounded() -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+
+
+def rounding_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with rounded():
+        return cross_entropy(model, x, y)
+
+
+def test_hooks_that_change_what_autograd_keeps_are_refused() -> None:
+    """Around a step and within it; PyTorch's own give the same numbers."""
+    model = made()
+    step = step_for(model)
+    inputs = batch_for(model)
+    with rounded(), pytest.raises(UnsupportedError, match="saved_tensors_hooks"):
+        step(*inputs)
+    with torch.autograd.graph.save_on_cpu():
+        assert step(*inputs).isfinite()
+    with pytest.raises(UnsupportedError, match="saved_tensors_hooks"):
+        step_for(made(), None, rounding_loss)(*inputs)
+
+
 def test_a_plain_mistake_in_the_model_is_shown_as_it_is() -> None:
     model = made()
     with pytest.raises(RuntimeError, match=r"reduction dim|mat1"):

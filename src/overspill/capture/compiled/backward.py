@@ -13,7 +13,8 @@ stays one autograd node, whose backward accumulates into `.grad`. With Inductor 
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): that AOTAutograd calls `torch.autograd.grad` behind
 the step, `CheckpointFunction` and `detach_variable` of torch.utils.checkpoint, `BackwardCFunction`, a node's
-`variable`, and `torch._guards.active_fake_mode` and `_disable_current_modes`.
+`variable`, `torch._guards.active_fake_mode` and `_disable_current_modes`, and the two functions of `torch._C._autograd` that
+set and tell hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -41,10 +42,34 @@ from .casts import Casts
 from .joint import JointGraph, is_random
 
 Step = Callable[..., Any]
+_PUSH, _TOP = "_push_saved_tensors_default_hooks", "_top_saved_tensors_default_hooks"
+_push = getattr(torch._C._autograd, _PUSH)
 _SETTERS = ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "manual_seed"))
 
 
 _FAKE = (FakeTensor, FunctionalTensor)
+
+
+def check_saved_hooks() -> None:
+    """Raise UnsupportedError where hooks on what autograd keeps are set, of which a planned step keeps nothing.
+
+    PyTorch's own (save_on_cpu, checkpoints) give back what they were given, and are as good as called.
+    """
+    if (hooks := getattr(torch._C._autograd, _TOP)(True)) is not None:
+        _check_saved(hooks[0])
+
+
+def _check_saved(pack: Callable[..., Any]) -> None:
+    if not getattr(pack, "__module__", "").startswith("torch."):
+        raise UnsupportedError(
+            "saved_tensors_hooks change what autograd keeps for backward, and a planned step keeps it by its plan; "
+            "leave them out, or have the layer's own autograd.Function keep what it shall (in bfloat16, say)"
+        )
+
+
+def _push_checked(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    _check_saved(pack)
+    _push(pack, unpack)
 
 
 class GradientPositions(NamedTuple):
@@ -93,6 +118,7 @@ class Backward:
             warnings.filterwarnings("ignore", _NO_LEAF)
             stack.enter_context(self._checkpoints())
             stack.enter_context(patch.object(torch.autograd, "grad", self._gradients))
+            stack.enter_context(patch.object(torch._C._autograd, _PUSH, _push_checked))
             for where, name in _SETTERS:
                 stack.enter_context(patch.object(where, name, self._noted(getattr(where, name))))
             yield

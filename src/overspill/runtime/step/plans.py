@@ -69,7 +69,7 @@ class Compiled:
     other tensors of `results`, and the residents `moving`. `stored` are those in the store when it begins;
     `kept_in_store` are also there, unknown to the graph, and so are those `idle` that have been made. Those `copied` are on the device and in the store; their
     handles are the last inputs; those `between` lie at these offsets of the arena between steps. It is valid while
-    `python` has not changed and `guards` hold for inputs and buffers. It reads the tensors `outside` where they are:
+    `python` has not changed and `guards` hold for inputs and buffers. Of what is given it changes those `changed` that are inputs. It reads the tensors `outside` where they are:
     another step's model may have them in its store.
     """
 
@@ -81,6 +81,7 @@ class Compiled:
     kept_in_store: frozenset[str]
     idle: tuple[str, ...]
     copied: tuple[str, ...]
+    changed: tuple[int, ...]
     between: dict[str, int]
     results: Results
     python: PythonState
@@ -173,7 +174,21 @@ class StepPlans:
                 found = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
             bring_for_others(found.outside)
             self._keep(key, found)
+        self._check_apart(found.changed, inputs)
         return found
+
+    def _check_apart(self, changed: tuple[int, ...], inputs: tuple[Any, ...]) -> None:
+        """Raise UnsupportedError where an input that the step changes lies in the memory of another, or of a buffer.
+
+        A captured step has each input for itself, and would read what was there before.
+        """
+        if changed:
+            own = len(self.state.buffers)
+            given = [t.untyped_storage()._cdata for t in (*self.state.buffers.values(), *batches.tensors(inputs))]
+            if shared := [i - own for i in changed if given.count(given[i]) > 1]:
+                raise UnsupportedError(
+                    f"the step changes its tensor {shared[0]} in place, which shares memory with another or with a buffer; give it a clone()"
+                )
 
     def _key(self, inputs: tuple[Any, ...], *, last: bool) -> Any:
         """The key of a plan, apart from the model's Python and values."""
@@ -334,6 +349,8 @@ class StepPlans:
         stored = frozenset(plan.schedule.stored)
         name_of = {tensor: str(name) for tensor, name in zip(tensor_of.values(), names, strict=True)}
         outside = tuple(found.known.outside)
+        written = captured.joint.mutated_storages
+        changed = (n for node, n in zip(primals, names, strict=True) if not written.isdisjoint(storages(node)))
         return Compiled(
             plan, program, names,
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
@@ -341,6 +358,7 @@ class StepPlans:
             kept_in_store or frozenset(),
             idle,
             tuple(name_of[tensor] for tensor in copied(captured.graph, plan.schedule)),
+            tuple(n for n in changed if isinstance(n, int) and n >= len(self.state.buffers)),
             {} if plan.places is None else {name_of[tensor]: at for tensor, at in plan.places.between.items()},
             found.results,
             found.python,

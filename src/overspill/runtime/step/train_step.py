@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from overspill.capture.compiled.backward import check_saved_hooks
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph
@@ -126,6 +127,7 @@ class TrainStep(PlannedPeaks):
             self._state.check_model()
             given = opened(inputs)
             check_inputs(tree_flatten(given)[0], self._state.where)
+            check_saved_hooks()
             self._state.adopt_parameters()
             self._state.adopt_optimizer()
             return StepCall(given, list(batches.split(given, self.gradients.accumulate)))
