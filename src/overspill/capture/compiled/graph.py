@@ -88,14 +88,6 @@ class Captured:
     tensor_of: dict[StorageKey, int] = field(repr=False)
     partition: float | None = field(default=None, kw_only=True)
 
-    def handed_out(self) -> set[int]:
-        """Ids of outputs and gradients, which the caller gets and may keep."""
-        return self._tensors_of((*self.joint.forward_outputs, *self.joint.backward_outputs))
-
-    def _tensors_of(self, nodes: Iterable[Any]) -> set[int]:
-        keys = (key for node in nodes if isinstance(node, fx.Node) for key in storages(node))
-        return {self.tensor_of[key] for key in keys if key in self.tensor_of}
-
 
 def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
     """The Graph of the step around `joint`; `inputs` describes its inputs by position."""

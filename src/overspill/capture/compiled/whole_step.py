@@ -113,10 +113,6 @@ class CapturedStep(Captured):
     others: tuple[fx.Node, ...]
     updates: tuple[ParameterUpdate, ...]
 
-    def handed_out(self) -> set[int]:
-        """Ids of the tensors that the step returns."""
-        return self._tensors_of((self.loss, *self.others))
-
     def moves(self, primal: fx.Node) -> bool:
         """Whether the input `primal` may be offloaded between uses."""
         return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
