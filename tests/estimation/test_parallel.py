@@ -240,5 +240,5 @@ def test_inference_in_parallel_is_refused():
 
 
 def test_a_model_with_nothing_to_train_is_refused():
-    with pytest.raises(RequestError, match="parameter to train"):
+    with pytest.raises(RequestError, match="nothing to train"):
         recorded(Parallel("ddp", 2), build=lambda: network().requires_grad_(False), optimizer="sgd")

@@ -24,7 +24,7 @@ from .compared import array_kind
 from .followed import BY_IDENTITY, is_open
 from .python_state import NotKept
 
-Opened = tuple[tuple[Any, ...], list[Any]]
+Opened = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Inputs, and what is in the tables of the objects among them."""
 Table = Any
 """Where an object has what it holds: a dictionary, a list, or its slots."""
@@ -74,7 +74,7 @@ def _is_by_value(leaf: Any) -> bool:
 def opened(inputs: tuple[Any, ...]) -> Opened:
     """`inputs` and what the objects among them hold now. What has no value to compare is not to be read by the step."""
     tables = _tables(inputs)
-    return inputs, [tree_map(_readable, _contents(table)) for table in tables]
+    return inputs, tuple(tree_map(_readable, _contents(table)) for table in tables)
 
 
 @contextmanager
