@@ -22,10 +22,8 @@ class RequestError(OverspillError):
 
     exit_code = 2
 
-    def __init__(self, message: str, *, fields: Iterable[str] = ()) -> None:
-        del (
-            message
-        )  # `__new__` has it; Dynamo, where a loss is refused while it is traced, cannot call the base's `__init__`
+    def __init__(self, message: str, *, fields: Iterable[str] = ()) -> None:  # noqa: ARG002 - `__new__` keeps it
+        # Dynamo, where a loss is refused while it is traced, cannot call the base's `__init__`.
         self.fields = tuple(fields)
 
 

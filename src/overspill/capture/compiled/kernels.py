@@ -101,6 +101,15 @@ def eager_kernels() -> Iterator[Casts]:
                 op._dispatch_cache.clear()
 
 
+def kernel_settings() -> tuple[bool, ...]:
+    """PyTorch's settings that decide which kernels attention and recurrent layers are captured with."""
+    backends, cuda = torch.backends, torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        backends.mkldnn.enabled, backends.cudnn.enabled,
+    )  # fmt: skip
+
+
 def _take(instead: dict[Any, dict[Any, Callable[..., Any]]]) -> dict[Any, dict[Any, Any]]:
     """Remove PyTorch's Python kernels and install `instead` and REPLACED; returns each op's former ones."""
     taken = {}
@@ -330,15 +339,6 @@ def _fake_loss_backward(mode: Any, _: Any, __: Tensor, x: Tensor, target: Tensor
     """The fake gradient of a mean of differences. PyTorch's own divides by how many there are, which may be none."""
     with mode:
         return torch.empty_like(x - target)
-
-
-def kernel_settings() -> tuple[bool, ...]:
-    """PyTorch's settings that decide which kernels attention and recurrent layers are captured with."""
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
-        torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(),
-    )  # fmt: skip
 
 
 FAKE: dict[Any, Callable[..., Any]] = {

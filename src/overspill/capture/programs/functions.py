@@ -115,8 +115,8 @@ class Functions:
 
 def compile_functions(graph: fx.Graph) -> None:
     """Compile the functions of programs in `graph`, and their kernels. Raises UnsupportedError."""
-    for function in {node.target for node in graph.nodes if isinstance(node.target, ProgramFunction)}:
-        function.compile()
+    for compile_all in {node.target.compile for node in graph.nodes if isinstance(node.target, ProgramFunction)}:
+        compile_all()  # once for all functions of the same programs
 
 
 def allocated_as(root: fx.Node) -> str | None:

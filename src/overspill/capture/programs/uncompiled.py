@@ -13,6 +13,7 @@ import ast
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,31 +51,28 @@ def kernels_later() -> Iterator[None]:
         load, thread = PyCodeCache.load_by_key_path, threading.get_ident()
 
         def load_uncompiled(key: str, path: str, *rest: Any, **options: Any) -> ModuleType:
-            if threading.get_ident() != thread or not is_program(path):  # a kernel that is timed, perhaps
-                return load(key, path, *rest, **options)
-            found: list[ModuleType] = []
-
-            def loaded() -> ModuleType:
-                found[:] = found or [load(key, path, *rest, **options)]
-                return found[0]
-
+            loaded = cache(partial(load, key, path, *rest, **options))
+            if threading.get_ident() != thread:
+                return loaded()
             attrs = options.get("attrs", rest[1] if len(rest) > 1 else None)
-            return import_uncompiled(key, path, attrs, lambda name: UncompiledKernel(name, loaded))
+            made = import_uncompiled(key, path, attrs, lambda name: UncompiledKernel(name, loaded))
+            return loaded() if made is None else made  # a kernel that is timed, perhaps
 
         with patch.object(PyCodeCache, "load_by_key_path", load_uncompiled):
             yield
 
 
-def is_program(path: str) -> bool:
-    """Whether the module at `path` is a program with kernels to compile."""
-    return _COMPILES in Path(path).read_text(encoding="utf-8")
-
-
 def import_uncompiled(
     key: str, path: str, attrs: Mapping[str, Any] | None, make_kernel: Callable[[str], Any]
-) -> ModuleType:
-    """The program at `path` as a module; its kernels are what `make_kernel` makes of their names, its constants `attrs`."""
-    text = ast.parse(Path(path).read_text(encoding="utf-8"))
+) -> ModuleType | None:
+    """The program at `path` as a module; None if it has no kernels to compile.
+
+    Its kernels are what `make_kernel` makes of their names, its constants `attrs`.
+    """
+    source = Path(path).read_text(encoding="utf-8")
+    if _COMPILES not in source:
+        return None
+    text = ast.parse(source)
     text.body = [kept for statement in text.body if (kept := _uncompiled(statement)) is not None]
     module = ModuleType(f"overspill.uncompiled.{key}")
     module.__file__ = path

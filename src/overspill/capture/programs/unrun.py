@@ -32,7 +32,7 @@ from overspill.core.errors import UnsupportedError
 from .failures import inductor_failures
 from .program import namespace_of
 from .storages import FAKES, storage_key
-from .uncompiled import KERNEL, import_uncompiled, is_program
+from .uncompiled import KERNEL, import_uncompiled
 from .workspaces import nothing_measured
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -95,9 +95,9 @@ def _load(
     **_: Any,
 ) -> ModuleType:
     """Import the program at `path` as a module without compiled kernels; its constants are `attrs`."""
-    if not is_program(path):
+    if (module := import_uncompiled(key, path, attrs, UnrunKernel)) is None:
         raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, perhaps), of which nothing can be read")
-    return import_uncompiled(key, path, attrs, UnrunKernel)
+    return module
 
 
 @dataclass(frozen=True)

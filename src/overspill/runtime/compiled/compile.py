@@ -120,10 +120,10 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
     def made() -> Any:  # with a backend of its own, by which Dynamo keeps what it compiles
         return torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph)
 
-    compiled = made()
     recipe = _Recipe(session.options, model, fullgraph)
-    if not isinstance(compiled, nn.Module):
+    if not isinstance(model, nn.Module):
         return functools.wraps(model)(_Call(made, session, recipe))  # type: ignore[return-value]
+    compiled = made()
     # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and Dynamo
     # knows a compiled module inside another one by its very type.
     # Lightning compiles the steps of a module with its `dynamo_ctx`; it gets calls that are looked after too.

@@ -74,7 +74,7 @@ class MicrobatchRunner:
         # Plan it, and move residents to or from the store.
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         self._check_room_for_hooks(call, compiled)
-        if call.number == 0:
+        if call.number == 0 and self._state.sums:
             self._state.forget_sums(of_others_than=frozenset(compiled.takes))
         if self._state.engine is not None:
             self._state.engine.recorder = recorder

@@ -1,0 +1,124 @@
+"""Which of Inductor's forward-backward partitions are made, and that kernels of the chosen one alone are compiled."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import fresh_cache
+
+import overspill
+from overspill.capture.compiled.graph import Captured
+from overspill.core import Graph
+from overspill.core.errors import InfeasibleBudget
+from overspill.placement.card import TooSlow
+from overspill.plans.plan import Plan
+from overspill.runtime.compiled import partitions
+from overspill.runtime.compiled.partitions import Partitioned
+
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
+
+def captured(partition: float) -> Captured:
+    graph = Graph("step", (), ())
+    return cast("Captured", SimpleNamespace(graph=graph, partition=partition))
+
+
+def fake_plan(of: Captured, seconds: float) -> Plan:
+    return cast("Plan", SimpleNamespace(step_seconds=seconds, in_core_seconds=1.0, graph=of.graph))
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen", "made"),
+    [
+        ([1.01, 0.5], 1.01, 1),  # good enough
+        ([1.5, 1.2, 1.3, 0.1], 1.2, 3),  # as long as it gets faster
+        ([None, None, 3.0, 2.0, 2.5], 2.0, 5),
+        ([None, 2.0], 2.0, 2),
+    ],
+)
+def test_other_partitions_are_made_as_long_as_they_help(
+    times: list[float | None], chosen: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "_beside", lambda usual, plan, times: plan)
+    begun = []
+
+    def programs() -> Iterator[Captured]:
+        for number in range(len(times)):
+            begun.append(number)
+            yield captured(float(number))
+
+    def plan(of: Captured, worth: float) -> Plan:
+        seconds = times[int(of.partition)]
+        if seconds is None:
+            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
+        return fake_plan(of, seconds)
+
+    assert Partitioned(programs()).best_plan(plan).step_seconds == chosen
+    assert len(begun) == made
+
+
+@pytest.mark.parametrize(
+    ("hoped", "times", "chosen", "made"),
+    [
+        (1.01, [1.1, 1.0], 1.0, [0, 1]),  # worth it
+        (1.5, [1.6, 1.2, 1.3], 1.2, [1, 2]),  # it waits in vain
+        (1.5, [1.55, 1.6, 1.0], 1.55, [1, 0]),
+        (1.5, [1.7, 1.6, 1.0], 1.6, [1, 0]),
+        (1.5, [None, 1.6, 1.0], 1.6, [1, 0]),
+        (1.5, [1.6, None], 1.6, [1, 0]),
+        (1.5, [1.6], 1.6, [0]),
+        (None, [None, 1.6, 1.3], 1.3, [1, 2]),
+        (None, [1.4, None], 1.4, [1, 0]),
+    ],
+)
+def test_the_usual_plan_is_made_last_where_it_is_known_to_be_slow(
+    hoped: float | None, times: list[float | None], chosen: float, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "_beside", lambda usual, plan, times: plan)
+    worked_out = []
+
+    def plan(of: Captured, worth: float) -> Plan:
+        number = int(of.partition)
+        if number == 0 and worth < (hoped or math.inf):
+            raise TooSlow(hoped and fake_plan(of, hoped), lambda: (None, plan(of, math.inf)))
+        worked_out.append(number)
+        if (seconds := times[number]) is None:
+            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")
+        return fake_plan(of, seconds)
+
+    captures = [captured(float(number)) for number in range(len(times))]
+    assert (Partitioned(captures).best_plan(plan).step_seconds, worked_out) == (chosen, made)
+
+
+def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
+    def plan(of: Captured, worth: float) -> Plan:
+        raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
+
+    with pytest.raises(InfeasibleBudget) as found:
+        Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(plan)
+    assert found.value.floor_bytes == 3
+
+
+def test_only_kernels_of_the_partition_that_runs_are_compiled() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout()) for _ in range(3)))
+
+    def trained(partition: float | None) -> tuple[float | None, int]:
+        torch._dynamo.reset()
+        with fresh_cache():
+            call = overspill.compile(model, budget=0.7, backend="inductor", store="host", partition=partition)
+            call(torch.randn(512, 64)).sum().backward()
+            compiled = len(list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.cpp")))
+        return call.overspill.partitions[0], compiled
+
+    chosen, compiled = trained(None)
+    assert chosen != 1.0, "the usual partition is tried before"
+    assert trained(chosen) == (chosen, compiled)
+    assert compiled
