@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from overspill.core import TensorKind
@@ -19,8 +20,6 @@ P40 = load_device("p40")
 
 def model(path: Path, nodes: list[Any], weights: dict[str, tuple[int, ...]], output: tuple[str, list[object]]) -> Path:
     """A file with one input `x` of images, whose batch is a name."""
-    import numpy as np
-
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
     initializers = [onnx.numpy_helper.from_array(np.zeros(shape, np.float32), name) for name, shape in weights.items()]
     graph = helper.make_graph(
@@ -75,3 +74,32 @@ def test_what_is_wrong_is_told(net: Path, tmp_path: Path) -> None:
     odd = model(tmp_path / "odd.onnx", [onnx.helper.make_node("Det", ["x"], ["y"])], {}, ("y", ["batch", 3]))
     with pytest.raises(UnsupportedError, match="operator Det"):
         read(odd, 4, {}, trains=True)
+
+
+LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
+MILLIONS = {
+    "resnet50": 25.557, "vgg19": 143.667, "densenet121": 8.063, "bvlc_alexnet": 60.965, "shufflenet": 1.393,
+    "inception_v1": 6.999, "inception_v2": 11.215, "squeezenet": 1.235, "zfnet512": 87.251,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_weights_left_out_as_shapes_and_one_value_are_weights(name: str) -> None:
+    symbol, inputs = read(LIGHT / f"light_{name}.onnx", 1, {}, trains=True)
+    recording = record(symbol, inputs | ({LABEL: (1,)} if LABEL in symbol.variables else {}), P40)
+    assert round(recording.parameters / 1e6, 3) == MILLIONS[name]
+
+
+def test_what_follows_from_shapes_alone_takes_no_op(tmp_path: Path) -> None:
+    node, one = onnx.helper.make_node, onnx.numpy_helper.from_array
+    nodes = [
+        node("Constant", [], ["at"], value=one(np.array([0]))), node("Constant", [], ["rest"], value=one(np.array([-1]))),
+        node("Shape", ["x"], ["shape"]), node("Gather", ["shape", "at"], ["batch"]),
+        node("Concat", ["batch", "rest"], ["flat"], axis=0), node("Reshape", ["x", "flat"], ["r"]),
+        node("Cast", ["batch"], ["real"], to=1), node("Sqrt", ["real"], ["scale"]), node("Mul", ["r", "scale"], ["m"]),
+        node("Transpose", ["v"], ["t"]), node("MatMul", ["m", "t"], ["y"]),
+    ]  # fmt: skip
+    symbol, _ = read(model(tmp_path / "n.onnx", nodes, {"v": (10, 192)}, ("y", ["batch", 10])), 4, {}, trains=False)
+    assert [n.op for n in symbol.nodes if not n.is_variable] == ["Reshape", "broadcast_mul", "transpose", "batch_dot"]
+    assert symbol.nodes[1].attrs == {"shape": "(4, 192)"}
+    assert {n.name: n.attrs for n in symbol.nodes if n.is_variable}["scale"] == {"__shape__": "(1,)"}

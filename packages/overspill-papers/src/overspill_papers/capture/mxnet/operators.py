@@ -2,7 +2,7 @@
 
 Shapes, what their backward reads, what is done in place, and temporary space. From the registrations in MXNet's
 `src/operator/`, with cuDNN: `nn/convolution.cc`, `nn/batch_norm.cc`, `nn/activation.cc`, `nn/pooling.cc`,
-`nn/fully_connected.cc`, `nn/dropout.cc`, `nn/layer_norm-inl.h`, `nn/softmax.cc`, `softmax_output.cc`, `leaky_relu.cc`,
+`nn/fully_connected.cc`, `nn/dropout.cc`, `nn/lrn.cc`, `nn/layer_norm-inl.h`, `nn/softmax.cc`, `softmax_output.cc`, `leaky_relu.cc`,
 `tensor/` and others. All is float32, as MXNet's planner assumes.
 """
 
@@ -250,6 +250,7 @@ OPERATORS: dict[str, Operator] = {
     "LayerNorm": Operator(
         _layer_norm, ("g", "i0", "i1", "o1", "o2"), in_place=IN_PLACE, visible=1, backward_space=_two_copies
     ),
+    "LRN": Operator(lambda node, shapes: _same(node, shapes) * 2, ("g", "i0", "o1"), visible=1),
     "Dropout": Operator(
         lambda node, shapes: _same(node, shapes) * 2,
         ("g", "o1"),

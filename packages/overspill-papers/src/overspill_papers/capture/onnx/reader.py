@@ -1,8 +1,8 @@
 """Read an ONNX model as a symbol of MXNet.
 
 It is what MXNet's own importer makes of it. An ONNX file says how to run a network, not how to train it. Here it is
-trained as MXNet trains the symbol: weights are the initialisers of floating point, the loss is a softmax's cross
-entropy on an output of two dimensions and the mean of any other, and all is float32.
+trained as MXNet trains the symbol: weights are the initialisers of floating point and other constants that ops read, the
+loss is a softmax's cross entropy on an output of two dimensions and the mean of any other, and all is float32.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _PLAIN: dict[str, tuple[str, dict[str, str]]] = {
     "Clip": ("LeakyReLU", {}), "HardSigmoid": ("LeakyReLU", {}), "Erf": ("erf", {}), "Sqrt": ("erf", {}), "Pow": ("erf", {}),
     "Softmax": ("softmax", {}), "LogSoftmax": ("log_softmax", {}), "Add": ("broadcast_add", {}), "Sub": ("broadcast_add", {}),
     "Mul": ("broadcast_mul", {}), "Div": ("broadcast_mul", {}), "Dropout": ("Dropout", {}), "Identity": ("_copy", {}),
-    "Cast": ("_copy", {}), "Sum": ("ElementWiseSum", {}),
+    "Cast": ("_copy", {}), "Sum": ("ElementWiseSum", {}), "LRN": ("LRN", {}),
 }  # fmt: skip
 _RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 _FIRST_ONLY = frozenset({"Clip", "Dropout", "Pow", *_RESHAPES})
 """Operators whose further inputs are settings."""
-_NO_MAPS = frozenset({"Constant", "Shape", "ConstantOfShape", "Range"})
+_CONSTANTS = frozenset({"Constant", "Shape", "Size"})
+"""Operators whose outputs are known before the network runs, whatever they read."""
 
 
 def read(path: Path, batch: int, shapes: Mapping[str, Shape], *, trains: bool) -> tuple[Symbol, dict[str, Shape]]:
@@ -93,10 +94,11 @@ class _Reader:
         self.graph, self.onnx = graph, onnx
         self.nodes: list[Node] = []
         self.place: dict[str, NodeOutput] = {}
-        self.weights = {initializer.name: initializer for initializer in graph.initializer}
         values = [*graph.value_info, *graph.input, *graph.output]
         self.shapes = {value.name: tuple(d.dim_value for d in value.type.tensor_type.shape.dim) for value in values}
-        self.shapes |= {name: tuple(weight.dims) for name, weight in self.weights.items()}
+        self.shapes |= {initializer.name: tuple(initializer.dims) for initializer in graph.initializer}
+        kinds = {i.name: onnx.helper.tensor_dtype_to_np_dtype(i.data_type).kind for i in graph.initializer}
+        self.weights, self.constants = set(kinds), {name for name, kind in kinds.items() if kind in "iub"}
 
     def symbol(self, *, trains: bool) -> Symbol:
         """The network, with a loss at its end if it is trained."""
@@ -104,7 +106,7 @@ class _Reader:
             if value.name not in self.weights:
                 self.place[value.name] = self._add(Node(VARIABLE, value.name))
         for number, node in enumerate(self.graph.node):
-            if node.op_type in _NO_MAPS:
+            if self._folds(node):
                 continue
             self._node(node, node.name or f"{node.op_type.lower()}{number}")
         # The outputs, then a loss on the first.
@@ -120,6 +122,17 @@ class _Reader:
         else:
             loss = self._add(Node("MakeLoss", "loss", (self._add(Node("mean", "mean", (heads[0],))),)))
         return Symbol(tuple(self.nodes), (loss,))
+
+    def _folds(self, node: Any) -> bool:
+        """Whether `node` makes constants, which follow from shapes and constants alone and take no op."""
+        follows = bool(node.input) and self.constants.issuperset(filter(None, node.input))
+        if node.op_type not in _CONSTANTS and not follows:
+            return False
+        self.weights.update(node.output)  # for ops that read them
+        # What has a shape and one value stands for a weight that was left out of the file: ops on it are the network's.
+        if node.op_type != "ConstantOfShape":
+            self.constants.update(node.output)
+        return True
 
     def _node(self, node: Any, name: str) -> None:
         attrs = {attribute.name: self.onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
@@ -148,11 +161,9 @@ class _Reader:
     def _entry(self, name: str) -> NodeOutput:
         """The entry of a value. A weight becomes a variable when it is first read."""
         if name not in self.place:
-            if name not in self.weights:
-                raise UnsupportedError(
-                    f"{name} is computed from shapes, which is not followed here; simplify the model first"
-                )
-            shape = str(tuple(self.weights[name].dims) or (1,))
+            if name not in self.weights or name not in self.shapes:
+                raise UnsupportedError(f"the shape of {name} cannot be told; simplify the model first")
+            shape = str(self.shapes[name] or (1,))
             self.place[name] = self._add(Node(VARIABLE, name, (), {"__shape__": shape}))
         return self.place[name]
 
