@@ -136,9 +136,9 @@ def pack(
 def _remarks(read: TraceFile) -> list[str]:
     """Notes on what of the file has no effect."""
     found = []
-    if never := int((read.columns.start == read.columns.end).sum()):
-        one = "1 block ends where it begins, and takes no room"
-        found.append(one if never == 1 else f"{never} blocks end where they begin, and take no room")
+    if never := int(((read.columns.nbytes > 0) & ~read.columns.live).sum()):
+        one = "1 block is live at no time, and takes no memory"
+        found.append(one if never == 1 else f"{never} blocks are live at no time, and take no memory")
     if unused := read.table.without_effect if read.table is not None else ():
         found.append(f"columns without effect: {', '.join(unused)}")
     return found

@@ -15,7 +15,7 @@ from .trace import Block, Trace
 class Layout(Saved):
     """Addresses for the blocks of a trace: `offsets[i]` for block `i`, found by `solver`.
 
-    An address is within the block's space. `peak_bytes` is the highest end of any block, summed over the spaces.
+    An address is within the block's space. `peak_bytes` is the highest end of any block that is live at some time, summed over the spaces.
     """
 
     solver: str
@@ -45,7 +45,7 @@ class Layout(Saved):
         for space in trace.spaces:
             inside = [(o, b) for o, b in zip(self.offsets, trace.blocks, strict=True) if b.space == space]
             _refuse_overlaps(inside)
-            top += max(o + b.nbytes for o, b in inside)
+            top += max((o + b.nbytes for o, b in inside if b.pieces), default=0)
         if top != self.peak_bytes:
             raise InvalidLayout(f"the layout reaches {top} bytes but claims a peak of {self.peak_bytes}")
         if self.lower_bound_bytes != trace.lower_bound_bytes:

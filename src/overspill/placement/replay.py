@@ -230,7 +230,7 @@ def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None, *, n
         int(before[i] + address - starts[i]) if block.nbytes else 0
         for i, address, block in zip(index, result.addresses, trace.blocks, strict=True)
     ]
-    peak = max((offset + b.nbytes for offset, b in zip(offsets, trace.blocks, strict=True)), default=0)
+    peak = max((offset + b.nbytes for offset, b in zip(offsets, trace.blocks, strict=True) if b.pieces), default=0)
     return Layout(allocator, tuple(offsets), peak, trace.lower_bound_bytes)
 
 

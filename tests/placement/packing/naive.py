@@ -28,7 +28,7 @@ def greedy(trace: Trace, order: Sequence[int], fit: str) -> tuple[int, ...]:
             top = max(top, low + nbytes)
         chosen = (holes[0] if fit == "first" else min(holes)) if holes else (0, top)
         offsets[i] = up(chosen[1], block.alignment)
-    return tuple(offsets[i] for i in range(len(trace.blocks)))
+    return tuple(offsets.get(i, 0) for i in range(len(trace.blocks)))  # one that never lives is not in `order`
 
 
 def meet(a: Block, b: Block) -> bool:

@@ -126,7 +126,7 @@ class Solver(ABC):
         began = time.perf_counter()
         columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
         offsets = np.maximum(columns.pinned, 0)  # a block of no bytes or no time lies where it may
-        lower_bound, bound, peak, found, stopped = 0, 0, 0, True, ""
+        lower_bound, bound, found, stopped = 0, 0, True, ""
         core: list[int] = []
         # Pack each space with its share of the time.
         for done, space in enumerate(columns.spaces):
@@ -144,12 +144,11 @@ class Solver(ABC):
                 found = False
                 continue
             offsets[problem.index] = packing.offsets
-            inside = columns.space == space
-            peak += int((offsets + columns.nbytes)[inside].max(initial=0))
         # Check the layout before anyone uses it.
         seconds = time.perf_counter() - began
         layout = None
         if found:
+            peak = sum(columns.peaks(offsets).values())
             layout = Layout(self.name, tuple(offsets.tolist()), peak, lower_bound)
             if isinstance(blocks, Trace):
                 layout.validate(blocks)

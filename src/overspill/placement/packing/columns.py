@@ -65,6 +65,17 @@ class Columns:
         """The memory spaces that blocks are in, in order."""
         return tuple(np.unique(self.space).tolist())
 
+    @cached_property
+    def live(self) -> NDArray[np.bool_]:
+        """Which blocks have bytes, and a time at which they are live; others take nothing."""
+        gone = np.concatenate([_integers([0]), np.cumsum(self.gap_end - self.gap_start)])[self.gap_first]
+        return (self.nbytes > 0) & (self.end - self.start > np.diff(gone))
+
+    def peaks(self, offsets: Integers) -> dict[int, int]:
+        """Peak bytes of each space, with block i at `offsets[i]`."""
+        tops = np.where(self.live, offsets + self.nbytes, 0)
+        return {space: int(tops[self.space == space].max()) for space in self.spaces}
+
     def trace(self, names: Sequence[str] = ()) -> Trace:
         """The blocks as a Trace, with positions as ids."""
         gaps = list(zip(self.gap_start.tolist(), self.gap_end.tolist(), strict=True))
@@ -140,7 +151,7 @@ class Columns:
 
         Both summed over the spaces.
         """
-        top = bound = 0
+        bound = 0
         for space in self.spaces:
             inside = np.flatnonzero(self.space == space)
             gaps, first = self.gaps_of(inside)
@@ -156,9 +167,8 @@ class Columns:
             if clash is not None:
                 one, two = (int(inside[block]) for block in clash)
                 raise InvalidLayout(f"the blocks at positions {one} and {two} overlap")
-            top += int((offsets[inside] + self.nbytes[inside]).max(initial=0))
             bound += live
-        return top, bound
+        return sum(self.peaks(offsets).values()), bound
 
 
 def _badly_placed(block: int, alignment: int, pinned: int) -> RequestError:

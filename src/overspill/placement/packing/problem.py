@@ -47,7 +47,7 @@ class Problem:
         # Choose the blocks of this space that need a place.
         columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
         columns.refuse_flaws()
-        chosen = np.flatnonzero((columns.space == space) & (columns.nbytes > 0) & (columns.end > columns.start))
+        chosen = np.flatnonzero((columns.space == space) & columns.live)
         # Number the times at which blocks or gaps begin and end.
         start, end = columns.start[chosen], columns.end[chosen]
         gaps, gap_first = columns.gaps_of(chosen)

@@ -43,8 +43,7 @@ def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | N
 def space_peaks(blocks: Trace | Columns, offsets: Sequence[int]) -> dict[int, int]:
     """Peak bytes of each space, with block i at `offsets[i]`."""
     columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
-    tops = np.array(offsets, dtype=np.int64) + columns.nbytes
-    return {space: max(int(tops[columns.space == space].max()), 0) for space in columns.spaces}
+    return columns.peaks(np.array(offsets, dtype=np.int64))
 
 
 def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class AddressMap:
 
 def address_maps(trace: Trace, layout: Layout) -> list[AddressMap]:
     """A map for each space of `trace`, all in the same unit."""
-    ends = (offset + block.nbytes for offset, block in zip(layout.offsets, trace.blocks, strict=True))
+    ends = (offset + block.nbytes for offset, block in zip(layout.offsets, trace.blocks, strict=True) if block.pieces)
     peak = max(ends, default=0)
     unit, unit_bytes = next((unit, nbytes) for unit, nbytes in UNITS.items() if peak >= nbytes or nbytes == 1)
     return [AddressMap.of(trace, layout, space, unit, unit_bytes) for space in trace.spaces or (0,)]

@@ -16,7 +16,7 @@ def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str) -> Page
     """The report of `found`, the replay of `snapshot`."""
     trace, addressed, made_by, frames = recorded_blocks(snapshot, found.device)
     offsets = _closed_up(trace, addressed)
-    peak = max((offset + block.nbytes for offset, block in zip(offsets, trace.blocks, strict=True)), default=0)
+    peak = max((o + block.nbytes for o, block in zip(offsets, trace.blocks, strict=True) if block.pieces), default=0)
     layout = Layout("recorded", offsets, peak, trace.lower_bound_bytes)
     views = addresses(trace, layout, "Recorded addresses over time", frames=frames, made_by=made_by, position="event")
     notes = (
