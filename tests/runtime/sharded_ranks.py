@@ -63,9 +63,11 @@ def sharded(
     depth: int = 2,
     *,
     frozen: bool = False,
+    before: Callable[[nn.Module], Any] = id,
 ) -> nn.Module:
     torch.manual_seed(0)
     model = Words(width, depth=depth, half=policy is not None)
+    before(model)
     for parameter in model.blocks[depth // 2].up.parameters() if frozen else ():
         parameter.requires_grad_(False)
     given = {"mp_policy": policy} if policy is not None else {}
@@ -133,6 +135,20 @@ def both(make: Make = adamw, *how: Any, frozen: bool = False, ways: Any = None, 
     """What a planned step makes, by these `ways` to plan it, and what FSDP does."""
     ours, theirs = sharded(*how, frozen=frozen), sharded(*how, frozen=frozen)
     return planned(ours, make(ours), **(ways or {}), **options), by_hand(theirs, make(theirs), **options)
+
+
+def compiled() -> Any:
+    """The same of blocks that are compiled one by one, in place and as wrappers, before they are sharded."""
+
+    def blocks(model: nn.Module) -> None:
+        for block in (model.blocks[0], model.blocks[1].up):
+            block.compile(backend="eager")
+        model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+
+    (ours, theirs) = (sharded(before=blocks) for _ in range(2))
+    found = planned(ours, adamw(ours)), by_hand(theirs, adamw(theirs))
+    torch._dynamo.reset()
+    return found
 
 
 def replicated(ranks: int, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Any:
@@ -313,6 +329,7 @@ def full_disk() -> Any:
 
 CASES: dict[str, Callable[[], Any]] = {
     "sharded": both,
+    "sharded, compiled": compiled,
     "sharded, roomy": lambda: both(sgd, None, False, frozen=True, ways={"budget": "1GiB"}),
     "sharded, accumulated": lambda: both(adamw, accumulate=2, clip_norm=0.1),
     "sharded, accumulated half": lambda: both(adamw, HALF, accumulate=2, clip_norm=0.1),

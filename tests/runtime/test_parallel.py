@@ -25,7 +25,7 @@ SECONDS = 400
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
 SHARDED = ("sharded", "sharded, accumulated half", "budgets", "refusals", "checkpoints", "full disk")
-QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", *SHARDED)
+QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", "sharded, compiled", *SHARDED)
 
 
 @pytest.fixture(scope="module")

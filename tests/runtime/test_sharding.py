@@ -29,7 +29,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_once(tmp_path_factory, "four_ranks", FOUR, ranks=4)
 
 
-@pytest.mark.parametrize("case", ["sharded", "sharded, accumulated half"])
+@pytest.mark.parametrize("case", ["sharded", "sharded, accumulated half", "sharded, compiled"])
 def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_fsdp(ranks, case)
 

@@ -1,11 +1,13 @@
-"""Fix what `torch.compiler.is_compiling()` returns while a step is captured.
+"""Fix what `torch.compiler.is_compiling()` returns while a step is captured, and trace through compiled parts.
 
 A capture promises the numbers of a reference, plain eager PyTorch or stock `torch.compile`, and models may branch on
-whether they are compiled. So they get the answer that they would get from the reference.
+whether they are compiled. So they get the answer that they would get from the reference. Blocks and functions that the
+user has compiled run as they are written meanwhile, for the capture follows Python that runs.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): that `torch._utils` and `torch._dynamo` ask
-`torch.compiler.is_compiling`, Dynamo's table `tracing_state_functions`, and `torch.fx._symbolic_trace.is_fx_tracing`,
-which Dynamo answers with no.
+`torch.compiler.is_compiling`, Dynamo's table `tracing_state_functions`, `torch.fx._symbolic_trace.is_fx_tracing`,
+which Dynamo answers with no, and two functions of `torch._dynamo.eval_frame`: `_callback_from_stance` says what compiles a
+call, None for nothing, and `set_fullgraph_compiled_frame_count` counts for `fullgraph=True`, which wants something compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo
 import torch.fx._symbolic_trace
+from torch._dynamo import eval_frame
 from torch._dynamo.variables.torch import tracing_state_functions
 
 
@@ -31,18 +35,26 @@ def not_exporting() -> AbstractContextManager[Any]:
 
 @contextmanager
 def told(*, compiles: bool) -> Iterator[None]:
-    """Make `is_compiling()` return `compiles` inside the block, for code of this thread only."""
-    me = get_ident()
+    """Make `is_compiling()` return `compiles` inside the block, where nothing compiles, for code of this thread only."""
+    me, config = get_ident(), torch._dynamo.config
 
-    def answering(plain: Callable[[], bool], answer: bool) -> Callable[[], bool]:
-        return lambda: answer if get_ident() == me else plain()
+    def answering(plain: Callable[..., Any], answer: Any, everywhere: bool) -> Callable[..., Any]:
+        def answered(*given: Any) -> Any:
+            is_asked = get_ident() == me and (everywhere or not config.allow_empty_graphs)
+            return answer if is_asked else plain(*given)
+
+        return answered
 
     asked = (
-        (torch.compiler, "is_compiling", compiles),
-        (torch.compiler, "is_dynamo_compiling", compiles),
-        (torch.fx._symbolic_trace, "is_fx_tracing", False),
+        (torch.compiler, "is_compiling", compiles, True),
+        (torch.compiler, "is_dynamo_compiling", compiles, True),
+        (torch.fx._symbolic_trace, "is_fx_tracing", False, True),
+        # Not within torch.cond and its like, which compile their branches themselves, with `allow_empty_graphs`.
+        (eval_frame, "_callback_from_stance", None, False),
+        (eval_frame, "set_fullgraph_compiled_frame_count", 0, False),
     )
     with ExitStack() as stack:
-        for where, name, answer in asked:
-            stack.enter_context(patch.object(where, name, answering(getattr(where, name), answer)))
+        stack.enter_context(config.patch(error_on_nested_fx_trace=False))
+        for where, name, answer, everywhere in asked:
+            stack.enter_context(patch.object(where, name, answering(getattr(where, name), answer, everywhere)))
         yield

@@ -47,6 +47,15 @@ def is_open(value: Any) -> bool:
     return isinstance(value, _OPEN) or is_followed(type(value).__module__)
 
 
+def beneath(function: Any) -> Any:
+    """`function`, or what it calls if it is a wrapper of torch's, as `torch.compile` and `torch.no_grad` make them."""
+    while isinstance(function, types.FunctionType) and not is_followed(function.__globals__.get("__name__")):
+        if (inner := getattr(function, "__wrapped__", None)) is None:
+            break
+        function = inner
+    return function
+
+
 @lru_cache(4096)
 def names_of(code: types.CodeType) -> frozenset[str]:
     """All names that a function and its inner functions use."""

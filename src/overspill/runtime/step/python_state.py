@@ -57,6 +57,7 @@ from .compared import (
 from .followed import (
     BY_IDENTITY,
     advances,
+    beneath,
     globals_of,
     has_advanced,
     is_followed,
@@ -231,7 +232,7 @@ class PythonState:
             self.undo()
             raise Changed(spoiled[0], self, for_good=True)
         # Those that a hook puts into a dictionary of features are as attributes that the step has set.
-        for holder in holders:
+        for holder in reversed(holders):  # what is within a container comes behind it
             before = dict(entries(holder.values))
             for key, value in holder.where.items():
                 if _is_fake(value):
@@ -322,7 +323,8 @@ class PythonState:
 
     def _callable(self, value: Any, label: str) -> Iterable[tuple[Any, str]]:
         if isinstance(value, types.FunctionType):
-            return self._function(value)
+            inner = beneath(value)
+            return self._function(value) if inner is value else [(inner, label)]
         is_method = isinstance(value, types.MethodType)
         found = self._method(value) if is_method else (value.func, value.args, value.keywords)
         return [(inner, label) for inner in found]
@@ -347,7 +349,7 @@ class PythonState:
 
         Other attributes of its object are left out, for there may be many.
         """
-        of, functions = method.__self__, [method.__func__]
+        of, functions = method.__self__, [beneath(method.__func__)]
         if isinstance(of, nn.Module) or not isinstance(getattr(of, "__dict__", None), dict):
             return functions
         used: set[str] = set()
@@ -355,7 +357,7 @@ class PythonState:
             new = names_of(function.__code__) - used if isinstance(function, types.FunctionType) else set()
             used |= new
             functions += [
-                f for name in sorted(new) if isinstance(f := getattr(type(of), name, None), types.FunctionType)
+                f for name in sorted(new) if isinstance(f := beneath(getattr(type(of), name, None)), types.FunctionType)
             ]
         names = tuple(sorted(used & vars(of).keys()))
         if names:
@@ -417,7 +419,7 @@ class NotKept:
     def __init__(
         self,
         name: str,
-        why: str = "is set by the model's forward, and a planned step does not keep it; let the loss function return it beside the loss",
+        why: str = "is set by the model's forward, and a planned step does not keep it; let the loss function return it beside the loss, or call the model before you read it",
     ) -> None:
         self.__dict__["_said"] = f"{name} {why}"
 
