@@ -40,7 +40,8 @@ def test_a_share_is_taken_of_what_there_is(text: str | float, nbytes: int) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["12XB", "", " ", "-1GiB", "0", "0GiB", "abc", "GiB", "1e9", "1,5GiB", "nan", "12 Gi B"]
+    "text",
+    ["12XB", "", " ", "-1GiB", "0", "0GiB", "abc", "GiB", "1e9", "1,5GiB", "nan", "12 Gi B", "٢GiB", "1.٢", "٢%"],
 )
 def test_what_is_no_positive_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(RequestError) as refusal:

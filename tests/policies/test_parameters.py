@@ -40,6 +40,7 @@ def test_in_a_list_parameters_belong_to_the_policy_before_them() -> None:
         ("window:every", "the policy window has no parameter 'every'; did you mean 'every_step'"),
         ("window:window", "needs a value of window: window:window=…"),
         ("lms:ahead=two", "ahead='two' is no whole number"),
+        ("lms:ahead=٢", "ahead='٢' is no whole number"),
         ("window:every_step=perhaps", "every_step='perhaps' is neither yes nor no"),
         ("vdnn-dynamic:pass=cnv", "unknown pass 'cnv'; did you mean 'conv'"),
         ("virtual-addressing", "placement=chunked simulates it"),

@@ -172,7 +172,7 @@ def _device(name: str | None) -> str:
 
     if name is None:
         return "cuda" if accelerator.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name, re.ASCII):
         raise RequestError(f"unknown device {name!r}; train on cpu, cuda or cuda:N")
     return name
 

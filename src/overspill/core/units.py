@@ -14,7 +14,7 @@ _UNITS = {
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*|%)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:

@@ -103,14 +103,14 @@ def _stoi(text: str) -> int:
 
     What std::stoi refuses makes PyTorch warn and take the default.
     """
-    match = re.match(r"\s*([+-]?\d+)", text)
+    match = re.match(r"\s*([+-]?\d+)", text, re.ASCII)
     number = int(match.group(1)) if match else _LT_DEFAULT_KIB
     return number if -_INT_MAX - 1 <= number <= _INT_MAX else _LT_DEFAULT_KIB
 
 
 def _release(version: str) -> tuple[int, int]:
     """`2.6.0+cu124` as (2, 6)."""
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d+)\.(\d+)", version, re.ASCII)
     if match is None:
         raise RequestError(f"{version!r} is not a PyTorch release; write it as 2.6")
     release = int(match.group(1)), int(match.group(2))

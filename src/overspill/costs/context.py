@@ -82,7 +82,7 @@ def _mib(low: int, central: int, high: int) -> Interval:
 
 def _release(version: str) -> tuple[int, int]:
     """`12.4` or `12.4.1` as (12, 4)."""
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d+)\.(\d+)", version, re.ASCII)
     if match is None:
         raise RequestError(f"{version!r} is not a CUDA release; write it as 12.4")
     return int(match.group(1)), int(match.group(2))

@@ -103,6 +103,6 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     text = variables.get(name)
     if text is None:
         return default
-    if re.fullmatch(r"\s*\d+\s*", text) is None:
+    if re.fullmatch(r"\s*\d+\s*", text, re.ASCII) is None:
         raise RequestError(f"{name}={text} is no count; write a whole number")
     return int(text)

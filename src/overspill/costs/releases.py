@@ -60,7 +60,7 @@ def release_of(text: str, what: str, example: str) -> tuple[int, int]:
 
     It is written as `example`. Raises RequestError.
     """
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?(?:[a-z+.-].*)?", text)
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?(?:[a-z+.-].*)?", text, re.ASCII)
     if match is None:
         raise RequestError(f"{text!r} is not a release of {what}; write it as {example}")
     return int(match.group(1)), int(match.group(2))

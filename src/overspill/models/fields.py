@@ -24,7 +24,7 @@ def parsed_fields(name: str, parts: list[str]) -> dict[str, Any]:
 def _value(text: str) -> int | float | bool | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for number in (int, float):
+    for number in (int, float) if text.isascii() else ():
         try:
             return number(text)
         except ValueError:

@@ -46,7 +46,7 @@ def number(name: str, field: str, text: str) -> Parameter:
     """A parameter that is a whole number, of at least 0."""
 
     def read(given: str) -> int:
-        if not given.isdecimal():
+        if not (given.isascii() and given.isdecimal()):
             raise RequestError(f"{name}={given!r} is no whole number")
         return int(given)
 

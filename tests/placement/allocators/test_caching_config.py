@@ -67,6 +67,8 @@ def test_settings_without_influence_on_placement_are_accepted() -> None:
         ("max_split_size_mb", "'max_split_size_mb' is not of the form key:value"),
         ("max_split_size_mb:", "'max_split_size_mb:' is not of the form key:value"),
         ("max_split_size_mb:abc", "max_split_size_mb must be a whole number, not 'abc'"),
+        ("max_split_size_mb:٤٠", "max_split_size_mb must be a whole number, not '٤٠'"),
+        ("garbage_collection_threshold:0.٢", "must be a number between 0 and 1, not '0.٢'"),
         ("max_split_size:128", "has no setting 'max_split_size'; did you mean 'max_split_size_mb'"),
     ],
 )

@@ -120,7 +120,7 @@ def _mebibytes(key: str, value: str) -> int:
 
 def _share(key: str, value: str) -> float:
     try:
-        number = float(value)
+        number = float(value.encode("ascii"))
     except ValueError:
         raise RequestError(f"{key} must be a number between 0 and 1, not {value!r}") from None
     return number
@@ -156,7 +156,7 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
 
 
 def _whole_number(key: str, value: str) -> int:
-    if not value.isdecimal() or len(value) > 12:
+    if not (value.isascii() and value.isdecimal()) or len(value) > 12:
         raise RequestError(f"{key} must be a whole number, not {value[:40]!r}")
     return int(value)
 

@@ -82,6 +82,6 @@ def text_of(config: CachingConfig) -> str:
 
 def _divisions(table: dict[str, int]) -> tuple[int, ...]:
     """The numbers of divisions, in the order of their keys. Keys are the intervals' starts in MiB."""
-    if len(table) != DIVISION_INTERVALS or not all(key.isdecimal() and len(key) < 9 for key in table):
+    if len(table) != DIVISION_INTERVALS or not all(key.isascii() and key.isdecimal() and len(key) < 9 for key in table):
         raise RequestError(f"the snapshot's roundup_power2_divisions are not {DIVISION_INTERVALS} numbers by size")
     return tuple(count for _, count in sorted((int(key), count) for key, count in table.items()))
