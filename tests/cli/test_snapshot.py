@@ -61,6 +61,24 @@ def test_a_different_one_has_exit_code_1_and_the_first_difference(overspill: Ove
 
 
 @pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"action": "x"}, "events of kinds unknown here are left out: x; record a run"),
+        ({"action": "alloc", "size": 512, "pool_id": (0, 7)}, "1 events of graphs' private pools and of MemPools"),
+        ({"action": "snapshot"}, "they are snapshot; record a run"),
+    ],
+)
+@pytest.mark.parametrize("command", ["snapshot", "pack"])
+def test_events_none_of_which_can_be_replayed_are_no_equal_snapshot(
+    overspill: Overspill, command: str, event: dict[str, object], said: str
+) -> None:
+    Path("odd.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [[event]]}))
+    done = overspill(f"{command} odd.pickle")
+    assert (done.code, done.out) == (2, "")
+    assert f"none of the 1 events of device 0 can be replayed: {said}" in done.error
+
+
+@pytest.mark.parametrize(
     ("command", "said"),
     [
         ("", "Missing argument 'FILE.pickle'"),

@@ -11,7 +11,8 @@ from .read import DEFAULT_POOL, Segment, Snapshot, TraceEntry
 
 EXCHANGES = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
 LOSSES = ("segment_free", "segment_unmap")
-_KNOWN = (*EXCHANGES, "alloc", "free_requested", "free_completed", "oom", "snapshot")
+_MARKS = ("free_requested", "snapshot")
+_KNOWN = (*EXCHANGES, *_MARKS, "alloc", "free_completed", "oom")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class DeviceTrace:
 
 
 def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
-    """Events and final segments of `device`, without private pools. Raises RequestError when it has none."""
+    """Events and final segments of `device`, without private pools. Raises RequestError when there are no such events."""
     trace, segments = snapshot.trace(device), snapshot.segments_of(device)
     if not trace:
         having = ", ".join(map(str, snapshot.devices))
@@ -61,6 +62,12 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
     if unknown:
         notes.append(f"events of kinds unknown here are left out: {', '.join(unknown)[:200]}")
     kept = [entry for entry in kept if entry.action in _KNOWN]
+    if not any(entry.action not in _MARKS for entry in kept):
+        why = "; ".join(notes) or f"they are {' and '.join(sorted({entry.action for entry in kept}))}"
+        raise RequestError(
+            f"none of the {len(trace)} events of device {device} can be replayed: {why}; record a run that allocates memory, outside "
+            "of graphs and MemPools, with PyTorch 2.0 or later"
+        )
     public = tuple(segment for segment in segments if segment.pool == DEFAULT_POOL)
     return DeviceTrace(tuple(kept), public, len(trace) - len(kept), tuple(notes))
 
