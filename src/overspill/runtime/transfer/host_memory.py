@@ -19,6 +19,7 @@ import ctypes
 import functools
 import mmap
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -33,6 +34,13 @@ MOST_KEPT_BYTES = 2**31 - 2**20
 """The largest threshold that `mallopt` takes, which is an int."""
 SCARCE = 2.0
 """Memory is scarce when less is available than this many times the unmanaged peak."""
+
+_GROUPS, _GROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_GROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+}
+"""Limit, use, and the counters of memory.stat that can be dropped, by the version of control groups (kernel, cgroup-v2.rst)."""
 
 _is_scarce = False
 
@@ -89,10 +97,28 @@ def available_bytes() -> int:
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
         limits.append(address_space - _status(Path("/proc/self/status"), "VmSize"))
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    with contextlib.suppress(OSError):  # no control groups
+        for line in _GROUPS_OF_PROCESS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                limits += _left_in(_GROUPS / ("memory" if controllers else ""), path, 1 if controllers else 2)
     return min(limits)
+
+
+def _left_in(root: Path, path: str, version: int) -> Iterator[int]:
+    """Bytes left in the control group `path` and in those around it, as far as they have limits.
+
+    File pages are not taken: the kernel drops them when a limit is reached, as MemAvailable has it too.
+    """
+    limit, current, droppable = _GROUP_FILES[version]
+    inside = root / path.lstrip("/")
+    for group in (inside, *inside.parents):
+        if not group.is_relative_to(root):
+            return
+        with contextlib.suppress(OSError, ValueError):  # not seen from a container, or no limit ("max")
+            taken = int((group / current).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield int((group / limit).read_text()) - taken + min(taken, sum(int(stat.get(key, 0)) for key in droppable))
 
 
 def _status(path: Path, key: str) -> int:
