@@ -15,7 +15,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)  # fmt: skip
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
@@ -54,6 +60,9 @@ class Words(nn.Module):
             x = block(x)
         return self.head(self.norm(x.flatten(0, 1)))
 
+    def logits(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
 
 def sharded(
     policy: MixedPrecisionPolicy | None = None,
@@ -64,6 +73,7 @@ def sharded(
     *,
     frozen: bool = False,
     before: Callable[[nn.Module], Any] = id,
+    after: Callable[[nn.Module], Any] = id,
 ) -> nn.Module:
     torch.manual_seed(0)
     model = Words(width, depth=depth, half=policy is not None)
@@ -74,11 +84,14 @@ def sharded(
     within = {"mp_policy": replace(policy, output_dtype=None)} if policy is not None else {}
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **within)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, **given)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, **given)
+    after(model)
+    return model
 
 
 def loss(model: nn.Module, words: Tensor) -> Tensor:
-    return F.cross_entropy(model(words[:, :-1]).float(), words[:, 1:].flatten())
+    call = vars(model).get("logits", model)  # where it is registered as a forward
+    return F.cross_entropy(call(words[:, :-1]).float(), words[:, 1:].flatten())
 
 
 def batch(step: int, samples: int = 4) -> Tensor:
@@ -131,9 +144,9 @@ def planned(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str,
     return result
 
 
-def both(make: Make = adamw, *how: Any, frozen: bool = False, ways: Any = None, **options: Any) -> Any:
+def both(make: Make = adamw, *how: Any, frozen: bool = False, ways: Any = None, after: Any = id, **options: Any) -> Any:
     """What a planned step makes, by these `ways` to plan it, and what FSDP does."""
-    ours, theirs = sharded(*how, frozen=frozen), sharded(*how, frozen=frozen)
+    ours, theirs = (sharded(*how, frozen=frozen, after=after) for _ in range(2))
     return planned(ours, make(ours), **(ways or {}), **options), by_hand(theirs, make(theirs), **options)
 
 
@@ -250,6 +263,60 @@ def integer() -> dict[str, str]:
     return {"integer": said(lambda model: [fully_shard(part, reshard_after_forward=2) for part in (model[0], model)])}
 
 
+FOLLOWED = {
+    "set_force_sum_reduction_for_comms": (True,), "set_gradient_divide_factor": (3.0,), "set_reduce_scatter_divide_factor": (3.0,),
+}  # fmt: skip
+WITHOUT_EFFECT: dict[str, Any] = {
+    "set_allocate_memory_from_process_group_for_comm": (False,), "set_is_last_backward": (True,),
+    "set_modules_to_backward_prefetch": ([],), "set_modules_to_forward_prefetch": ([],), "set_post_optim_event": (None,),
+    "set_reduce_scatter_max_input_buffers": (2,), "set_requires_all_reduce": (False,),
+    "set_reshard_after_forward": (False,), "set_separate_reduce_scatter_group": (), "set_unshard_in_backward": (True,),
+}  # fmt: skip
+"""Setters that say only when FSDP gathers, waits and from where memory comes; all-reducing is of replicas."""
+REFUSED: dict[str, Any] = {
+    "set_all_reduce_hook": (id,), "set_custom_all_gather": (object(),), "set_custom_reduce_scatter": (object(),),
+    "set_reduce_scatter_unused_params": (True,), "set_requires_all_reduce": (False,), "set_requires_gradient_sync": (False,),
+    "set_reshard_after_backward": (False,), "set_symm_mem_for_comm": (),
+}  # fmt: skip
+
+
+def tell(model: nn.Module, setters: dict[str, Any]) -> None:
+    """Call these setters of all modules that are sharded."""
+    for module in model.modules():
+        for name, given in setters.items() if isinstance(module, FSDPModule) else ():
+            if hasattr(module, name):  # not in all releases
+                getattr(module, name)(*given)
+
+
+def told(model: nn.Module) -> None:
+    tell(model, FOLLOWED | WITHOUT_EFFECT)
+    register_fsdp_forward_method(model, "logits")
+
+
+def settings() -> tuple[set[str], dict[str, str], str, bool]:
+    """The setters that FSDP's modules have, what is said of some, and of one that is called between steps; and whether it goes on."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    heard = {
+        name: said(lambda model, one=(name, given): tell(fully_shard(model, mesh=mesh), dict([one])))
+        for name, given in REFUSED.items()
+        if name != "set_symm_mem_for_comm"  # needs NCCL
+    }
+    heard["set_gradient_divide_factor"] = said(lambda model: fully_shard(model).set_gradient_divide_factor(3.0))
+    model = sharded()
+    step = overspill.train_step(model, loss, adamw(model), budget="smallest", store="host")
+    step(batch(0))
+    model.set_requires_gradient_sync(False)
+    try:
+        step(batch(0))
+        between = "no error"
+    except OverspillError as error:
+        between = f"{type(error).__name__}: {error}"
+    model.set_requires_gradient_sync(True)
+    goes_on = bool(step(batch(0)).isfinite())
+    step.close()
+    return {name for name in dir(FSDPModule) if name.startswith("set_")}, heard, between, goes_on
+
+
 def refusals() -> dict[str, str]:
     """What is said of what a planned step does not shard."""
 
@@ -262,7 +329,6 @@ def refusals() -> dict[str, str]:
         "ignored": said(lambda model: fully_shard(model, ignored_params={model[0].weight})),
         "parts only": said(lambda model: fully_shard(model[0])),
         "optimizer": said(fully_shard, lambda model: Adafactor(model.parameters())),
-        "no sync": said(lambda model: fully_shard(model).set_requires_gradient_sync(False)),
         "inductor": said(fully_shard, backend="inductor"),
         "group": said(fully_shard, process_group=False),
     }
@@ -342,6 +408,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "refusals": refusals,
     "full disk": full_disk,
     "integer": integer,
+    "settings": settings,
+    "sharded, told": lambda: both(after=told),
+    "sharded, replicated and divided": lambda: replicated(2, after=lambda model: tell(model, FOLLOWED)),
     "checkpoints": checkpoints,
     "sharded, placed": lambda: both(adamw, ways={"placement": "planned"}),
 }

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from .test_parallel import of, run_once
+from .sharded_ranks import FOLLOWED, REFUSED, WITHOUT_EFFECT
+from .test_parallel import SHARDED, of, run_once
 from .test_parallel import ranks as ranks  # noqa: PLC0414 - the fixture
 
 FOUR = (
@@ -17,6 +18,7 @@ FOUR = (
     "sharded, placed",
     "sharded, replicated",
     "sharded, replicated half",
+    "sharded, replicated and divided",
     "drawn",
     "fewer ranks",
     "integer",
@@ -29,7 +31,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_once(tmp_path_factory, "four_ranks", FOUR, ranks=4)
 
 
-@pytest.mark.parametrize("case", ["sharded", "sharded, accumulated half", "sharded, compiled"])
+@pytest.mark.parametrize("case", SHARDED)
 def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_fsdp(ranks, case)
 
@@ -81,7 +83,6 @@ def test_the_smallest_budget_is_in_force_on_all_and_the_peak_is_what_is_measured
         ("ignored", "UnsupportedError: 0.weight is trained and not sharded (ignored_params"),
         ("parts only", "UnsupportedError: 1.weight is trained and not sharded"),
         ("optimizer", "UnsupportedError: Adafactor is not known to treat each element by itself"),
-        ("no sync", "UnsupportedError: the model was told set_requires_gradient_sync(False)"),
         ("inductor", "UnsupportedError: backend='inductor' of a model that fully_shard has sharded"),
         ("group", "RequestError: the model is sharded by fully_shard over its own mesh; leave process_group out"),
     ],
@@ -89,6 +90,17 @@ def test_the_smallest_budget_is_in_force_on_all_and_the_peak_is_what_is_measured
 def test_what_is_not_sharded_is_refused_by_name(ranks: list[dict[str, Any]], asked: str, message: str) -> None:
     for rank in ranks:
         assert rank["refusals"][asked].startswith(message)
+
+
+def test_every_setter_of_fsdp_is_followed_refused_or_without_effect_on_numbers(ranks: list[dict[str, Any]]) -> None:
+    for setters, said, between, goes_on in of(ranks, "settings"):
+        assert setters <= FOLLOWED.keys() | WITHOUT_EFFECT.keys() | REFUSED.keys()
+        assert said.keys() >= REFUSED.keys() - {"set_symm_mem_for_comm"}
+        for name, one in said.items():
+            assert name in one
+            assert one.startswith("UnsupportedError: the model was ")
+        assert between == said["set_requires_gradient_sync"]
+        assert goes_on
 
 
 @pytest.mark.long

@@ -4,9 +4,9 @@ Their groups, mesh and precision are read off FSDP's own state. FSDP's hooks do 
 scatters are ops of its graph. The model's parameters stay FSDP's, DTensors of which each rank has a part; what moves
 between device and store is that part.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FSDPState` with its hooks' handles, `_lazy_init`, `_fsdp_param_groups`
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FSDPState` with its hooks and their handles, `_lazy_init`, `_fsdp_param_groups`
 or `_fsdp_param_group`, `_mp_policy` and `_modules`, the attributes of `FSDPParamGroup` and `FSDPParam` that are read here, `DTensor._local_tensor`,
-and `_apply_to_tensors`.
+`_get_gradient_divide_factors`, by what gradients are divided and how they are summed, and `_apply_to_tensors`.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class ShardGroup:
 
     def __init__(self, group: Any, names: Mapping[int, str]) -> None:
         """`names` are those of the model's parameters, by id."""
+        self._told = group
         self.name = str(group._module_fqn or "")
         self.parameters = {names[id(p.sharded_param)]: p for p in group.fsdp_params}
         self.reduce_dtype: torch.dtype | None = group._reduce_dtype
@@ -139,15 +140,23 @@ class ShardGroup:
 
         They are packed as FSDP packs them, on whose order the last bits of sums over more than two ranks depend.
         """
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: PLC0415 - takes half a second
+
         parameters = [self.parameters[name] for name in names]
         rows = [parameter.padded_sharded_param_size.numel() for parameter in parameters]
         dtype = self.reduce_dtype or gradients[0].dtype
         packed = self._packed(gradients, rows, dtype)
-        before, after, op = divided(self.ranks * (1 if self.replicas is None else self.replicas.size()), dtype)
-        if before != 1:
+        factor, sums = self._told.gradient_divide_factor, self._told.force_sum_reduction_for_comms
+        before, after, op, over_replicas = _fsdp_collectives._get_gradient_divide_factors(
+            self.group, self.replicas, dtype, packed.device.type, factor, sums
+        )
+        if before not in (None, 1):
             packed.div_(before)
-        if packed.device.type == "cpu":  # gloo scatters so too, on a copy that it gives back late
-            summed = packed[self.group.rank()]
+        summed = packed[self.group.rank()]
+        wait: Callable[[], Any] = bool
+        if self.ranks == 1:  # FSDP sums nothing, and divides
+            packed.div_(factor or 1)
+        elif packed.device.type == "cpu":  # gloo scatters so too, on a copy that it gives back late
             wait = started((packed,), lambda given: dist.all_reduce(given, op, self.group, async_op=True))
         else:
             summed = packed.new_empty(packed.shape[1])
@@ -158,8 +167,8 @@ class ShardGroup:
         def end() -> tuple[Tensor, ...]:
             wait()
             if self.replicas is not None:
-                lent((summed,), lambda given: dist.all_reduce(given, op, self.replicas))
-            if after != 1:
+                lent((summed,), lambda given: dist.all_reduce(given, over_replicas, self.replicas))
+            if after not in (None, 1):
                 summed.div_(after)
             return tuple(
                 part[: parameter.sharded_size.numel()].view(parameter.sharded_size).to(parameter.orig_dtype, copy=True)
@@ -176,16 +185,6 @@ class ShardGroup:
             for rank, own in enumerate(whole.split(part.shape[1]) if whole.numel() else ()):
                 part[rank, : own.numel()].copy_(own)
         return packed
-
-
-def divided(ranks: int, dtype: torch.dtype) -> tuple[float, float, Any]:
-    """The factors by which FSDP divides gradients before and after it sums them, and how it sums."""
-    if dtype in (torch.float32, torch.bfloat16):
-        return 1, 1, dist.ReduceOp.AVG if ranks > 1 else dist.ReduceOp.SUM
-    before = 1
-    while ranks % before == 0 and ranks / before > before:
-        before *= 2
-    return before, ranks / before, dist.ReduceOp.SUM
 
 
 def _groups_of(state: Any) -> Sequence[Any]:
@@ -217,7 +216,7 @@ class Sharding:
             )
         self._shards = self.groups[0].group
         self._mesh = groups[0].mesh_info.mesh
-        self._hooks: list[tuple[Any, int, Any]] = []
+        self._hooks: list[tuple[Any, Any, Any]] = []
         self._is_taken = False
 
     @cached_property
@@ -232,8 +231,12 @@ class Sharding:
     # -- between FSDP and the step
 
     def reshard(self) -> None:
-        """Put the shards in place where FSDP has left whole parameters, as its root does after a forward."""
+        """Put the shards in place where FSDP has left whole parameters, as its root does after a forward.
+
+        Raises UnsupportedError for what FSDP has been told that a planned step does not do.
+        """
         for group in self._fsdp_groups:
+            _check_settings(group)
             group.reshard()
 
     def take(self) -> None:
@@ -259,15 +262,17 @@ class Sharding:
     def hold(self, is_tracing: Callable[[], bool], bring: Callable[[], None]) -> None:
         """Call none of FSDP's hooks while `is_tracing`; before they run at other times, call `bring`."""
         for state in self._states:
+            before, behind = partial(_cast_inputs, state._mp_policy), partial(_cast_output, state._mp_policy)
+            # Methods of `register_fsdp_forward_method` call the state's own.
+            found = [(vars(state), "_pre_forward", state._pre_forward, before)]
+            found += [(vars(state), "_post_forward", state._post_forward, behind)]
             handles = {handle.id for handle in _handles(state)}
             for module in state._modules:
-                for table, cast in (
-                    (module._forward_pre_hooks, partial(_cast_inputs, state._mp_policy)),
-                    (module._forward_hooks, partial(_cast_output, state._mp_policy)),
-                ):
-                    for key in handles & table.keys():
-                        self._hooks.append((table, key, table[key]))
-                        table[key] = _Held(table[key], cast, is_tracing, bring)
+                for table, cast in ((module._forward_pre_hooks, before), (module._forward_hooks, behind)):
+                    found += [(table, key, table[key], cast) for key in handles & table.keys()]
+            for table, key, hook, cast in found:
+                self._hooks.append((table, key, hook))
+                table[key] = _Held(hook, cast, is_tracing, bring)
 
     def let_go(self) -> None:
         """Give FSDP its hooks and shards back."""
@@ -332,16 +337,43 @@ def _check_group(group: Any, names: Mapping[int, str]) -> None:
         raise UnsupportedError(
             f"{where} is sharded with an integer reshard_after_forward; use True: the plan itself keeps what is worth it"
         )
-    for setting, usual, told in (
-        ("reduce_grads", True, "set_requires_gradient_sync(False)"),
-        ("gradient_divide_factor", None, "set_gradient_divide_factor"),
-        ("force_sum_reduction_for_comms", False, "set_force_sum_reduction_for_comms"),
-        ("_all_reduce_hook", None, "set_all_reduce_hook"),
-    ):
-        if getattr(group, setting, usual) != usual:
-            raise UnsupportedError(f"{where} was told {told}, which a planned step does not do; leave it as it was")
     for parameter in group.fsdp_params:
         _check_parameter(parameter, where, names)
+
+
+def _check_settings(group: Any) -> None:
+    """Raise UnsupportedError for a setting of FSDP's that would change numbers and is not followed.
+
+    Followed are divisors and sums; others only say when FSDP gathers and into which memory, which the plan decides.
+    """
+    where = group._module_fqn or "the model"
+    replicated = getattr(group.mesh_info, "replicate_process_group", None) is not None
+    for setting, usual, told in (
+        ("reduce_grads", (True,), "set_requires_gradient_sync(False)"),
+        ("all_reduce_grads", (True, replicated), "set_requires_all_reduce(False)"),
+        (
+            "reshard_after_backward",
+            (True,),
+            "set_reshard_after_backward(False)",
+        ),  # FSDP then trains on with old parameters
+        ("reduce_scatter_unused_params", (False,), "set_reduce_scatter_unused_params(True)"),
+        ("_all_reduce_hook", (None,), "set_all_reduce_hook"),
+    ):
+        if getattr(group, setting, usual[0]) not in usual:
+            raise UnsupportedError(
+                f"{where} was told {told}, which a planned step does not do; leave it as it was (accumulate= adds micro-batches up)"
+            )
+    for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+        if not type(comm).__name__.startswith(("Default", "ProcessGroupAlloc")):
+            raise UnsupportedError(
+                f"{where} was given {type(comm).__name__} (set_custom_all_gather, set_custom_reduce_scatter or set_symm_mem_for_comm), "
+                "which a planned step does not call; leave it as it was"
+            )
+    if group.gradient_divide_factor and not group.force_sum_reduction_for_comms and group.device.type == "cpu":
+        raise UnsupportedError(
+            f"{where} was told set_gradient_divide_factor, by which gloo cannot divide while it sums; call "
+            "set_force_sum_reduction_for_comms(True) too, as FSDP alone needs it"
+        )
 
 
 def _check_parameter(parameter: Any, where: str, names: Mapping[int, str]) -> None:
