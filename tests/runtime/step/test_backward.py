@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -280,6 +281,24 @@ def test_a_step_that_sets_the_random_state_is_refused_where_that_matters(forward
 
 def test_a_step_that_puts_the_random_state_back_and_does_not_draw_is_planned() -> None:
     Both(lambda net, x: net.c(RunsAgain.apply(net.b, net.a(x), True))).train()
+
+
+def changing(change: Callable[[list[Any], Tensor], Any], reentrant: bool, net: Net, x: Tensor) -> Tensor:
+    h = net.a(x)
+    held = [2, h]
+    return net.c(checkpoint(lambda y: (net.b(y) * held[0], change(held, y))[0], h, use_reentrant=reentrant))
+
+
+@pytest.mark.parametrize("change", [lambda held, _: held.pop(), lambda held, _: held.__setitem__(0, 3)])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_would_find_something_else_is_refused(change: Any, reentrant: bool) -> None:
+    both = Both(partial(changing, change, reentrant))
+    with pytest.raises(UnsupportedError, match=r"torch\.utils\.checkpoint .*copy"):
+        both.step(both.x)
+
+
+def test_a_checkpoint_may_collect() -> None:
+    Both(partial(changing, list.append, False)).train()
 
 
 def test_another_models_gradients_are_left_alone() -> None:

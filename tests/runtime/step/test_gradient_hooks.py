@@ -11,6 +11,7 @@ import torch
 from tests.runtime.step.whole_steps import Lm, Mlp, Plain, batch_for, cross_entropy, differences, made
 from tests.turns import by_turns
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all
 
 import overspill
 from overspill.core.errors import UnsupportedError
@@ -92,6 +93,33 @@ def test_hooks_on_weights_are_called(
 
 def test_backward_hooks_of_modules_are_called() -> None:
     Sides(of_modules, lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 5))).train()
+
+
+OF_ALL: list[Callable[[], Any]] = [
+    lambda: of_all.register_module_forward_hook(lambda _m, _given, made: made * 1.5),
+    lambda: of_all.register_module_forward_pre_hook(lambda _m, given: tuple(t * 1.5 for t in given)),
+    lambda: of_all.register_module_full_backward_pre_hook(lambda _m, gradients: tuple(g * 2 for g in gradients)),
+]
+
+
+@pytest.mark.parametrize("register", OF_ALL)
+def test_hooks_of_all_modules_are_called_for_the_models_own_alone(register: Callable[[], Any]) -> None:
+    sides = Sides(lambda _: None, lambda: nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5)))
+    sides.train()
+    handle = register()
+    try:
+        sides.train()
+    finally:
+        handle.remove()
+    sides.train()
+
+
+def test_a_hook_on_a_modules_backward_that_comes_later_may_keep_what_it_sees_in_a_dictionary() -> None:
+    sides, kept = Sides(lambda _: None), {"of": dict[nn.Module, Tensor]()}
+    sides.train()
+    for model in (sides.plain.model, sides.model):
+        model.middle.register_full_backward_hook(lambda m, _, gradients: kept["of"].update({m: gradients[0].norm()}))
+    sides.train()
 
 
 def test_hooks_that_come_go_and_change_are_followed() -> None:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, batch_for, cross_entropy, made
+from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, Plain, batch_for, cross_entropy, made
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.prune import l1_unstructured
 
 import overspill
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.runtime.step.residency import Guarded
 from overspill.runtime.step.train_step import TrainStep
+from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import HostStore
 
@@ -286,6 +288,65 @@ def test_a_plain_mistake_in_the_model_is_shown_as_it_is() -> None:
     model = made()
     with pytest.raises(RuntimeError, match=r"reduction dim|mat1"):
         step_for(model)(torch.randn(8, 13), torch.randint(0, 5, (8,)))
+
+
+def test_an_error_of_the_loss_function_leaves_all_as_it_was_and_says_so() -> None:
+    def picky(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model, x, y)
+        if x[0, 0] > 5:
+            raise ValueError("too large")
+        return loss
+
+    pair = Pair(Mlp, loss_fn=picky)
+    pair.train(2)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="too large") as error:
+        pair.step(pair.inputs[0] + 9, pair.inputs[1])
+    assert "nothing has run" in error.value.__notes__[0]
+    assert torch.equal(torch.get_rng_state(), before)
+    pair.train()
+    pair.assert_same()
+
+
+def sized() -> nn.Module:
+    model = nn.Linear(12, 5)
+    model.register_buffer("mean", torch.zeros(1))
+    model.register_forward_pre_hook(lambda m, given: (m.mean.resize_(12).copy_(given[0].mean(0)), given)[1])
+    return model
+
+
+def quantized(**version: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(12, 5))
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm", **version)
+    return torch.ao.quantization.prepare_qat(model)
+
+
+@pytest.mark.parametrize("make", [sized, quantized, lambda: quantized(version=0)])
+def test_a_model_that_sizes_its_buffers_at_the_first_call_is_refused_until_then(make: Callable[[], nn.Module]) -> None:
+    pair = Pair(make, options={"budget": "1MiB"})
+    with pytest.raises(UnsupportedError, match="resizes .*once first"):
+        pair.step(*pair.inputs)
+    for model in (pair.plain.model, pair.model):
+        model(pair.inputs[0])
+    pair.train(2)
+    pair.assert_same()
+
+
+def test_a_pruned_model_is_pruned_again_behind_a_call() -> None:
+    def trained(*, planned: bool) -> list[Tensor]:
+        model, losses = made(), []
+        l1_unstructured(model.last, "weight", 0.3)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        step = step_for(model, optimizer) if planned else Plain(model, optimizer)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            losses.append(step(*batch_for(model)))
+            if seed == 1:
+                model.eval()(batch_for(model)[0])
+                l1_unstructured(model.train().last, "weight", 0.3)
+        return [*losses, *model.state_dict().values()]
+
+    assert all(map(same_bits, trained(planned=True), trained(planned=False)))
 
 
 def test_a_parameter_that_was_replaced_is_noticed() -> None:

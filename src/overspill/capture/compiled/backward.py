@@ -20,7 +20,7 @@ set and tell hooks on saved tensors.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
+from overspill.capture.programs.checkpoints import left_as_given
 from overspill.core.errors import OverspillError, UnsupportedError
 
 from .casts import Casts
@@ -48,6 +49,10 @@ _SETTERS = ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "
 
 
 _FAKE = (FakeTensor, FunctionalTensor)
+ONE_SIZE = (
+    "a planned step has tensors of one size: where only the first call does that, as observers of quantization do, call "
+    "the model once first"
+)
 
 
 def check_saved_hooks() -> None:
@@ -165,13 +170,20 @@ class Backward:
                 "do, and a planned step adds up micro-batches only behind it; pass use_reentrant=False, or leave accumulate=1"
             )
 
-    def check(self, joint: JointGraph) -> None:
-        """Check that the captured step gives the same gradients as PyTorch. Raises UnsupportedError."""
+    def check(self, joint: JointGraph, resized: Iterable[int] = ()) -> None:
+        """Check that the captured step gives the same gradients as PyTorch, and has `resized` no input.
+
+        Raises UnsupportedError.
+        """
         if self._moved or (self._seeded and any(map(is_random, joint.module.graph.nodes))):
             raise UnsupportedError(
                 "the step sets the state of torch's random generator, which a planned step would do once, and leaves it so or draws from "
                 "it; seed between steps, or use torch.utils.checkpoint, whose recomputation is planned"
             )
+        # Ops of quantization resize a buffer, which no trace sees; what is empty is not changed otherwise.
+        empty = {i for i, n in enumerate(joint.primals) if n in joint.write_backs and not n.meta["val"].numel()}
+        if resized := empty.union(resized):
+            raise UnsupportedError(f"the model's forward resizes {self._said(resized)}; {ONE_SIZE}")
         given = {i for i, primal in enumerate(joint.primals) if primal in joint.gradients}
         if missing := self._expected - given:
             raise UnsupportedError(
@@ -234,7 +246,8 @@ class Backward:
                 if self._inlined:
                     return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
                 # Kept as one node, whose result is watched for in-place changes.
-                with ExitStack() if self._casts is None else self._casts.apart():
+                apart = ExitStack() if self._casts is None else self._casts.apart()
+                with apart, left_as_given(function, args):
                     found = _Kept.apply(function, self._copies, *args)
                 self._kept += [(t, t._version) for t in _tuple(found) if isinstance(t, Tensor)]
                 return found

@@ -28,7 +28,7 @@ from overspill.capture.frames import stack_within
 from overspill.capture.programs.checkpoints import checkpoints_marked
 from overspill.core.errors import UnsupportedError
 
-from .backward import Backward, Unheard
+from .backward import ONE_SIZE, Backward, Unheard
 from .casts import Casts
 from .checks import Checks
 from .effects import output_descs, without_tokens
@@ -54,6 +54,7 @@ def joint_of_step(
     that is not a fixed graph, or has nothing to differentiate.
     """
     checks = checks or Checks()
+    sizes = [value.shape for value in values]
     with layers_noted(module, named), lines_noted(), _explained(), eager_kernels() as casts:
         # Trace again after each read of an unknown value that turns out to be a check.
         graph_module: fx.GraphModule | None = None
@@ -74,7 +75,7 @@ def joint_of_step(
         )
     _seed_backward(graph_module.graph)
     joint = JointGraph(graph_module, forward_outputs)
-    backward.check(joint)
+    backward.check(joint, (i for i, value in enumerate(values) if value.shape != sizes[i]))
     return joint
 
 
@@ -135,6 +136,8 @@ def _explained() -> Iterator[None]:
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         if changes_strangers(error):
             raise ChangesStranger(place) from error
+        if "resize a view tensor to a larger size" in str(error):  # so functionalization has all inputs
+            raise UnsupportedError(f"the model's forward resizes a tensor{place}; {ONE_SIZE}") from error
         if type(error) is RuntimeError and ".numpy()" not in str(error):
             raise
         raise UnknownValue(place) from error
@@ -159,6 +162,9 @@ class _Function(nn.Module):
     def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._function = function
+
+    def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:  # hooks of all modules are not for this one
+        return self.forward(*values)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         returned = self._function(*values)

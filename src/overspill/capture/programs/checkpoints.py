@@ -14,12 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from itertools import count
+from types import CellType
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_flatten_with_path
+
+from overspill.core.errors import UnsupportedError
 
 _numbers = count()
 _AGAIN = (checkpoint.CheckpointPolicy.MUST_RECOMPUTE, checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
@@ -45,11 +50,37 @@ def checkpoints_marked() -> Iterator[None]:
         # The partition hands forward's dropout masks to backward, whatever the generator does here.
         given.arguments |= {"preserve_rng_state": False, "early_stop": False}
         given.arguments["context_fn"] = _numbered(given.arguments["context_fn"])
-        with preserve_node_meta():
+        with preserve_node_meta(), left_as_given(function, given.arguments["args"], given.arguments["kwargs"]):
             yield from plain(*given.args, **given.kwargs)
 
     with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", marking):
         yield
+
+
+@contextmanager
+def left_as_given(function: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """Refuse a checkpointed `function` that takes something from what `args` or its closure hold, or changes a number.
+
+    Plain PyTorch runs it again in backward, on what is there then, and a plan does not. Raises UnsupportedError.
+    """
+
+    def held() -> dict[Any, Any]:
+        cells = enumerate(getattr(function, "__closure__", None) or ())
+        filled = {number: cell.cell_contents for number, cell in cells if cell != CellType()}
+        return dict(tree_flatten_with_path((args, filled))[0])
+
+    before = held()
+    yield
+    now = held() if torch.is_grad_enabled() else before
+    if any(path not in now or _is_another(leaf, now[path]) for path, leaf in before.items()):
+        raise UnsupportedError(
+            "a function under torch.utils.checkpoint changes what it is given or finds, and plain PyTorch runs it again in "
+            "backward, on what is there then; let it work on a copy"
+        )
+
+
+def _is_another(one: Any, other: Any) -> bool:
+    return isinstance(one, (int, float)) and type(one) is type(other) and one != other
 
 
 def _numbered(contexts: Callable[[], Any]) -> Callable[[], Any]:

@@ -26,6 +26,10 @@ UNFINISHED = (
     "the step is unfinished and nothing is lost: when the cause is gone, call it again with the same inputs, "
     "or its resume(); its abandon() gives the step up"
 )
+NOTHING_RAN = (
+    "overspill: the step was being captured, and nothing has run: buffers that forward moves and the random generator are "
+    "as before"
+)
 LOST = "the step cannot be finished: {} was stopped half-way; call its abandon(), and load a checkpoint"
 _LOG = logging.getLogger("overspill")
 
@@ -96,6 +100,8 @@ class Underway:
         run, is_short = call.run, is_out_of_memory(error)
         passes = isinstance(error, (StoreError, KeyboardInterrupt)) or is_short
         if not ((call.number or run) and (passes or (run and run.changed))):
+            if run is None and isinstance(error, Exception) and not (passes or isinstance(error, OverspillError)):
+                error.add_note(NOTHING_RAN)
             self.abandon(state)
         elif isinstance(error, StoreError):
             raise StoreError(f"{call.moved()}{error}; {UNFINISHED}") from error

@@ -43,6 +43,7 @@ FORKED = (
     "a train step does not go on in a forked child; make model, optimizer and step in it, or start it by spawn. "
     "What was on the device or in host memory can be read"
 )
+FINISHED = "overspill: the step was finished first; what it returned is this error's step_result"
 READERS_SECONDS = 60.0
 """Longest wait of a step for other threads' loops over parameters."""
 WAIT_SECONDS = 0.0005
@@ -97,6 +98,7 @@ class Gate:
 
         If it `steps`, it first waits for other threads that are reading. Raises RequestError from within a step and in
         a child that was forked within one, and whatever `work`, or the handler of a signal that came meanwhile, raises.
+        What a handler raises behind a step that is done has the step's result as `step_result`.
         """
         if self._owner == get_ident():
             if self.is_busy:
@@ -106,8 +108,19 @@ class Gate:
             raise RequestError(ON_LANE)
         if self._forked_within:
             raise RequestError(FORKED_WITHIN)
+        done: list[T] = []
+
+        def kept() -> T:
+            done.append(work())
+            return done[0]
+
         try:
-            return self._when_free(work, steps=steps)
+            return self._when_free(kept, steps=steps)
+        except BaseException as error:
+            if steps and done and done[0] is not None:
+                error.__dict__["step_result"] = done[0]
+                error.add_note(FINISHED)
+            raise
         finally:
             if steps:
                 self._wanted = False
