@@ -324,7 +324,7 @@ def quantized(**version: int) -> nn.Module:
 @pytest.mark.parametrize("make", [sized, quantized, lambda: quantized(version=0)])
 def test_a_model_that_sizes_its_buffers_at_the_first_call_is_refused_until_then(make: Callable[[], nn.Module]) -> None:
     pair = Pair(make, options={"budget": "1MiB"})
-    with pytest.raises(UnsupportedError, match="resizes .*once first"):
+    with pytest.raises(UnsupportedError, match="resizes"):
         pair.step(*pair.inputs)
     for model in (pair.plain.model, pair.model):
         model(pair.inputs[0])
