@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +40,34 @@ AS_LARGE_AS_INPUT = frozenset({aten.im2col.default, aten.col2im.default})
 """Ops that resize a tensor like their input (PyTorch 2.13, aten/src/ATen/native/Im2Col.cpp, Col2Im.cpp)."""
 
 
+def _of_dropout(x: Tensor, *_: Any) -> int:
+    return x.nbytes + 16
+
+
+def _of_safe_softmax(x: Tensor, dim: int, *_: Any) -> int:
+    rows = x.numel() // max(1, x.shape[dim])
+    return x.numel() + rows + 8 + (0 if x.is_contiguous() else x.nbytes)
+
+
+def _of_attention(q: Tensor, k: Tensor, *, backward: bool = False) -> int:
+    """What attention's blocks of rows and columns take, one a thread; half precision has each twice."""
+    rows = min(q.shape[-2], 256 if q.shape[-2] >= 768 else 64 if q.shape[-2] >= 192 else 32)
+    inside = max(4, q.itemsize)
+    block = rows * min(k.shape[-2], 512) * (inside + (q.itemsize if q.itemsize < inside else 0))
+    each = 2 * block + rows * inside if backward else block + rows * inside * (2 + q.shape[-1])
+    return torch.get_num_threads() * each + (q.nbytes if backward else 0)
+
+
+TAKEN_ON_CPU: dict[Any, Callable[..., int]] = {
+    aten.native_dropout.default: _of_dropout, aten.native_dropout_backward.default: _of_dropout,
+    aten._safe_softmax.default: _of_safe_softmax,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, *_: _of_attention(q, k),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda _, q, k, *__: _of_attention(q, k, backward=True),
+}  # fmt: skip
+"""Bytes by op: a mask is cast to what it multiplies, the softmax of attention looks for rows that are masked whole, and a few
+are scalars (PyTorch 2.13, aten/src/ATen/native/Dropout.cpp, SoftMax.cpp, cpu/FlashAttentionKernel.cpp)."""
+
+
 def reduces_in_place(node: fx.Node) -> bool:
     """Whether `node` is one of LOSSES with a reduction (mean or sum)."""
     return node.target in LOSSES and node.meta["val"].dim() == 0
@@ -47,7 +76,7 @@ def reduces_in_place(node: fx.Node) -> bool:
 def scratch_of(node: fx.Node) -> Workspace:
     """What `node` takes while it runs, besides its results.
 
-    On the CPU that is the loss of every element, for reduced LOSSES.
+    On the CPU that is the loss of every element, for reduced LOSSES, and what dropouts and attention take.
     """
     where = _device_of(node)
     if where.type == "cuda":
@@ -57,6 +86,8 @@ def scratch_of(node: fx.Node) -> Workspace:
         return _most(node, f"{major}.{minor}", room_bytes)
     if capability := CAPABILITY.get():
         return _most(node, capability, lambda *request: library_bytes(*request).central)
+    if (taken := TAKEN_ON_CPU.get(node.target)) is not None and where.type == "cpu":
+        return Workspace(taken(*fx.node.map_arg(node.args, lambda n: n.meta["val"])))
     if not reduces_in_place(node):
         return NO_WORKSPACE
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
