@@ -77,6 +77,17 @@ def test_references_from_outside_are_followed(reads: Callable[[nn.Module], Loss]
     assert len(step.plans) == 1
 
 
+def test_references_to_what_is_in_the_store_between_steps_are_no_change() -> None:
+    plainly, step, differ = pair(a_penalty)
+    for _ in range(3):
+        x = torch.rand(8, 2)
+        assert step(x) == plainly(x)
+        step._state.residency.send(["model.0.weight", "model.2.weight"], step._state.engine)
+        step._state.arm()
+    assert differ() == []
+    assert len(step.plans) == 1
+
+
 def test_references_from_outside_are_refused_where_backward_reads_them() -> None:
     def reads(model: nn.Module) -> Loss:
         weight = model.get_parameter("2.weight")

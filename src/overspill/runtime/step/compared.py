@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MISSING = object()
 """Stands for a missing attribute."""
@@ -94,8 +94,12 @@ def value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
 
 
 def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's metadata; the graph reads its values at each step."""
-    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    """A tensor's metadata; the graph reads its values at each step.
+
+    Without a parameter's strides: they are those of a placeholder where its bytes are in the store, and its step looks at them.
+    """
+    known = isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided
+    strides = tensor.layout if known else tensor.stride()
     return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
 
 

@@ -75,7 +75,8 @@ class Swapped:
         for table, key, name in places:
             if dict.get(table, key) is not tensors[name]:
                 raise UnsupportedError(
-                    f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_()"
+                    f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_(), or, where it grows with "
+                    "the input, call the model on the longest first"
                 )
         if name := changed():
             raise UnsupportedError(
