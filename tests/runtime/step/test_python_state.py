@@ -238,6 +238,21 @@ def test_a_list_that_forward_makes_anew_of_the_same_is_no_change() -> None:
     assert len(step.plans) == 2
 
 
+@pytest.mark.parametrize("make", [lambda: [2.0], lambda: (*[2.0],), lambda: {"a": [2.0]}["a"], lambda: [[2.0]]])
+def test_which_of_two_equal_containers_it_is_is_asked_at_each_step(make: Callable[[], Any]) -> None:
+    model, optimizer = made(lambda m, y: y * (2.0 if m.now is m.one else 3.0))
+    model.one, model.two = make(), make()
+    step = step_of(model, optimizer)
+    for now in ("one", "two", "two", "one"):
+        model.now = getattr(model, now)
+        expected = F.cross_entropy(model(batch()[0]), batch()[1])
+        assert same_bits(step(*batch()), expected.detach())
+    model.one, model.two = make(), make()
+    model.now = model.one
+    step(*batch())
+    assert len(step.plans) == 2, "what is arranged as before has its plan"
+
+
 def test_what_is_otherwise_at_the_first_call_is_refused() -> None:
     def starts(model: Plus, y: Tensor) -> Tensor:
         if not model.started:

@@ -45,6 +45,8 @@ from .joint import JointGraph, is_random
 Step = Callable[..., Any]
 _PUSH, _TOP = "_push_saved_tensors_default_hooks", "_top_saved_tensors_default_hooks"
 _push = getattr(torch._C._autograd, _PUSH)
+_GIVE_BACK = ("torch.autograd.", "torch.utils.checkpoint", "torch.distributed.")
+"""Where PyTorch's own hooks on saved tensors are; a GraphModule of the user's is of PyTorch, too."""
 _SETTERS = ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "manual_seed"))
 
 
@@ -65,7 +67,7 @@ def check_saved_hooks() -> None:
 
 
 def _check_saved(pack: Callable[..., Any]) -> None:
-    if not getattr(pack, "__module__", "").startswith("torch."):
+    if not getattr(pack, "__module__", "").startswith(_GIVE_BACK):
         raise UnsupportedError(
             "saved_tensors_hooks change what autograd keeps for backward, and a planned step keeps it by its plan; "
             "leave them out, or have the layer's own autograd.Function keep what it shall (in bfloat16, say)"

@@ -1,7 +1,7 @@
 """The torch.compile backend: what Dynamo calls with each graph, and the session that this belongs to.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `gm.compile_subgraph_reason`, the compile id, and
-`BackendCompilerFailed`'s `remove_dynamo_frames`, whose result Dynamo raises.
+`compute_overlapping_tensors`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, fx
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -31,79 +31,91 @@ from .graph_compiler import Compiled, GraphCompiler
 from .in_force import MOST_PLANS, too_many_kinds
 from .pending import GraphFrame
 from .session import Session
-
-
-class _Refused(BackendCompilerFailed):
-    """Carries an Overspill error through Dynamo, which then raises that error instead."""
-
-    def __init__(self, error: OverspillError) -> None:
-        super().__init__(compile_graph, error, None)
-
-    def remove_dynamo_frames(self) -> Any:
-        """The exception that Dynamo finally raises."""
-        return self.inner_exception.with_traceback(None)
+from .unseen import Refused, looked_at
 
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session]) -> Compiled:
     """A callable that runs Dynamo's `module` by the session's plan.
-
-    With symbolic sizes, one plan is made for each kind of inputs.
 
     Dynamo keeps compiled graphs until it is reset, even when the model is gone. So `session` is a function that returns
     the session while the model is called or a backward is pending. An OverspillError reaches the caller of the model as
     itself, not wrapped by Dynamo.
     """
     if any(isinstance(example, Tensor) and example.is_nested for example in examples):
-        raise _Refused(nested("the model gets a nested tensor")) from None
-    unknown = [i for i, example in enumerate(examples) if _is_symbolic(example)]
-    if unknown:
-        return _PerShape(module, session, tuple(unknown))
+        raise Refused(nested("the model gets a nested tensor")) from None
+    runs = _PerKind(module, session, [i for i, example in enumerate(examples) if _is_symbolic(example)])
     try:
-        return _compile(module, examples, session, _frame(module))
+        looked_at(module)
+        if runs.unknown:
+            return runs
+        compiled = runs.compiled_for(examples)
     except OverspillError as error:
-        raise _Refused(error) from None
+        raise Refused(error) from None
+    return runs if runs.changed else compiled
 
 
 def _compile(
     module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: GraphFrame
-) -> Compiled:
+) -> tuple[Compiled, frozenset[int]]:
+    """The compiled graph, and the positions of inputs that it changes in place."""
     compiler = GraphCompiler(module, examples, session, frame)
     begun = time.perf_counter()
     try:
         compiled = compiler.watched(compiler.compile())
         compiler.tell(time.perf_counter() - begun)
-        return compiled
+        return compiled, compiler.changed
     finally:
         compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
 
 
-class _PerShape:
-    """Runs a graph with symbolic sizes (`dynamic`): one plan per input shape.
+class _PerKind:
+    """Runs a graph by one plan for each kind of its inputs, made when it is first seen.
 
-    No byte budget can be planned for unknown sizes. Each kind of inputs gets a graph and a plan when it is first seen:
-    the sizes are numbers then.
+    No byte budget can be planned for sizes that Dynamo left open (`dynamic`), at the positions `unknown`: they are
+    numbers then. And AOTAutograd traces inputs that forward changes in place as they overlap others at that time, for
+    which Dynamo has no guard (pytorch #139789).
     """
 
-    def __init__(self, module: fx.GraphModule, session: Callable[[], Session], unknown: tuple[int, ...]) -> None:
+    def __init__(self, module: fx.GraphModule, session: Callable[[], Session], unknown: Sequence[int]) -> None:
         self.module = module
         self.session = session
         self.unknown = unknown
+        self.changed: frozenset[int] = frozenset()
         self.frame = _frame(module)
         self._compiled: dict[Any, Compiled] = {}
 
     def __call__(self, *args: Any) -> Any:
-        key = tuple(kind(args[i]) for i in self.unknown)
-        if key not in self._compiled:
-            if len(self._compiled) == MOST_PLANS:
-                raise too_many_kinds()
-            try:
-                self._compiled[key] = _compile(self.module, args, self.session, self.frame)
-            except DataDependentOutputException as error:
-                raise UnsupportedError(
-                    f"Dynamo left a number of the model open ({error}), and no plan can be made without it; "
-                    "pass dynamic=False to torch.compile, or use overspill.compile"
-                ) from None
-        return self._compiled[key](*args)
+        return self.compiled_for(args)(*args)
+
+    def compiled_for(self, args: Sequence[Any]) -> Compiled:
+        """The graph compiled for inputs as these are."""
+        if (known := self._compiled.get(self._key(args))) is not None:
+            return known
+        if len(self._compiled) == MOST_PLANS:
+            raise too_many_kinds()
+        try:
+            compiled, changed = _compile(self.module, args, self.session, self.frame)
+        except DataDependentOutputException as error:
+            raise UnsupportedError(
+                f"Dynamo left a number of the model open ({error}), and no plan can be made without it; "
+                "pass dynamic=False to torch.compile, or use overspill.compile"
+            ) from None
+        self.changed |= changed
+        self._compiled[self._key(args)] = compiled
+        return compiled
+
+    def _key(self, args: Sequence[Any]) -> Any:
+        """The kinds of unknown inputs, and how inputs overlap where one is changed."""
+        sharing: dict[int, list[int]] = {}
+        for position, value in enumerate(args if self.changed else ()):
+            if isinstance(value, Tensor):
+                sharing.setdefault(value.untyped_storage()._cdata, []).append(position)
+        overlaps = []
+        for positions in sharing.values():
+            if len(positions) > 1 and not self.changed.isdisjoint(positions):
+                found = compute_overlapping_tensors([args[i] for i in positions], symbolic=False)
+                overlaps += [(positions[i], args[positions[i]].storage_offset()) for i in sorted(found)]
+        return tuple(kind(args[i]) for i in self.unknown), tuple(overlaps)
 
 
 def _is_symbolic(example: Any) -> bool:
@@ -130,7 +142,7 @@ def overspill_backend(
         refuse_split(module)
         session = _session_of(options if options is not None else {})
     except OverspillError as error:
-        raise _Refused(error) from None
+        raise Refused(error) from None
     return compile_graph(module, examples, lambda: session)  # the only strong reference
 
 

@@ -21,8 +21,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.compiled.backward import check_saved_hooks
 from overspill.capture.compiled.graph import Captured, capture
-from overspill.capture.compiled.joint import JointGraph, copied, device_of
+from overspill.capture.compiled.joint import JointGraph, copied, device_of, storages
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
@@ -80,6 +81,8 @@ class GraphCompiler:
         self.frame = frame
         self.planned: Planned | None = None
         self.has_arena = False
+        self.changed: frozenset[int] = frozenset()
+        """Positions of the inputs that forward changes in place."""
         self.gradients: JointGradients | None = None
         self.timer: OpTimer | None = None
         self.fakes: list[Any] = []
@@ -106,6 +109,7 @@ class GraphCompiler:
 
         def run(*args: Any) -> Any:
             session = session_now()
+            check_saved_hooks()  # also without gradients: a hook that is compiled itself runs so
             session.see(planned, args)
             if not has_arena:
                 session.arenas.give_back()
@@ -179,6 +183,7 @@ class GraphCompiler:
             compile_functions(partitioned.of(plan.graph).joint.module.graph)  # where that fails, no plan is kept
             return plan
 
+        self.changed = _changed(joint)
         # Plan every partition that is worth it; `make` picks the fastest.
         about = joint, self.inputs, self.examples, self.frame, how, make
         partitioned, self.planned = self._if_only_loss(joint, partial(self.session.plan, *about))
@@ -247,6 +252,7 @@ class GraphCompiler:
         def make(options: Options, captured: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
             return captured.best_plan(lambda one, _: plan_captured(options, one, device, budget_bytes), options.times)
 
+        self.changed = _changed(graph)
         found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
         return found.of(self.planned.plan.graph), self.planned.plan
 
@@ -345,6 +351,18 @@ class GraphCompiler:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+def _changed(joint: JointGraph) -> frozenset[int]:
+    """Positions of the inputs that `joint` changes in place; of several that overlap AOTAutograd makes one."""
+    found = set()
+    for node in joint.primals:
+        if not joint.mutated_storages.isdisjoint(storages(node)):
+            desc = node.meta["desc"]
+            while not hasattr(desc, "idx"):
+                desc = desc.base_of
+            found.add(desc.idx)
+    return frozenset(found)
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -35,17 +35,20 @@ from overspill.capture.frames import shown_path
 from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
 
-from .leaves import follow_leaves
+from .unseen import OF_EAGER, OWN_BACKWARD, PATCHES
 
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
 PLANNED_NODE = "CompiledFunctionBackward"
-CURE = "take the rest out of the model, or use overspill.train_step, or pass on_unplanned='warn' to train without the promise"
-OF_VALUES = (
-    "let no shape or branch in a loop follow from values (experts by masks or grouped products, torch.nn.functional.grouped_mm), "
-    "or pass on_unplanned='warn' to train without the promise"
-)
-"""The remedy where control flow or shapes depend on tensor values, which `train_step` cannot trace either."""
+_WARN = "or pass on_unplanned='warn' to train without the promise"
+CURES = {
+    r"depends on input Tensor data|Data dependent operator": f"let no shape or branch in a loop follow from values (experts by masks or "
+    f"grouped products, torch.nn.functional.grouped_mm), {_WARN}",
+    r"sparse Tensor": f"let it be dense, {_WARN}",
+    r"[Rr]andom\.": f"draw with torch, or before the call, {_WARN}",
+    "": f"take the rest out of the model, or use overspill.train_step, {_WARN}",
+}
+"""The remedies by what the reason says; `train_step` refuses what comes before the last."""
 SAID = ("graph_break", "unimplemented")
 """Dynamo's counters that record why it stopped tracing."""
 SETTINGS: dict[str, Any] = {
@@ -58,7 +61,7 @@ SETTINGS: dict[str, Any] = {
 }
 """Dynamo's settings during a call: trace recurrent layers, never give up compiling silently, and recompile when a
 module's hooks change, or which of its weights train (PyTorch 2.11 would not see that)."""
-OF_EAGER: dict[str, Any] = {"trace_autograd_ops": True}
+EAGER_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True}
 """More settings with the eager backend: trace `torch.autograd.grad`, so that a gradient in a loss, and its own gradient, are planned."""
 
 
@@ -69,15 +72,16 @@ def plans_needed(backend: str) -> Iterator[None]:
     Raises UnplannedError where there are more kinds of inputs than plans, and MemoryError, not Dynamo's exception,
     where this machine runs out of memory.
     """
-    config = torch._dynamo.config
-    settings = SETTINGS | (OF_EAGER if backend == "eager" else {})
-    before = {name: getattr(config, name) for name in settings}
-    for name, value in settings.items():  # not config.patch, which takes longer; this is around every call of a model
-        setattr(config, name, value)
-    # Stock torch.compile, whose bits Inductor's kernels must give, ends its graphs at leaves.
-    follow_leaves(backend == "eager")
+    is_eager = backend == "eager"
+    settings = SETTINGS | (EAGER_SETTINGS if is_eager else {})
+    # Not config.patch, which takes longer; this is around every call of a model.
+    places = [(torch._dynamo.config, *setting) for setting in settings.items()]
+    places += PATCHES + (OF_EAGER if is_eager else [])
+    before = [(where, name, getattr(where, name)) for where, name, _ in places]
+    for where, name, value in places:
+        setattr(where, name, value)
     try:
-        with not_exporting() if backend == "eager" else nullcontext():
+        with not_exporting() if is_eager else nullcontext():
             yield
     # Dynamo's failures as ours.
     except FailOnRecompileLimitHit:
@@ -89,9 +93,8 @@ def plans_needed(backend: str) -> Iterator[None]:
             "no memory was left on this machine to compile the model; call it again once there is"
         ) from None
     finally:
-        follow_leaves(False)
-        for name, value in before.items():
-            setattr(config, name, value)
+        for where, name, value in before:
+            setattr(where, name, value)
 
 
 def too_many_kinds() -> UnplannedError:
@@ -103,7 +106,6 @@ def too_many_kinds() -> UnplannedError:
 
 
 _SKIPPED = re.compile(r"frame skipped: .* \((.*) line (\d+)\)")
-_VALUES = re.compile(r"depends on input Tensor data|Data dependent operator")
 
 
 class Watch:
@@ -131,7 +133,7 @@ class Watch:
         if self.graphs_run == before:
             if _computed(args, kwargs, result):
                 reason = self._reason()
-                self._tell(f"{model} ran without a plan: {reason}; {OF_VALUES if _VALUES.search(reason) else CURE}")
+                self._tell(f"{model} ran without a plan: {reason}; {_cure(reason)}")
             return
         # Dynamo decides at compile time: each compilation is checked once.
         now = (counters["frames"]["total"], torch.is_grad_enabled())
@@ -144,7 +146,7 @@ class Watch:
             what, verb = ", ".join(sorted(kept)[:3]), "keeps" if len(kept) == 1 else "keep"
             self._tell(
                 f"a part of {model} ran without a plan, and what it keeps does not fit beside the plans ({what} {verb} "
-                f"{format_bytes(nbytes)} for backward): {self._reason()}; set it aside with reserve='{nbytes}', or {CURE}"
+                f"{format_bytes(nbytes)} for backward): {(reason := self._reason())}; set it aside with reserve='{nbytes}', or {_cure(reason)}"
             )
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -175,12 +177,17 @@ class Watch:
         if torch._dynamo.config.disable:
             return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
         said = [text for kind in SAID for text in counters[kind] - self._said_before[kind]]
+        said.sort(key=lambda text: text.startswith(OWN_BACKWARD))  # of which others follow
         lines = [line.strip() for line in said[-1].splitlines() if line.strip()] if said else []
         if not lines:
             return "torch.compile skipped it"
         place = _SKIPPED.search(said[-1])
         at = f", in the function at {shown_path(place[1])}, line {place[2]}" if place else ""
         return f"torch.compile could not trace it ({'; '.join(lines[:2]).rstrip('.')}{at})"
+
+
+def _cure(reason: str) -> str:
+    return next(cure for said, cure in CURES.items() if re.search(said, reason))
 
 
 def _tensors(*values: Any) -> list[Tensor]:

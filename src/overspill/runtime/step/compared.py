@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -106,6 +106,18 @@ def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
 def array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     """An array's shape, dtype and checksum, for the graph has its values."""
     return array.shape, str(array.dtype), zlib.crc32(array.tobytes())
+
+
+DESCRIBE = tensor_kind, array_kind
+"""They read no values, but make descriptions of them."""
+
+
+def parts(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """The containers in two values that are the same, with their counterparts."""
+    if isinstance(one, (tuple, list, frozenset)):
+        yield one, other
+        for inner in () if isinstance(one, frozenset) else zip(one, other, strict=True):
+            yield from parts(*inner)
 
 
 def same(one: Any, other: Any) -> bool:

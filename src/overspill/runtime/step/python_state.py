@@ -4,7 +4,8 @@ A captured step is a graph: it has the numbers, flags, layers, hooks and functio
 was captured. During a capture (`watching.py`), every read is noted: attributes of modules (`nn.Module` reports every
 access), the contents of lists, dictionaries and plain objects found there, and what else the user's own functions read
 (closures, defaults, globals). `PythonState.changed` compares all of it before each step: identity first, so that a step
-of a hundred layers is checked in a fraction of a millisecond.
+of a hundred layers is checked in a fraction of a millisecond. Equal containers may have taken the place of others, if
+those that were one object still are one.
 
 A graph would do once what the model's Python does at every step. So `PythonState.settle` refuses a step that changes
 what it has read (a counter, a cache, a list that a hook appends to), reads an iterator, or draws from Python's or
@@ -41,6 +42,7 @@ from overspill.core.errors import UnsupportedError
 from overspill.models.drawing import python_randomness, set_python_randomness
 
 from .compared import (
+    DESCRIBE,
     MISSING,
     Compared,
     array_kind,
@@ -48,6 +50,7 @@ from .compared import (
     contents_of,
     entries,
     items,
+    parts,
     present,
     put_back,
     same,
@@ -123,6 +126,7 @@ class PythonState:
         if any(self._empty_values):
             return next(found for one in self._empty if (found := one.changed()))
         # By identity first, which is fast; then one by one.
+        moved = False
         for one in self._compared:
             read, where, values, _ = one
             try:
@@ -132,6 +136,20 @@ class PythonState:
                 pass
             if changed := one.changed():
                 return changed
+            moved |= read not in DESCRIBE
+        return self._rearranged() if moved else ""
+
+    def _rearranged(self) -> str:
+        """The name of an equal container that is another one now, where it was the same, or the same (`a is b`)."""
+        after: dict[int, Any] = {}
+        before: dict[int, Any] = {}
+        for read, where, values, names in self._compared:
+            if read in DESCRIBE or isinstance(where, (list, frozenset)):  # reached from what holds it now
+                continue
+            for number, (then, now) in enumerate(zip(values, read(where), strict=True)):
+                for one, other in parts(then, now):
+                    if after.setdefault(id(one), other) is not other or before.setdefault(id(other), one) is not one:
+                        return (named := names())[min(number, len(named) - 1)]
         return ""
 
     # -- while the step is captured

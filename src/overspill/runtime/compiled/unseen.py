@@ -1,0 +1,144 @@
+"""What Dynamo passes over without a word: followed, or refused.
+
+In place while a model of `overspill.compile` is called (`PATCHES`), and `looked_at` for each graph:
+
+- Whether two objects are one (`self.now is self.one`): Dynamo assumes that two lists stay two, and that one tuple read
+  at two places is two. Here the objects are compared, and a guard keeps the answer. Another guard keeps what forward
+  changes in place apart from what else it reads (pytorch #196173).
+- A Function's backward under a transform of torch.func that differentiates: Dynamo puts the derivative of its forward
+  in its place (pytorch #193279). Here the graph ends, and PyTorch runs it. Where such a backward, which Dynamo traces
+  without gradients, is differentiated, the graph is refused.
+- A layer that is not initialised: Dynamo draws its weights first, and restores the random generator. Here an error.
+- `requires_grad_()` on a value that forward computes, as peft does: with eager kernels the graph goes on where an
+  output depends on a parameter too, whose gradient is the same.
+
+Names private to PyTorch that this file relies on (2.13 and 2.14; where one is missing, Dynamo does as it always does):
+those that are patched, variables, sources and guards of Dynamo, and functorch's stack of interpreters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import variables
+from torch._dynamo.exc import BackendCompilerFailed, unimplemented
+from torch._dynamo.guards import install_guard
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import builder, builtin, nn_module, object_protocol
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.utils._pytree import tree_leaves
+
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+
+OWN_BACKWARD = "a Function under torch.func"
+"""What Dynamo says where a graph ends before one."""
+_VALUES = (int, float, complex, str, bytes, type(None), type, Tensor)
+"""What Dynamo guards by value, or as it should."""
+_HOLDERS = (
+    variables.BaseListVariable, variables.ConstDictVariable, variables.SetVariable, variables.UserDefinedObjectVariable
+)  # fmt: skip
+Plain = Callable[..., Any]
+
+
+class Refused(BackendCompilerFailed):
+    """Carries an Overspill error through Dynamo, which then raises that error instead."""
+
+    def __init__(self, error: OverspillError) -> None:
+        super().__init__(looked_at, error, None)
+
+    def remove_dynamo_frames(self) -> Any:
+        """The exception that Dynamo finally raises."""
+        return self.inner_exception.with_traceback(None)
+
+
+def looked_at(module: fx.GraphModule) -> None:
+    """Guard what forward changes in place. Raises UnsupportedError for a derivative that is lost."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    read = [v for v in effects.id_to_variable.values() if v.source is not None and isinstance(v, _HOLDERS)]
+    read = [v for v in read if not isinstance(v, variables.UnspecializedNNModuleVariable)]  # there are many
+    for changed in filter(effects.is_modified, read):
+        others = [v.source for v in read if type(v) is type(changed) and v is not changed]
+        install_guard(changed.source.make_guard(partial(_guard, others=others, word="is not")))
+    nodes = [node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
+    twice = any(node.target is torch.autograd.grad and node.kwargs.get("create_graph") for node in nodes)
+    if twice and any(node.target is torch.ops.higher_order.autograd_function_apply for node in nodes):
+        raise UnsupportedError(
+            "the model differentiates gradients (torch.autograd.grad with create_graph=True) and calls an "
+            "autograd.Function, whose second derivative torch.compile would lose; write it as plain ops, or use "
+            "overspill.train_step"
+        )
+
+
+def _guard(building: Any, guard: Any, others: Sequence[Any], word: str) -> None:
+    """Add to Dynamo's guards that an object is, or is not, one of the others."""
+    for other in others:
+        code = f"{building.arg_ref(guard)} {word} {building.arg_ref(other.name)}"
+        building.object_aliasing_guard_codes.append((code, code))
+
+
+def _identity(plain: Plain, left: Any, right: Any) -> Any:
+    if left is right or left.source is None or right.source is None:
+        return plain(left, right)
+    resolve = InstructionTranslator.current_tx().output.resolve_source_value
+    try:
+        one, other = resolve(left.source), resolve(right.source)
+    except (NotImplementedError, LookupError, AttributeError):  # what Dynamo has put there itself
+        return plain(left, right)
+    if isinstance(one, _VALUES) or isinstance(other, _VALUES):
+        return plain(left, right)
+    word = "is" if one is other else "is not"
+    install_guard(left.source.make_guard(partial(_guard, others=[right.source], word=word)))
+    return variables.ConstantVariable.create(one is other)
+
+
+def _duplicate(plain: Plain, here: Any, before: Any) -> Any:
+    """The guard on an object that was read before at another place, also where only one of these is global."""
+    if (found := plain(here, before)) is None and before and before != here:
+        return partial(_guard, others=[before], word="is")
+    return found
+
+
+def _apply(plain: Plain, function: Any, tx: Any, *args: Any) -> Any:
+    if any(i.key() != torch._C._functorch.TransformType.Vmap for i in retrieve_all_functorch_interpreters()):
+        lost = f"it would lose the backward of {function.fn_cls.__name__}"
+        unimplemented(gb_type=OWN_BACKWARD, context="", explanation=lost, hints=[])
+    return plain(function, tx, *args)
+
+
+def _initialize(plain: Plain, tx: Any, module: nn.Module, *args: Any) -> None:
+    if hasattr(module, "_initialize_hook"):
+        name = type(module).__name__
+        raise Refused(RequestError(f"{name} is not initialised yet; call the model once on an example first"))
+    plain(tx, module, *args)
+
+
+def _leaves(plain: Plain, graph: OutputGraph, outputs: Sequence[Any], tx: Any) -> None:
+    trained: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        example = [v for v in tree_leaves(node.meta.get("example_value")) if isinstance(v, Tensor) and v.requires_grad]
+        if example and (node.op == "placeholder" or not trained.isdisjoint(node.all_input_nodes)):
+            trained.add(node)
+    left = [o for o in outputs if not (isinstance(o, variables.TensorVariable) and o.as_proxy().node in trained)]
+    plain(graph, left, tx)
+
+
+def _patch(where: Any, name: str, ours: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+    plain = getattr(where, name, None)
+    return [] if plain is None else [(where, name, lambda *args: ours(plain, *args))]
+
+
+PATCHES = [
+    *_patch(builtin, "vt_identity_compare", _identity),
+    *_patch(object_protocol, "vt_identity_compare", _identity),
+    *_patch(builder, "make_dupe_guard", _duplicate),
+    *_patch(variables.AutogradFunctionVariable, "call_apply", _apply),
+    *_patch(nn_module, "initialize_lazy_module", _initialize),
+]
+"""Attributes of Dynamo's modules and classes, and what they are while a model is called."""
+OF_EAGER = _patch(OutputGraph, "_check_requires_grad_intermediate_outputs", _leaves)
+"""Further ones with eager kernels. Stock torch.compile, whose bits Inductor's kernels must give, ends graphs there."""

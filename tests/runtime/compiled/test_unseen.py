@@ -1,0 +1,156 @@
+"""What Dynamo passes over without a word is followed or refused by `overspill.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import overspill
+from overspill.errors import RequestError, UnplannedError, UnsupportedError
+from overspill.runtime.training import same_bits
+
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+NOW: dict[str, Any] = {}
+
+
+class Model(nn.Module):
+    """A layer, and what `then` does with its output; `at` gives a call's inputs, and changes the model."""
+
+    def __init__(self, then: Callable[[Any, Tensor], Tensor], make: Callable[[], Any] = list) -> None:
+        super().__init__()
+        self.layer, self.then, self.make = nn.Linear(4, 4), then, make
+        self.one, self.two = make(), make()
+
+    def at(self, call: int) -> tuple[Tensor, Tensor]:
+        self.now = NOW["global"] = (self.one, self.two)[call % 2]
+        for changed in (self.one, self.two) if self.make is list else ():
+            changed.clear()
+        data = torch.randn(12, 4)
+        return [(data[:4], data[4:8]), (data[:4], data[2:6]), (data[:4], data[3:7]), (data[:4], data[:4])][call]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.then is writes:
+            x[:3].mul_(2)
+        return self.then(self, self.layer(x + y))
+
+
+def writes(_: Any, x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+def adds(of: Any, x: Tensor) -> Tensor:
+    of.now.append(1.0)
+    return x * len(of.one)
+
+
+def asks(of: Any, x: Tensor) -> Tensor:
+    return x if of.now is of.one else x * 2
+
+
+class Half(torch.autograd.Function):
+    """A sine with a backward of its own."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 0.5
+
+
+def of_half(x: Tensor) -> Tensor:
+    return (Half.apply(x) * x).sum()
+
+
+FOLLOWED = {
+    **{f"is, of a {make.__name__}": (asks, make) for make in (list, dict, SimpleNamespace)},
+    "is, of a tuple": (asks, lambda: (*[1.0],)),
+    "is, of a function": (asks, lambda: lambda: NOW),
+    "is, of a global": (lambda of, x: x if NOW["global"] is not of.two else x * 2, set),
+    "append": (adds, list),
+    "inputs that overlap": (writes, list),
+    "grad": (lambda _, x: torch.func.grad(of_half)(x), list),
+    "vjp": (lambda _, x: torch.func.vjp(Half.apply, x)[1](x)[0], list),
+    "jacrev": (lambda _, x: torch.func.jacrev(of_half)(x), list),
+}
+
+
+@pytest.mark.parametrize("calls", [(0, 1, 2, 3, 1, 0), (1, 0, 1)])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_dynamo_passes_over_is_as_in_plain_pytorch(name: str, calls: tuple[int, ...]) -> None:
+    model = Model(*FOLLOWED[name])
+    compiled = overspill.compile(model, budget="1GiB")
+    for call in calls:
+        found = []
+        for run in (model, compiled):
+            torch.manual_seed(call)
+            inputs = model.at(call)
+            model.zero_grad()
+            run(*inputs).square().sum().backward()
+            found.append((*inputs, model.layer.weight.grad))
+        assert all(map(same_bits, *found))
+    if model.then is adds or model.make is not list:
+        assert len(compiled.overspill.plans) == 2, "inputs that overlap and are only read have one plan"
+
+
+def penalised(_: Any, x: Tensor) -> Tensor:
+    return torch.autograd.grad(of_half(x), x, create_graph=True)[0]
+
+
+def rounds(_: Any, x: Tensor) -> Tensor:
+    with rounded():
+        return x.tanh().sin()
+
+
+def rounded(*how: Any) -> saved_tensors_hooks:
+    return saved_tensors_hooks(*(how or (lambda t: t.bfloat16(), lambda t: t.float())))
+
+
+GRAPHS = [torch.fx.symbolic_trace(of) for of in (lambda t: t.bfloat16(), lambda t: t.float())]
+
+
+@pytest.mark.parametrize(
+    ("then", "around"),
+    [(penalised, nullcontext), (writes, rounded), (writes, lambda: rounded(*GRAPHS)), (rounds, nullcontext)],
+)
+def test_what_cannot_be_followed_is_refused(then: Any, around: Any) -> None:
+    model = Model(then)
+    with around(), pytest.raises(UnsupportedError, match=r"saved_tensors_hooks|create_graph"):
+        overspill.compile(model, budget="smallest")(*model.at(0))
+
+
+def test_a_function_under_torch_func_that_does_not_fit_is_named() -> None:
+    model = Model(lambda _, x: x + torch.func.grad(of_half)(x))
+    with pytest.raises(UnplannedError, match="backward of Half"):
+        overspill.compile(model, budget="smallest")(*torch.randn(2, 4096, 4))
+
+
+def test_hooks_that_give_back_what_they_are_given_are_no_error() -> None:
+    model = Model(writes)
+    with save_on_cpu():
+        overspill.compile(model, budget="1GiB")(*model.at(0)).sum().backward()
+
+
+def test_a_layer_that_is_not_initialised_is_refused_until_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.LazyLinear(2))
+    compiled, x = overspill.compile(model, budget="1GiB"), torch.randn(8, 4)
+    with pytest.raises(RequestError, match="LazyLinear"):
+        compiled(x)
+    model(x)
+    found = []
+    for call in (model, compiled):
+        torch.manual_seed(0)
+        found.append((call(x), torch.rand(1)))
+    assert all(map(same_bits, *found))
