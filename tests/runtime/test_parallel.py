@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.simulate.graphs import DEVICE
 from overspill.core import Instruction, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 from overspill.policies.in_core import InCore
+from overspill.runtime.parallel import lent
 from overspill.simulate import check
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +91,17 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
 def learned(result: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What is the same on all ranks: all but losses, and statistics, of which the last forward's are each rank's own."""
     return {name: value for name, value in result.items() if "running" not in name and name != "losses"}
+
+
+def test_what_is_lent_is_waited_for_until_no_thread_holds_it_from_python_either() -> None:
+    held: list[torch.Tensor] = []
+
+    def collective(tensor: torch.Tensor) -> None:
+        held.append(tensor)
+        Timer(0.05, held.clear).start()
+
+    lent((torch.ones(3),), collective)
+    assert not held
 
 
 @pytest.mark.parametrize("case", ["momentum", "odd"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -235,8 +236,7 @@ class DataParallel(OneProcess):
     def _exchange(self, digest: int, *, known: bool) -> list[tuple[int, bool]]:
         mine = torch.tensor([digest, known], device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with others_needed():
-            dist.all_gather(found, mine, group=self._control)
+        lent((mine, *found), lambda one, *each: dist.all_gather([*each], one, group=self._control))
         return [(int(digest), bool(known)) for digest, known in (pair.tolist() for pair in found)]
 
     def _gather(self, value: Any) -> list[Any]:
@@ -365,7 +365,7 @@ def started(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callab
                 del work
         if given[0].device.type == "cpu":
             for looks in range(MOST_LOOKS):  # no deadline: on a machine that stood still, the thread may come later
-                if all(_holders(tensor) <= before for tensor, before in zip(given, held, strict=True)):
+                if all(now <= before for now, before in zip(map(_holders, given), held, strict=True)):
                     break
                 time.sleep(0 if looks < MOST_LOOKS // 2 else 0.001)
         kept.clear()
@@ -374,8 +374,12 @@ def started(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callab
 
 
 def _holders(tensor: Tensor) -> int:
-    """How often `tensor` and others that share its memory are held."""
-    return tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """How often `tensor` and others that share its memory are held.
+
+    Also from Python: a thread of gloo's gives its reference to the Python object back later than that to the tensor.
+    """
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor) + tensor._use_count() + storage
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
