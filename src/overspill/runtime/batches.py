@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ from .step.opened import Constant
 def kind(leaf: Any) -> Any:
     """Shape, strides, dtype and device of one input: its part of a plan's key. Of what is no tensor, the constant of a plan."""
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else Constant(leaf)
+
+
+def repeats(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """For each of the inputs the position of the first that is the same tensor; of what is no tensor, its own."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves))
 
 
 def tensors(inputs: tuple[Any, ...]) -> list[Tensor]:

@@ -253,6 +253,15 @@ def test_which_of_two_equal_containers_it_is_is_asked_at_each_step(make: Callabl
     assert len(step.plans) == 2, "what is arranged as before has its plan"
 
 
+def test_whether_two_inputs_are_one_tensor_is_asked_at_each_step() -> None:
+    model, optimizer = made()
+    step = step_of(model, optimizer, lambda m, x, y, z: F.cross_entropy(m(x), y) * (2.0 if x is z else 3.0))
+    x, y = batch()
+    for other, factor in ((x, 2.0), (x.clone(), 3.0), (x, 2.0)):
+        expected = F.cross_entropy(model(x), y) * factor
+        assert same_bits(step(x, y, other), expected.detach())
+
+
 def test_what_is_otherwise_at_the_first_call_is_refused() -> None:
     def starts(model: Plus, y: Tensor) -> Tensor:
         if not model.started:

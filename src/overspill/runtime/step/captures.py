@@ -36,6 +36,7 @@ from overspill.core import TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.core.garbage import without_collection
 from overspill.job import GradientOptions
+from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
@@ -127,6 +128,7 @@ class StepCaptures:
             filled = list(leaves)
             for position, value in zip(tensors, values[len(names) :], strict=True):
                 filled[position] = value
+            filled = [filled[first] for first in batches.repeats(leaves)]
             returned = swapped.call(dict(zip(names, values, strict=False)), *tree_unflatten(filled, spec))
             loss, others, results = split_results(returned)
             if others and share > 1:

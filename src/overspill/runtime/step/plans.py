@@ -194,7 +194,7 @@ class StepPlans:
         """The key of a plan, apart from the model's Python and values."""
         leaves, spec = tree_flatten(inputs)
         return (
-            spec, last, tuple(map(batches.kind, leaves)),
+            spec, last, tuple(map(batches.kind, leaves)), batches.repeats(leaves),
             tuple(p.requires_grad for p in self.state.parameters.values()), _settings_of_torch(self.state.where.type),
         )  # fmt: skip
 
