@@ -185,6 +185,24 @@ def test_backward_is_outside_of_autocast(backend: str) -> None:
     assert same_bits(*gradients)
 
 
+@pytest.mark.long
+def test_a_result_that_is_detached_beside_itself_leaves_its_views_their_gradient() -> None:
+    """Stock torch.compile loses it, here without a word."""
+    model = nn.Linear(4, 4).double()
+
+    def views(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = model(x).sin()
+        return y.detach(), y[:, 1:]
+
+    found = []
+    for call in (views, overspill.compile(views, budget="1GiB", backend="inductor")):
+        model.zero_grad()
+        y, part = call(torch.ones(3, 4).double())
+        (y.mean() * part.square().sum()).backward()
+        found.append(model.weight.grad)
+    torch.testing.assert_close(*found)
+
+
 def test_a_library_call_that_stock_torch_compile_cannot_run_is_refused_in_a_line() -> None:  # oneDNN's LSTM, trained
     rnn = nn.LSTM(16, 16)
     step = overspill.train_step(

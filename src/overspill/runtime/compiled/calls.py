@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, mutated_args, storages
@@ -39,18 +39,25 @@ class CallsOfPlan:
         self._programs = [LoweredProgram(module) for module in modules]
         # Empty tensors pad the saved ones to the number that AOTAutograd counted.
         outputs = self._programs[0].results
-        own = len(captured.joint.forward_outputs)
-        loose = sum(bool(node.meta.get(NO_VERSION_CHECK)) for node in outputs[own:])
+        self._own = len(captured.joint.forward_outputs)
+        loose = sum(bool(node.meta.get(NO_VERSION_CHECK)) for node in outputs[self._own :])
         if loose > unchecked:
             raise InvalidSchedule(f"{loose} tensors that change cross to backward, for {unchecked} places")
         self._place = len(outputs) - loose
         self._padding = [torch.empty(0, device="cpu")] * (unchecked - loose)
-        self._saved = self._place - own
+        self._saved = self._place - self._own
         self._cure = _no_second_time(captured.joint, modules)
 
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         """The results, followed by the saved tensors."""
         found = list(run(self._programs[0], self._graph, recorder, args))
+        # Inductor returns a tensor and its detach() as one, of which AOTAutograd says that it gets no gradient: each gets
+        # one of its own (pytorch #195357).
+        before: set[int] = set()
+        for position, result in enumerate(found[: self._own]):
+            if isinstance(result, Tensor) and id(result) in before:
+                found[position] = result.detach()
+            before.add(id(result))
         if len(self._programs) > 1:
             found[self._place : self._place] = self._padding
         return found
