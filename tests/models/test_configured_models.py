@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -16,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core.errors import RequestError
-from overspill.job import Job
+from overspill.job import Job, NamedModel
+from overspill.job.prepare import prepare
 from overspill.models import check_name, load
 from overspill.runtime.options import Options
 from overspill.runtime.preview import preview
@@ -221,6 +224,77 @@ def test_of_a_name_on_the_hub_the_configuration_alone_is_read(tmp_path: Path) ->
             > estimate("hf:owner/tiny,n_layer=1")["peak_requested_bytes"]
         )
         assert "its configuration cannot be had" in estimate("hf:owner/absent")["error"]
-        assert "hf:owner/coded: its configuration cannot be had" in estimate("hf:owner/coded")["error"]
+        assert "code that comes with a model is not run" in estimate("hf:owner/coded")["error"]
     finally:
         hub.shutdown()
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 97,
+}  # fmt: skip
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize(
+    ("how", "nbytes"),
+    [  # 16384 values in 4 layers of attention, 24576 in 3 of the rest; scales of 64 values, and of 256 scales
+        ({**BITSANDBYTES, "bnb_4bit_use_double_quant": True}, 40960 // 2 + 640 + 7 * (4 + 4 + 64)),
+        ({**BITSANDBYTES, "llm_int8_skip_modules": ["lm_head", "model.layers.*.mlp"]}, 8192 + 4 * (256 + 64) + 2 * 24576),
+        ({**BITSANDBYTES, "llm_int8_skip_modules": []}, 47168 // 2 + 4 * 737 + 8 * 64 - 2 * 6208),
+        ({"load_in_8bit": True}, 40960 + 4 * 576),
+    ],
+)  # fmt: skip
+def test_a_quantized_configuration_has_the_bytes_that_it_says(how: dict[str, Any], nbytes: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": how}), encoding="utf-8")
+    sizes = []
+    for name in (f"hf:{tmp_path}", f"hf:{tmp_path},quantization_config=false"):
+        job = Job(NamedModel(name), 2, None, "float16")
+        module = job.build().module
+        prepare(module, job)
+        sizes.append(sum(parameter.nbytes for parameter in module.parameters()))
+    assert sizes[0] == sizes[1] - 2 * 40960 + nbytes
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"\(mxfp4\) is not"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"\(awq\) is not"),
+        ({"quantization_config": {**BITSANDBYTES, "llm_int8_skip_modules": ["*"]}}, r"\(bitsandbytes\) is not"),
+        ({"quantization_config": {"load_in_8bit": True}}, "or quantization_config"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+        ({"model_type": "swin", "depths": [2, 10**9]}, "depths=1000000000"),
+        ({"text_config": {"n_layer": -3}}, "n_layer=-3"),
+    ],
+)
+def test_a_configuration_that_is_not_followed_is_refused_before_it_is_made(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changed), encoding="utf-8")
+    began = time.perf_counter()
+    with pytest.raises(RequestError, match=said):
+        Job(NamedModel(f"hf:{tmp_path}/config.json"), 2)
+    assert time.perf_counter() - began < 1
+
+
+def test_nobody_is_asked_to_run_code_and_the_hub_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    calls: list[object] = []
+    monkeypatch.setattr("builtins.input", calls.append)
+    monkeypatch.setattr(socket.socket, "connect", lambda _, where: calls.append(where))
+    (tmp_path / "config.json").write_text(Hub.coded, encoding="utf-8")
+    (tmp_path / "code.py").write_text("print('run')", encoding="utf-8")
+    for name in (f"hf:{tmp_path}/config.json", f"hf:{tmp_path}"):
+        with pytest.raises(RequestError, match="is not run"):
+            load(name)
+    assert (calls, capfd.readouterr()) == ([], ("", ""))
+    monkeypatch.undo()
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RequestError, match="cannot be had"):
+        load("hf:nobody/nothing")
+    assert capfd.readouterr() == ("", "")
+    assert not hub.constants.HF_HUB_OFFLINE

@@ -95,7 +95,7 @@ class Job:
     lora_dropout: float = way(float, 0.0, "Dropout of what adapters read.", metavar="P")
     quantize: str | None = way(
         str, None,
-        "Weights of linear layers as bitsandbytes has them: 4bit-double (scales quantised too, as QLoRA has it), 4bit-single, 8bit; 4bit is double.",
+        "Weights of linear layers as bitsandbytes has them: 4bit-double (scales quantised too, as QLoRA has it), 4bit-single, 8bit; 4bit is double.  [default: as the model's configuration says]",
         INFERENCE, metavar="BITS", choices=("4bit", "4bit-double", "4bit-single", "8bit"),
     )  # fmt: skip
     upcast: bool | None = way(
@@ -124,6 +124,8 @@ class Job:
 
     def __post_init__(self) -> None:
         """Raise RequestError, in one line, for unknown or contradictory options."""
+        if (said := self._configured) and self.quantize is None:
+            object.__setattr__(self, "quantize", said.kind)
         # Each option by itself.
         if self.batch is not None and self.batch < 1:
             raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more", fields=["batch"])
@@ -192,6 +194,17 @@ class Job:
         """Whether the optimizer is one of bitsandbytes."""
         return isinstance(self.optimizer, str) and is_eight_bit(self.optimizer)
 
+    @property
+    def _configured(self) -> models.Quantization | None:
+        return (
+            models.quantization_of(self.name) if isinstance(self.model, NamedModel) and self.name[:3] == "hf:" else None
+        )
+
+    @property
+    def quantization(self) -> models.Quantization | None:
+        """How weights are quantised, by `quantize` or by the model's configuration."""
+        return self._configured or (models.Quantization(self.quantize) if self.quantize else None)
+
     def build(self) -> BuiltModel:
         """A new model with its batches and its loss."""
         assert not isinstance(self.model, (Script, Source))
@@ -205,13 +218,15 @@ class Job:
 
     def _check_together(self) -> None:
         """Raise RequestError for options that do not work together."""
-        parallel = self.parallel
+        parallel, said = self.parallel, self._configured
         kind = None if parallel is None else parallel.kind
         sharded = parallel is not None and (kind == "fsdp" or parallel.shard_optimizer)
         first_of(
             # Training or inference.
+            (said and self.quantize != said.kind, ["quantize", "model"],
+             f"quantize={self.quantize}: the model's quantization_config says {said and said.kind}; leave quantize= out"),
             (self.trains and self.quantize and self.lora is None, ["quantize", "lora"],
-             f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"),
+             f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out (or quantization_config)"),
             (self.lora is None and (self.lora_targets or self.lora_dropout), ["lora", *self.changed("lora_targets", "lora_dropout")],
              f"{' and '.join(f'{name}=' for name in self.changed('lora_targets', 'lora_dropout'))}: of adapters; add lora="),
             (self.reentrant is not None and not self.checkpointing, ["reentrant", "checkpointing"],
@@ -357,7 +372,7 @@ class Job:
             (isinstance(self.model, Script), ["model"],
              f"script='{self.name}': estimated and planned, not trained; run it by python, or name a model"),
             (self.quantize, ["quantize"],
-             f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave it out"),
+             f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave it (or quantization_config) out"),
             (self.eight_bit, ["optimizer"],
              f"optimizer={self.optimizer}: estimated and planned, not trained, for its updates are bitsandbytes'; take adamw"),
         )  # fmt: skip

@@ -5,6 +5,8 @@ Nothing here imports torch before a model is loaded; `overspill.models.step` sta
 
 from .built_model import DTYPES as DTYPES
 from .built_model import BuiltModel as BuiltModel
+from .configuration import Quantization as Quantization
+from .configuration import quantization_of as quantization_of
 from .configured import FORMS as FORMS
 from .optimizers import check_optimizer as check_optimizer
 from .optimizers import is_eight_bit as is_eight_bit

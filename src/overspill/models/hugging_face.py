@@ -6,10 +6,9 @@ configuration is read, from the local cache or from there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from overspill.core.errors import RequestError
 from overspill.core.registry import did_you_mean
 
 from .built_model import BuiltModel, checked_size
-from .fields import parsed_fields
+from .configuration import located, one_line, settings_of
 
 _SEQ_LEN = 128
 _IMAGE_SIZE = 224
@@ -60,9 +59,16 @@ def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
     It reads `seq_len` tokens if it reads text. Raises RequestError.
     """
     try:
+        import huggingface_hub  # noqa: PLC0415  # as below
         import transformers  # noqa: PLC0415  # an optional package
     except ImportError as error:
         raise RequestError(f"{name} needs the transformers package: pip install transformers") from error
+    settings_of(name)  # from the Hub, if it is there alone
+    with patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):  # all else is here, and nobody is asked
+        return _load(name, seq_len, transformers)
+
+
+def _load(name: str, seq_len: int | None, transformers: Any) -> BuiltModel:
     config = _config(name, transformers.AutoConfig, list(transformers.CONFIG_MAPPING))
     kind = _kind(name, config, transformers)
     if kind is IMAGES:
@@ -111,15 +117,15 @@ def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any
         config.architectures = []  # transformers goes through them, and a type's defaults have none
     try:
         try:
-            module = auto.from_config(config, attn_implementation=attention)
+            module = auto.from_config(config, attn_implementation=attention, trust_remote_code=False)
         except KeyError:  # a model with a class of its own for each attention that it has
-            module = auto.from_config(config, attn_implementation="sdpa")
+            module = auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
         except ValueError as error:
             if "attention implementation" not in str(error):
                 raise
-            module = auto.from_config(config, attn_implementation="eager")
+            module = auto.from_config(config, attn_implementation="eager", trust_remote_code=False)
     except Exception as error:  # a configuration can be wrong in any way
-        raise RequestError(f"{name}: transformers cannot make {kind.what} of it: {_line(error)}") from error
+        raise RequestError(f"{name}: transformers cannot make {kind.what} of it: {one_line(error)}") from error
     made: nn.Module = module.train()
     return made
 
@@ -141,56 +147,31 @@ def _causal_attention(transformers: Any) -> str:
 def _config(name: str, auto: Any, known: list[str]) -> Any:
     """The configuration that `name` gives, with its fields changed.
 
-    It is a file, a name on the Hub, or a model type.
+    It is a file, a name on the Hub, or a model type. Code that comes with a model is not run.
     """
-    rest = name.partition(":")[2]
-    if rest.endswith(".json"):
-        return _in_file(name, Path(rest).expanduser(), auto)
-    source, *parts = rest.split(",")
-    fields = parsed_fields(name, parts)
-    # A name on the Hub, or a directory.
-    if "/" in source or os.path.isdir(source):  # noqa: PTH112 - which raises nothing for a name that cannot be one
-        config = _on_hub(name, source, auto)
-        _check_fields(name, source, config, fields)
-        config.update(fields)
-        return config
-    # A model type.
-    if source not in known:
-        guess = did_you_mean(source, known, most=3)
-        raise RequestError(f"{name}: transformers has no model type {source!r}{guess}")
-    _check_fields(name, source, auto.for_model(source), fields)
+    (path, fields), said = located(name), settings_of(name)
+    kind = name.partition(":")[2].split(",")[0] if path is None else said.get("model_type")
+    if kind not in known:
+        hint = did_you_mean(str(kind), known, most=3)
+        if "auto_map" in said:
+            hint = ", and code that comes with a model is not run; for a model of yours write package.module:callable"
+        raise RequestError(f"{name}: transformers has no model type {kind!r}{hint}")
     try:
-        return auto.for_model(source, **fields)
-    except Exception as error:
-        raise RequestError(f"{name}: {_line(error)}") from error
-
-
-def _in_file(name: str, path: Path, auto: Any) -> Any:
-    if not os.path.isfile(path):  # noqa: PTH113 - which raises nothing for a name that cannot be one
-        raise RequestError(f"{name}: there is no file {path}; name a config.json that is there")
-    try:
-        return auto.from_pretrained(path)
+        config = auto.for_model(kind) if path is None else auto.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever transformers makes of a file that is not its own
-        raise RequestError(f"{name}: not a configuration of transformers, as config.json is: {_line(error)}") from error
-
-
-def _on_hub(name: str, source: str, auto: Any) -> Any:
-    """The configuration of a model on the Hub, or in a directory. Code that comes with a model is not run."""
-    try:
-        return auto.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # no network, no such model, one that wants a login, code of its own
         raise RequestError(
-            f"{name}: its configuration cannot be had: {_line(error)}; download its config.json, and name that: hf:config.json"
+            f"{name}: not a configuration of transformers, as config.json is: {one_line(error)}"
         ) from error
-
-
-def _check_fields(name: str, source: str, config: Any, fields: dict[str, Any]) -> None:
+    fields.pop("quantization_config", None)
     if unknown := [key for key in fields if not hasattr(config, key)]:
-        raise RequestError(f"{name}: the configuration of {source} has no {' and no '.join(unknown)}; leave that out")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".")
+        raise RequestError(f"{name}: the configuration of {kind} has no {' and no '.join(unknown)}; leave that out")
+    try:
+        if path is None:
+            return auto.for_model(kind, **fields)
+        config.update(fields)
+    except Exception as error:
+        raise RequestError(f"{name}: {one_line(error)}") from error
+    return config
 
 
 # -- batches and losses

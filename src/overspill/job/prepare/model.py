@@ -46,8 +46,8 @@ def prepare(module: nn.Module, job: Job) -> None:
     if dtype is not None or memory_format is not None:
         convert(module, dtype, memory_format)
     _as_transformers(module, job)
-    if job.quantize:
-        quantize_weights(module, job.quantize, _compute_dtype(job.dtype))
+    if said := job.quantization:
+        quantize_weights(module, said, getattr(torch, said.compute) if said.compute else _compute_dtype(job.dtype))
         if job.trains and job.upcast is not False:
             upcast(module)
     if job.lora:

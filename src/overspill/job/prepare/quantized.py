@@ -9,6 +9,7 @@ and nn/modules.py, 0.49. How many columns of an activation are outliers in LLM.i
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overspill.core.errors import RequestError
+from overspill.models import Quantization
 
 from .linear import bias_of, heads, linear_layers, replace_layer, width_of
 
@@ -23,20 +25,29 @@ _BLOCK, _BLOCK_OF_SCALES = 64, 256  # values that share a scale, and scales that
 _LEVELS = 16
 
 
-def quantize_weights(model: nn.Module, bits: str, compute: torch.dtype) -> None:
+def quantize_weights(model: nn.Module, said: Quantization, compute: torch.dtype) -> None:
     """Replace the linear layers of `model` by quantised ones.
 
-    Not the output's, nor those that the model keeps in float32 (the second of T5's feed-forward layers), as in transformers. `compute`
-    is what products are in. Raises RequestError where there is none.
+    Not those that `said` keeps, or else the output's, nor those that the model keeps in float32 (the second of T5's feed-forward
+    layers), as in transformers. `compute` is what products are in. Raises RequestError where there is none.
     """
     kept, names = heads(model), {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    layers = {n: layer for n, layer in linear_layers(model) if layer not in kept and names.isdisjoint(n.split("."))}
+    if said.kept is not None:  # names take the place of the output's layer, unless it is the embedding
+        shared: Any = model.get_input_embeddings()  # of transformers
+        kept = {layer for layer in kept if layer.weight is shared.weight}
+    # transformers/quantizers/quantizers_utils.py, `should_convert_module`: from the start on, or the end.
+    named = [re.compile(rf"(?:{key})(?:(?<=\.)|(?=\.|$))|.*{re.escape(key)}$") for key in said.kept or ()]
+    layers = {
+        n: layer for n, layer in linear_layers(model)
+        if layer not in kept and names.isdisjoint(n.split(".")) and not any(each.match(n) for each in named)
+    }  # fmt: skip
     if not layers:
         raise RequestError(
             f"{type(model).__name__} has no linear layers besides its output to be quantised; leave quantize= out"
         )
     for name, layer in layers.items():
-        new = Linear8bit(layer) if bits == "8bit" else Linear4bit(layer, compute, double=bits != "4bit-single")
+        double = said.kind != "4bit-single"
+        new = Linear8bit(layer) if said.kind == "8bit" else Linear4bit(layer, compute, double=double)
         replace_layer(model, name, new)
 
 
