@@ -183,6 +183,7 @@ def test_a_store_that_may_not_grow_ends_in_one_line_in_a_process_of_its_own(stor
     done = subprocess.run(
         [sys.executable, "-m", "overspill", *TIGHT.split(), "--store-dir", str(store_dir)],
         capture_output=True, text=True, check=False, preexec_fn=limit,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # which would end at the limit too, half written
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert "error: the disk store needs" in done.stderr

@@ -215,16 +215,18 @@ def by_signal(_: Observed, __: Seen, look: Callable[[], None]) -> Acting:
     return lambda: signal.raise_signal(signal.SIGUSR1), lambda: void(signal.signal(signal.SIGUSR1, before))
 
 
-def by_ctrl_c(observed: Observed, seen: Seen, _: Callable[[], None]) -> Acting:
-    return lambda: signal.raise_signal(signal.SIGINT), void
+def by_ctrl_c(observed: Observed, seen: Seen, _: Callable[[], None], *, presses: int = 1) -> Acting:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may ignore it
 
-
-def by_two_ctrl_c(observed: Observed, seen: Seen, _: Callable[[], None]) -> Acting:
     def act() -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
 
-    return act, void
+    return act, lambda: void(signal.signal(signal.SIGINT, before))
+
+
+def by_two_ctrl_c(observed: Observed, seen: Seen, look: Callable[[], None]) -> Acting:
+    return by_ctrl_c(observed, seen, look, presses=2)
 
 
 def by_thread(observed: Observed, seen: Seen, look: Callable[[], None]) -> Acting:

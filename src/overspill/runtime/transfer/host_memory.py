@@ -37,10 +37,10 @@ SCARCE = 2.0
 
 _GROUPS, _GROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _GROUP_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-    2: ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
 }
-"""Limit, use, and the counters of memory.stat that can be dropped, by the version of control groups (kernel, cgroup-v2.rst)."""
+"""Limit, use, and the counters of memory.stat that can be dropped, by controller: versions 1 and 2 of control groups."""
 
 _is_scarce = False
 
@@ -100,19 +100,17 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError):  # no control groups
         for line in _GROUPS_OF_PROCESS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                limits += _left_in(_GROUPS / ("memory" if controllers else ""), path, 1 if controllers else 2)
+            if controllers in _GROUP_FILES:
+                limits += _left_in(_GROUPS / controllers, path.lstrip("/"), *_GROUP_FILES[controllers])
     return min(limits)
 
 
-def _left_in(root: Path, path: str, version: int) -> Iterator[int]:
+def _left_in(root: Path, path: str, limit: str, current: str, droppable: tuple[str, ...]) -> Iterator[int]:
     """Bytes left in the control group `path` and in those around it, as far as they have limits.
 
     File pages are not taken: the kernel drops them when a limit is reached, as MemAvailable has it too.
     """
-    limit, current, droppable = _GROUP_FILES[version]
-    inside = root / path.lstrip("/")
-    for group in (inside, *inside.parents):
+    for group in (root / path, *(root / path).parents):
         if not group.is_relative_to(root):
             return
         with contextlib.suppress(OSError, ValueError):  # not seen from a container, or no limit ("max")
