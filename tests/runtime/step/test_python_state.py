@@ -353,6 +353,65 @@ def test_a_change_at_every_step_is_told() -> None:
         train(10)
 
 
+FOUND = [1.0]
+
+
+class Base:
+    def __init__(self) -> None:
+        self.kept = 1.0
+
+    def by_parent(self) -> float:
+        return self.kept
+
+
+class Settings(Base):
+    """Numbers that its methods find where their own code does not name them."""
+
+    __slots__ = ("slot",)
+    shared = 1.0
+    asked = property(lambda self: self.kept)
+
+    def by_parent(self) -> float:
+        return super().by_parent()
+
+    def by_property(self) -> float:
+        return self.asked
+
+    def by_name(self) -> float:
+        return getattr(self, "kept", 0.0)
+
+    def __call__(self) -> float:
+        return FOUND[0]
+
+    @staticmethod
+    def static() -> float:
+        return FOUND[0]
+
+
+SETTINGS = Settings()
+READS: dict[str, tuple[Callable[[], float], Callable[[float], Any]]] = {
+    "a parent's method": (SETTINGS.by_parent, lambda value: setattr(SETTINGS, "kept", value)),
+    "a property": (SETTINGS.by_property, lambda value: setattr(SETTINGS, "kept", value)),
+    "getattr": (SETTINGS.by_name, lambda value: setattr(SETTINGS, "kept", value)),
+    "a slot": (lambda: SETTINGS.slot, lambda value: setattr(SETTINGS, "slot", value)),
+    "a class": (lambda: Settings.shared, lambda value: setattr(Settings, "shared", value)),
+    "an object's class": (lambda: SETTINGS.shared, lambda value: setattr(Settings, "shared", value)),
+    "an object that is called": (SETTINGS, lambda value: FOUND.__setitem__(0, value)),
+    "a static method": (Settings.static, lambda value: FOUND.__setitem__(0, value)),
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_what_functions_find_in_classes_is_followed(way: str) -> None:
+    read, change = READS[way]
+    model, optimizer = made(lambda _, y: y * read())
+    step = step_of(model, optimizer)
+    for value in (2.0, 3.0):
+        change(value)
+        expected = F.cross_entropy(model.linear(batch()[0]) * value, batch()[1])
+        assert same_bits(step(*batch()), expected.detach())
+
+
 def test_what_forward_does_not_read_may_change() -> None:
     model, optimizer = made()
     step = step_of(model, optimizer)

@@ -41,7 +41,7 @@ class Compared(NamedTuple):
         return (differ or [*names, "what it reads"])[0]
 
 
-def compared(table: dict[str, Any], names: tuple[str, ...], values: tuple[Any, ...], owner: str) -> Compared:
+def compared(table: Mapping[str, Any], names: tuple[str, ...], values: tuple[Any, ...], owner: str) -> Compared:
     """A comparison of `owner`'s attributes `names`, in `table`, with `values`."""
     read = itemgetter(*names) if len(names) > 1 else (lambda where: (where[names[0]],))
     return Compared(read, table, values, lambda: [f"{owner}.{name}" for name in names])

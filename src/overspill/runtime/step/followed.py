@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dis
+import functools
 import io
 import random
 import sys
@@ -59,7 +60,10 @@ def beneath(function: Any) -> Any:
 @lru_cache(4096)
 def names_of(code: types.CodeType) -> frozenset[str]:
     """All names that a function and its inner functions use."""
-    return frozenset(code.co_names).union(*map(names_of, _inner(code)))
+    asked = code.co_consts if "getattr" in code.co_names else ()
+    return frozenset(code.co_names).union(
+        (name for name in asked if isinstance(name, str)), *map(names_of, _inner(code))
+    )
 
 
 @lru_cache(4096)
@@ -73,15 +77,20 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
     return (c for c in code.co_consts if isinstance(c, types.CodeType))
 
 
-def methods_of(kind: type, used: frozenset[str]) -> list[types.FunctionType]:
-    """Methods of a class that may run.
+def within(attribute: Any) -> Any:
+    """What a class attribute runs, or is."""
+    if isinstance(attribute, property):
+        return attribute.fget
+    if isinstance(attribute, functools.cached_property):
+        return attribute.func
+    return attribute.__func__ if isinstance(attribute, (staticmethod, classmethod)) else attribute
 
-    Its special ones, and those that `used` names.
-    """
-    if not is_followed(kind.__module__):
-        return []
-    own = vars(kind).items()
-    return [f for name, f in own if isinstance(f, types.FunctionType) and (name in used or name.startswith("__"))]
+
+def slots_of(value: Any) -> tuple[Any, ...]:
+    """What an object's slots hold."""
+    kinds = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    slots = [name for own in kinds for name in own if isinstance(own[name], types.MemberDescriptorType)]
+    return tuple(getattr(value, name, None) for name in slots)
 
 
 # -- what each step would advance

@@ -12,8 +12,11 @@ what it has read (a counter, a cache, a list that a hook appends to), reads an i
 NumPy's random numbers. What a model sets at its first call is no such change if the result is the same without it
 (`watching.py`).
 
-Not noticed: reads by Python's own functions, torch's and NumPy's, apart from attributes of modules (`followed.py`), and
-clocks, files and the like.
+Which functions run, and what they read of classes, follows from the names in their code: what a class that has been met
+has under a name that a function uses is compared.
+
+Not noticed: reads by Python's own functions, torch's and NumPy's, apart from attributes of modules (`followed.py`), names
+that are made as the code runs, and clocks, files and the like.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): the instance dictionaries `_modules`, `_parameters`
 and `_buffers` of modules, the tables of hooks of all modules, and the classes of `torch.ops`.
@@ -65,30 +68,19 @@ from .followed import (
     has_advanced,
     is_followed,
     is_open,
-    methods_of,
     names_of,
     position_of,
+    slots_of,
+    within,
 )
 from .structure import TABLES
 
 MOST_VALUES = 50_000
 """Most Python values that are compared before each step."""
 INSTEAD = "make it a tensor, an argument of the step, or a buffer; or use overspill.compile"
-_ATOMS = (
-    int,
-    float,
-    complex,
-    bool,
-    str,
-    bytes,
-    type(None),
-    type(...),
-    Enum,
-    type,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-)
+_ATOMS = (int, float, complex, bool, str, bytes, type(None), type(...), Enum, torch.dtype, torch.device, torch.layout)
+_CALLED = frozenset({"__call__", "__getattr__", "__getitem__", "__len__", "__bool__", "__iter__", "__contains__"})
+"""Methods of an object that a function may call without naming them."""
 _NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
 """Attributes compared as the model's structure (`structure.py`); the last two list a recurrent layer's parameters."""
 _GLOBAL_HOOKS = tuple(
@@ -112,6 +104,11 @@ class PythonState:
         self._known: dict[int, Any] = {}
         self._globals_read: dict[int, tuple[dict[str, Any], str, dict[str, Any]]] = {}
         self._looked: set[tuple[int, frozenset[str], frozenset[str]]] = set()
+        # Names that functions use, the classes that have been met, and their attributes: those compared, and the rest by name.
+        self._used: set[str] = set()
+        self._met: dict[tuple[int, frozenset[str]], type] = {}
+        self._taken: dict[int, tuple[type, dict[str, Any]]] = {}
+        self._unused: dict[str, list[type]] = {}
         self._advancing: list[tuple[str, Any, Any]] = []
         self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._written: dict[tuple[int, str], nn.Module] = {}
@@ -177,7 +174,10 @@ class PythonState:
         if name in own:
             self._watch(value, label)
         elif not any(name in own.get(table, ()) for table in TABLES):
-            self._watch_class(type(module), name, label)
+            for owner in type(module).__mro__:
+                if name in vars(owner) and is_followed(owner.__module__):
+                    for inner, of in self._take(owner, name):
+                        self._watch(inner, of)
 
     def write(self, module: nn.Module, name: str) -> None:
         """Note that attribute `name` of `module` is about to be set."""
@@ -200,7 +200,8 @@ class PythonState:
         # Compare the attributes and globals read from now on.
         for module, names in self._modules.values():
             self._compare_attributes(module, names)
-        for namespace, where, values in self._globals_read.values():
+        of_classes = [(vars(owner), owner.__name__, names) for owner, names in self._taken.values()]
+        for namespace, where, values in (*self._globals_read.values(), *of_classes):
             if values:
                 self._compared.append(compared(namespace, (*values,), (*values.values(),), where))
         # Refuse iterators that moved, values that changed, and random numbers drawn.
@@ -324,10 +325,21 @@ class PythonState:
         elif isinstance(value, ContextVar):
             self._compare(value_of, value, label)
             return [(inner, label) for inner in value_of(value)]
-        # Of other objects, the attributes.
-        elif is_open(value) and isinstance(own := getattr(value, "__dict__", None), dict):
-            return self._container(own, f"{label} ({type(value).__name__})")
+        elif isinstance(value, type) or is_open(value):
+            return self._object(value, label)
         return ()
+
+    def _object(self, value: Any, label: str) -> list[tuple[Any, str]]:
+        """Compare an object's attributes later, and those of its class that are used; of a class only these."""
+        if isinstance(value, type):
+            return self._meet(value, frozenset(n for n in vars(value) if n[:2] == "__" and callable(vars(value)[n])))
+        label = f"{label} ({type(value).__name__})"
+        found = self._meet(type(value), _CALLED)
+        if isinstance(own := getattr(value, "__dict__", None), dict):
+            found += self._container(own, label)
+        if slots := slots_of(value):
+            self._compare(slots_of, value, label)
+        return [*found, *((inner, label) for inner in slots)]
 
     def _container(self, value: Any, label: str) -> Iterable[tuple[Any, str]]:
         if not isinstance(value, (tuple, frozenset)) and not any(map(_is_of_capture, items(value))):
@@ -357,10 +369,15 @@ class PythonState:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._compare(contents_of, cell, f"{name} of {value.__name__}")
             found += [(inner, f"{name} of {value.__name__}") for inner in contents_of(cell)]
+        if value.__dict__:
+            found.append((value.__dict__, value.__name__))
         code = value.__code__
         where = value.__globals__
-        found.extend(self._globals(where, globals_of(code), names_of(code), str(where.get("__name__"))))
-        return found
+        used = names_of(code)
+        found.extend(self._globals(where, globals_of(code), used, str(where.get("__name__"))))
+        for name in filter(is_followed, sorted(used & sys.modules.keys())):  # imported in the function
+            found.extend(self._globals(vars(sys.modules[name]), used, used, name))
+        return [*found, *self._use(used)]
 
     def _method(self, method: types.MethodType) -> Sequence[Any]:
         """A bound method's functions, and the attributes they name.
@@ -368,19 +385,24 @@ class PythonState:
         Other attributes of its object are left out, for there may be many.
         """
         of, functions = method.__self__, [beneath(method.__func__)]
-        if isinstance(of, nn.Module) or not isinstance(getattr(of, "__dict__", None), dict):
+        if isinstance(of, nn.Module):
             return functions
+        if not isinstance(getattr(of, "__dict__", None), dict):
+            return [*functions, of]
         used: set[str] = set()
         for function in functions:  # grows by the methods that are called
             new = names_of(function.__code__) - used if isinstance(function, types.FunctionType) else set()
             used |= new
             functions += [
-                f for name in sorted(new) if isinstance(f := beneath(getattr(type(of), name, None)), types.FunctionType)
+                f
+                for name in sorted(new)
+                for kind in type(of).__mro__
+                if isinstance(f := beneath(within(vars(kind).get(name))), types.FunctionType)
             ]
         names = tuple(sorted(used & vars(of).keys()))
         if names:
             self._compared.append(compared(vars(of), names, tuple(vars(of)[n] for n in names), type(of).__name__))
-        return [*functions, *(vars(of)[n] for n in names)]
+        return [*functions, type(of), *(vars(of)[n] for n in names)]
 
     def _globals(
         self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str
@@ -396,21 +418,37 @@ class PythonState:
             if isinstance(value, types.ModuleType):
                 if is_followed(value.__name__):
                     found.extend(self._globals(vars(value), used, used, value.__name__))
-            elif isinstance(value, type):
-                found += [(method, f"{where}.{name}") for method in methods_of(value, used)]
             else:
                 found.append((value, f"{where}.{name}"))
         return found
 
-    def _watch_class(self, kind: type, name: str, label: str) -> None:
-        """Follow a class attribute: a method that may be replaced, or a constant."""
-        owner = next((c for c in kind.__mro__ if name in vars(c)), None)
-        if owner is None or not is_followed(owner.__module__):
-            return
-        value = vars(owner)[name]
-        self._compare(lambda of: (vars(of).get(name),), owner, label)
-        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        self._watch(inner, label)
+    def _meet(self, kind: type, special: frozenset[str]) -> list[tuple[Any, str]]:
+        """What a class has under names that functions use, and its `special` methods; its rest waits for a use."""
+        found: list[tuple[Any, str]] = []
+        for owner in kind.__mro__:
+            if (id(owner), special) in self._met or not is_followed(owner.__module__):
+                continue
+            self._met[id(owner), special] = owner
+            for name in vars(owner):
+                if name in self._used or name in special:
+                    found += self._take(owner, name)
+                else:
+                    self._unused.setdefault(name, []).append(owner)
+        return found
+
+    def _use(self, names: frozenset[str]) -> list[tuple[Any, str]]:
+        """What the classes that have been met have under these names, which a function uses."""
+        new = names - self._used
+        self._used |= new
+        return [f for name in sorted(new) for owner in self._unused.pop(name, ()) for f in self._take(owner, name)]
+
+    def _take(self, owner: type, name: str) -> list[tuple[Any, str]]:
+        """Compare a class attribute later: a method that may be replaced, or a constant; returns what it is."""
+        _, names = self._taken.setdefault(id(owner), (owner, {}))
+        if name in names:
+            return []
+        names[name] = value = vars(owner)[name]
+        return [(within(value), f"{owner.__name__}.{name}")]
 
     def _compare(self, read: Callable[[Any], Sequence[Any]], where: Any, label: str) -> None:
         self._compared.append(Compared(read, where, tuple(read(where)), lambda: [label]))
