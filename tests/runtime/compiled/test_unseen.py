@@ -21,19 +21,17 @@ NOW: dict[str, Any] = {}
 
 
 class Model(nn.Module):
-    """A layer, and what `then` does with its output; `at` gives a call's inputs, and changes the model."""
+    """A layer, and what `then` does with its output; `at` gives a call's inputs, and makes two equal objects."""
 
     def __init__(self, then: Callable[[Any, Tensor], Tensor], make: Callable[[], Any] = list) -> None:
         super().__init__()
         self.layer, self.then, self.make = nn.Linear(4, 4), then, make
-        self.one, self.two = make(), make()
 
     def at(self, call: int) -> tuple[Tensor, Tensor]:
+        self.one, self.two = self.make(), self.make()
         self.now = NOW["global"] = (self.one, self.two)[call % 2]
-        for changed in (self.one, self.two) if self.make is list else ():
-            changed.clear()
-        data = torch.randn(12, 4)
-        return [(data[:4], data[4:8]), (data[:4], data[2:6]), (data[:4], data[3:7]), (data[:4], data[:4])][call]
+        data, start = torch.randn(12, 4), (4, 2, 3, 0)[call]
+        return data[:4], data[start : start + 4]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if self.then is writes:
@@ -54,6 +52,10 @@ def asks(of: Any, x: Tensor) -> Tensor:
     return x if of.now is of.one else x * 2
 
 
+def asks_for_a_global(of: Any, x: Tensor) -> Tensor:
+    return x if NOW["global"] is not of.two else x * 2
+
+
 class Half(torch.autograd.Function):
     """A sine with a backward of its own."""
 
@@ -62,8 +64,7 @@ class Half(torch.autograd.Function):
         return torch.sin(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+    def setup_context(*_: Any) -> None: ...
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -74,23 +75,22 @@ def of_half(x: Tensor) -> Tensor:
     return (Half.apply(x) * x).sum()
 
 
-FOLLOWED = {
-    **{f"is, of a {make.__name__}": (asks, make) for make in (list, dict, SimpleNamespace)},
-    "is, of a tuple": (asks, lambda: (*[1.0],)),
-    "is, of a function": (asks, lambda: lambda: NOW),
-    "is, of a global": (lambda of, x: x if NOW["global"] is not of.two else x * 2, set),
-    "append": (adds, list),
-    "inputs that overlap": (writes, list),
-    "grad": (lambda _, x: torch.func.grad(of_half)(x), list),
-    "vjp": (lambda _, x: torch.func.vjp(Half.apply, x)[1](x)[0], list),
-    "jacrev": (lambda _, x: torch.func.jacrev(of_half)(x), list),
-}
+def gradient(_: Any, x: Tensor) -> Tensor:
+    return x + torch.func.grad(of_half)(x)
+
+
+def penalised(_: Any, x: Tensor) -> Tensor:
+    return torch.autograd.grad(of_half(x), x, create_graph=True)[0]
+
+
+EQUAL = (list, dict, SimpleNamespace, lambda: (*[1.0],), lambda: lambda: NOW)
+FOLLOWED = [*((asks, make) for make in EQUAL), (asks_for_a_global, set), (adds, list), (writes, list), (gradient, list)]
 
 
 @pytest.mark.parametrize("calls", [(0, 1, 2, 3, 1, 0), (1, 0, 1)])
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_what_dynamo_passes_over_is_as_in_plain_pytorch(name: str, calls: tuple[int, ...]) -> None:
-    model = Model(*FOLLOWED[name])
+@pytest.mark.parametrize(("then", "make"), [*FOLLOWED, (lambda _, x: torch.func.vjp(Half.apply, x)[1](x)[0], list)])
+def test_what_dynamo_passes_over_is_as_in_plain_pytorch(then: Any, make: Any, calls: tuple[int, ...]) -> None:
+    model = Model(then, make)
     compiled = overspill.compile(model, budget="1GiB")
     for call in calls:
         found = []
@@ -101,12 +101,12 @@ def test_what_dynamo_passes_over_is_as_in_plain_pytorch(name: str, calls: tuple[
             run(*inputs).square().sum().backward()
             found.append((*inputs, model.layer.weight.grad))
         assert all(map(same_bits, *found))
-    if model.then is adds or model.make is not list:
+    if make is not list:
         assert len(compiled.overspill.plans) == 2, "inputs that overlap and are only read have one plan"
 
 
-def penalised(_: Any, x: Tensor) -> Tensor:
-    return torch.autograd.grad(of_half(x), x, create_graph=True)[0]
+def rounded(*how: Any) -> saved_tensors_hooks:
+    return saved_tensors_hooks(*(how or (lambda t: t.bfloat16(), lambda t: t.float())))
 
 
 def rounds(_: Any, x: Tensor) -> Tensor:
@@ -114,16 +114,12 @@ def rounds(_: Any, x: Tensor) -> Tensor:
         return x.tanh().sin()
 
 
-def rounded(*how: Any) -> saved_tensors_hooks:
-    return saved_tensors_hooks(*(how or (lambda t: t.bfloat16(), lambda t: t.float())))
-
-
 GRAPHS = [torch.fx.symbolic_trace(of) for of in (lambda t: t.bfloat16(), lambda t: t.float())]
 
 
 @pytest.mark.parametrize(
     ("then", "around"),
-    [(penalised, nullcontext), (writes, rounded), (writes, lambda: rounded(*GRAPHS)), (rounds, nullcontext)],
+    [(penalised, nullcontext), (rounds, nullcontext), (writes, rounded), (writes, lambda: rounded(*GRAPHS))],
 )
 def test_what_cannot_be_followed_is_refused(then: Any, around: Any) -> None:
     model = Model(then)
@@ -132,15 +128,8 @@ def test_what_cannot_be_followed_is_refused(then: Any, around: Any) -> None:
 
 
 def test_a_function_under_torch_func_that_does_not_fit_is_named() -> None:
-    model = Model(lambda _, x: x + torch.func.grad(of_half)(x))
     with pytest.raises(UnplannedError, match="backward of Half"):
-        overspill.compile(model, budget="smallest")(*torch.randn(2, 4096, 4))
-
-
-def test_hooks_that_give_back_what_they_are_given_are_no_error() -> None:
-    model = Model(writes)
-    with save_on_cpu():
-        overspill.compile(model, budget="1GiB")(*model.at(0)).sum().backward()
+        overspill.compile(Model(gradient), budget="smallest")(*torch.randn(2, 4096, 4))
 
 
 def test_a_layer_that_is_not_initialised_is_refused_until_it_is() -> None:
@@ -149,8 +138,5 @@ def test_a_layer_that_is_not_initialised_is_refused_until_it_is() -> None:
     with pytest.raises(RequestError, match="LazyLinear"):
         compiled(x)
     model(x)
-    found = []
-    for call in (model, compiled):
-        torch.manual_seed(0)
-        found.append((call(x), torch.rand(1)))
-    assert all(map(same_bits, *found))
+    with save_on_cpu():  # hooks that give back what they are given are no reason to refuse
+        compiled(x).sum().backward()

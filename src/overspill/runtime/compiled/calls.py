@@ -51,13 +51,10 @@ class CallsOfPlan:
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         """The results, followed by the saved tensors."""
         found = list(run(self._programs[0], self._graph, recorder, args))
-        # Inductor returns a tensor and its detach() as one, of which AOTAutograd says that it gets no gradient: each gets
-        # one of its own (pytorch #195357).
-        before: set[int] = set()
-        for position, result in enumerate(found[: self._own]):
-            if isinstance(result, Tensor) and id(result) in before:
-                found[position] = result.detach()
-            before.add(id(result))
+        # Inductor returns a tensor and its detach() as one, and AOTAutograd marks that one: pytorch #195357.
+        first = {id(result): i for i, result in reversed([*enumerate(found[: self._own])])}
+        for i, result in enumerate(found[: self._own]):
+            found[i] = result.detach() if isinstance(result, Tensor) and first[id(result)] != i else result
         if len(self._programs) > 1:
             found[self._place : self._place] = self._padding
         return found
