@@ -167,8 +167,9 @@ def test_after_such_an_error_the_ranks_train_on(ranks: list[dict[str, Any]]) -> 
 def test_all_ranks_run_the_same_schedule_and_its_peak_is_what_is_measured(ranks: list[dict[str, Any]]) -> None:
     (*plan, planned_bytes, measured_bytes), other = of(ranks, "schedules")
     assert plan == list(other[:2])
-    assert 0.98 * planned_bytes <= measured_bytes <= planned_bytes
-    schedule = plan[1]
+    graph, schedule = plan
+    unseen = max(op.workspace_bytes for op in graph.ops)  # what dropout takes inside its op
+    assert 0.98 * planned_bytes - unseen <= measured_bytes <= planned_bytes
     assert schedule.counts[Verb.OFFLOAD] > 0
 
 
