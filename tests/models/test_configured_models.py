@@ -62,6 +62,7 @@ def test_a_decoder_reads_as_many_tokens_as_asked() -> None:
         ("decoder:with=3", "no 'with'; .*'width',"),
         ("decoder:width=3.5", r"width .*not 3\.5"),
         ("decoder:depth=0", "depth .*not 0"),
+        ("decoder:depth=1000000000", "depth=1000000000"),
         ("decoder:width=8,4", "read '4'; .*key=value"),
         ("hf:", "hf:gpt2,n_layer=6"),
         ("hf:gpt2,n_layer", "cannot read 'n_layer'"),

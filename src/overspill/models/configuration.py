@@ -88,14 +88,15 @@ def settings_of(name: str) -> dict[str, Any]:
         raise RequestError(
             f"{name}: not a configuration of transformers, as config.json is: {one_line(error)}; name one"
         ) from None
-    _check_repeated(name, found)
+    check_repeated(name, found)
     return found
 
 
-def _check_repeated(name: str, fields: dict[str, Any]) -> None:
+def check_repeated(name: str, fields: dict[str, Any]) -> None:
+    """Raise RequestError for a field that asks for more layers than can be made, or for less than none."""
     for key, value in fields.items():
         if isinstance(value, dict):
-            _check_repeated(name, value)
+            check_repeated(name, value)
         for count in value if isinstance(value, list) else [value]:
             if _REPEATED.fullmatch(key) and isinstance(count, int) and not 0 <= count <= MOST_REPEATED:
                 raise RequestError(f"{name}: {key}={count} cannot be made here; give 0 to {MOST_REPEATED}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from overspill.core.errors import RequestError
 
 from .built_model import BuiltModel
+from .configuration import check_repeated
 from .fields import parsed_fields
 
 DECODER, HUGGING_FACE = "decoder", "hf"
@@ -62,4 +63,5 @@ def _decoder_sizes(name: str) -> dict[str, int]:
             raise RequestError(f"{name}: a decoder has no {key!r}; it has {', '.join(map(repr, _SIZES))}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(f"{name}: {key} must be a positive whole number, not {value}")
+    check_repeated(name, fields)
     return fields
