@@ -118,7 +118,10 @@ def test_a_checkpoint_goes_on_under_fsdp_and_under_a_planned_step(ranks: list[di
 
 def test_a_full_disk_on_one_rank_is_a_line_on_all_and_nobody_hangs(ranks: list[dict[str, Any]]) -> None:
     (waiting, seconds, there), (full, *_, there_too) = of(ranks, "full disk")
-    assert waiting.startswith("OverspillError: another rank did not come to a collective of this step")
+    assert waiting.startswith(
+        "OverspillError: another rank did not come to a collective of this step: rank 1 failed (StoreError: "
+    )
+    assert "the store is full" in waiting
     assert full.startswith("StoreError: ")
     assert "the store is full" in full
     assert seconds < 10  # the group's timeout is 3

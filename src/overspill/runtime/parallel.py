@@ -5,7 +5,8 @@ Each rank trains on a batch of its own, and gradients are averaged as Distribute
 one rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `_dynamo.config.optimize_ddp`,
-`DistributedDataParallel._get_active_ddp_module`, `torch._C._storage_Use_Count`, and `_world.pg_names`, the process groups by name.
+`DistributedDataParallel._get_active_ddp_module`, `torch._C._storage_Use_Count`, `_world.pg_names`, the process groups by name,
+and `_get_default_store`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
@@ -25,7 +26,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from overspill.capture.compiled.graph import Captured
@@ -41,6 +42,9 @@ BROADCAST_BYTES = 1 << 20
 MOST_LOOKS = 2000
 """How often a thread that waits for gloo's looks whether it has let a tensor go."""
 _FAILED = -1
+_WAITED = "another rank did not come to a collective of this step"
+_FAILURE = "overspill: a rank failed"
+"""The key of the process group's store under which the first rank that fails within a step says why."""
 
 
 def _named(name: str, before: str) -> Any:
@@ -75,6 +79,9 @@ class OneProcess:
         """Errors inside on any rank are raised on all of them."""
         yield
 
+    def tell(self, error: BaseException) -> None:
+        """Say why this rank stops within a step, for others that wait for it until it ends or their timeout is over."""
+
     def agree(self, key: Any, *, known: bool) -> bool:
         """Whether `key` is known on all ranks. Raises RequestError on all of them where their keys differ."""
         del key
@@ -94,6 +101,9 @@ class DataParallel(OneProcess):
 
     Each has its own part of the batch.
     """
+
+    has_told = False
+    """Whether this process has told others of an error since they last agreed."""
 
     def __init__(self, group: dist.ProcessGroup, *, implied: bool = False) -> None:
         """Join the group; all ranks do this together.
@@ -194,6 +204,13 @@ class DataParallel(OneProcess):
             raise error
         _raise_first(failures)
 
+    def tell(self, error: BaseException) -> None:
+        said = (str(error).splitlines() or [""])[0]
+        if _WAITED not in said:
+            DataParallel.has_told = True
+            with suppress(RuntimeError):  # the store is gone: nobody to tell
+                _get_default_store().set(_FAILURE, f"rank {dist.get_rank()} failed ({type(error).__name__}: {said})")
+
     def agree(self, key: Any, *, known: bool) -> bool:
         text = _spelled(key)
         mine = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -203,6 +220,9 @@ class DataParallel(OneProcess):
             _raise_first([one.failure for one in told])
             other = next(rank for rank, one in enumerate(told) if one.text != text)
             raise RequestError(_difference(self.rank, _Told(text, _shapes(key)), other, told[other]))
+        if DataParallel.has_told:  # all go on
+            DataParallel.has_told = False
+            _get_default_store().set(_FAILURE, "")
         return all(known for _, known in found)
 
     def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
@@ -301,7 +321,8 @@ def _difference(rank: int, mine: _Told, other: int, its: _Told) -> str:
         return f"rank {rank} and rank {other} differ in training mode, requires_grad or autocast of the same step"
     return (
         f"all ranks of a planned step need inputs of the same shapes: rank {rank} has {mine.shapes}, "
-        f"rank {other} has {its.shapes}; with a DataLoader, drop_last=True makes them equal"
+        f"rank {other} has {its.shapes}; pad to one length that all ranks know (padding='max_length') and leave partial batches out "
+        "(drop_last=True), or use DistributedDataParallel(overspill.compile(model)), which plans on each rank, if it is not sharded"
     )
 
 
@@ -334,11 +355,17 @@ def others_needed() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OverspillError(
-            f"another rank did not come to a collective of this step: it has failed, has ended, or the group's timeout was over ({said}); "
-            "look at the other ranks' errors, and start all again from a checkpoint"
+            f"{_WAITED}: {_told_failure()}; look at the other ranks' errors, and start all again from a checkpoint"
         ) from error
+
+
+def _told_failure() -> str:
+    """What a rank has told before it ended, if it could."""
+    with suppress(RuntimeError):  # the store is gone with the process that had it
+        if (store := _get_default_store()).check([_FAILURE]) and (told := store.get(_FAILURE)):
+            return told.decode()
+    return "it has failed, has ended, or the group's timeout was over"
 
 
 def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:

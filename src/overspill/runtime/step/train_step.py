@@ -166,6 +166,7 @@ class TrainStep(PlannedPeaks):
             while not call.is_done:
                 self._runner.carry_on(call, self.tracker, self.recorder)
         except BaseException as error:
+            self.processes.tell(error)
             self._underway.stopped(error, self._state)
             raise
         finally:
