@@ -53,10 +53,30 @@ def appends(model: Plus, y: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("change", [counts, caches, draws, draws_with_numpy, appends])
+DRAWN = torch.Generator()
+
+
+def seeds(_: Plus, y: Tensor) -> Tensor:
+    DRAWN.manual_seed(3)
+    return y + torch.rand(y.shape, generator=DRAWN)
+
+
+class Counted(torch.autograd.Function):
+    calls = 0
+    backward = staticmethod(lambda _, gradient: gradient)
+
+    @staticmethod
+    def forward(_: Any, y: Tensor) -> Tensor:
+        Counted.calls += 1
+        return y * Counted.calls
+
+
+@pytest.mark.parametrize(
+    "change", [counts, caches, draws, draws_with_numpy, appends, seeds, lambda _, y: Counted.apply(y)]
+)
 def test_what_a_graph_would_do_once_is_refused(change: Callable[[Plus, Tensor], Tensor]) -> None:
     state = random.getstate()
-    with pytest.raises(UnsupportedError, match=r"Plus\.\w+|of Python") as refusal:
+    with pytest.raises(UnsupportedError, match=r"Plus\.\w+|of Python|DRAWN|Counted") as refusal:
         step_of(*made(change))(*batch())
     assert "\n" not in str(refusal.value)
     assert random.getstate() == state

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch._ops import OperatorBase, OpOverloadPacket
 from torch.optim import Optimizer
@@ -110,6 +111,8 @@ def position_of(value: Any) -> Any:
     """How far an iterator or generator has come; None if unknown."""
     if isinstance(value, types.GeneratorType):
         return (value.gi_frame is None, 0 if value.gi_frame is None else value.gi_frame.f_lasti)
+    if isinstance(value, torch.Generator):  # to draw from one is part of the plan, to seed it is not
+        return bytes(value.get_state().tolist())
     for kind, read in _STATES.items():
         if isinstance(value, kind):
             return repr(read(value))

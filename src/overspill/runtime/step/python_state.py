@@ -29,6 +29,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from enum import Enum
 from operator import is_
@@ -37,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves
 
@@ -81,6 +83,7 @@ INSTEAD = "make it a tensor, an argument of the step, or a buffer; or use oversp
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type(...), Enum, torch.dtype, torch.device, torch.layout)
 _CALLED = frozenset({"__call__", "__getattr__", "__getitem__", "__len__", "__bool__", "__iter__", "__contains__"})
 """Methods of an object that a function may call without naming them."""
+_CALLED_BY_AUTOGRAD = {"forward", "backward", "setup_context"}
 _NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
 """Attributes compared as the model's structure (`structure.py`); the last two list a recurrent layer's parameters."""
 _GLOBAL_HOOKS = tuple(
@@ -106,7 +109,7 @@ class PythonState:
         self._looked: set[tuple[int, frozenset[str], frozenset[str]]] = set()
         # Names that functions use, the classes that have been met, and their attributes: those compared, and the rest by name.
         self._used: set[str] = set()
-        self._met: dict[tuple[int, frozenset[str]], type] = {}
+        self._met: dict[tuple[int, bool], type] = {}
         self._taken: dict[int, tuple[type, dict[str, Any]]] = {}
         self._unused: dict[str, list[type]] = {}
         self._advancing: list[tuple[str, Any, Any]] = []
@@ -318,7 +321,7 @@ class PythonState:
                 self._compare(tensor_kind, value, label)
         elif isinstance(value, np.ndarray):
             self._compare(array_kind, value, label)
-        elif advances(value):
+        elif advances(value) or isinstance(value, torch.Generator):
             self._advancing.append((label, value, position_of(value)))
         elif isinstance(value, functools._lru_cache_wrapper):
             return [(value.__wrapped__, label)]
@@ -332,7 +335,8 @@ class PythonState:
     def _object(self, value: Any, label: str) -> list[tuple[Any, str]]:
         """Compare an object's attributes later, and those of its class that are used; of a class only these."""
         if isinstance(value, type):
-            return self._meet(value, frozenset(n for n in vars(value) if n[:2] == "__" and callable(vars(value)[n])))
+            special = {n for n in vars(value) if n[:2] == "__" and callable(vars(value)[n])}
+            return self._meet(value, special | _CALLED_BY_AUTOGRAD if issubclass(value, Function) else special)
         label = f"{label} ({type(value).__name__})"
         found = self._meet(type(value), _CALLED)
         if isinstance(own := getattr(value, "__dict__", None), dict):
@@ -422,13 +426,13 @@ class PythonState:
                 found.append((value, f"{where}.{name}"))
         return found
 
-    def _meet(self, kind: type, special: frozenset[str]) -> list[tuple[Any, str]]:
+    def _meet(self, kind: type, special: AbstractSet[str]) -> list[tuple[Any, str]]:
         """What a class has under names that functions use, and its `special` methods; its rest waits for a use."""
         found: list[tuple[Any, str]] = []
         for owner in kind.__mro__:
-            if (id(owner), special) in self._met or not is_followed(owner.__module__):
+            if (id(owner), special is _CALLED) in self._met or not is_followed(owner.__module__):
                 continue
-            self._met[id(owner), special] = owner
+            self._met[id(owner), special is _CALLED] = owner
             for name in vars(owner):
                 if name in self._used or name in special:
                     found += self._take(owner, name)
