@@ -346,34 +346,30 @@ def _check_settings(group: Any) -> None:
 
     Followed are divisors and sums; others only say when FSDP gathers and into which memory, which the plan decides.
     """
-    where = group._module_fqn or "the model"
     replicated = getattr(group.mesh_info, "replicate_process_group", None) is not None
-    for setting, usual, told in (
-        ("reduce_grads", (True,), "set_requires_gradient_sync(False)"),
-        ("all_reduce_grads", (True, replicated), "set_requires_all_reduce(False)"),
+    other = [
+        not type(comm).__name__.startswith(("Default", "ProcessGroupAlloc"))
+        for comm in (group._all_gather_comm, group._reduce_scatter_comm)
+    ]
+    unsummed = group.gradient_divide_factor and not group.force_sum_reduction_for_comms and group.device.type == "cpu"
+    for is_set, told in (
+        (not group.reduce_grads, "set_requires_gradient_sync(False)"),
+        (replicated and not group.all_reduce_grads, "set_requires_all_reduce(False)"),
         (
-            "reshard_after_backward",
-            (True,),
+            not group.reshard_after_backward,
             "set_reshard_after_backward(False)",
         ),  # FSDP then trains on with old parameters
-        ("reduce_scatter_unused_params", (False,), "set_reduce_scatter_unused_params(True)"),
-        ("_all_reduce_hook", (None,), "set_all_reduce_hook"),
+        (getattr(group, "reduce_scatter_unused_params", False), "set_reduce_scatter_unused_params(True)"),
+        (group._all_reduce_hook is not None, "set_all_reduce_hook"),
+        (other[0], "set_custom_all_gather or set_symm_mem_for_comm"),
+        (other[1], "set_custom_reduce_scatter or set_symm_mem_for_comm"),
+        (unsummed, "set_gradient_divide_factor without set_force_sum_reduction_for_comms(True), as gloo needs it"),
     ):
-        if getattr(group, setting, usual[0]) not in usual:
+        if is_set:
             raise UnsupportedError(
-                f"{where} was told {told}, which a planned step does not do; leave it as it was (accumulate= adds micro-batches up)"
+                f"{group._module_fqn or 'the model'} was told {told}, which a planned step does not do; leave it as it was "
+                "(accumulate= adds micro-batches up)"
             )
-    for comm in (group._all_gather_comm, group._reduce_scatter_comm):
-        if not type(comm).__name__.startswith(("Default", "ProcessGroupAlloc")):
-            raise UnsupportedError(
-                f"{where} was given {type(comm).__name__} (set_custom_all_gather, set_custom_reduce_scatter or set_symm_mem_for_comm), "
-                "which a planned step does not call; leave it as it was"
-            )
-    if group.gradient_divide_factor and not group.force_sum_reduction_for_comms and group.device.type == "cpu":
-        raise UnsupportedError(
-            f"{where} was told set_gradient_divide_factor, by which gloo cannot divide while it sums; call "
-            "set_force_sum_reduction_for_comms(True) too, as FSDP alone needs it"
-        )
 
 
 def _check_parameter(parameter: Any, where: str, names: Mapping[int, str]) -> None:

@@ -1,6 +1,6 @@
 """Blocks and functions that the user has compiled are traced through: the bits of plain eager, and they stay compiled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,25 +9,21 @@ from torch import Tensor, fx, nn
 
 import overspill
 
-FACTOR = 1.0
+FACTOR = [1.0]
 calls: list[int] = []
 
 
-def counted(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+def scaled(x: Tensor) -> Tensor:
+    return x.sin() * FACTOR[0]
+
+
+def noted(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
     """A backend that notes each call of what it has compiled."""
     return lambda *given: calls.append(1) or module(*given)
 
 
-def scaled(x: Tensor) -> Tensor:
-    return x.sin() * FACTOR
-
-
-compiled = torch.compile(scaled, backend=counted, fullgraph=True)
-without_gradient = torch.no_grad()(scaled)
-
-
 class Block(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor] = scaled) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(8, 8), function
 
@@ -35,52 +31,28 @@ class Block(nn.Module):
         return x + self.function(self.linear(x)) * x.mean()
 
 
-def in_place(model: nn.Sequential) -> None:
-    model[0].compile(backend=counted, fullgraph=True)
+def by_torch_cond(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # compiles its branches itself
 
 
-def wrapped(model: nn.Sequential) -> None:
-    model[0] = torch.compile(model[0], backend=counted, fullgraph=True)
-
-
-def forward(model: nn.Sequential) -> None:
-    model[0].forward = torch.compile(model[0].forward, backend=counted)
-
-
-def function(model: nn.Sequential) -> None:
-    model[0].function = compiled
-
-
-WAYS = (in_place, wrapped, forward, function, lambda model: model.compile(backend=counted))
-
-
-@pytest.fixture(autouse=True)
-def _reset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(globals(), "FACTOR", 1.0)
-    yield
-    torch._dynamo.reset()
-
-
-def trained(compile_part: Callable[[Any], None], planned: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Three losses, and the model; before the last step a global changes that the blocks read."""
+def trained(change: Callable[[Any], Any], planned: bool) -> tuple[list[float], nn.Module]:
+    """Three losses, and the model; before the last step a value changes that functions behind wrappers read."""
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(without_gradient))
-    compile_part(model)
+    model = nn.Sequential(Block(scaled), Block(torch.no_grad()(scaled)), Block(by_torch_cond))
+    change(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = overspill.train_step(model, squares, optimizer, budget="1MiB", store="host") if planned else None
-    losses = []
-    for factor in (1.0, 1.0, 3.0):
-        monkeypatch.setitem(globals(), "FACTOR", factor)
-        if step is not None:
-            losses.append(step(torch.ones(2, 8)).item())
-            continue
+
+    def plain(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = squares(model, torch.ones(2, 8))
+        loss = squares(model, x)
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    if step is not None:
-        step.close()
+        return loss
+
+    step = overspill.train_step(model, squares, optimizer, budget="1MiB", store="host") if planned else plain
+    losses = []
+    for FACTOR[0] in (1.0, 1.0, 3.0):
+        losses.append(step(torch.ones(2, 8)).item())
     return losses, model
 
 
@@ -88,20 +60,21 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_compiled_inside_trains_as_plain_and_stays_compiled(
-    way: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses, model = trained(way, True, monkeypatch)
+@pytest.mark.usefixtures("forget_compiled_code")
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda model: model[0].compile(backend=noted, fullgraph=True),
+        lambda model: setattr(model, "0", torch.compile(model[0], backend=noted, fullgraph=True)),
+        lambda model: setattr(model[0], "forward", torch.compile(model[0].forward, backend=noted)),
+        lambda model: setattr(model[0], "function", torch.compile(scaled, backend=noted)),
+        lambda model: model.compile(backend=noted),
+    ],
+)
+def test_what_is_compiled_inside_trains_as_plain_and_stays_compiled(way: Callable[[Any], Any]) -> None:
+    losses, model = trained(way, planned=True)
     assert not calls
-    assert losses == trained(lambda _: None, False, monkeypatch)[0]
+    assert losses == trained(lambda _: None, planned=False)[0]
     model(torch.ones(2, 8))
     assert calls
     calls.clear()
-
-
-def test_branches_that_torch_cond_compiles_itself_train_as_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def branches(model: nn.Sequential) -> None:
-        model[0].function = lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-
-    assert trained(branches, True, monkeypatch)[0] == trained(branches, False, monkeypatch)[0]
