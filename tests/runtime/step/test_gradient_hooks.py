@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -95,23 +96,16 @@ def test_backward_hooks_of_modules_are_called() -> None:
     Sides(of_modules, lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 5))).train()
 
 
-OF_ALL: list[Callable[[], Any]] = [
-    lambda: of_all.register_module_forward_hook(lambda _m, _given, made: made * 1.5),
-    lambda: of_all.register_module_forward_pre_hook(lambda _m, given: tuple(t * 1.5 for t in given)),
-    lambda: of_all.register_module_full_backward_pre_hook(lambda _m, gradients: tuple(g * 2 for g in gradients)),
-]
-
-
-@pytest.mark.parametrize("register", OF_ALL)
-def test_hooks_of_all_modules_are_called_for_the_models_own_alone(register: Callable[[], Any]) -> None:
+def test_hooks_of_all_modules_are_called_for_the_models_own_alone() -> None:
     sides = Sides(lambda _: None, lambda: nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5)))
     sides.train()
-    handle = register()
-    try:
+    with ExitStack() as stack:
+        for handle in (
+            of_all.register_module_forward_hook(lambda _m, _given, made: made * 1.5),
+            of_all.register_module_full_backward_pre_hook(lambda _m, gradients: tuple(g * 2 for g in gradients)),
+        ):
+            stack.callback(handle.remove)
         sides.train()
-    finally:
-        handle.remove()
-    sides.train()
 
 
 def test_a_hook_on_a_modules_backward_that_comes_later_may_keep_what_it_sees_in_a_dictionary() -> None:

@@ -13,6 +13,7 @@ import threading
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -377,47 +378,31 @@ FOUND = [1.0]
 
 
 class Base:
-    def __init__(self) -> None:
-        self.kept = 1.0
-
-    def by_parent(self) -> float:
-        return self.kept
+    kept = shared = 1.0
+    by_parent = lambda self: self.kept  # noqa: E731
 
 
 class Settings(Base):
     """Numbers that its methods find where their own code does not name them."""
 
     __slots__ = ("slot",)
-    shared = 1.0
     asked = property(lambda self: self.kept)
-
-    def by_parent(self) -> float:
-        return super().by_parent()
-
-    def by_property(self) -> float:
-        return self.asked
-
-    def by_name(self) -> float:
-        return getattr(self, "kept", 0.0)
-
-    def __call__(self) -> float:
-        return FOUND[0]
-
-    @staticmethod
-    def static() -> float:
-        return FOUND[0]
+    by_parent = lambda self: super().by_parent()  # noqa: E731
+    by_property = lambda self: self.asked  # noqa: E731
+    by_name = lambda self: getattr(self, "kept", 0.0)  # noqa: E731
+    __call__ = static = staticmethod(lambda *_: FOUND[0])
 
 
 SETTINGS = Settings()
 READS: dict[str, tuple[Callable[[], float], Callable[[float], Any]]] = {
-    "a parent's method": (SETTINGS.by_parent, lambda value: setattr(SETTINGS, "kept", value)),
-    "a property": (SETTINGS.by_property, lambda value: setattr(SETTINGS, "kept", value)),
-    "getattr": (SETTINGS.by_name, lambda value: setattr(SETTINGS, "kept", value)),
-    "a slot": (lambda: SETTINGS.slot, lambda value: setattr(SETTINGS, "slot", value)),
-    "a class": (lambda: Settings.shared, lambda value: setattr(Settings, "shared", value)),
-    "an object's class": (lambda: SETTINGS.shared, lambda value: setattr(Settings, "shared", value)),
-    "an object that is called": (SETTINGS, lambda value: FOUND.__setitem__(0, value)),
-    "a static method": (Settings.static, lambda value: FOUND.__setitem__(0, value)),
+    "a parent's method": (SETTINGS.by_parent, partial(setattr, SETTINGS, "kept")),
+    "a property": (SETTINGS.by_property, partial(setattr, SETTINGS, "kept")),
+    "getattr": (SETTINGS.by_name, partial(setattr, SETTINGS, "kept")),
+    "a slot": (lambda: SETTINGS.slot, partial(setattr, SETTINGS, "slot")),
+    "a class": (lambda: Settings.shared, partial(setattr, Base, "shared")),
+    "an object's class": (lambda: SETTINGS.shared, partial(setattr, Base, "shared")),
+    "an object that is called": (SETTINGS, partial(FOUND.__setitem__, 0)),
+    "a static method": (lambda: Settings.static(0), partial(FOUND.__setitem__, 0)),
 }
 
 

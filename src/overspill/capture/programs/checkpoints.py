@@ -72,15 +72,15 @@ def left_as_given(function: Callable[..., Any], *args: Any) -> Iterator[None]:
     before = held()
     yield
     now = held() if torch.is_grad_enabled() else before
-    if any(path not in now or _is_another(leaf, now[path]) for path, leaf in before.items()):
+    numbers = (int, float)
+    if any(
+        path not in now or (isinstance(leaf, numbers) and isinstance(now[path], numbers) and leaf != now[path])
+        for path, leaf in before.items()
+    ):
         raise UnsupportedError(
             "a function under torch.utils.checkpoint changes what it is given or finds, and plain PyTorch runs it again in "
             "backward, on what is there then; let it work on a copy"
         )
-
-
-def _is_another(one: Any, other: Any) -> bool:
-    return isinstance(one, (int, float)) and type(one) is type(other) and one != other
 
 
 def _numbered(contexts: Callable[[], Any]) -> Callable[[], Any]:
