@@ -268,17 +268,12 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tell(model: nn.Module, setters: dict[str, Any]) -> None:
+def tell(model: nn.Module, setters: dict[str, Any] = FOLLOWED | WITHOUT_EFFECT) -> None:
     """Call these setters of all modules that are sharded."""
     for module in model.modules():
         for name, given in setters.items() if isinstance(module, FSDPModule) else ():
             if hasattr(module, name):  # not in all releases
                 getattr(module, name)(*given)
-
-
-def told(model: nn.Module) -> None:
-    tell(model, FOLLOWED | WITHOUT_EFFECT)
-    fsdp.register_fsdp_forward_method(model, "logits")
 
 
 def settings() -> tuple[set[str], dict[str, str]]:
@@ -394,7 +389,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "full disk": full_disk,
     "integer": integer,
     "settings": settings,
-    "sharded, told": lambda: both(around=(id, told)),
+    "sharded, told": lambda: both(
+        around=(id, lambda model: (tell(model), fsdp.register_fsdp_forward_method(model, "logits")))
+    ),
     "sharded, replicated and divided": lambda: replicated(2, around=(id, lambda model: tell(model, FOLLOWED))),
     "checkpoints": checkpoints,
     "sharded, placed": lambda: both(adamw, ways={"placement": "planned"}),

@@ -40,10 +40,6 @@ AS_LARGE_AS_INPUT = frozenset({aten.im2col.default, aten.col2im.default})
 """Ops that resize a tensor like their input (PyTorch 2.13, aten/src/ATen/native/Im2Col.cpp, Col2Im.cpp)."""
 
 
-def _of_dropout(x: Tensor, *_: Any) -> int:
-    return x.nbytes + 16
-
-
 def _of_safe_softmax(x: Tensor, dim: int, *_: Any) -> int:
     rows = x.numel() // max(1, x.shape[dim])
     return x.numel() + rows + 8 + (0 if x.is_contiguous() else x.nbytes)
@@ -59,7 +55,7 @@ def _of_attention(q: Tensor, k: Tensor, *, backward: bool = False) -> int:
 
 
 TAKEN_ON_CPU: dict[Any, Callable[..., int]] = {
-    aten.native_dropout.default: _of_dropout, aten.native_dropout_backward.default: _of_dropout,
+    **dict.fromkeys((aten.native_dropout.default, aten.native_dropout_backward.default), lambda x, *_: x.nbytes + 16),
     aten._safe_softmax.default: _of_safe_softmax,
     aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, *_: _of_attention(q, k),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda _, q, k, *__: _of_attention(q, k, backward=True),
