@@ -32,9 +32,10 @@ class LiveBytes(TorchDispatchMode):
 
     def add(self, values: Iterable[Any]) -> None:
         """Count the storages of all tensors among `values`, each once."""
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.device == self.device:
-                self._count(value.untyped_storage())
+        with torch._C.DisableTorchFunctionSubclass():  # what a train step has in its store stays there
+            for value in values:
+                if isinstance(value, torch.Tensor) and value.device == self.device:
+                    self._count(value.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step.plus import Plus, batch, made, step_of
+from tests.runtime.step.whole_steps import Mlp, Pair
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
-from overspill.runtime.training import same_bits
 
 DAMAGE: dict[str, Callable[[Plus], Any]] = {
     "a layer is deleted": lambda m: delattr(m, "linear"),
@@ -43,51 +43,30 @@ def test_amsgrad_switched_on_is_refused_in_a_line() -> None:
     assert step(*batch()).isfinite()
 
 
-LOST: dict[str, Callable[[Tensor], Any]] = {
-    "zero_": lambda w: w.zero_(), "fill_": lambda w: w.fill_(1), "masked_fill_": lambda w: w.masked_fill_(w != w, 0),
-    "constant_": lambda w: nn.init.constant_(w, 0.5), "data.zero_": lambda w: w.data.zero_(), "detach().zero_": lambda w: w.detach().zero_(),
+WRITTEN: dict[str, Callable[[Tensor], Any]] = {
+    "zero_": lambda w: w.zero_(), "masked_fill_": lambda w: w.masked_fill_(w > 0, 0), "constant_": lambda w: nn.init.constant_(w, 0.5),
+    "data.zero_": lambda w: w.data.zero_(), "detach().zero_": lambda w: w.detach().zero_(), "rows": lambda w: w[1:].fill_(2),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_a_write_through_a_reference_to_what_is_away_is_told(name: str) -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer)
-    step(*batch())
-    held = model.linear.weight
-    before = held.detach().clone()
-    state = step._state
-    state.residency.send(["model.linear.weight"], state.engine)
-    state.arm()
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_write_through_a_reference_to_what_is_away_counts(name: str) -> None:
+    pair = Pair(Mlp)
+    held, plain = pair.model.middle[0].weight, pair.plain.model.middle[0].weight
+    pair.train()
+    assert pair.step._state.residency["model.middle.0.weight"].away
     with torch.no_grad():
-        LOST[name](held)
-    with pytest.raises(RequestError, match=r"a reference .*synchronize\(\)"):
-        step(*batch())
-    step.synchronize()
-    assert same_bits(held.detach(), before)
-    assert step(*batch()).isfinite()
+        WRITTEN[name](held)
+        WRITTEN[name](plain)
+    pair.train()
+    pair.assert_same()
 
 
-def test_a_write_to_state_that_is_there_is_not_taken_for_one_to_what_is_away() -> None:
-    model, _ = made()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    step = step_of(model, optimizer)
-    step(*batch())
-    state = step._state
-    state.residency.send(["model.linear.weight.momentum_buffer", "model.linear.bias.momentum_buffer"], state.engine)
-    state.arm()
-    optimizer.state[model.linear.bias]["momentum_buffer"].zero_()
-    assert step(*batch()).isfinite()
-
-
-def test_data_given_to_what_is_away_is_taken() -> None:
-    model, optimizer = made()
-    step = step_of(model, optimizer)
-    step(*batch())
-    held, state = model.linear.weight, step._state
-    state.residency.send(["model.linear.weight"], state.engine)
-    state.arm()
-    held.data = torch.zeros(3, 4)
-    assert same_bits(model.linear.weight.detach(), torch.zeros(3, 4))
-    step(*batch())
-    assert held.detach().abs().max() < 1
+def test_a_write_past_the_guard_raises() -> None:
+    pair = Pair(Mlp)
+    pair.train()
+    resident = pair.step._state.residency["model.middle.0.weight"]
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="data pointer"):
+        resident.tensor.data.zero_()
+    pair.train()
+    pair.assert_same()

@@ -231,14 +231,16 @@ class StepCaptures:
         values: list[Any] = []
         with KnownValues(eager=self.options.backend != "inductor") as known:
             # Parameters first, then buffers and inputs, whose values may be read.
+            memory = self.state.overlapping()
             for name in self.state.parameters:
-                values.append(self.state.whole(name).empty().requires_grad_(self.state.trains(name)))
+                value = memory[name] if name in memory else self.state.whole(name).empty()
+                values.append(value.requires_grad_(self.state.trains(name)))
                 infos.append(InputInfo(TensorKind.PARAMETER, readable(name), name in self.state.residency))
                 takes.append(name)
             for position, (name, tensor) in enumerate(
                 [*self.state.buffers.items(), *((f"input {i}", t) for i, t in enumerate(inputs))]
             ):
-                values.append(Spec.of(tensor).empty())
+                values.append(memory[name] if name in memory else Spec.of(tensor).empty())
                 known.know(values[-1], tensor, position)
                 kind = TensorKind.BUFFER if name in self.state.buffers else TensorKind.INPUT
                 infos.append(InputInfo(kind, readable(name)))

@@ -103,7 +103,10 @@ class MicrobatchRunner:
 
     def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
         idle = {name for name in compiled.idle if self._state.residency[name].here is not None}
-        sent = self._state.residency.send(compiled.stored | compiled.kept_in_store | idle, engine)
+        residency, apart = self._state.residency, self._state.holders.apart
+        while apart:  # one at a time, for the memory that they are parts of is free when the last has left
+            residency.send({apart.pop()} & residency.residents.keys(), engine)
+        sent = residency.send(compiled.stored | compiled.kept_in_store | idle, engine)
         if sent and self._state.where.type == "cpu":
             give_back()  # a model may have been built where the heap keeps what it frees
         places = compiled.plan.places

@@ -195,7 +195,9 @@ class StepPlans:
         leaves, spec = tree_flatten(inputs)
         return (
             spec, last, tuple(map(batches.kind, leaves)), batches.repeats(leaves),
-            tuple(p.requires_grad for p in self.state.parameters.values()), _settings_of_torch(self.state.where.type),
+            tuple(p.requires_grad for p in self.state.parameters.values()),
+            tuple(name for name in self.state.parameters if name not in self.state.residency),
+            frozenset(self.state.holders.overlapping), _settings_of_torch(self.state.where.type),
         )  # fmt: skip
 
     def share_buffers(self, inputs: tuple[Any, ...]) -> None:

@@ -1,29 +1,33 @@
 """Where parameters and optimizer state live between steps: device or store.
 
 The user's own tensor objects stay what they are. While the store has the bytes of one, its data is a *placeholder*: one
-NaN, expanded to its shape, so that a read that bypasses all guards sees NaN, not plausible numbers, and a write gets an
-error. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
-one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read.
+NaN, expanded to its shape, so that a read that bypasses all guards sees NaN, not plausible numbers, and a write raises an
+error of PyTorch's. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
+one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read, or when the
+tensor is, by whatever reference (`away.py`).
 
-Private to PyTorch (2.11 to 2.14): `torch._C._get_dispatch_mode`, `FakeTensor`.
+Private to PyTorch (2.11 to 2.14): `torch._C._get_dispatch_mode`, `torch._C._set_throw_on_mutable_data_ptr`, `FakeTensor`, `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _disable_current_modes
 
-from overspill.core.errors import RequestError, StoreError
+from overspill.core.errors import StoreError
 from overspill.runtime.transfer.engine import TransferEngine
 
+from .away import GUARDS, Away, hide, show
 from .gate import During, Gate, Reading
 
 
@@ -50,9 +54,9 @@ class Spec:
         """An uninitialised tensor of this spec."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
-    def within(self, memory: torch.UntypedStorage) -> Tensor:
+    def within(self, memory: torch.UntypedStorage, offset: int = 0) -> Tensor:
         """A tensor of this spec in `memory`."""
-        return torch.empty(0, dtype=self.dtype, device=self.device).set_(memory, 0, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(memory, offset, self.size, self.stride)
 
     def like(self, dtype: torch.dtype) -> Spec:
         """The same spec with another dtype."""
@@ -64,8 +68,6 @@ class Spec:
         return _stand_in(self.dtype, self.device).expand(self.size).data
 
 
-_GUARDS: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
-"""The guard of each watched tensor, by the tensor's id."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -77,7 +79,34 @@ def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((), value, dtype=dtype, device=device)
     if (dtype, device) not in _STAND_INS:
         _STAND_INS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
+        torch._C._set_throw_on_mutable_data_ptr(_STAND_INS[dtype, device])
     return _STAND_INS[dtype, device]
+
+
+class Alias:
+    """Another tensor over the memory of a resident, which follows it to the store and back."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self._spec, self._offset = Spec.of(tensor), tensor.storage_offset()
+
+    def shares(self, resident: Tensor) -> bool:
+        """Whether it is still there, and over the memory of `resident`."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.untyped_storage()._cdata == resident.untyped_storage()._cdata
+
+    def leave(self, guard: Any) -> None:
+        """Give it its placeholder as data; the resident's `guard` brings it back."""
+        if (tensor := self.tensor()) is not None:
+            tensor.data = self._spec.placeholder()
+            GUARDS[id(tensor)] = guard
+            hide(tensor)
+
+    def come_back(self, data: Tensor) -> None:
+        """Lie over `data`, unless it was given other data."""
+        if isinstance(tensor := self.tensor(), Away):
+            show(tensor)
+            tensor.data = self._spec.within(data.untyped_storage(), data.storage_offset() + self._offset)
 
 
 class Resident:
@@ -97,32 +126,31 @@ class Resident:
         """Whether the object holds only its placeholder."""
         self.hidden: Tensor | None = None
         """The device's copy of what the store has too, hidden from the user so that both stay equal."""
+        self.aliases: list[Alias] = []
         self._placeholder: Tensor | None = None
-        self._seen = tensor._version
+
+    def count_aliases(self) -> int:
+        """How many aliases hold its memory; the others are forgotten."""
+        self.aliases = [alias for alias in self.aliases if alias.shares(self.tensor)]
+        return len(self.aliases)
 
     def _let_go(self) -> None:
         """Give the object its placeholder as data."""
         tensor = self.tensor
+        if self.count_aliases():
+            for alias in self.aliases:
+                alias.leave(GUARDS[id(tensor)])
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             tensor.data = self.spec.placeholder()
         else:
             if self._placeholder is None:  # made once, for this happens at every step
                 self._placeholder = self.spec.placeholder()
             tensor.data = self._placeholder
-        self._seen = tensor._version
+            increment_version(
+                tensor
+            )  # so that a graph of autograd that was made before raises, as behind plain updates
         self.away = True
-
-    def is_replaced(self) -> bool:
-        """Whether the user assigned other data while it was away (`w.data = new`)."""
-        return self.away and not _is_placeholder(self.tensor)
-
-    def is_written(self) -> bool:
-        """Whether the placeholder was written to since this was last asked.
-
-        Only writes that bump the tensor's version are seen.
-        """
-        before, self._seen = self._seen, self.tensor._version
-        return self.away and before != self._seen
+        hide(tensor)
 
     @classmethod
     def blank(cls, name: str, spec: Spec) -> Resident:
@@ -151,7 +179,10 @@ class Resident:
 
     def put(self, data: Tensor) -> None:
         """Give the object its data; the store's copy, if any, is dropped."""
+        show(self.tensor)
         self.tensor.data = data
+        for alias in self.aliases:
+            alias.come_back(data)
         self.handle = self.hidden = None
         self.away = False
 
@@ -191,23 +222,11 @@ class Residency:
         """Names of all residents whose bytes are in the store."""
         return [name for name, resident in self.residents.items() if resident.away]
 
-    def check_untouched(self, names: Iterable[str]) -> None:
-        """Take over data assigned while away; refuse lost writes. Raises RequestError for a write to a placeholder."""
-        lost = ""
-        for name in names:
-            resident = self.residents[name]
-            if resident.away:
-                if resident.is_replaced():
-                    resident.put(resident.tensor.data)
-                elif resident.is_written():
-                    lost = lost or name
-        if _STAND_INS and _mended_stand_ins():
-            lost = lost or "a weight or a state of the optimizer"
-        if lost:
-            raise RequestError(
-                f"{readable(lost)} was written to through a reference while its values were in the store, and that write "
-                "is lost; call the step's synchronize() first, or write through the model's own attribute"
-            )
+    def take_over(self, names: Iterable[str]) -> None:
+        """Take over data assigned to these while they were away (`w.data = new`)."""
+        for resident in map(self.residents.__getitem__, names):
+            if resident.away and not isinstance(resident.tensor, Away) and not _is_placeholder(resident.tensor):
+                resident.put(resident.tensor.data)
 
     def bring(
         self,
@@ -256,7 +275,14 @@ class Residency:
         for resident in map(self.residents.__getitem__, names):
             resident.hidden = None
             if not resident.away:
-                going.append((resident, engine.offload(resident.tensor.data)))
+                data = resident.tensor.data
+                memory, begin = data.untyped_storage(), data.storage_offset() * data.itemsize
+                if data.nbytes != memory.nbytes() and is_dense(
+                    data
+                ):  # a part of larger memory, of which no mode counts a view
+                    with _disable_current_modes():
+                        data = resident.spec.within(memory[begin : begin + data.nbytes])
+                going.append((resident, engine.offload(data)))
             elif resident.handle is None:
                 spec = resident.spec
                 resident.handle = engine.blank(spec.size, spec.stride, spec.dtype, spec.device)
@@ -278,28 +304,27 @@ class Residency:
             resident.hidden, resident.handle = resident.take(), handle
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of `tensor` lie without gaps."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # of dense ones it keeps the strides
+
+
 def _is_placeholder(tensor: Tensor) -> bool:
     if isinstance(tensor, FakeTensor) or not tensor.numel():  # which have no bytes to tell them by
         return True
-    return tensor.data_ptr() == _stand_in(tensor.dtype, tensor.device).data_ptr()
-
-
-def _mended_stand_ins() -> bool:
-    """Reset placeholders overwritten through `.data`; whether any was.
-
-    Only on the CPU; nothing else notices such a write.
-    """
-    found = False
-    for (dtype, device), element in _STAND_INS.items():
-        if device.type == "cpu" and (dtype.is_floating_point or dtype.is_complex) and not element.isnan():
-            element.fill_(float("nan"))
-            found = True
-    return found
+    stand_in = _STAND_INS.get((tensor.dtype, tensor.device))
+    return stand_in is not None and tensor.untyped_storage()._cdata == stand_in.untyped_storage()._cdata
 
 
 def readable(name: str) -> str:
     """A parameter's or layer's name as the user's model has it."""
     return "" if name == "model" else name.removeprefix("model.")
+
+
+def is_guarded(tensor: Tensor) -> bool:
+    """Whether a guard holds this very tensor, of this step or of another."""
+    guard = GUARDS.get(id(tensor))
+    return isinstance(guard, dict) and any(value is tensor for value in dict.values(guard))
 
 
 def bring_for_others(tensors: Iterable[Tensor]) -> None:
@@ -308,7 +333,7 @@ def bring_for_others(tensors: Iterable[Tensor]) -> None:
     Raises RequestError while that step is under way, and StoreError.
     """
     for tensor in tensors:
-        if (guard := _GUARDS.get(id(tensor))) is not None:
+        if (guard := GUARDS.get(id(tensor))) is not None:
             guard.fetch()
 
 
@@ -323,10 +348,11 @@ class Guarded(dict[str, Any]):
         super().__init__(content)
         self._gate: Gate | None = gate
         self._bring: Callable[[], None] | None = None
-
-    def watch(self) -> None:
-        """Bring what it holds back for steps of other models too (`bring_for_others`)."""
-        _GUARDS.update((id(value), self) for value in dict.values(self) if value is not None)
+        for value in content.values():
+            if isinstance(value, Tensor):
+                GUARDS[id(value)] = self
+                if type(value) is Tensor and value.numel() and _is_placeholder(value):  # state made by a step
+                    hide(value)
 
     def arm(self, bring: Callable[[], None] | None) -> None:
         """Call `bring` before the next read; None: nothing is away."""
@@ -339,6 +365,8 @@ class Guarded(dict[str, Any]):
     def disarm(self) -> None:
         """Be an ordinary dictionary from now on."""
         self._gate = self._bring = None
+        for value in dict.values(self):
+            show(value)
 
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)

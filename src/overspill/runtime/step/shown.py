@@ -5,7 +5,6 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -40,11 +39,6 @@ def optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHan
 
 
 def _with_plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose tensors later steps do not take away."""
-    state = {
-        key: {name: v.detach() if isinstance(v, Tensor) else v for name, v in of.items()}
-        if isinstance(of, dict)
-        else of
-        for key, of in state_dict["state"].items()
-    }
+    """A state dict without guards; its tensors are the optimizer's."""
+    state = {key: dict(of.items()) if isinstance(of, dict) else of for key, of in state_dict["state"].items()}
     return {**state_dict, "state": state}

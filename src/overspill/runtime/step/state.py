@@ -7,7 +7,6 @@ Private to PyTorch (2.11 to 2.14): `torch.utils._python_dispatch._disable_curren
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +30,8 @@ from .checks import (
     check_unchanged,
 )
 from .gate import Gate
-from .residency import Guarded, Residency, Resident, Spec
+from .residency import Guarded, Residency, Resident, Spec, is_dense
+from .shared_memory import Holders, check_order
 from .structure import Structure
 from .updates import OptimizerUpdates, ParameterState, settings_of
 
@@ -67,6 +67,7 @@ class StepState:
         self.owned: dict[str, ParameterState] = {}
         self.sums: tuple[str, ...] = ()
         self.residency = Residency()
+        self.holders = Holders()
         self.engine: TransferEngine | None = None
         self.engine_number = 0
         # Dictionaries that bring tensors back when they are read.
@@ -93,7 +94,6 @@ class StepState:
             own = module.__dict__["_parameters"]
             if (own or module._buffers) and self.guards.get(module) is not own:
                 guard = Guarded(dict(dict.items(own)), self.gate)
-                guard.watch()
                 self.guards[module] = module.__dict__["_parameters"] = guard
         self.structure = Structure(self.module)
 
@@ -117,7 +117,7 @@ class StepState:
             self.module.gradient_hooks = hooks
         if not self.structure.holds():
             self._look_again()
-        self.residency.check_untouched(self.residency.residents)
+        self.residency.take_over(self.residency.residents)
         if (specs := self._specs_of_buffers()) != self._buffer_specs:
             self._buffer_specs = specs
             self.stale = True
@@ -144,23 +144,34 @@ class StepState:
         return {name: Spec.of(buffer) for name, buffer in self.buffers.items()}
 
     def adopt_parameters(self) -> None:
-        """Notice parameters that `load_state_dict` or the user has changed."""
+        """Notice parameters that `load_state_dict` or the user has changed, and those whose memory others hold.
+
+        These stay on the device. Raises RequestError and UnsupportedError.
+        """
         if self.sharding is not None:
             self.sharding.take()
-        # A parameter that shares its storage with another stays on the device.
-        own = {name: local_of(parameter) for name, parameter in self.parameters.items()}
-        shared = Counter(tensor.untyped_storage()._cdata for tensor in own.values())
-        for name, tensor in own.items():
-            self.parameters[name].grad = None  # a step makes its own, as after zero_grad()
-            known = self.residency.residents.get(name)
-            if known is None and _owns_its_storage(tensor) and shared[tensor.untyped_storage()._cdata] == 1:
-                self.residency.adopt(name, tensor)
-            elif known is not None and not known.away and Spec.of(tensor) != known.spec:
+        sharded = () if self.sharding is None else self.sharding.parameters  # of which FSDP keeps nothing
+        residents, there = self.residency.residents, {}
+        for name, parameter in self.parameters.items():
+            parameter.grad = None  # a step makes its own, as after zero_grad()
+            tensor, known = local_of(parameter), residents.get(name)
+            if name not in sharded and (known is None or not known.away):
+                there[name] = tensor
+            if known is None:
+                if is_dense(tensor):
+                    self.residency.adopt(name, tensor)
+            elif not known.away and Spec.of(tensor) != known.spec:
                 check_unchanged(name, tensor, known.spec)
-                self.residency.residents[name] = Resident(name, tensor)
+                residents[name] = Resident(name, tensor)
                 self.stale = True
-            elif known is not None and known.tensor is not tensor:  # FSDP has padded it anew
+            elif known.tensor is not tensor:  # FSDP has padded it anew
                 self.residency.adopt(name, tensor)
+        self.holders.look(residents, there, self.buffers)
+        staying = self.holders.overlapping.union(self.holders.held)
+        for name in staying & residents.keys():
+            del residents[name]
+        if overlapping := {n: p for n, p in self.parameters.items() if n in self.holders.overlapping}:
+            check_order(overlapping, self.optimizer.param_groups)
 
     def adopt_optimizer(self) -> None:
         """Notice new parameter groups, settings and state. Called at the start, and after `load_state_dict`."""
@@ -256,6 +267,18 @@ class StepState:
             return spec
         of = self.sharding.parameters[name]
         return Spec(of._orig_size, of._contiguous_orig_stride, of.param_dtype or of.orig_dtype, spec.device)
+
+    def overlapping(self) -> dict[str, Tensor]:
+        """Weights and buffers that overlap one another, on fake memory that they share: updates of one wait for reads of all."""
+        memory: dict[int, Tensor] = {}
+        found = {}
+        for name in self.holders.overlapping:
+            real = self.parameters[name] if name in self.parameters else self.buffers[name]
+            storage = real.untyped_storage()
+            if storage._cdata not in memory:
+                memory[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=real.device)
+            found[name] = Spec.of(real).within(memory[storage._cdata].untyped_storage(), real.storage_offset())
+        return found
 
     def whole_bytes(self) -> int:
         """Bytes of parameters, buffers and optimizer state, all on the device."""
@@ -371,12 +394,10 @@ class StepState:
             raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
         names = list(names)
         with _disable_current_modes():  # a finalizer may bring them while something else runs on fake tensors
-            try:
-                self.residency.check_untouched(names)
-            finally:  # a lost write is reported only after the stored values are back
-                if found := [name for name in names if self.residency[name].handle is not None]:
-                    assert self.engine is not None
-                    self.residency.bring(found, self.engine)
+            self.residency.take_over(names)
+            if found := [name for name in names if self.residency[name].handle is not None]:
+                assert self.engine is not None
+                self.residency.bring(found, self.engine)
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device."""
@@ -393,10 +414,3 @@ class StepState:
             yield
         finally:
             self.gate.is_tracing = False
-
-
-def _owns_its_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is dense and fills its whole storage."""
-    if tensor.nbytes != tensor.untyped_storage().nbytes():
-        return False
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # of dense ones it keeps the strides

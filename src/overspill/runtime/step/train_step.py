@@ -40,6 +40,7 @@ from .checks import check_inputs, check_optimizer, step_post_hooks
 from .microbatch import MicrobatchRunner
 from .opened import opened
 from .plans import StepPlans
+from .shared_memory import check_inputs_apart
 from .shown import optimizer_hooks
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
@@ -94,6 +95,7 @@ class TrainStep(PlannedPeaks):
         self._plans = StepPlans(captures)
         self._runner = MicrobatchRunner(self._state, self._plans)
         self._state.advice = self._underway.advice
+        self._state.holders.in_arena = self._plans.arena.holds
         # All ranks start with the same values, which are guarded from now on.
         processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
@@ -126,8 +128,9 @@ class TrainStep(PlannedPeaks):
         with self.processes.announcing():
             self._state.check_model()
             given = opened(inputs)
-            check_inputs(tree_flatten(given)[0], self._state.where)
+            check_inputs(leaves := tree_flatten(given)[0], self._state.where)
             check_saved_hooks()
+            check_inputs_apart(leaves, self._state.parameters.values())
             self._state.adopt_parameters()
             self._state.adopt_optimizer()
             return StepCall(given, list(batches.split(given, self.gradients.accumulate)))

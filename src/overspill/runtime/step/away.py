@@ -1,0 +1,82 @@
+"""What a tensor is while its bytes are in the store: a use of its values, by whatever reference, brings them back first.
+
+Its class is then a subclass with a `__torch_function__`, as PyTorch has it for parameters that are not initialised yet. What
+needs no values (shapes, gradients, hooks) moves nothing. C++ that has the tensor itself reads NaN.
+
+Private to PyTorch (2.11 to 2.14): `torch._C.TensorBase`, `torch._C._disabled_torch_function_impl`.
+"""
+
+from __future__ import annotations
+
+import copy
+from inspect import isgetsetdescriptor
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+GUARDS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The guard of each watched tensor, by the tensor's id: what has a `fetch()`, which brings it back."""
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes of a tensor that are its values, or views of them."""
+_METHODS = (
+    "numel nelement size dim ndimension stride storage_offset element_size is_floating_point is_complex is_signed is_contiguous get_device "
+    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__"
+)
+_OF_C = {name: of for name, of in vars(torch._C.TensorBase).items() if isgetsetdescriptor(of)}
+_WITHOUT_VALUES = {torch.numel, torch.is_floating_point, torch.is_complex} | {
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+    *(way for name, of in _OF_C.items() if name not in _VALUES for way in (of.__get__, of.__set__)),
+}
+
+
+class Away(Tensor):
+    """A tensor whose bytes are in the store."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in _WITHOUT_VALUES:
+            found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
+            if function == _OF_C["data"].__set__:
+                show(args[0])
+            for tensor in found:
+                _bring(tensor)
+            if not any(isinstance(tensor, Away) for tensor in found):
+                return function(*args, **(kwargs or {}))
+        # The placeholder will do, also where a capture is about to put another tensor in its place.
+        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _bring(self)
+        show(self)
+        return copy.deepcopy(self, memo)
+
+
+class AwayParameter(Away, nn.Parameter):
+    """A parameter whose bytes are in the store."""
+
+
+_CLASSES: dict[type, type] = {Tensor: Away, nn.Parameter: AwayParameter}
+_PLAIN = {away: plain for plain, away in _CLASSES.items()}
+
+
+def hide(tensor: Tensor) -> None:
+    """Have the guard of `tensor`, if it has one, asked before its values are used."""
+    if type(tensor) in _CLASSES and id(tensor) in GUARDS:
+        tensor.__class__ = _CLASSES[type(tensor)]
+
+
+def show(tensor: Tensor | None) -> None:
+    """Make of `tensor` what it was: its values are there, or lost."""
+    if isinstance(tensor, Away):
+        tensor.__class__ = _PLAIN[type(tensor)]
+
+
+def _bring(tensor: Tensor) -> None:
+    if isinstance(tensor, Away):
+        if (guard := GUARDS.get(id(tensor))) is None:
+            show(tensor)
+        else:
+            guard.fetch()

@@ -1,0 +1,215 @@
+"""Weights whose memory others hold: other tensors, NumPy, other processes, other weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.runtime.step.whole_steps import Mlp, Pair, cross_entropy, planned_peak
+from torch import nn
+
+import overspill
+from overspill.core.errors import RequestError, UnsupportedError
+from overspill.runtime.training import same_bits
+
+
+def weight(model: Any) -> nn.Parameter:
+    found: nn.Parameter = model.middle[1].weight
+    return found
+
+
+def both(pair: Pair, change: Callable[[Any], Any]) -> list[Any]:
+    return [change(model) for model in (pair.plain.model, pair.model)]
+
+
+def is_away(pair: Pair) -> bool:
+    return pair.step._state.residency["model.middle.1.weight"].away
+
+
+# -- held by others
+
+
+def over(model: Any, memory: Any) -> Any:
+    weight(model).data = memory[-32:]
+    return memory
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "an array": lambda m: weight(m).detach().numpy(),
+    "NumPy's memory": lambda m: over(m, torch.from_numpy(weight(m).detach().numpy().copy())).numpy(),
+    "other processes": lambda m: weight(m).share_memory_().shape,
+    "DLPack": lambda m: torch.utils.dlpack.to_dlpack(weight(m).detach()),
+    "a graph of autograd": lambda m: m.middle[1](torch.ones(2, 32, requires_grad=True)),
+    "a row": lambda m: weight(m).data[3],
+    "a larger tensor": lambda m: over(m, weight(m).detach().repeat(2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_weight_that_others_hold_stays_where_it_is_and_counts(name: str) -> None:
+    pair = Pair(Mlp)
+    pair.train()
+    held = both(pair, HOLDERS[name])
+    at = weight(pair.model).data_ptr()
+    with pytest.warns(UserWarning, match=r"middle\.1\.weight"):
+        pair.train(2)
+    assert weight(pair.model).data_ptr() == at
+    users = 4096 if name == "a larger tensor" else 0  # the half that is not the weight's
+    assert pair.measured_peak() <= planned_peak(pair.step) + users
+    pair.assert_same()
+    if name in ("an array", "a larger tensor", "a row"):
+        assert same_bits(*map(torch.as_tensor, held))
+    if name in ("DLPack", "a row"):
+        del held
+        pair.train(2)
+        assert is_away(pair)
+
+
+def test_a_weight_in_the_arena_that_others_hold_is_refused_until_they_drop_it() -> None:
+    pair = Pair(Mlp, options={"placement": "planned", "budget": 1.0})
+    pair.train()
+    assert pair.step._plans.arena.holds(weight(pair.model).data)
+    held = weight(pair.model).detach()
+    with pytest.raises(RequestError, match=r"middle\.1\.weight"):
+        pair.step(*pair.inputs)
+    del held
+    pair.train()
+    pair.assert_same()
+
+
+def test_weights_of_a_checkpoint_that_is_mapped_from_a_file_move(tmp_path: Path) -> None:
+    pair = Pair(Mlp)
+    save_file(pair.model.state_dict(), tmp_path / "weights.safetensors")
+    loaded = load_file(tmp_path / "weights.safetensors")
+    for name, parameter in pair.model.named_parameters():
+        parameter.data = loaded.pop(name)
+    pair.train(2)
+    assert is_away(pair)
+    pair.assert_same()
+
+
+# -- held by tensors, which follow
+
+
+ALIASES: dict[str, Callable[[Any], Any]] = {
+    "detached": lambda m: [p.detach() for p in m.parameters()],
+    "another model": lambda m: [nn.Parameter(weight(m).data)],
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_tensors_over_a_weights_memory_follow_it(name: str) -> None:
+    pair = Pair(Mlp)
+    pair.train()
+    peak = pair.measured_peak()
+    plain, ours = both(pair, ALIASES[name])
+    pair.train()
+    assert is_away(pair)
+    assert pair.measured_peak() == peak
+    assert all(map(same_bits, ours, plain))
+    for aliases in (plain, ours):
+        aliases[0].data.zero_()
+    pair.train(2)
+    assert all(map(same_bits, copy.deepcopy(ours), plain))
+    pair.assert_same()
+
+
+def test_averages_by_references_to_weights_are_those_of_plain_training() -> None:
+    pair = Pair(Mlp)
+    averages = both(pair, lambda m: [(ref(p), p.detach().clone()) for p in m.parameters()])
+    for _ in range(3):
+        pair.train()
+        for average in averages:
+            for weak, shadow in average:
+                shadow.lerp_(weak(), 0.5)
+    assert all(same_bits(a, b) for (_, a), (_, b) in zip(*averages, strict=True))
+    pair.assert_same()
+
+
+def test_what_needs_no_values_moves_nothing() -> None:
+    pair = Pair(Mlp)
+    held = weight(pair.model)
+    pair.train()
+    assert (held.shape, held.numel(), held.requires_grad, held.grad, len(held)) == ((32, 32), 1024, True, None, 32)
+    held.grad = torch.ones(32, 32)
+    pair.optimizer.zero_grad()
+    assert is_away(pair)
+    assert isinstance(held, nn.Parameter)
+    assert held.sum().isfinite()
+    assert not is_away(pair)
+
+
+def test_a_graph_made_before_a_step_raises_as_behind_plain_updates() -> None:
+    pair = Pair(Mlp)
+    pair.train()
+    graphs = both(pair, lambda m: m.norm(torch.ones(2, 32)).sum())
+    pair.train()
+    for graph in graphs:
+        with pytest.raises(RuntimeError, match="inplace"):
+            graph.backward()
+
+
+# -- held by other weights
+
+
+def tied(model: Any) -> None:
+    model.middle[0].weight.data = weight(model).data
+
+
+def partly(model: Any) -> None:
+    memory = torch.cat([weight(model).data, model.middle[0].weight.data])
+    weight(model).data, model.middle[0].weight.data = memory[:32], memory[16:48]
+
+
+@pytest.mark.parametrize("tie", [tied, partly])
+def test_two_weights_over_one_memory_are_updated_when_both_were_read(tie: Callable[[Any], None]) -> None:
+    pair = Pair(Mlp)
+    pair.train()
+    both(pair, tie)
+    pair.train(2)
+    assert pair.measured_peak() <= planned_peak(pair.step)
+    pair.assert_same()
+    both(pair, lambda m: setattr(weight(m), "data", weight(m).data.clone()))
+    pair.train(2)
+    assert is_away(pair)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_two_weights_over_one_memory_need_updates_one_by_one(*, backwards: bool) -> None:
+    model = Mlp()
+    tied(model)
+    optimizer = torch.optim.AdamW([*model.parameters()][:: -1 if backwards else 1], foreach=not backwards)
+    with pytest.raises(UnsupportedError, match=r"make one parameter"):
+        overspill.train_step(model, cross_entropy, optimizer)
+
+
+def test_weights_that_are_made_views_of_a_vector_leave_it() -> None:
+    pair = Pair(Mlp)
+    for _ in range(3):
+        pair.train()
+        peak = pair.measured_peak()
+        both(
+            pair, lambda m: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()), m.parameters())
+        )
+    pair.train()
+    assert is_away(pair)
+    assert pair.measured_peak() == peak <= planned_peak(pair.step)
+    pair.assert_same()
+
+
+def test_a_buffer_and_an_input_over_a_weight() -> None:
+    pair = Pair(Mlp)
+    both(pair, lambda m: m.register_buffer("row", weight(m).data[0]))
+    pair.step.close()
+    pair.make_step()
+    pair.train(2)
+    pair.assert_same()
+    with pytest.raises(UnsupportedError, match=r"input 0 .*clone\(\)"):
+        pair.step(pair.model.first.weight.detach()[:8, :12], pair.inputs[1])
