@@ -360,7 +360,7 @@ def _changed(joint: JointGraph) -> frozenset[int]:
         if not joint.mutated_storages.isdisjoint(storages(node)):
             desc = node.meta["desc"]
             while not hasattr(desc, "idx"):
-                desc = desc.base_of
+                desc = desc.base_of if hasattr(desc, "base_of") else desc.base
             found.add(desc.idx)
     return frozenset(found)
 

@@ -28,6 +28,7 @@ from torch._dynamo import variables
 from torch._dynamo.exc import BackendCompilerFailed, unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.source import is_from_global_source, is_from_local_source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder, builtin, nn_module, object_protocol
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -59,7 +60,7 @@ class Refused(BackendCompilerFailed):
 def looked_at(module: fx.GraphModule) -> None:
     """Guard what forward changes in place. Raises UnsupportedError for a derivative that is lost."""
     effects = InstructionTranslator.current_tx().output.side_effects
-    read = [v for v in effects.id_to_variable.values() if v.source is not None and isinstance(v, _HOLDERS)]
+    read = [v for v in effects.id_to_variable.values() if _was_there(v.source) and isinstance(v, _HOLDERS)]
     read = [v for v in read if not isinstance(v, variables.UnspecializedNNModuleVariable)]  # there are many
     for changed in filter(effects.is_modified, read):
         others = [v.source for v in read if type(v) is type(changed) and v is not changed]
@@ -74,6 +75,11 @@ def looked_at(module: fx.GraphModule) -> None:
         )
 
 
+def _was_there(source: Any) -> bool:
+    """Whether an object was there before the call, so that a guard can look at it."""
+    return source is not None and (is_from_local_source(source) or is_from_global_source(source))
+
+
 def _guard(building: Any, guard: Any, others: Sequence[Any], word: str) -> None:
     """Add to Dynamo's guards that an object is, or is not, one of the others."""
     for other in others:
@@ -82,13 +88,9 @@ def _guard(building: Any, guard: Any, others: Sequence[Any], word: str) -> None:
 
 
 def _identity(plain: Plain, left: Any, right: Any) -> Any:
-    if left is right or left.source is None or right.source is None:
+    if left is right or not _was_there(left.source) or not _was_there(right.source):
         return plain(left, right)
-    resolve = InstructionTranslator.current_tx().output.resolve_source_value
-    try:
-        one, other = resolve(left.source), resolve(right.source)
-    except (NotImplementedError, LookupError, AttributeError):  # what Dynamo has put there itself
-        return plain(left, right)
+    one, other = map(InstructionTranslator.current_tx().output.resolve_source_value, (left.source, right.source))
     if isinstance(one, _VALUES) or isinstance(other, _VALUES):
         return plain(left, right)
     word = "is" if one is other else "is not"
@@ -98,7 +100,7 @@ def _identity(plain: Plain, left: Any, right: Any) -> Any:
 
 def _duplicate(plain: Plain, here: Any, before: Any) -> Any:
     """The guard on an object that was read before at another place, also where only one of these is global."""
-    if (found := plain(here, before)) is None and before and before != here:
+    if (found := plain(here, before)) is None and _was_there(before) and _was_there(here) and before != here:
         return partial(_guard, others=[before], word="is")
     return found
 
