@@ -88,6 +88,7 @@ $(JOBS)/.ready: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(JOBS) \
 	  diffusers==0.42.1 einops==0.8.2 monai==1.6.1 peft==0.21.2 accelerate==1.15.0 pillow==13.0.0 \
 	  psutil==7.2.2 segmentation_models_pytorch==0.6.0 timm==1.0.31 torch_geometric==2.8.1 torchvision==0.28.0 xxhash==4.1.0 \
+	  lion_pytorch==0.2.5 prodigyopt==1.1.2 pytorch_optimizer==4.1.0 schedulefree==1.4.1 \
 	  requests==2.34.2 urllib3==2.8.0 idna==3.20 certifi==2026.10.19.post1 charset_normalizer==3.5.3
 	touch $@
 

@@ -1,15 +1,13 @@
 """Bytes of an optimizer's state and temporaries, from steps on tiny parameters.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): the tables `_global_optimizer_pre_hooks` and
-`_global_optimizer_post_hooks` of torch.optim.optimizer; what `Optimizer.profile_hook_step` wraps; `_disable_current_modes`.
+Name private to PyTorch that this file relies on (2.11 to 2.14): `_disable_current_modes`.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -18,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.units import format_bytes
 from overspill.models.eight_bit import Blockwise8bit
 
-from .tracker import LiveBytes
+from .optimizer_step import own_step, temporary_bytes, tensors_in, tried
 
 _SCALAR_BYTES = 256
 """Bytes for step counts and other scalars, which do not grow with the parameters."""
@@ -32,6 +29,8 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 """Sizes of the tiny parameter's dimensions: distinct, so that a state tensor's sizes tell which dimensions they follow."""
 
 
+PROBE_STEPS = 7
+"""Steps tried on tiny parameters; RAdam takes more from its sixth on."""
 LBFGS_VECTORS = 5, 11
 """Vectors of all parameters' length that LBFGS has besides its history during an evaluation of the model: without and
 with a line search."""
@@ -101,7 +100,7 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any], trained: Container
         update = _temporaries(optimizer, group, parameters[0], sizes) if sizes else 0
     except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
         # An optimizer that refuses tiny parameters: take the state there is, or assume twice the parameters.
-        has = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+        has = [v for p in parameters for v in tensors_in(optimizer.state.get(p, {})).values()]
         state = sum(v.nbytes for v in has) or 2 * sum(p.nbytes for p in parameters)
         update = sum(sizes)
         warnings.warn(
@@ -128,9 +127,10 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
 
 def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> list[tuple[tuple[int, ...], int]]:
     """Shape and item size of each state tensor after a step on `probe`."""
-    tiny = optimizer_like(optimizer, group, [probe])
-    quiet_step(tiny)
-    return [(tuple(v.shape), v.element_size()) for v in tiny.state[probe].values() if isinstance(v, Tensor)]
+    with tried(optimizer, group, [probe]):
+        own_step(optimizer)
+        kept = tensors_in(optimizer.state.get(probe, {})).values()
+        return [(tuple(tensor.shape), tensor.element_size()) for tensor in kept]
 
 
 def scaled(state_shape: tuple[int, ...], probe: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -147,15 +147,15 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     parameters shows that this is not all, what two of the largest parameter take is reserved.
     """
 
-    def tried(*shapes: tuple[int, int]) -> int:
-        tiny = optimizer_like(optimizer, group, [_probe(shape, like) for shape in shapes])
-        quiet_step(tiny)  # which makes the state
-        return temporary_bytes(tiny)
+    def measured(*shapes: tuple[int, int]) -> int:
+        with tried(optimizer, group, [_probe(shape, like) for shape in shapes]):
+            own_step(optimizer)  # which makes the state
+            return max(temporary_bytes(optimizer) for _ in range(PROBE_STEPS - 1))
 
     # How temporaries grow with one, two and four equal parameters.
     square, flat, small = (64, 64), (16, 64), (16, 16)
     unit = 64 * 64 * like.element_size()
-    one, two, four = (tried(*[square] * count) / unit for count in (1, 2, 4))
+    one, two, four = (measured(*[square] * count) / unit for count in (1, 2, 4))
     if four > 1.5 * two:
         return int(four / 4 * sum(sizes))
 
@@ -169,59 +169,10 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     # bytes, and a fifth more covers what bytes alone miss.
     if any(shape not in (square, ()) for shape, _ in _probe_state(optimizer, group, _probe(square, like))):
         return int(1.2 * in_turn(sizes))
-    return in_turn(sizes) if tried(*trial) <= foretold + _SCALAR_BYTES else int(two * max(sizes))
-
-
-def temporary_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's next step besides parameters, gradients and state.
-
-    The step is taken.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tracker = LiveBytes(parameters[0].device)
-    tracker.add(v for p in parameters for v in (p, p.grad, *optimizer.state[p].values()))
-    settled = tracker.live_bytes
-    with tracker:
-        quiet_step(optimizer)
-    return tracker.peak_bytes - settled
-
-
-def quiet_step(optimizer: Optimizer) -> None:
-    """Step an optimizer of ours without calling the user's global hooks.
-
-    Nor does a profiler get a range for it, which takes as long as the kernels of a small step.
-    """
-    step = type(optimizer).step
-    with no_global_hooks():
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
-
-
-@contextmanager
-def no_global_hooks() -> Iterator[None]:
-    """Context without the hooks registered for all optimizers."""
-    tables: tuple[dict[int, Any], ...] = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, kept, strict=True):
-            table.update(hooks)
+    return in_turn(sizes) if measured(*trial) <= foretold + _SCALAR_BYTES else int(two * max(sizes))
 
 
 def _probe(shape: tuple[int, ...], like: Tensor) -> Tensor:
     probe = torch.ones(shape, dtype=like.dtype, device=like.device, requires_grad=True)
     probe.grad = torch.ones_like(probe)
     return probe
-
-
-def optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> Optimizer:
-    """An optimizer of the same class and settings for `parameters`."""
-    settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-    return type(optimizer)([{**settings, "params": parameters}], **_required(optimizer))
-
-
-def _required(optimizer: Optimizer) -> dict[str, Any]:
-    """The learning rate, which some optimizers require as an argument."""
-    return {"lr": float(optimizer.defaults["lr"])} if "lr" in optimizer.defaults else {}

@@ -244,14 +244,14 @@ def test_an_update_that_was_stopped_half_way_is_not_repeated(monkeypatch: pytest
     pair = Pair(Mlp)
     pair.train(2)
     weights, state = copy.deepcopy(pair.model.state_dict()), copy.deepcopy(pair.optimizer.state_dict())
-    real = OptimizerUpdates._step
+    real = OptimizerUpdates._update_parts
 
-    def step(self: OptimizerUpdates, groups: Any, states: Any) -> None:
-        real(self, groups, states)
+    def step(self: OptimizerUpdates, parts: Any) -> None:
+        real(self, parts)
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(OptimizerUpdates, "_step", step)
+        patched.setattr(OptimizerUpdates, "_update_parts", step)
         with pytest.raises(MemoryError):
             pair.step(*pair.inputs)
     for use in (pair.step.resume, pair.model.state_dict, lambda: pair.step(*pair.inputs)):

@@ -21,24 +21,6 @@ from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import HostStore
 
 
-class Coupled(torch.optim.SGD):
-    """Divides by the norm of all gradients, as some optimizers do."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = torch.stack([p.grad.norm() for p in parameters]).norm()  # type: ignore[union-attr]
-        for p in parameters:
-            p.data.sub_(p.grad / total)  # type: ignore[operator]
-
-
-class Noisy(torch.optim.SGD):
-    """Rounds stochastically, or explores."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.data.sub_(p.grad + torch.rand_like(p))
-
-
 class NeedsClosure(torch.optim.SGD):
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
@@ -52,11 +34,11 @@ OPTIMIZERS_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "LBFGS": (torch.optim.LBFGS, "LBFGS.*as AdamW"),
     "SparseAdam": (torch.optim.SparseAdam, "SparseAdam.*sparse; use"),
     "closure": (lambda p: NeedsClosure(p, 0.1), r"NeedsClosure\.step .*\(closure\)"),
-    "coupled": (lambda p: Coupled(p, 0.1), "Coupled .*other parameters"),
-    "noisy": (lambda p: Noisy(p, 0.1), "Noisy draws"),
     "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "needs capturable=False"),
     "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "needs differentiable=False"),
-    "no optimizer": (list, r"a list; .*torch\.optim\.Optimizer"),
+    "no optimizer": (list, r"is a Parameter; .*torch\.optim\.Optimizer"),
+    "some are left out": (lambda p: torch.optim.SGD([*p][:2], 0.1), "no optimizer.*allow_untrained"),
+    "one is in two": (lambda p: [torch.optim.SGD(p, 0.1), torch.optim.SGD([p[0]], 0.1)], "two optimizers"),
 }
 
 
@@ -64,7 +46,7 @@ OPTIMIZERS_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_an_optimizer_that_cannot_be_cut_into_updates_is_named(make: Callable[[Any], Any], message: str) -> None:
     model = made()
     with pytest.raises(OverspillError, match=message):
-        step_for(model, make(model.parameters()))
+        step_for(model, make([*model.parameters()]))
     assert not any(isinstance(m._parameters, Guarded) for m in model.modules())
 
 

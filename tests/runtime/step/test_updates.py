@@ -15,8 +15,8 @@ def test_a_new_group_is_known_by_its_own_settings_though_it_lies_where_a_freed_o
     updates = OptimizerUpdates(optimizer)
     kept = []
     for momentum in (0.0, 0.9) * 4:
-        group = {**optimizer.param_groups[0], "momentum": momentum}
-        kept.append(list(updates.state_of(parameter, group, {}).shaped))
+        optimizer.param_groups[0] = group = {**optimizer.param_groups[0], "momentum": momentum}
+        kept.append(list(updates.needs_of(parameter, group, parameter).leaves))
         del group
     assert kept == [[], ["momentum_buffer"]] * 4
 

@@ -7,9 +7,11 @@ each gradient. Parameters, optimizer state and accumulated gradients are persist
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -67,13 +69,27 @@ class StateInfo:
 
 
 @dataclass(frozen=True)
+class AtOnce:
+    """One call for all updates of an optimizer: `run(runs, scale, given)`.
+
+    It gets the `run` of each `ParameterUpdate`, and in `given` its parameter, gradient and state. It takes
+    `workspace_bytes` more while it runs, and may `draw` random numbers. `why` names the optimizer and says why.
+    """
+
+    run: Callable[..., None]
+    workspace_bytes: int
+    why: str
+    draws: bool
+
+
+@dataclass(frozen=True)
 class ParameterUpdate:
     """The optimizer's update of one parameter: `run(parameter, gradient, scale, *state)`.
 
     `parameter` is its position among the inputs. `run` changes the parameter and the state in place, and takes
     `workspace_bytes` more while it runs. `scale` is what `GradientOps.clip` returned, or None. An update that is not
     `elementwise` depends on the order of elements in memory (it sums or rounds by it), so it has to see a gradient as
-    autograd lays it out.
+    autograd lays it out. One that `changes_gradient` may change it in place. Updates with the same `at_once` are one op.
     """
 
     parameter: int
@@ -81,6 +97,8 @@ class ParameterUpdate:
     state: tuple[StateInfo, ...] = ()
     workspace_bytes: int = 0
     elementwise: bool = False
+    changes_gradient: bool = False
+    at_once: AtOnce | None = None
 
 
 @dataclass(frozen=True)
@@ -256,15 +274,52 @@ class CaptureOfWholeStep(CaptureOfStep):
             self._add_reductions(ops.reduce, ops.ranks, gradients.values())
         # Clip by the norm of all gradients, then update each parameter.
         scale = self._scale({update.parameter: gradients[update.parameter] for update in self.updates})
+        shared = Counter(tensor for node in gradients.values() for tensor in self._behind(node))
+        together: dict[AtOnce, list[tuple[ParameterUpdate, fx.Node]]] = {}
         for update in self.updates:
             parameter, state = self.input_nodes[update.parameter], self.states[update.parameter]
             gradient, run, copied = gradients[update.parameter], update.run, 0
+            if update.changes_gradient:
+                alone = all(shared[tensor] == 1 for tensor in self._behind(gradient))
+                gradient = self._own(gradient) if alone else self._copy(gradient)
+            if update.at_once is not None:
+                together.setdefault(update.at_once, []).append((update, gradient))
+                continue
             if not update.elementwise and (strides := self._other_strides(parameter, gradient)) is not None:
                 run, copied = _update_by_copy(run, strides), gradient.meta["val"].nbytes
+            changed = (gradient,) if update.changes_gradient else ()
             self._step_op(
-                UPDATE, run, (parameter, gradient, scale, *state), Phase.UPDATE, updates=(parameter, *state),
+                UPDATE, run, (parameter, gradient, scale, *state), Phase.UPDATE, updates=(parameter, *state, *changed),
                 workspace_bytes=update.workspace_bytes + copied, layer=self.inputs[update.parameter].name,
             )  # fmt: skip
+        for at_once, lot in together.items():
+            self._update_at_once(at_once, lot, scale)
+
+    def _update_at_once(
+        self, at_once: AtOnce, lot: Sequence[tuple[ParameterUpdate, fx.Node]], scale: fx.Node | None
+    ) -> None:
+        """Add one op for all updates of an optimizer."""
+        runs = [update.run for update, _ in lot]
+        given = [(self.input_nodes[u.parameter], gradient, *self.states[u.parameter]) for u, gradient in lot]
+        strides = [self._other_strides(parameter, gradient) for parameter, gradient, *_ in given]
+        copied = sum(
+            gradient.meta["val"].nbytes for (_, gradient), other in zip(lot, strides, strict=True) if other is not None
+        )
+
+        def run(scale: Tensor | None, *flat: Tensor) -> None:
+            rest = iter(flat)
+            lots = [[*islice(rest, len(of))] for of in given]
+            for each, other in zip(lots, strides, strict=True):
+                if other is not None:
+                    each[1] = _laid_out(each[1], other)
+            at_once.run(runs, scale, lots)
+
+        flat = tuple(node for each in given for node in each)
+        self._step_op(
+            UPDATE, run, (scale, *flat), Phase.UPDATE, updates=flat, layer=f"all parameters by {at_once.why}",
+            workspace_bytes=at_once.workspace_bytes + copied,
+            ordered_by=self.random_state if at_once.draws else (),
+        )  # fmt: skip
 
     def _behind(self, node: fx.Node) -> tuple[int, ...]:
         """Ids of the tensors that `node` is a view of."""
@@ -322,6 +377,9 @@ class CaptureOfWholeStep(CaptureOfStep):
         """A gradient to change in place: a copy if forward or caller owns it."""
         if all(self.tensors[tensor].kind is TensorKind.GRADIENT for tensor in self._behind(gradient)):
             return gradient
+        return self._copy(gradient)
+
+    def _copy(self, gradient: fx.Node) -> fx.Node:
         with self.fake_mode:
             value = gradient.meta["val"].clone()
         return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)

@@ -126,6 +126,8 @@ class Underway:
                     resident.stored(value)
                 else:
                     resident.put(value if call.compiled.plan.places is None else value.clone())
+        for updates in state.updates:
+            updates.finish()
         state.forget_sums()
         state.arm()
 
@@ -162,7 +164,7 @@ def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Seque
 
 
 def _dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
-    owners = weakref.ref(state.module.model), weakref.ref(state.optimizer)
+    owners = [weakref.ref(state.module.model), *map(weakref.ref, state.optimizers)]
     try:
         # A collection may come in the middle of another model's trace, of which these tensors are no part.
         with _disable_current_modes(), no_python_dispatcher():

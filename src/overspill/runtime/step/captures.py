@@ -251,16 +251,22 @@ class StepCaptures:
     def _gradient_ops(self, values: Sequence[FakeTensor], *, last: bool) -> GradientOps:
         updates = []
         # One update per trained parameter, in the last micro-batch.
+        calls = {
+            of: of.call_for_all([self.state.like(n) for n, o in self.state.owned.items() if o.updates is of])
+            for of in self.state.updates
+        }
         for position, name in enumerate(self.state.parameters):
             if last and self.state.trains(name):
                 owned = self.state.owned[name]
                 planned = self.state.planned(name)
                 with values[position].fake_mode:
-                    state = tuple(StateInfo(key, planned.like(dtype).empty()) for key, dtype in owned.shaped.items())
-                like = self.state.like(name)
-                workspace = self.state.updates.workspace_bytes(like, owned.group)
-                elementwise = self.state.updates.is_elementwise(like)
-                updates.append(ParameterUpdate(position, owned.run, state, workspace, elementwise))
+                    state = tuple(StateInfo(path, owned.spec(path, planned).empty()) for path in owned.leaves)
+                like, of = self.state.like(name), owned.updates
+                workspace, elementwise = of.workspace_bytes(like, owned), of.is_elementwise(like)
+                changes = not (of.groups or of.scales or of.clip_value is not None)
+                updates.append(
+                    ParameterUpdate(position, owned.run, state, workspace, elementwise, changes, calls.get(of))
+                )
         # Averaging over processes and clipping come once, before the update.
         clipping = self._clipping if last else None
         return GradientOps(

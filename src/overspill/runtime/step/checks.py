@@ -83,10 +83,10 @@ def _check_values(step: nn.Module) -> None:
             )
 
 
-def check_hooks(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+def check_hooks(parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
     """Raise UnsupportedError for parameter hooks that a planned step does not call."""
     hooked = any(parameter._backward_hooks for parameter in parameters.values())
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if hooked else ()
+    trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]} if hooked else ()
     for name, parameter in parameters.items():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(
@@ -100,14 +100,36 @@ def check_hooks(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) ->
             )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise RequestError or UnsupportedError for an optimizer that cannot be planned.
+def check_trained(
+    parameters: Mapping[str, nn.Parameter], names: Mapping[int, str], owned: Collection[int], *, allow_untrained: bool
+) -> None:
+    """Raise RequestError for parameters of the optimizers that are not the model's, or that no optimizer trains.
 
-    Its step must be separable into updates of single parameters.
+    `names` and `owned` are by the identity of a parameter.
     """
+    if strangers := sum(1 for key in owned if key not in names):
+        raise RequestError(
+            f"the optimizer has {strangers} parameters that are not the model's or the loss's; "
+            "make it from model.parameters() of this model"
+        )
+    untrained = [n for n, p in parameters.items() if p.requires_grad and id(p) not in owned]
+    if untrained and not allow_untrained:
+        more = f" and {len(untrained) - 1} more parameters require" if len(untrained) > 1 else " requires"
+        raise RequestError(
+            f"{readable(untrained[0])}{more} a gradient and no optimizer of this step trains it; give all optimizers as a list "
+            "(optimizer=[muon, adamw]), freeze it with requires_grad_(False), or say allow_untrained=True"
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise RequestError or UnsupportedError for an optimizer that cannot be planned."""
     if not isinstance(optimizer, Optimizer):
-        raise RequestError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
-    # Those that look at several parameters, or at the model.
+        raise RequestError(
+            f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a list of them"
+        )
+    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper that has not called Optimizer.__init__
+        Optimizer.__setstate__(optimizer, {})
+    # Those that evaluate the model, or cannot be called alone.
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(

@@ -10,22 +10,20 @@ from overspill.planning.gather import gather
 from overspill.plans.plan import Plan
 from overspill.simulate import check, simulate
 
-from .updates import OptimizerUpdates
+from .updates import ParameterState
 
 SHARES = (1.0, 0.85, 0.7)
 """Shares of the peak live bytes within which updates are gathered, tried in turn; less means less fragmentation."""
 
 
-def gathered(
-    captured: CapturedStep, plan: Plan, updates: OptimizerUpdates, measured: Callable[[Plan], Plan | None]
-) -> Plan:
+def gathered(captured: CapturedStep, plan: Plan, measured: Callable[[Plan], Plan | None]) -> Plan:
     """`plan` with updates grouped into one call each, at no higher peak.
 
     `measured` gives the plan with what else it takes, or None where it takes too much: then less is gathered, or
     nothing.
     """
     found = [op for op, node in captured.nodes.items() if (of := node.meta.get(MUTATION)) and of.op == UPDATE]
-    whole = [op for op in found if _is_whole(captured, op, updates)]
+    whole = [op for op in found if _is_whole(captured, op)]
     before = None
     for share in SHARES:
         # Gather less and less until the plan still fits.
@@ -42,7 +40,7 @@ def gathered(
     return plan
 
 
-def _is_whole(captured: CapturedStep, op: int, updates: OptimizerUpdates) -> bool:
+def _is_whole(captured: CapturedStep, op: int) -> bool:
     node = captured.nodes[op]
     owner = getattr(node.target, "__self__", None)  # None where its gradient is laid out anew
-    return owner is not None and updates.is_whole(node.args[0].meta["val"], owner.group)
+    return isinstance(owner, ParameterState) and owner.updates.is_whole(node.args[0].meta["val"], owner.group)

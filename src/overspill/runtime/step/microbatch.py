@@ -121,7 +121,7 @@ class MicrobatchRunner:
 
         They see all weights and state, which must then be on the device.
         """
-        if not step_post_hooks(self._state.optimizer):
+        if not any(map(step_post_hooks, self._state.optimizers)):
             return
         needed = self._state.whole_bytes() + batches.bytes_outside(call.inputs, ()) + LOSS_BYTES
         if needed > compiled.plan.budget_bytes:

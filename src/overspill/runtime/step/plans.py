@@ -47,6 +47,7 @@ from .gathered import gathered
 from .python_state import PythonState
 from .residency import bring_for_others
 from .results import Results
+from .updates import update_together
 
 TELLING = 8
 """Captures for one kind of inputs after which the user is warned why."""
@@ -252,9 +253,7 @@ class StepPlans:
         """
         rest = batches.bytes_outside(whole, inputs)
         losses = 2 * LOSS_BYTES if self.gradients.accumulate > 1 else 0
-        state = sum(
-            self.state.updates.rest_bytes(self.state.like(n), owned.group) for n, owned in self.state.owned.items()
-        )
+        state = self.state.rest_bytes()
         return (TensorKind.INPUT, rest), (TensorKind.TEMPORARY, losses), (TensorKind.OPTIMIZER_STATE, state), (
             TensorKind.PARAMETER, self.beside()
         )  # fmt: skip
@@ -266,9 +265,9 @@ class StepPlans:
         stays there if there is room, and else goes to the store too.
         """
         state = {
-            f"{name}.{key}": self.state.planned(name).like(dtype).nbytes
+            f"{name}.{path}": owned.spec(path, self.state.planned(name)).nbytes
             for name, owned in self.state.owned.items()
-            for key, dtype in owned.shaped.items()
+            for path in owned.leaves
         }
         stored = frozenset(name for name in state if name in last.stored)
         staying = sum(nbytes for name, nbytes in state.items() if name not in stored)
@@ -340,9 +339,9 @@ class StepPlans:
             kept_bytes += sum(whole_pages(plan.graph.tensors[tensor].nbytes) for tensor in coming)
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
         # Lower the plan.
-        together = self.state.updates.together
+        engine = self.state.engine_number
         program = LoweredProgram(
-            lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, self.arena.of(plan))
+            lower_step(captured, plan.schedule, engine, plan.groups, update_together, self.arena.of(plan))
         )
         self._instrument(program, plan)
         # Match the graph's inputs with the residents by name.
@@ -371,7 +370,7 @@ class StepPlans:
 
     def _idle(self, names: Iterable[str | int], plan: Plan) -> tuple[str, ...]:
         """State that other kinds of steps have made, and this one does not update, where it has no room beside `plan`."""
-        idle = {n for name, owned in self.state.owned.items() for n in owned.residents(name)}.difference(names)
+        idle = {n for name, owned in self.state.owned.items() for n in owned.residents()}.difference(names)
         room = plan.budget_bytes - plan.peak_bytes if self.state.where.type == "cpu" else 0
         return tuple(idle) if sum(self.state.residency[name].spec.nbytes for name in idle) > room else ()
 
@@ -409,7 +408,7 @@ class StepPlans:
         """`plan` with updates gathered into groups, unless each op is timed."""
         if self.options.profile:
             return plan
-        return gathered(steps.of(plan.graph), plan, self.state.updates, partial(measured_again, self.options))
+        return gathered(steps.of(plan.graph), plan, partial(measured_again, self.options))
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
         """A function from bytes to the best plan of `steps`."""

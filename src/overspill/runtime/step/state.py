@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import RequestError
 from overspill.models.step import StepLoss
+from overspill.runtime.optimizer_step import tensors_in
 from overspill.runtime.sharding import local_of, sharding_of
 from overspill.runtime.transfer.engine import TransferEngine
 
@@ -27,13 +28,14 @@ from .checks import (
     check_optimizer_settings,
     check_same_places,
     check_sharded,
+    check_trained,
     check_unchanged,
 )
 from .gate import Gate
-from .residency import Guarded, Residency, Resident, Spec, is_dense
+from .residency import Guarded, Residency, Resident, Spec, is_dense, readable
 from .shared_memory import Holders, check_order
 from .structure import Structure
-from .updates import OptimizerUpdates, ParameterState, settings_of
+from .updates import OptimizerUpdates, ParameterState
 
 
 class StepState:
@@ -45,18 +47,19 @@ class StepState:
     parameters during a step, else an empty string. Everything here is done within `gate`, one thread at a time.
     """
 
-    def __init__(self, module: StepLoss, optimizer: Optimizer, updates: OptimizerUpdates) -> None:
+    def __init__(self, module: StepLoss, updates: Sequence[OptimizerUpdates], *, allow_untrained: bool = False) -> None:
         """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
         self.gate = Gate()
         self.module = module
-        self.optimizer = optimizer
-        self.updates = updates
+        self.updates = tuple(updates)
+        self.allow_untrained = allow_untrained
         self.sharding = sharding_of(module)
         """How `fully_shard` has sharded the model, or None; of a sharded parameter, this rank's part is what moves."""
         self.parameters = dict(module.named_parameters())
         check_model(module, self.parameters, () if self.sharding is None else self.sharding.parameters)
         if self.sharding is not None:
-            check_sharded(optimizer, updates.groups)
+            for of in self.updates:
+                check_sharded(of.optimizer, of.groups)
         # Parameters and buffers, as they are now.
         self.structure = Structure(module)
         self.strangers: dict[str, Tensor] = {}
@@ -76,12 +79,17 @@ class StepState:
         self.stale = False
         self.advice: Callable[[], str] = str
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's optimizers, in the order in which they step."""
+        return [updates.optimizer for updates in self.updates]
+
     def take_hold(self) -> None:
         """Adopt parameters and optimizer state, and guard them from now on."""
         if self.sharding is not None:
             self.sharding.take()
             self.sharding.hold(lambda: self.gate.is_tracing, lambda: self.gate.alone(self.synchronize))
-        self.adopt_optimizer()
+        self.adopt_optimizers()
         self.adopt_parameters()
         self._guard_modules()
 
@@ -110,8 +118,9 @@ class StepState:
         # Settings and hooks, then modules, parameters and buffers.
         if self.sharding is not None:
             self.sharding.reshard()
-        check_optimizer_settings(self.optimizer, own_hooks=1)
-        check_hooks(self.parameters, self.optimizer)
+        for optimizer in self.optimizers:
+            check_optimizer_settings(optimizer, own_hooks=1)
+        check_hooks(self.parameters, self.optimizers)
         hooks = {n: tuple(p._backward_hooks.values()) for n, p in self.parameters.items() if p._backward_hooks}
         if hooks != self.module.gradient_hooks:
             self.module.gradient_hooks = hooks
@@ -171,77 +180,108 @@ class StepState:
         for name in staying & residents.keys():
             del residents[name]
         if overlapping := {n: p for n, p in self.parameters.items() if n in self.holders.overlapping}:
-            check_order(overlapping, self.optimizer.param_groups)
+            check_order(overlapping, [group for optimizer in self.optimizers for group in optimizer.param_groups])
 
-    def adopt_optimizer(self) -> None:
-        """Notice new parameter groups, settings and state. Called at the start, and after `load_state_dict`."""
-        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        if strangers := sum(1 for key in groups if key not in self.names):
-            raise RequestError(
-                f"the optimizer has {strangers} parameters that are not the model's or the loss's; "
-                "make it from model.parameters() of this model"
-            )
+    def adopt_optimizers(self) -> None:
+        """Notice new parameter groups, settings and state. Called at the start, and before each step.
+
+        Raises RequestError for a parameter that no optimizer has, or more than one.
+        """
+        groups: dict[int, tuple[OptimizerUpdates, dict[str, Any]]] = {}
+        for updates in self.updates:
+            updates.look_again()
+            for group in updates.optimizer.param_groups:
+                for p in group["params"]:
+                    if groups.setdefault(id(p), (updates, group))[0] is not updates:
+                        raise RequestError(
+                            f"two optimizers have {readable(self.names.get(id(p), 'a parameter'))}; leave it to one"
+                        )
+        check_trained(self.parameters, self.names, groups, allow_untrained=self.allow_untrained)
         # Adopt the state of each parameter whose settings or state have changed.
-        settings = {id(group): settings_of(group) for group in self.optimizer.param_groups}
+        settings = {id(group): updates.settings_of(group) for updates, group in groups.values()}
         for name, parameter in self.parameters.items():
-            group = groups.get(id(parameter))
-            if group is None:
+            if id(parameter) not in groups:
                 self._disown(name)
-            if group is None or not parameter.requires_grad:
+                continue
+            if not parameter.requires_grad:
                 continue
             # Nothing to do if settings and state dictionary are those we know.
-            state = self.optimizer.state.get(parameter, {})
-            guard = self.state_guards.get(name)
+            updates, group = groups[id(parameter)]
+            state = updates.optimizer.state.get(parameter, {})
             owned = self.owned.get(name)
             if (
                 owned is not None
                 and owned.settings == settings[id(group)]
-                and (state is guard or not (state or owned.order))
+                and not (owned.outgrown or updates.outgrown)
+                and (self._is_known(state, name, owned) if state else not owned.content)
             ):
                 owned.group = group
                 continue
-            self._adopt_state(name, parameter, group, state)
+            self._adopt_state(name, parameter, updates, group, state)
+        for updates in self.updates:
+            self.stale = self.stale or updates.outgrown
+            updates.outgrown = False
 
-    def _disown(self, name: str) -> None:
-        """A parameter has left the optimizer: bring its state back for good."""
+    def _is_known(self, state: dict[str, Any], name: str, owned: ParameterState) -> bool:
+        """Whether `state` is the guard of what we know, in which nobody has put other values."""
+        guard = self.state_guards.get(name)
+        return state is guard and guard is not None and (guard.holds(owned.shown) or not owned.shown)
+
+    def _disown(self, name: str, but: Container[str] = ()) -> None:
+        """A parameter has left the optimizer, or needs less: bring its state back for good, `but` those residents."""
         if (owned := self.owned.pop(name, None)) is None:
             return
         self.stale = True
-        residents = owned.residents(name)
+        residents = [resident for resident in owned.residents() if resident not in but]
         self.bring(residents)
         for resident in residents:
             del self.residency.residents[resident]
         if (guard := self.state_guards.pop(name, None)) is not None:
-            self._unguard_state(name, guard)
+            self._unguard_state(name, owned.updates, guard)
 
-    def _unguard_state(self, name: str, guard: Guarded) -> None:
+    def _unguard_state(self, name: str, updates: OptimizerUpdates, guard: Guarded) -> None:
         """Replace a guarded state dictionary by a plain one."""
         guard.disarm()
-        if self.optimizer.state.get(self.parameters[name]) is guard:
-            self.optimizer.state[self.parameters[name]] = dict(guard)
+        if updates.optimizer.state.get(self.parameters[name]) is guard:
+            updates.optimizer.state[self.parameters[name]] = dict(guard)
 
-    def _adopt_state(self, name: str, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
-        # With other settings the old state is given back first.
-        owned = self.owned.get(name)
-        if owned is not None and owned.settings != settings_of(group):
-            self.stale = True
-            self._disown(name)
-            state, owned = self.optimizer.state.get(parameter, {}), None
-            self.updates.check_state(group, self.like(name), state)
-        fresh = self.updates.state_of(local_of(parameter), group, {key: local_of(v) for key, v in state.items()})
-        if owned is None or owned.shaped != fresh.shaped:
-            self.stale = True
-            self.owned[name] = fresh
+    def _adopt_state(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        updates: OptimizerUpdates,
+        group: dict[str, Any],
+        state: dict[str, Any],
+    ) -> None:
+        # Find out which of its tensors move: those there are, and those that the optimizer is going to make.
+        owned, residents = self.owned.get(name), self.residency.residents
+        known = owned is not None and state is self.state_guards.get(name)
+        content = {key: local_of(value) for key, value in dict.items(state)}
+        fresh = ParameterState(updates, name, parameter, group, content, self.residency)
+        away = name in residents and residents[name].away
+        fresh.divide(self.like(name) if away else local_of(parameter), owned if known else None)
+        fits = owned is not None and owned.leaves == fresh.leaves and owned.settings == fresh.settings
+        self.stale = self.stale or not fits
+        # What no longer moves comes back for good.
+        gone = (
+            [] if owned is None else [resident for resident in owned.residents() if resident not in fresh.residents()]
+        )
+        if known:
+            self.bring(gone)
+        for resident in gone:
+            del residents[resident]
+        if owned is not None and fits:  # to which plans have references
+            vars(owned).update(vars(fresh))
         else:
-            owned.take_over(fresh)
-        # Existing tensors are adopted as they are; others are blank until the first step.
-        spec = self.spec(name, parameter)
-        for key, dtype in fresh.shaped.items():
-            where = f"{name}.{key}"
-            if state:
-                self.residency.adopt(where, local_of(state[key]))
-            else:
-                self.residency.residents[where] = Resident.blank(where, spec.like(dtype))
+            self.owned[name] = fresh
+        # Existing tensors are adopted as they are; others are blank until the optimizer makes them.
+        found = tensors_in(content)
+        for path in fresh.paths():
+            where = f"{name}.{path}"
+            if path in found:
+                self.residency.adopt(where, found[path])
+            elif not (known and where in residents):
+                residents[where] = Resident.blank(where, fresh.spec(path, self.spec(name, parameter)))
 
     def spec(self, name: str, parameter: Tensor) -> Spec:
         """The spec of `parameter` on the device."""
@@ -290,8 +330,12 @@ class StepState:
                 *self.buffers.values(),
             )
         }
-        rest = sum(self.updates.rest_bytes(self.like(n), owned.group) for n, owned in self.owned.items())
-        return moving + sum(fixed.values()) + rest
+        return moving + sum(fixed.values()) + self.rest_bytes()
+
+    def rest_bytes(self) -> int:
+        """Bytes of what optimizers keep on the device and that does not move."""
+        outside = sum(updates.outside_bytes() for updates in self.updates)
+        return outside + sum(owned.rest_bytes(self.like(name)) for name, owned in self.owned.items())
 
     def present_bytes(self) -> int:
         """Bytes on the device now, sums of gradients included."""
@@ -303,7 +347,7 @@ class StepState:
         """Movable tensors, and the optimizer's others, on the device now."""
         found = [of.hidden if of.away else of.tensor for of in self.residency.residents.values() if of.here is not None]
         for owned in self.owned.values():
-            found += [value for value in owned.rest.values() if isinstance(value, Tensor)]
+            found += owned.others()
         return found
 
     def renew(self, holds: Callable[[Tensor], bool] = lambda _: False) -> int:
@@ -328,7 +372,7 @@ class StepState:
             if module.__dict__["_parameters"] is guard:
                 module.__dict__["_parameters"] = dict(guard)
         for name, guard in self.state_guards.items():
-            self._unguard_state(name, guard)
+            self._unguard_state(name, self.owned[name].updates, guard)
         self.guards.clear()
         self.state_guards.clear()
         if self.sharding is not None:
@@ -339,12 +383,9 @@ class StepState:
         self.release()
         self.owned.clear()
         self.strangers.clear()
-        del (
-            self.module,
-            self.structure,
-            self.optimizer,
-            self.updates.optimizer,
-        )  # the plans' graphs still have the updates
+        for updates in self.updates:  # which the plans' graphs still have
+            del updates.optimizer
+        del self.module, self.structure, self.updates
 
     def forget_sums(self, of_others_than: Container[Any] = ()) -> None:
         """Drop the accumulated gradients; another kind of step may have some that this one does not know."""
@@ -360,20 +401,17 @@ class StepState:
             guard.arm(self._bringer(names, asks=asks))
         # The optimizer gets a guarded dictionary for each parameter's state, which serves until it has another.
         for name, owned in self.owned.items():
-            if owned.order:
+            if owned.content:
                 found = self.state_guards.get(name)
-                if found is None or not found.holds(owned.content):
+                if found is None or not owned.is_as_seen():
                     found = self._guard_state(name, owned)
-                found.arm(self._bringer(owned.residents(name), asks=asks))
+                found.arm(self._bringer(owned.residents(), asks=asks))
+                owned.updates.optimizer.state[self.parameters[name]] = found
 
     def _guard_state(self, name: str, owned: ParameterState) -> Guarded:
-        content = {
-            key: self._shown(name, self.residency[f"{name}.{key}"].tensor) if key in owned.shaped else owned.rest[key]
-            for key in owned.order
-        }
-        owned.content = tuple(content.values())
+        content = {key: self._shown(name, v) if key in owned.leaves else v for key, v in owned.content.items()}
+        owned.seen, owned.shown = tuple(owned.content.values()), tuple(content.values())
         guard = self.state_guards[name] = Guarded(content, self.gate)
-        self.optimizer.state[self.parameters[name]] = guard
         return guard
 
     def _shown(self, name: str, tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -66,13 +66,16 @@ class TrainStep(PlannedPeaks):
         self,
         model: nn.Module,
         loss_fn: Callable[..., Any] | None,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         options: Options,
         gradients: GradientOptions,
         processes: OneProcess | None = None,
+        *,
+        allow_untrained: bool = False,
     ) -> None:
         """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
-        check_optimizer(optimizer)
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
         self.gradients = gradients
         processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
@@ -82,8 +85,8 @@ class TrainStep(PlannedPeaks):
         self._reserved = ReservedWatch()
         # The state that outlives steps, and the plans over it.
         clips = gradients.clip_norm is not None
-        updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clips)
-        self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
+        updates = [OptimizerUpdates(o, clip_value=gradients.clip_value, scales=clips) for o in optimizers]
+        self._state = StepState(StepLoss(model, loss_fn), updates, allow_untrained=allow_untrained)
         sharding = self._state.sharding
         if sharding is not None and options.backend != "eager":
             raise UnsupportedError(
@@ -100,7 +103,7 @@ class TrainStep(PlannedPeaks):
         processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
         # Model and optimizer must not reference this object: when the user drops it, the weights come back.
-        self._hooks = optimizer_hooks(optimizer, self._state)
+        self._hooks = [hook for optimizer in optimizers for hook in optimizer_hooks(optimizer, self._state)]
         self._end = weakref.finalize(self, dropped, self._underway, self._state, self._plans, self._hooks)
         self._end.atexit = False
 
@@ -132,7 +135,7 @@ class TrainStep(PlannedPeaks):
             check_saved_hooks()
             check_inputs_apart(leaves, self._state.parameters.values())
             self._state.adopt_parameters()
-            self._state.adopt_optimizer()
+            self._state.adopt_optimizers()
             return StepCall(given, list(batches.split(given, self.gradients.accumulate)))
 
     def resume(self) -> Any:
@@ -179,12 +182,15 @@ class TrainStep(PlannedPeaks):
             self.recorder.end_step()
         self._reserved.look(lambda: self.reserved_bytes, self._state.where)
         # What follows an optimizer step elsewhere: schedulers' flag and step post-hooks.
-        self.optimizer._opt_called = True  # else schedulers warn that it never stepped
-        if hooks := step_post_hooks(self.optimizer):
-            self._state.synchronize()
-            with self._state.gate.opened():
-                for hook in hooks:
-                    hook(self.optimizer, (self.optimizer,), {})
+        for updates in self._state.updates:
+            updates.finish()
+            optimizer = updates.optimizer
+            optimizer._opt_called = True  # else schedulers warn that it never stepped
+            if hooks := step_post_hooks(optimizer):
+                self._state.synchronize()
+                with self._state.gate.opened():
+                    for hook in hooks:
+                        hook(optimizer, (optimizer,), {})
         return call.returned
 
     def join(self, beside: Callable[[], int]) -> None:
@@ -204,9 +210,9 @@ class TrainStep(PlannedPeaks):
         return self._plans.processes
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that the step was made with."""
-        return self._state.optimizer
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that the step was made with."""
+        return self._state.optimizers
 
     @property
     def options(self) -> Options:
@@ -348,7 +354,7 @@ class TrainStep(PlannedPeaks):
 def train_step(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     budget: str | float | None = None,
     policy: str = "auto",
@@ -365,6 +371,7 @@ def train_step(
     checksum: bool = False,
     partition: float | None = None,
     session: Session | None = None,
+    allow_untrained: bool = False,
 ) -> TrainStep:
     """A callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
 
@@ -376,7 +383,7 @@ def train_step(
         loss_fn: A criterion of torch.nn, given the model's output and the last input, or a function of the model and all
             inputs; None for a model that returns its own loss. A function may return a tuple `(loss, ...)`, or a
             dictionary or dataclass with a `loss`: the step then returns the same, with tensors without gradients.
-        optimizer: Your own, of torch.optim.
+        optimizer: Your own, of any class; or several, each with parameters of its own, which step in that order.
         budget: As of `overspill.compile`, here for everything.
         policy: A name that `overspill policies` lists.
         store: `disk` or `host` on the CPU, `pinned` on CUDA.
@@ -397,6 +404,7 @@ def train_step(
         checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
         partition: With `inductor`, the `activation_memory_budget` to stay with; None: several are tried.
         session: Share this session's budget: while one model runs, the others keep their parameters and optimizer states.
+        allow_untrained: Accept parameters that require a gradient and that no optimizer has; they stay as they are.
 
     Returns:
         The TrainStep.
@@ -412,12 +420,19 @@ def train_step(
         partition=partition,
     )  # fmt: skip
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
+    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already
         model = model._orig_mod
     if session is None:
-        return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))
+        return TrainStep(
+            model, loss_fn, optimizers, options, gradients, processes_of(model, process_group),
+            allow_untrained=allow_untrained,
+        )  # fmt: skip
     options.check_unset()
     # A step of a session shares its budget.
-    step = TrainStep(model, loss_fn, optimizer, session.options, gradients, processes_of(model, process_group))
+    step = TrainStep(
+        model, loss_fn, optimizers, session.options, gradients, processes_of(model, process_group),
+        allow_untrained=allow_untrained,
+    )  # fmt: skip
     session.add_step(step)
     return step

@@ -1,16 +1,17 @@
 """The optimizer's update as one op per parameter.
 
-An update runs the user's own optimizer's `step` on one parameter, slice by slice, so that its temporaries stay small;
-or on several that the plan has gathered, where their temporaries fit too, since a step costs the host as much for one
-as for many. None of its arithmetic is written again here, so the numbers are those of `optimizer.step()`. The settings
-of parameter groups are read at every step, so that schedulers and users may change them.
+The user's own optimizer does every update. One of torch.optim that treats each element by itself steps on one parameter
+slice by slice, so that its temporaries stay small; or on several that the plan has gathered, where their temporaries fit
+too, since a step costs the host as much for one as for many. Any other steps on whole parameters, the user's own objects:
+on one at a time where `trials.py` finds that to be the same, else on all at once. None of its arithmetic is written again
+here. The settings of groups are read at every step, so that schedulers and users may change them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -19,10 +20,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.elsewhere import CAPABILITY
+from overspill.capture.compiled.whole_step import AtOnce
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill.runtime.optimizers import optimizer_like, quiet_step, scaled, temporary_bytes
+from overspill.core.units import format_bytes
+from overspill.runtime.optimizer_step import (
+    Changes,
+    Outside,
+    is_own,
+    lent,
+    own_step,
+    temporary_bytes,
+    tensors_in,
+    tried,
+)
+from overspill.runtime.optimizers import PROBE_STEPS, scaled
 
-from .checks import INSTEAD
+from .residency import Residency, Resident, Spec
+from .trials import AHEAD, Learned, Leaves, Needs, Trials, learned, moves
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
@@ -37,52 +51,98 @@ SCALAR_BYTES = 1024
 """Bytes for step counts and other scalars; Adafactor makes a dozen, each in its own storage."""
 CPU = torch.device("cpu")
 """Where optimizers are tried on tiny parameters."""
+_LOG = logging.getLogger("overspill")
 
 
 class ParameterState:
     """One parameter's state in the optimizer.
 
-    `shaped` names the state tensors of the parameter's shape, with their dtypes, and `rest` is the other state. `order`
-    are the names of all, in the optimizer's own order; empty until it has made them, be it at once, as Adagrad does, or
-    at its first step. `settings` are the group's settings that decide which state there is. `content` is what the user's
-    optimizer has of it, empty until it is given that.
+    `needs` are what its updates take. `leaves` are the tensors of the state that an update is given, by path, as in
+    `Needs`; those `parked` move too, but the present settings have no use for them. `content` is the state as the optimizer
+    has it: empty until it has made it, be it at once, as Adagrad does, or at its first step. `settings` are those of the
+    group that decide which state there is.
     """
 
     def __init__(
-        self, updates: OptimizerUpdates, group: dict[str, Any], shaped: dict[str, torch.dtype], state: dict[str, Any]
-    ) -> None:
+        self, updates: OptimizerUpdates, name: str, parameter: nn.Parameter, group: dict[str, Any],
+        content: dict[str, Any], residency: Residency,
+    ) -> None:  # fmt: skip
         self.updates = updates
+        self.name = name
+        self.parameter = parameter
         self.group = group
-        self.settings = settings_of(group)
-        self.shaped = shaped
-        self.rest: dict[str, Any] = {}
-        self.order: list[str] = []
-        self.content: tuple[Any, ...] = ()
-        if state:
-            self.keep(state)
+        self.settings = updates.settings_of(group)
+        self.needs = Needs({}, 0, 0, 0)
+        self.leaves: Leaves = {}
+        self.parked: Leaves = {}
+        self.content = content
+        self.residency = residency
+        self.seen: tuple[Any, ...] = ()
+        self.shown: tuple[Any, ...] = ()
+        """The content's values when the user's optimizer got a guarded dictionary of them, and the values in that."""
+        self.outgrown = False
+        """Whether the optimizer has made state that is not planned."""
 
-    def take_over(self, other: ParameterState) -> None:
-        """Take the group and state of `other`."""
-        self.group, self.rest, self.order, self.content = other.group, other.rest, other.order, ()
+    def divide(self, like: Tensor, before: ParameterState | None) -> None:
+        """Find which tensors of the state move, for a parameter as `like`; those of the state `before` may be away.
 
-    def residents(self, name: str) -> list[str]:
-        """Where the state lies that moves, if this is the parameter of that `name`."""
-        return [f"{name}.{key}" for key in self.shaped]
-
-    def keep(self, state: dict[str, Any]) -> None:
-        """Store the state that the optimizer has made.
-
-        Tensors of the parameter's shape are kept elsewhere, as residents.
+        Raises RequestError where the settings need what the state does not have.
         """
-        rest = {key: value for key, value in state.items() if key not in self.shaped}
-        if self.order != [*state] or not all(map(is_, rest.values(), self.rest.values())):
-            self.content = ()
-        self.order, self.rest = [*state], rest
+        self.needs = self.updates.needs_of(like, self.group, self.parameter)
+        if before is not None and before.settings != self.settings:
+            self.updates.check_state(self.group, like, self.content)
+        known = {} if before is None else before.leaves | before.parked
+        shared = {tensor.untyped_storage()._cdata for tensor in self.updates.kept_outside()}
+        there: Leaves = {}
+        for path, tensor in tensors_in(self.content).items():
+            if path in known and before is not None and before.resident(path).tensor is tensor:
+                there[path] = known[path]
+            elif moves(tensor, like, shared):
+                there[path] = (
+                    tensor.dtype,
+                    Spec.of(tensor) if tensor.shape != like.shape or not self.updates.groups else None,
+                )
+        wanted = self.needs.leaves
+        if self.updates.groups:
+            self.leaves = {path: there.get(path, leaf) for path, leaf in wanted.items()}
+            self.parked = {path: leaf for path, leaf in there.items() if path not in wanted}
+        else:
+            self.leaves = there | {path: leaf for path, leaf in wanted.items() if path not in tensors_in(self.content)}
+
+    def paths(self) -> list[str]:
+        """Paths of the tensors that move."""
+        return [*self.leaves, *self.parked]
+
+    def spec(self, path: str, parameter: Spec) -> Spec:
+        """The spec of one that moves, if the parameter's is `parameter`."""
+        dtype, own = (self.leaves | self.parked)[path]
+        return parameter.like(dtype) if own is None else replace(own, device=parameter.device)
+
+    def is_as_seen(self) -> bool:
+        """Whether the content has the very values of which the user's optimizer has a guarded dictionary."""
+        return len(self.seen) == len(self.content) and all(map(is_, self.seen, self.content.values()))
+
+    def residents(self) -> list[str]:
+        """Names of the residents that move."""
+        return [f"{self.name}.{path}" for path in self.paths()]
+
+    def resident(self, path: str) -> Resident:
+        """The resident of a leaf."""
+        return self.residency[f"{self.name}.{path}"]
+
+    def others(self) -> list[Tensor]:
+        """Tensors of the state that do not move."""
+        moving = {*self.paths()}
+        return [tensor for path, tensor in tensors_in(self.content).items() if path not in moving]
+
+    def rest_bytes(self, like: Tensor) -> int:
+        """Bytes of those tensors for a parameter as `like`, before they are made too."""
+        return max(sum(tensor.nbytes for tensor in self.others()), self.updates.rest_bytes(like, self))
 
     def run(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor) -> None:
         """Update `parameter` in place.
 
-        Given its gradient, which `scale` multiplies, and its `state` in the order of `shaped`.
+        Given its gradient, which `scale` multiplies, and its `state` in the order of `leaves`.
         """
         self.updates.update(self, parameter, gradient, scale, *state)
 
@@ -102,68 +162,158 @@ class _Part(NamedTuple):
 
 
 class OptimizerUpdates:
-    """Updates of single parameters by one optimizer."""
+    """Updates by one optimizer of the user's."""
 
     def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None, scales: bool = False) -> None:
-        """`scales`: updates get a factor for their gradients.
-
-        Raises UnsupportedError for an optimizer whose update of one parameter depends on others.
-        """
+        """`scales`: updates get a factor for their gradients."""
         self.optimizer = optimizer
         self.clip_value = clip_value
         self.scales = scales
-        made_by_torch = type(optimizer).__module__.startswith("torch.optim.")
+        made_by_torch = is_own(optimizer)
         self.groups = made_by_torch and type(optimizer).__name__ in ELEMENTWISE
-        """Whether one step on several parameters equals separate steps on each."""
+        """Whether one step on several parameters equals separate steps on each, and those steps on slices."""
         fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
         self._elementwise = self.groups and not fused
-        self._slice_optimizer: Optimizer | None = None
-        # Each with its group, by whose id it is found: a group that was freed could leave its id to another.
-        self._needs: dict[tuple[Any, ...], tuple[dict[str, Any], Needs]] = {}
-        if not made_by_torch:
-            _check_separate(optimizer)
+        self.trials = None if made_by_torch else Trials(optimizer)
+        self.outgrown = False
+        """Whether plans no longer fit what updates take."""
+        # By kind of parameter. Each with its group, by whose id it is found: one that was freed could leave its id to another.
+        self._probes: dict[tuple[Any, ...], tuple[dict[str, Any], _Probe]] = {}
+        self._learned: dict[tuple[Any, ...], tuple[dict[str, Any], Needs]] = {}
+        self._together: Learned | None = None
+        self._measured_bytes: dict[Any, int] = {}
+        # Of the step that is running: what there was before it outside of the parameters' state, and what has changed.
+        self._before: Outside | None = None
+        self._changes = Changes()
+        self._steps = 0
 
-    def state_of(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> ParameterState:
-        """The state that the optimizer keeps, or will keep, for `parameter`.
+    # -- what updates take
 
-        `state` is what it has now, perhaps nothing.
+    @property
+    def at_once(self) -> bool:
+        """Whether all parameters are updated in one call."""
+        return self.trials is not None and bool(self.trials.why_together)
+
+    def look_again(self) -> None:
+        """Try the next step, if the optimizer is not torch.optim's; sets `outgrown` where plans no longer fit."""
+        if self.trials is None:
+            return
+        before = self.at_once
+        self.trials.look_again()
+        if self.trials.outgrown or self.at_once != before:
+            self.trials.outgrown, self.outgrown = False, True
+        if self.outgrown:
+            self._learned.clear()
+            self._together = None
+
+    def settings_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """Settings of a group that may decide which state is kept: its flags, and which numbers are zero.
+
+        What each step changes is none.
         """
-        shaped = self._probed(parameter, group).shaped
-        if state:
-            found = {key: state[key] for key in shaped if isinstance(state.get(key), Tensor)}
-            shaped = {key: tensor.dtype for key, tensor in found.items() if tensor.shape == parameter.shape}
-        return ParameterState(self, group, dict(shaped), state)
+        changed = set() if self.trials is None else self.trials.changed_keys(group)
+        return tuple(
+            (key, value if value is None or isinstance(value, (bool, str)) else bool(value))
+            for key, value in group.items()
+            if isinstance(value, (bool, str, int, float, type(None))) and key not in ("lr", "initial_lr", *changed)
+        )
 
-    def check_state(self, group: dict[str, Any], parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    def needs_of(self, like: Tensor, group: dict[str, Any], parameter: nn.Parameter) -> Needs:
+        """What updates of a `parameter` of `group`, which is as `like`, take."""
+        if self.groups:
+            return self._probed(like, group).scaled_to(like)
+        kind: tuple[Any, ...] = id(group), self.settings_of(group), like.dtype, tuple(like.shape)
+        if self.at_once:
+            kind = (id(parameter),)
+            if self._together is None:
+                self._learn_together()
+        elif kind not in self._learned:
+            steps = AHEAD + (0 if self.trials is None else self.trials.steps)
+            found = learned(self.optimizer, [(self._number(group), like)], steps, self._given)
+            if found is not None and found.draws and self.trials is not None:
+                self.trials.found_to_draw()
+                self.outgrown = True
+                return self.needs_of(like, group, parameter)
+            needs = self._probed(like, group).scaled_to(like) if found is None else found.each[0]
+            self._learned[kind] = group, needs
+        return self._learned[kind][1]
+
+    def kept_outside(self) -> list[Tensor]:
+        """Tensors that the optimizer keeps outside of the parameters' state."""
+        return [] if self.trials is None else Outside(self.optimizer).tensors
+
+    def _learn_together(self) -> None:
+        """Learn what one call for all parameters takes; where that cannot be, assume twice what they take."""
+        groups = self.optimizer.param_groups
+        all_of_them = [(n, p) for n, group in enumerate(groups) for p in group["params"] if p.requires_grad]
+        found = learned(self.optimizer, all_of_them, AHEAD, self._given)
+        if found is None:
+            nbytes = 2 * sum(p.shape.numel() * p.itemsize for _, p in all_of_them)
+            _LOG.warning(
+                "what %s takes could not be learnt before its first step; it is planned with %s of temporaries",
+                type(self.optimizer).__name__, format_bytes(nbytes),
+            )  # fmt: skip
+            found = Learned([Needs({}, 0, 0, 0)] * len(all_of_them), nbytes, nbytes, 0)
+        self._together = found
+        for (n, parameter), needs in zip(all_of_them, found.each, strict=True):
+            self._learned[id(parameter),] = groups[n], needs
+
+    def workspace_bytes(self, like: Tensor, owned: ParameterState) -> int:
+        """Temporary bytes of an update, besides parameter, gradient and state, for a parameter as `like`."""
+        if not self.groups:
+            planned = max(self._planned_bytes(owned, owned.name), self._measured_bytes.get(owned.name, 0))
+            return planned + self._made_of_gradients() * like.nbytes
+        needs = self._probed(like, owned.group)
+        first, later = (
+            max(like[rows].nbytes for rows in self._slices(like, owned.group, new=new)) for new in (True, False)
+        )
+        work = max(needs.first_share * first, needs.share * later)
+        return int(work) + owned.rest_bytes(like) + SCALAR_BYTES
+
+    def rest_bytes(self, like: Tensor, owned: ParameterState) -> int:
+        """Bytes of state that does not move, for a parameter as `like`: step counts, sums over rows."""
+        return self._probed(like, owned.group).scaled_to(like).rest_bytes if self.groups else owned.needs.rest_bytes
+
+    def call_for_all(self, likes: Sequence[Tensor]) -> AtOnce | None:
+        """The one call that updates parameters as `likes`, or None where each has its own."""
+        if not self.at_once:
+            return None
+        assert self.trials is not None
+        known, others = self._together, self._made_of_gradients()
+        planned = 0 if known is None else max(known.first_bytes, known.later_bytes)
+        nbytes = max(planned + SCALAR_BYTES * len(likes), self._measured_bytes.get(None, 0))
+        nbytes += others * sum(like.nbytes for like in likes)
+        why = f"{type(self.optimizer).__name__}, which {self.trials.why_together}"
+        return AtOnce(self._update_all, nbytes, why, self.trials.draws)
+
+    def outside_bytes(self) -> int:
+        """Bytes of tensors that the optimizer keeps outside of the parameters' state."""
+        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.kept_outside()}
+        return max(sum(kept.values()), 0 if self._together is None else self._together.outside_bytes)
+
+    def check_state(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
         """Raise RequestError where `group` needs more than the present `state`."""
+        if not self.groups or type(self.optimizer) is torch.optim.SGD:  # which makes its buffer when it has none
+            return
         lacking = [key for key in self._probed(parameter, group).shaped if state and key not in state]
-        if lacking and type(self.optimizer) is not torch.optim.SGD:  # which makes its buffer when it has none
+        if lacking:
             raise RequestError(
                 f"the settings of {type(self.optimizer).__name__} were changed to ones that need {lacking[0]!r}, which its "
                 "state does not have; make the optimizer anew, or load a state_dict that has it"
             )
 
-    def workspace_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
-        """Temporary bytes of the update, besides parameter, gradient and state."""
-        needs = self._probed(parameter, group)
-        first, later = (
-            max(parameter[rows].nbytes for rows in self._slices(parameter, group, new=new)) for new in (True, False)
-        )
-        work = max(needs.first_share * first, needs.share * later)
-        return int(work) + self.rest_bytes(parameter, group) + SCALAR_BYTES
-
-    def rest_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
-        """Bytes of state of other shapes: step counts, sums over rows."""
-        needs = self._probed(parameter, group)
-        return sum(scaled(shape, needs.probe, parameter.shape) * itemsize for shape, itemsize in needs.rest)
+    # -- updates
 
     def update(
         self, owned: ParameterState, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor
     ) -> None:
-        """Update `parameter` slice by slice."""
-        given = dict(zip(owned.shaped, state, strict=True))
-        after, rest = {}, owned.rest
-        for rows in self._slices(parameter, owned.group, new=not owned.order):
+        """Update `parameter`, slice by slice or whole."""
+        if not self.groups:
+            self._update_whole([_Loan(owned, parameter, self._gradient(gradient, scale), state)], owned.name)
+            return
+        given = dict(zip(owned.leaves, state, strict=True))
+        after, rest = {}, _without(owned.content, given)
+        for rows in self._slices(parameter, owned.group, new=not owned.content):
             if rows is ...:
                 part = _Part(owned, parameter, gradient, scale, given, rest)
             else:  # each slice begins with the state that the first had, as its step count
@@ -171,7 +321,7 @@ class OptimizerUpdates:
                 sliced = {key: tensor[rows] for key, tensor in given.items()}
                 part = _Part(owned, parameter[rows], gradient[rows], scale, sliced, before)
             (after,) = self._update_parts([part])
-        owned.keep(after)
+        _keep(owned, after)
 
     def is_elementwise(self, parameter: Tensor) -> bool:
         """Whether slices and other strides of `parameter` update to the same bits.
@@ -188,23 +338,18 @@ class OptimizerUpdates:
         """
         return self.groups and next(self._slices(parameter, group, new=False)) is ...
 
-    def together(self, runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
-        """One call that updates several whole parameters, given each one's arguments."""
-        owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
-
-        def update_together(*given: tuple[Any, ...]) -> None:
-            if not all(owned.order for owned in owners):  # to make the state takes room of its own
-                for owned, arguments in zip(owners, given, strict=True):
-                    self.update(owned, *arguments)
-                return
-            parts = [
-                _Part(owned, parameter, gradient, scale, dict(zip(owned.shaped, state, strict=True)), owned.rest)
-                for owned, (parameter, gradient, scale, *state) in zip(owners, given, strict=True)
-            ]
-            for owned, after in zip(owners, self._update_parts(parts), strict=True):
-                owned.keep(after)
-
-        return update_together
+    def together(self, loans: Sequence[tuple[ParameterState, tuple[Any, ...]]]) -> None:
+        """Update several whole parameters in one call, given each one's arguments."""
+        if not all(owned.content for owned, _ in loans):  # to make the state takes room of its own
+            for owned, arguments in loans:
+                self.update(owned, *arguments)
+            return
+        parts = []
+        for owned, (parameter, gradient, scale, *state) in loans:
+            given = dict(zip(owned.leaves, state, strict=True))
+            parts.append(_Part(owned, parameter, gradient, scale, given, _without(owned.content, given)))
+        for (owned, _), after in zip(loans, self._update_parts(parts), strict=True):
+            _keep(owned, after)
 
     def _update_parts(self, parts: Sequence[_Part]) -> list[dict[str, Any]]:
         """Step on all of `parts`; returns each one's state after it.
@@ -212,24 +357,98 @@ class OptimizerUpdates:
         Without the tensors of the parameter's shape, which are updated in place.
         """
         # Hand the optimizer a parameter with gradient and state for each part.
-        groups: dict[int, dict[str, Any]] = {}
-        states: dict[Tensor, dict[str, Any]] = {}
+        lists: dict[int, list[Tensor]] = {}
+        lent_parts = []
         for owned, rows, gradient, scale, given, rest in parts:
             part = rows.detach().requires_grad_()
             part.grad = self._gradient(gradient, scale)
-            if id(owned.group) not in groups:
-                groups[id(owned.group)] = {**owned.group, "params": []}
-            groups[id(owned.group)]["params"].append(part)
-            before = given | rest
-            states[part] = {key: before[key] for key in owned.order}
-        self._step(list(groups.values()), states)
+            lists.setdefault(self._number(owned.group), []).append(part)
+            if owned.content:
+                before = given | rest
+                self.optimizer.state[part] = {key: before[key] for key in owned.content}
+            lent_parts.append(part)
+        # Take away what it has of them, also after an error.
+        try:
+            with lent(self.optimizer, lists):
+                own_step(self.optimizer)
+        finally:
+            states = [self.optimizer.state.pop(part, {}) for part in lent_parts]
         # Copy the new state back where the optimizer did not work in place.
-        for part, after in zip(parts, states.values(), strict=True):
+        for part, after in zip(parts, states, strict=True):
             for key, tensor in part.given.items():
                 if after[key] is not tensor:
                     tensor.copy_(after[key])
                 after[key] = None
-        return list(states.values())
+        return states
+
+    def _update_all(
+        self, runs: Sequence[Callable[..., None]], scale: Tensor | None, given: Sequence[tuple[Tensor, ...]]
+    ) -> None:
+        owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
+        loans = [
+            _Loan(owned, parameter, self._gradient(gradient, scale), state)
+            for owned, (parameter, gradient, *state) in zip(owners, given, strict=True)
+        ]
+        self._update_whole(loans, None)
+
+    def _update_whole(self, loans: Sequence[_Loan], name: str | None) -> None:
+        """Step on whole parameters, the user's own objects: on all there are, or on the one of that `name`."""
+        one_by_one = self.trials is not None and name is not None
+        if one_by_one and self._before is None:
+            self._before, self._changes = Outside(self.optimizer), Changes()
+        lists: dict[int, list[Tensor]] = {self._number(loan.owned.group): [loan.owned.parameter] for loan in loans}
+        if name is None:
+            lists = {number: group["params"] for number, group in enumerate(self.optimizer.param_groups)}
+        drawn = _random_state(loans[0].data.device) if one_by_one else None
+        for loan in loans:
+            loan.begin()
+        try:
+            with lent(self.optimizer, lists):
+                nbytes = self._stepped()
+        finally:
+            for loan in loans:
+                loan.end()
+        # Measured only in some steps, for that takes the host as long as the step.
+        planned = max(self._measured_bytes.get(name, 0), *(self._planned_bytes(loan.owned, name) for loan in loans))
+        if nbytes > planned:
+            self._measured_bytes[name] = nbytes
+            self.outgrown = True
+            _LOG.warning(
+                "the update of %s by %s took %s more than planned; the next step is planned for it",
+                name or "all parameters", type(self.optimizer).__name__, format_bytes(nbytes - planned),
+            )  # fmt: skip
+        if not one_by_one:
+            return
+        assert self._before is not None
+        now = self._before.changes()
+        self._before.restore()
+        agrees = self._changes.join(now) and not now.keeps_much()
+        if not (agrees and drawn is not None and torch.equal(drawn, _random_state(loans[0].data.device))):
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} drew random numbers, or changed something outside of the parameters' state by "
+                "what the parameter was, which its trials did not show; use overspill.compile, which leaves the optimizer as it is"
+            )
+
+    def _planned_bytes(self, owned: ParameterState, name: str | None) -> int:
+        if name is None:
+            known = self._together
+            return 0 if known is None else max(known.first_bytes, known.later_bytes) + SCALAR_BYTES
+        return max(owned.needs.first_bytes, owned.needs.later_bytes) + SCALAR_BYTES
+
+    def _stepped(self) -> int:
+        """Take a step; returns its temporary bytes where they are measured, else 0."""
+        count = self._steps + 1
+        if self.trials is not None and self.trials.measurable and (count <= AHEAD or not count & (count - 1)):
+            return temporary_bytes(self.optimizer)
+        own_step(self.optimizer)
+        return 0
+
+    def finish(self) -> None:
+        """End a step: what its calls have changed outside of the parameters' state is now so."""
+        if self._before is not None:
+            self._before.become(self._changes)
+            self._before = None
+        self._steps += 1
 
     def _gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
@@ -238,20 +457,16 @@ class OptimizerUpdates:
             gradient = gradient.clamp(-self.clip_value, self.clip_value)
         return gradient
 
-    def _step(self, groups: list[dict[str, Any]], states: dict[Tensor, dict[str, Any]]) -> None:
-        """Step on the parameters of `groups`; `states`, by parameter, are then those after it."""
-        if self._slice_optimizer is None:
-            self._slice_optimizer = optimizer_like(self.optimizer, groups[0], groups[0]["params"])
-        # Lend a copy of the optimizer these parameters, and take them away after the step.
-        optimizer = self._slice_optimizer
-        optimizer.param_groups[:] = groups
-        optimizer.state = defaultdict(dict, {part: state for part, state in states.items() if state})
-        with torch.enable_grad():  # as a training loop calls it
-            quiet_step(optimizer)
-        states.update((part, optimizer.state[part]) for part in states)
-        optimizer.state = defaultdict(dict)
-        optimizer.param_groups[1:] = []
-        optimizer.param_groups[0]["params"] = []
+    def _given(self, gradient: Tensor) -> Tensor:
+        """A gradient as updates get it, in trials."""
+        return self._gradient(gradient, torch.ones(()) if self.scales else None)
+
+    def _made_of_gradients(self) -> int:
+        """How many tensors an update makes of its gradient before the step: the scaled and the clamped one."""
+        return self.scales + (self.clip_value is not None)
+
+    def _number(self, group: dict[str, Any]) -> int:
+        return next(number for number, known in enumerate(self.optimizer.param_groups) if known is group)
 
     def _slices(self, parameter: Tensor, group: dict[str, Any], *, new: bool) -> Iterator[Any]:
         """Row slices of `parameter` to update one at a time.
@@ -269,20 +484,20 @@ class OptimizerUpdates:
         for start in range(0, parameter.shape[0], rows):
             yield slice(start, start + rows)
 
-    def _probed(self, parameter: Tensor, group: dict[str, Any]) -> Needs:
-        key = (id(group), settings_of(group), parameter.dtype, parameter.dim())
-        if key not in self._needs:
+    def _probed(self, parameter: Tensor, group: dict[str, Any]) -> _Probe:
+        key = (id(group), self.settings_of(group), parameter.dtype, parameter.dim())
+        if key not in self._probes:
             try:
-                self._needs[key] = group, self._probe(parameter, group)
+                self._probes[key] = group, self._probe(parameter, group)
             except Exception as error:  # any class of optimizer may refuse a tensor in any way
                 raise RequestError(
                     f"{type(self.optimizer).__name__} does not step on a parameter of {parameter.dim()} dimensions "
                     f"of {str(parameter.dtype).removeprefix('torch.')}: {error}"
                 ) from error
-        return self._needs[key][1]
+        return self._probes[key][1]
 
-    def _probe(self, like: Tensor, group: dict[str, Any]) -> Needs:
-        """The optimizer's needs, seen in two steps on a tiny parameter.
+    def _probe(self, like: Tensor, group: dict[str, Any]) -> _Probe:
+        """The optimizer's needs, seen in some steps on a tiny parameter.
 
         The first step makes the state, which the plan has room for besides.
         """
@@ -290,16 +505,103 @@ class OptimizerUpdates:
         with CPU:  # whatever the default device is, for the optimizer's own tensors too
             probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
             probe.grad = self._gradient(torch.ones_like(probe), None)
-            tiny = optimizer_like(self.optimizer, as_on(like.device, group), [probe])
-            peaks = [temporary_bytes(tiny) for _ in range(2)]
-        kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
-        others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
-        return Needs(
+            with tried(self.optimizer, as_on(like.device, group), [probe]):
+                peaks = [temporary_bytes(self.optimizer) for _ in range(PROBE_STEPS)]
+                kept = tensors_in(self.optimizer.state.get(probe, {}))
+        others = self._made_of_gradients()
+        return _Probe(
             shape,
             {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
-            *(peak / probe.nbytes + others for peak in peaks),
+            *(peak / probe.nbytes + others for peak in (peaks[0], max(peaks[1:]))),
         )
+
+
+class _Loan:
+    """A whole parameter in the user's own objects, with its gradient and state, for one call."""
+
+    def __init__(self, owned: ParameterState, parameter: Tensor, gradient: Tensor, state: Sequence[Tensor]) -> None:
+        self.owned = owned
+        self.data, self.gradient = parameter, gradient
+        self._resident: Resident | None = None
+        self.given = dict(zip(owned.leaves, state, strict=True))
+
+    def begin(self) -> None:
+        """Give the user's objects their data."""
+        owned, parameter, state = self.owned, self.owned.parameter, self.owned.updates.optimizer.state
+        self._resident = owned.residency.residents.get(owned.name)
+        if self._resident is not None:
+            self._resident.put(self.data)
+        parameter.grad = self.gradient
+        state.pop(parameter, None)
+        if owned.content:
+            state[parameter] = owned.content
+            for path in self.given.keys() & tensors_in(owned.content).keys():
+                owned.resident(path).put(self.given[path])
+
+    def end(self) -> None:
+        """Take the data away again, and put it where it is planned."""
+        owned, parameter = self.owned, self.owned.parameter
+        parameter.grad = None
+        if not _lies_in(parameter, self.data):
+            self.data.copy_(parameter.data)
+        if self._resident is not None:
+            self._resident.take()
+        owned.content = owned.updates.optimizer.state.get(parameter, {})
+        self._take_state(tensors_in(owned.content))
+
+    def _take_state(self, found: dict[str, Tensor]) -> None:
+        owned, homes = self.owned, {t.untyped_storage()._cdata: path for path, t in self.given.items()}
+        # What lies where another tensor of the state belongs is copied first.
+        apart = {path: t.clone() for path, t in found.items() if homes.get(t.untyped_storage()._cdata, path) != path}
+        for path, given in self.given.items():
+            tensor = found.get(path)
+            if tensor is not None and Spec.of(tensor) != Spec.of(given):
+                tensor, owned.outgrown = None, True
+            if tensor is None:  # it is not made yet, or no more, or not as planned
+                tensor = given.detach()
+            elif not _lies_in(tensor, given):
+                given.copy_(apart.get(path, tensor))
+            resident = owned.resident(path)
+            if not resident.away:
+                resident.take()  # others may hold the tensor that was there before
+            resident.tensor = tensor
+            resident.put(given)
+            resident.take()
+        for path, tensor in found.items():
+            if path in self.given:
+                continue
+            if path in apart:
+                tensor.data = apart[path]
+            owned.outgrown = owned.outgrown or moves(tensor, owned.parameter, set())
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _lies_in(tensor: Tensor, home: Tensor) -> bool:
+    return tensor.data_ptr() == home.data_ptr() and tensor.stride() == home.stride()
+
+
+def _without(content: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key not in leaves}
+
+
+def _keep(owned: ParameterState, state: dict[str, Any]) -> None:
+    """Store the state that the optimizer has made; tensors that move are kept elsewhere, as residents."""
+    owned.content = {key: owned.resident(key).tensor if key in owned.leaves else value for key, value in state.items()}
+
+
+def update_together(runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """One call that updates several whole parameters, given each one's arguments."""
+    owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
+
+    def together(*given: tuple[Any, ...]) -> None:
+        for updates in dict.fromkeys(owned.updates for owned in owners):
+            updates.together([(of, what) for of, what in zip(owners, given, strict=True) if of.updates is updates])
+
+    return together
 
 
 def _kind_of_device(parameter: Tensor) -> str:
@@ -319,25 +621,13 @@ def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "foreach": True} if device.type == "cuda" and unasked and plain else group
 
 
-def settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Settings of a group that may decide which state is kept.
-
-    Its flags, and which numbers are zero.
-    """
-    return tuple(
-        (key, value if value is None or isinstance(value, (bool, str)) else bool(value))
-        for key, value in group.items()
-        if isinstance(value, (bool, str, int, float, type(None))) and key not in ("lr", "initial_lr")
-    )
-
-
 @dataclass(frozen=True)
-class Needs:
-    """State and temporaries of an optimizer for parameters of one kind.
+class _Probe:
+    """State and temporaries of an optimizer for parameters of one kind, seen on a tiny one.
 
-    Seen on a `probe` of that shape. `shaped` are the state tensors of the parameter's shape, with their dtypes; `rest`
-    the shapes and item sizes of others; `first_share` and `share` the temporaries of the first update and of later
-    ones, as multiples of the bytes updated.
+    It has the shape `probe`. `shaped` are the state tensors of the parameter's shape, with their dtypes; `rest` the shapes
+    and item sizes of others; `first_share` and `share` the temporaries of the first update and of later ones, as multiples
+    of the bytes updated.
     """
 
     probe: tuple[int, ...]
@@ -346,42 +636,12 @@ class Needs:
     first_share: float
     share: float
 
-
-def _check_separate(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError if the update of one parameter depends on others.
-
-    Two tiny parameters are stepped on together and apart.
-    """
-    group = optimizer.param_groups[0]
-
-    def stepped(which: tuple[int, ...]) -> list[Tensor]:
-        probes = [torch.linspace(-1, 1, 48).reshape(8, 6).mul(i + 1).requires_grad_() for i in which]
-        tiny = optimizer_like(optimizer, group, list(probes))
-        for step in range(1, 4):
-            for i, probe in zip(which, probes, strict=True):
-                probe.grad = torch.linspace(step, -2, 48).reshape(8, 6) * (3 * i + 1)
-            quiet_step(tiny)
-        return [probe.detach() for probe in probes]
-
-    try:
-        with CPU, torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
-            draws = not torch.equal(torch.get_rng_state(), before)
-    except Exception as error:  # any class of optimizer may refuse tiny parameters in any way
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); {INSTEAD}"
-        ) from error
-    # Separate means equal to the last bit, and draws follow one another.
-    if draws:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} draws random numbers, which parameters would get in another order; {INSTEAD}"
-        )
-    if not all(map(torch.equal, together, apart)):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} updates a parameter by what other parameters are, "
-            f"so that its step cannot be cut into pieces; {INSTEAD}"
-        )
+    def scaled_to(self, like: Tensor) -> Needs:
+        """The needs of a parameter as `like`, in one piece."""
+        rest = sum(scaled(shape, self.probe, tuple(like.shape)) * itemsize for shape, itemsize in self.rest)
+        leaves: Leaves = {key: (dtype, None) for key, dtype in self.shaped.items()}
+        first, later = (int(share * like.nbytes) for share in (self.first_share, self.share))
+        return Needs(leaves, rest, first + rest, later + rest)
 
 
 @dataclass(frozen=True)
