@@ -18,13 +18,15 @@ import overspill
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.runtime.training import same_bits
 
+Change = Callable[[Any], Any]
+
 
 def weight(model: Any) -> nn.Parameter:
     found: nn.Parameter = model.middle[1].weight
     return found
 
 
-def both(pair: Pair, change: Callable[[Any], Any]) -> list[Any]:
+def both(pair: Pair, change: Change) -> list[Any]:
     return [change(model) for model in (pair.plain.model, pair.model)]
 
 
@@ -32,15 +34,12 @@ def is_away(pair: Pair) -> bool:
     return pair.step._state.residency["model.middle.1.weight"].away
 
 
-# -- held by others
-
-
 def over(model: Any, memory: Any) -> Any:
     weight(model).data = memory[-32:]
     return memory
 
 
-HOLDERS: dict[str, Callable[[Any], Any]] = {
+HOLDERS: dict[str, Change] = {
     "an array": lambda m: weight(m).detach().numpy(),
     "NumPy's memory": lambda m: over(m, torch.from_numpy(weight(m).detach().numpy().copy())).numpy(),
     "other processes": lambda m: weight(m).share_memory_().shape,
@@ -74,88 +73,12 @@ def test_a_weight_that_others_hold_stays_where_it_is_and_counts(name: str) -> No
 def test_a_weight_in_the_arena_that_others_hold_is_refused_until_they_drop_it() -> None:
     pair = Pair(Mlp, options={"placement": "planned", "budget": 1.0})
     pair.train()
-    assert pair.step._plans.arena.holds(weight(pair.model).data)
     held = weight(pair.model).detach()
     with pytest.raises(RequestError, match=r"middle\.1\.weight"):
         pair.step(*pair.inputs)
     del held
     pair.train()
     pair.assert_same()
-
-
-def test_weights_of_a_checkpoint_that_is_mapped_from_a_file_move(tmp_path: Path) -> None:
-    pair = Pair(Mlp)
-    save_file(pair.model.state_dict(), tmp_path / "weights.safetensors")
-    loaded = load_file(tmp_path / "weights.safetensors")
-    for name, parameter in pair.model.named_parameters():
-        parameter.data = loaded.pop(name)
-    pair.train(2)
-    assert is_away(pair)
-    pair.assert_same()
-
-
-# -- held by tensors, which follow
-
-
-ALIASES: dict[str, Callable[[Any], Any]] = {
-    "detached": lambda m: [p.detach() for p in m.parameters()],
-    "another model": lambda m: [nn.Parameter(weight(m).data)],
-}
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_tensors_over_a_weights_memory_follow_it(name: str) -> None:
-    pair = Pair(Mlp)
-    pair.train()
-    peak = pair.measured_peak()
-    plain, ours = both(pair, ALIASES[name])
-    pair.train()
-    assert is_away(pair)
-    assert pair.measured_peak() == peak
-    assert all(map(same_bits, ours, plain))
-    for aliases in (plain, ours):
-        aliases[0].data.zero_()
-    pair.train(2)
-    assert all(map(same_bits, copy.deepcopy(ours), plain))
-    pair.assert_same()
-
-
-def test_averages_by_references_to_weights_are_those_of_plain_training() -> None:
-    pair = Pair(Mlp)
-    averages = both(pair, lambda m: [(ref(p), p.detach().clone()) for p in m.parameters()])
-    for _ in range(3):
-        pair.train()
-        for average in averages:
-            for weak, shadow in average:
-                shadow.lerp_(weak(), 0.5)
-    assert all(same_bits(a, b) for (_, a), (_, b) in zip(*averages, strict=True))
-    pair.assert_same()
-
-
-def test_what_needs_no_values_moves_nothing() -> None:
-    pair = Pair(Mlp)
-    held = weight(pair.model)
-    pair.train()
-    assert (held.shape, held.numel(), held.requires_grad, held.grad, len(held)) == ((32, 32), 1024, True, None, 32)
-    held.grad = torch.ones(32, 32)
-    pair.optimizer.zero_grad()
-    assert is_away(pair)
-    assert isinstance(held, nn.Parameter)
-    assert held.sum().isfinite()
-    assert not is_away(pair)
-
-
-def test_a_graph_made_before_a_step_raises_as_behind_plain_updates() -> None:
-    pair = Pair(Mlp)
-    pair.train()
-    graphs = both(pair, lambda m: m.norm(torch.ones(2, 32)).sum())
-    pair.train()
-    for graph in graphs:
-        with pytest.raises(RuntimeError, match="inplace"):
-            graph.backward()
-
-
-# -- held by other weights
 
 
 def tied(model: Any) -> None:
@@ -167,14 +90,44 @@ def partly(model: Any) -> None:
     weight(model).data, model.middle[0].weight.data = memory[:32], memory[16:48]
 
 
-@pytest.mark.parametrize("tie", [tied, partly])
-def test_two_weights_over_one_memory_are_updated_when_both_were_read(tie: Callable[[Any], None]) -> None:
+def mapped(model: Any) -> None:
+    path = Path.cwd() / "weights.safetensors"
+    save_file(dict(model.named_parameters()), path)
+    for name, value in load_file(path).items():
+        model.get_parameter(name).data = value
+
+
+SHARED: dict[str, tuple[Change, bool]] = {
+    "detached tensors": (lambda m: [p.detach() for p in m.parameters()], True),
+    "another model's parameter": (lambda m: [nn.Parameter(weight(m).data)], True),
+    "a file that is mapped": (mapped, True),
+    "a vector of which weights are views": (
+        lambda m: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()), m.parameters()), True,
+    ),
+    "another weight": (tied, False),
+    "a part of another weight": (partly, False),
+    "a buffer": (lambda m: m.register_buffer("row", weight(m).data[0]), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_shares_memory_with_a_weight_is_as_in_plain_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    change, moves = SHARED[name]
     pair = Pair(Mlp)
     pair.train()
-    both(pair, tie)
+    peak = pair.measured_peak()
+    plain, ours = both(pair, change)
     pair.train(2)
-    assert pair.measured_peak() <= planned_peak(pair.step)
-    pair.assert_same()
+    assert pair.measured_peak() == peak if moves else pair.measured_peak() <= planned_peak(pair.step)
+    assert ("model.middle.1.weight" in pair.step._state.residency and is_away(pair)) == moves
+    if plain is not None:
+        for aliases in (plain, ours):
+            aliases[0].data.zero_()
+        pair.train()
+        assert all(map(same_bits, copy.deepcopy(ours), plain))
     both(pair, lambda m: setattr(weight(m), "data", weight(m).data.clone()))
     pair.train(2)
     assert is_away(pair)
@@ -186,30 +139,32 @@ def test_two_weights_over_one_memory_need_updates_one_by_one(*, backwards: bool)
     model = Mlp()
     tied(model)
     optimizer = torch.optim.AdamW([*model.parameters()][:: -1 if backwards else 1], foreach=not backwards)
-    with pytest.raises(UnsupportedError, match=r"make one parameter"):
+    with pytest.raises(UnsupportedError, match="make one parameter"):
         overspill.train_step(model, cross_entropy, optimizer)
 
 
-def test_weights_that_are_made_views_of_a_vector_leave_it() -> None:
+def test_references_read_weights_and_move_them_only_for_their_values() -> None:
     pair = Pair(Mlp)
+    averages = both(pair, lambda m: [(ref(p), p.detach().clone()) for p in m.parameters()])
+    graphs = both(pair, lambda m: m.norm(torch.ones(2, 32)).sum())
+    held = weight(pair.model)
     for _ in range(3):
         pair.train()
-        peak = pair.measured_peak()
-        both(
-            pair, lambda m: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()), m.parameters())
-        )
-    pair.train()
-    assert is_away(pair)
-    assert pair.measured_peak() == peak <= planned_peak(pair.step)
+        assert (held.shape, held.numel(), held.requires_grad, held.grad, len(held)) == ((32, 32), 1024, True, None, 32)
+        assert isinstance(held, nn.Parameter)
+        assert is_away(pair)
+        for average in averages:
+            for weak, shadow in average:
+                shadow.lerp_(weak(), 0.5)
+        assert not is_away(pair)
+    assert all(same_bits(a, b) for (_, a), (_, b) in zip(*averages, strict=True))
+    for graph in graphs:
+        with pytest.raises(RuntimeError, match="inplace"):
+            graph.backward()
     pair.assert_same()
 
 
-def test_a_buffer_and_an_input_over_a_weight() -> None:
+def test_an_input_over_a_weight_is_refused() -> None:
     pair = Pair(Mlp)
-    both(pair, lambda m: m.register_buffer("row", weight(m).data[0]))
-    pair.step.close()
-    pair.make_step()
-    pair.train(2)
-    pair.assert_same()
     with pytest.raises(UnsupportedError, match=r"input 0 .*clone\(\)"):
         pair.step(pair.model.first.weight.detach()[:8, :12], pair.inputs[1])
