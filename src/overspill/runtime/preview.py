@@ -261,7 +261,7 @@ def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[t
     with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
         pass  # what is made stays; the step makes a fake mode of its own
     with attention_kernel(job):
-        yield TrainStep(model.model, model.loss, optimizer, options, job.gradients), batch, model.model
+        yield TrainStep(model.model, model.loss, (optimizer,), options, job.gradients), batch, model.model
 
 
 def _device_of(options: Options) -> Device:

@@ -221,7 +221,7 @@ def _train_whole(running: _Running, options: Options) -> Run:
     _leave_nothing(running.device)
     step, given = _made(running)
     optimizer = job.make_optimizer(step.parameters())
-    whole = TrainStep(step.model, step.loss, optimizer, options, job.gradients)
+    whole = TrainStep(step.model, step.loss, (optimizer,), options, job.gradients)
     run, offloaded = Run(), [0]
     try:
         counts = options.backend == "inductor" and running.device == "cpu"
