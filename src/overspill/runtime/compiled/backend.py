@@ -54,20 +54,6 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Call
     return runs if runs.changed else compiled
 
 
-def _compile(
-    module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: GraphFrame
-) -> tuple[Compiled, frozenset[int]]:
-    """The compiled graph, and the positions of inputs that it changes in place."""
-    compiler = GraphCompiler(module, examples, session, frame)
-    begun = time.perf_counter()
-    try:
-        compiled = compiler.watched(compiler.compile())
-        compiler.tell(time.perf_counter() - begun)
-        return compiled, compiler.changed
-    finally:
-        compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
-
-
 class _PerKind:
     """Runs a graph by one plan for each kind of its inputs, made when it is first seen.
 
@@ -93,14 +79,19 @@ class _PerKind:
             return known
         if len(self._compiled) == MOST_PLANS:
             raise too_many_kinds()
+        compiler = GraphCompiler(self.module, args, self.session, self.frame)
+        begun = time.perf_counter()
         try:
-            compiled, changed = _compile(self.module, args, self.session, self.frame)
+            compiled = compiler.watched(compiler.compile())
         except DataDependentOutputException as error:
             raise UnsupportedError(
                 f"Dynamo left a number of the model open ({error}), and no plan can be made without it; "
                 "pass dynamic=False to torch.compile, or use overspill.compile"
             ) from None
-        self.changed |= changed
+        finally:
+            compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
+        compiler.tell(time.perf_counter() - begun)
+        self.changed |= compiler.changed
         self._compiled[self._key(args)] = compiled
         return compiled
 
