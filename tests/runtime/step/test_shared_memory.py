@@ -168,3 +168,26 @@ def test_an_input_over_a_weight_is_refused() -> None:
     pair = Pair(Mlp)
     with pytest.raises(UnsupportedError, match=r"input 0 .*clone\(\)"):
         pair.step(pair.model.first.weight.detach()[:8, :12], pair.inputs[1])
+
+
+class Listed(torch.optim.Optimizer):
+    """Momentum that is kept in a list."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                (momentum,) = self.state[p].setdefault("momenta", [torch.zeros_like(p)])
+                p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=self.param_groups[0]["lr"])
+
+
+def test_state_in_a_list_is_read_by_references_too() -> None:
+    pair = Pair(Mlp, Listed)
+    pair.train()
+    plain, ours = ([of["momenta"][0] for of in o.state.values()] for o in (pair.plain.optimizer, pair.optimizer))
+    pair.train()
+    assert any("momenta" in name for name in pair.step._state.residency.away())
+    assert all(map(same_bits, ours, plain))

@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import StoreError
+from overspill.runtime.optimizer_step import tensors_in
 from overspill.runtime.transfer.engine import TransferEngine
 
 from .away import GUARDS, Away, hide, show
@@ -348,11 +349,10 @@ class Guarded(dict[str, Any]):
         super().__init__(content)
         self._gate: Gate | None = gate
         self._bring: Callable[[], None] | None = None
-        for value in content.values():
-            if isinstance(value, Tensor):
-                GUARDS[id(value)] = self
-                if type(value) is Tensor and value.numel() and _is_placeholder(value):  # state made by a step
-                    hide(value)
+        for value in tensors_in(dict(content)).values():
+            GUARDS[id(value)] = self
+            if type(value) is Tensor and value.numel() and _is_placeholder(value):  # state made by a step
+                hide(value)
 
     def arm(self, bring: Callable[[], None] | None) -> None:
         """Call `bring` before the next read; None: nothing is away."""
@@ -365,7 +365,7 @@ class Guarded(dict[str, Any]):
     def disarm(self) -> None:
         """Be an ordinary dictionary from now on."""
         self._gate = self._bring = None
-        for value in dict.values(self):
+        for value in tensors_in(dict(dict.items(self))).values():
             show(value)
 
     def __hash__(self) -> int:  # type: ignore[override]
