@@ -138,18 +138,17 @@ class Resident:
     def _let_go(self) -> None:
         """Give the object its placeholder as data."""
         tensor = self.tensor
-        if self.count_aliases():
+        guard = GUARDS.get(id(tensor))
+        if guard is not None and self.count_aliases():
             for alias in self.aliases:
-                alias.leave(GUARDS[id(tensor)])
+                alias.leave(guard)
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             tensor.data = self.spec.placeholder()
         else:
             if self._placeholder is None:  # made once, for this happens at every step
                 self._placeholder = self.spec.placeholder()
             tensor.data = self._placeholder
-            increment_version(
-                tensor
-            )  # so that a graph of autograd that was made before raises, as behind plain updates
+            increment_version(tensor)  # graphs of autograd from before raise, as behind plain updates
         self.away = True
         hide(tensor)
 
