@@ -41,10 +41,11 @@ class Away(Tensor):
             found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
             if function == _OF_C["data"].__set__:
                 show(args[0])
-            for tensor in found:
-                _bring(tensor)
+            readings = [_bring(tensor) for tensor in found]  # while they live, another thread does not step
             if not any(isinstance(tensor, Away) for tensor in found):
-                return function(*args, **(kwargs or {}))
+                result = function(*args, **(kwargs or {}))
+                readings.clear()
+                return result
         # The placeholder will do, also where a capture is about to put another tensor in its place.
         return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
 
@@ -74,9 +75,10 @@ def show(tensor: Tensor | None) -> None:
         tensor.__class__ = _PLAIN[type(tensor)]
 
 
-def _bring(tensor: Tensor) -> None:
-    if isinstance(tensor, Away):
-        if (guard := GUARDS.get(id(tensor))) is None:
-            show(tensor)
-        else:
-            guard.fetch()
+def _bring(tensor: Tensor) -> Any:
+    """Bring its bytes back; a Reading, where this is not the thread that steps."""
+    if (guard := GUARDS.get(id(tensor))) is None:
+        show(tensor)
+        return None
+    guard.fetch()
+    return guard.fetch(loops=True)
