@@ -16,6 +16,7 @@ import copy
 import importlib
 import io
 import json
+import logging
 import signal
 import sys
 import types
@@ -103,22 +104,33 @@ def plainly(make: Make) -> list[Any]:
 
 
 def planned(make: Make, budget: str) -> tuple[list[Any], str, int, int]:
-    """As `plainly`, how it was updated, the budget, and the most bytes over it in a step."""
+    """As `plainly`, how it was updated, the budget, and the most bytes over it in a step that did not warn of it."""
     torch.manual_seed(0)
     model = Net()
     optimizer, found = make(model), []
     step = overspill.train_step(model, loss_of, optimizer, budget=budget, store="host")
-    over = 0
+    over, told = 0, _Told()
+    logging.getLogger("overspill").addHandler(told)
     for x, y in batches():
-        step.tracker = LiveBytes(step.device)
+        step.tracker, told.steps = LiveBytes(step.device), 0
         loss = step(x, y)
         allowed = max(plan.budget_bytes for plan in step.plans)
-        over = max(over, step.tracker.peak_bytes - allowed)
+        over = max(over, 0 if told.steps else step.tracker.peak_bytes - allowed)
         found.append((loss, snapshot(model, optimizer)))
+    logging.getLogger("overspill").removeHandler(told)
     how = "all at once" if any(u.at_once for u in step._state.updates) else "each by itself"
     how = "in slices" if all(u.groups for u in step._state.updates) else how
     step.close()
     return found, how, allowed, over
+
+
+class _Told(logging.Handler):
+    """Counts warnings that an update took more than planned."""
+
+    steps = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.steps += "more than planned" in record.msg
 
 
 def tried(library: str, name: str, makes: list[Make]) -> Row:
@@ -247,7 +259,8 @@ def of_pytorch_optimizer() -> dict[str, list[Make]]:
             lambda m: kind(m.parameters(), num_data=8),
         ]  # fmt: skip
 
-    return {name: ways(library.load_optimizer(name)) for name in library.get_supported_optimizers()}
+    names = (name for name in library.get_supported_optimizers() if name != "kron")  # which takes minutes for a step
+    return {name: ways(library.load_optimizer(name)) for name in names}
 
 
 def of_schedulefree() -> dict[str, list[Make]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
@@ -31,6 +31,8 @@ from .tracker import LiveBytes
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _OPAQUE = (ModuleType, nn.Module, type, FunctionType, MethodType, torch.dtype, torch.device, torch.Size)
 """Kinds of objects that are not looked into."""
+_PACKAGES = frozenset({"torch", "builtins", "typing"})
+"""Packages whose classes keep nothing of an optimizer's."""
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 Values = dict[Any, Any]
 
@@ -41,7 +43,7 @@ Values = dict[Any, Any]
 def is_own(optimizer: Optimizer) -> bool:
     """Whether `optimizer` is one of torch.optim, with the step that it has there."""
     kind = type(optimizer)
-    if not all(of.__module__.startswith("torch.optim.") for of in (kind, inspect.unwrap(kind.step))):
+    if any(of.__module__.split(".")[:2] != ["torch", "optim"] for of in (kind, inspect.unwrap(kind.step))):
         return False
     patched = vars(optimizer).get("step")
     while patched is not None and getattr(patched, "_wrapped_by_lr_sched", False):
@@ -136,7 +138,8 @@ class Outside:
     """What an optimizer keeps besides the state of its parameters, as it is now.
 
     That is: settings and counters of groups, attributes, keys of `state` that are no parameters, attributes of its
-    class and variables of functions that are set on the object; in containers and objects as deep as they go.
+    class and variables of functions that are set on the object; in containers as deep as they go, and in objects of the
+    packages that the optimizer's classes are of. Others, as a logger, are the program's, and are left alone.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -144,9 +147,7 @@ class Outside:
         self._tensors: list[tuple[Tensor, int, Tensor | None]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._seen: set[int] = set()
-        for kind in type(optimizer).__mro__:
-            if not kind.__module__.startswith(("torch.", "builtins", "typing")):
-                self._keep(_of_class(kind))
+        self._packages = {"types"}
         self._look(optimizer)
 
     @property
@@ -223,11 +224,15 @@ class Outside:
                 self._look(part)
         elif isinstance(value, Optimizer):
             self._look_at_optimizer(value)
-        elif (place := _place_of(value)) is not None:
+        elif (place := _place_of(value, self._packages)) is not None:
             self._keep(place)
 
     def _look_at_optimizer(self, optimizer: Optimizer) -> None:
         own = vars(optimizer)
+        for kind in type(optimizer).__mro__:
+            if (package := kind.__module__.partition(".")[0]) not in _PACKAGES:
+                self._packages.add(package)
+                self._keep(_of_class(kind))
         self._seen.add(id(optimizer.state))
         self._keep(_of_state(optimizer.state))
         self._keep(_of_dict(own, tuple(key for key in own if key.startswith("_optimizer_"))))
@@ -290,7 +295,7 @@ def same(one: Any, other: Any) -> bool:  # noqa: PLR0911 - a case for each kind 
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+        return same_bits(one, other)
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple, deque)):
@@ -302,9 +307,11 @@ def same(one: Any, other: Any) -> bool:  # noqa: PLR0911 - a case for each kind 
     return hasattr(one, "__dict__") and not isinstance(one, _OPAQUE) and same(vars(one), vars(other))
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().contiguous()
-    return plain.view(torch.uint8) if plain.dim() else plain.reshape(1).view(torch.uint8)
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bytes (unlike `==`, true for equal NaNs and false for 0.0 and -0.0)."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(t.detach().reshape(-1).clone().view(torch.uint8) for t in (one, other)))
 
 
 def tensors_in(value: Any, path: str = "", seen: set[int] | None = None) -> dict[str, Tensor]:
@@ -328,19 +335,36 @@ def tensors_in(value: Any, path: str = "", seen: set[int] | None = None) -> dict
     return {name: tensor for where, part in inside for name, tensor in tensors_in(part, where, seen).items()}
 
 
+def replace_in(value: Any, tensor: Tensor, by: Tensor) -> None:
+    """Put the tensor `by` in place of `tensor` wherever `value` has it, in containers and objects as deep as they go."""
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = [*value.items()]
+    elif isinstance(value, (list, deque)):
+        items = [*enumerate(value)]
+    elif hasattr(value, "__dict__") and not isinstance(value, (*_OPAQUE, Tensor, Optimizer)):
+        replace_in(vars(value), tensor, by)
+        return
+    else:
+        return
+    for key, part in items:
+        if part is tensor:
+            value[key] = by
+        else:
+            replace_in(part, tensor, by)
+
+
 # -- kinds of places
 
 
-def _place_of(value: Any) -> _Place | None:
+def _place_of(value: Any, packages: Container[str]) -> _Place | None:
     if isinstance(value, dict):
         return _of_dict(value)
     if isinstance(value, (list, deque)):
         return _of_list(value)
     if isinstance(value, set):
         return _of_set(value)
-    if type(getattr(value, "__dict__", None)) is dict and not type(value).__module__.startswith("torch."):
-        return _of_dict(vars(value))
-    return None
+    ours = type(value).__module__.partition(".")[0] in packages
+    return _of_dict(vars(value)) if ours and hasattr(value, "__dict__") else None
 
 
 def _of_dict(values: Values, but: tuple[str, ...] = ("params",)) -> _Place:

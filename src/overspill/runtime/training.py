@@ -31,6 +31,7 @@ from overspill.plans.plan import Plan
 from . import accelerator, batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
+from .optimizer_step import same_bits
 from .options import Options
 from .preview import SEED, prepared_step
 from .recording.attach import recording
@@ -336,10 +337,3 @@ def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
             ) from None
         raise
     return step, given
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bytes (unlike `==`, true for equal NaNs and false for 0.0 and -0.0)."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

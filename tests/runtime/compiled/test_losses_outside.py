@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overspill
+from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.training import same_bits
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 

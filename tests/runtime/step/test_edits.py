@@ -14,8 +14,8 @@ from torch import Tensor
 
 import overspill
 from overspill.core.errors import OverspillError
+from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.step.python_state import PythonState
-from overspill.runtime.training import same_bits
 
 FOLLOWED = set(EDITS) - {
     "tied", "swapped", "reordered", "model.last.bias=None", "a layer less", "a layer more", "a stranger's parameter",
@@ -58,8 +58,9 @@ class Both:
     def __init__(self) -> None:
         self.plain, self.managed = Job(), Job()
         self.step = overspill.train_step(
-            self.managed.model, self.managed.loss, self.managed.optimizer, budget="1MiB", policy="window", store="host"
-        )
+            self.managed.model, self.managed.loss, self.managed.optimizer, budget="1MiB", policy="window", store="host",
+            allow_untrained=True,
+        )  # fmt: skip
         self.seed = 0
 
     def leave(self) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.step.updates import OptimizerUpdates
-from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.stores import HostStore, Slot
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import RequestError
+from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.step.residency import Guarded
-from overspill.runtime.training import same_bits
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, batch_for
 from torch import Tensor, nn
 
 from overspill.core.errors import OverspillError, RequestError
+from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.step import gate
 from overspill.runtime.step.gate import Gate, held_signals
 from overspill.runtime.step.residency import Guarded
 from overspill.runtime.step.train_step import TrainStep
-from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.stores import HostStore
 
 # -- every observer at every moment

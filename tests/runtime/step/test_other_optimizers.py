@@ -86,7 +86,7 @@ def test_what_all_parameters_are_needed_for_later_is_noticed_before_that_step() 
 
 def test_a_budget_without_room_for_all_parameters_names_the_optimizer() -> None:
     pair = Pair(Mlp, lambda p: HABITS["noise"](_Holding(p)), {}, {"budget": 20_000})
-    with pytest.raises(InfeasibleBudget, match="Noise.*random"):
+    with pytest.raises(InfeasibleBudget, match=r"Noise.*random"):
         pair.step(*pair.inputs)
 
 

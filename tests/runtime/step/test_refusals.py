@@ -14,9 +14,9 @@ from torch.nn.utils.prune import l1_unstructured
 
 import overspill
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.step.residency import Guarded
 from overspill.runtime.step.train_step import TrainStep
-from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import HostStore
 
@@ -36,7 +36,7 @@ OPTIMIZERS_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "closure": (lambda p: NeedsClosure(p, 0.1), r"NeedsClosure\.step .*\(closure\)"),
     "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "needs capturable=False"),
     "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "needs differentiable=False"),
-    "no optimizer": (list, r"is a Parameter; .*torch\.optim\.Optimizer"),
+    "no optimizer": (list, r"Parameter; .*torch\.optim\.Optimizer"),
     "some are left out": (lambda p: torch.optim.SGD([*p][:2], 0.1), "no optimizer.*allow_untrained"),
     "one is in two": (lambda p: [torch.optim.SGD(p, 0.1), torch.optim.SGD([p[0]], 0.1)], "two optimizers"),
 }

@@ -52,9 +52,7 @@ def test_where_memory_is_ample_freed_blocks_are_used_again_without_page_faults()
 
 
 V1, V2 = "9:cpu:/\n4:memory:{}\n0::/", "0::{}"
-STAT = (
-    "inactive_file 300\nactive_file 200\nslab_reclaimable 50\nanon 99\ntotal_inactive_file 30\ntotal_active_file 20"
-)
+STAT = "inactive_file 300\nactive_file 200\nslab_reclaimable 50\nanon 99\ntotal_inactive_file 30\ntotal_active_file 20"
 
 
 @pytest.mark.parametrize(

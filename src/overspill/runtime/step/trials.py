@@ -159,7 +159,11 @@ class Trials:
                 self.optimizer.state[tiny.parameter] = tiny.state
         try:
             with lent(self.optimizer, lists):
-                peak = temporary_bytes(self.optimizer) if self.measurable else own_step(self.optimizer) or 0
+                peak = 0
+                if self.measurable:
+                    peak = temporary_bytes(self.optimizer)
+                else:
+                    own_step(self.optimizer)
         finally:
             for tiny in lot:
                 made = not tiny.state
@@ -351,10 +355,18 @@ def _by_storage(state: Any) -> dict[int, str]:
     return {tensor.untyped_storage()._cdata: path for path, tensor in tensors_in(state).items()}
 
 
-class _OnFakes(LiveBytes):
-    """Counts fake tensors' bytes; a number that is asked of one is 1."""
+class Watching(LiveBytes):
+    """Counts bytes, and notes whether random numbers are drawn."""
 
     draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _OnFakes(Watching):
+    """Counts fake tensors' bytes; a number that is asked of one is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ITEM:
@@ -362,5 +374,4 @@ class _OnFakes(LiveBytes):
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten.equal.default:
             return True
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -29,6 +29,7 @@ from overspill.runtime.optimizer_step import (
     is_own,
     lent,
     own_step,
+    replace_in,
     temporary_bytes,
     tensors_in,
     tried,
@@ -36,7 +37,7 @@ from overspill.runtime.optimizer_step import (
 from overspill.runtime.optimizers import PROBE_STEPS, scaled
 
 from .residency import Residency, Resident, Spec
-from .trials import AHEAD, Learned, Leaves, Needs, Trials, learned, moves
+from .trials import AHEAD, Learned, Leaves, Needs, Trials, Watching, learned, moves
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
@@ -399,12 +400,11 @@ class OptimizerUpdates:
         lists: dict[int, list[Tensor]] = {self._number(loan.owned.group): [loan.owned.parameter] for loan in loans}
         if name is None:
             lists = {number: group["params"] for number, group in enumerate(self.optimizer.param_groups)}
-        drawn = _random_state(loans[0].data.device) if one_by_one else None
         for loan in loans:
             loan.begin()
         try:
             with lent(self.optimizer, lists):
-                nbytes = self._stepped()
+                nbytes, drew = self._stepped()
         finally:
             for loan in loans:
                 loan.end()
@@ -422,8 +422,7 @@ class OptimizerUpdates:
         assert self._before is not None
         now = self._before.changes()
         self._before.restore()
-        agrees = self._changes.join(now) and not now.keeps_much()
-        if not (agrees and drawn is not None and torch.equal(drawn, _random_state(loans[0].data.device))):
+        if drew or not self._changes.join(now) or now.keeps_much():
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__} drew random numbers, or changed something outside of the parameters' state by "
                 "what the parameter was, which its trials did not show; use overspill.compile, which leaves the optimizer as it is"
@@ -435,13 +434,16 @@ class OptimizerUpdates:
             return 0 if known is None else max(known.first_bytes, known.later_bytes) + SCALAR_BYTES
         return max(owned.needs.first_bytes, owned.needs.later_bytes) + SCALAR_BYTES
 
-    def _stepped(self) -> int:
-        """Take a step; returns its temporary bytes where they are measured, else 0."""
+    def _stepped(self) -> tuple[int, bool]:
+        """Take a step; returns its temporary bytes and whether it drew random numbers, where that is measured."""
         count = self._steps + 1
         if self.trials is not None and self.trials.measurable and (count <= AHEAD or not count & (count - 1)):
-            return temporary_bytes(self.optimizer)
+            device = next(
+                p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
+            ).device
+            return temporary_bytes(self.optimizer, tracker := Watching(device)), tracker.draws
         own_step(self.optimizer)
-        return 0
+        return 0, False
 
     def finish(self) -> None:
         """End a step: what its calls have changed outside of the parameters' state is now so."""
@@ -552,32 +554,33 @@ class _Loan:
 
     def _take_state(self, found: dict[str, Tensor]) -> None:
         owned, homes = self.owned, {t.untyped_storage()._cdata: path for path, t in self.given.items()}
-        # What lies where another tensor of the state belongs is copied first.
+        # Copy what is new to where it is planned; first what lies where another tensor of the state belongs.
         apart = {path: t.clone() for path, t in found.items() if homes.get(t.untyped_storage()._cdata, path) != path}
-        for path, given in self.given.items():
-            tensor = found.get(path)
-            if tensor is not None and Spec.of(tensor) != Spec.of(given):
-                tensor, owned.outgrown = None, True
-            if tensor is None:  # it is not made yet, or no more, or not as planned
-                tensor = given.detach()
-            elif not _lies_in(tensor, given):
-                given.copy_(apart.get(path, tensor))
-            resident = owned.resident(path)
+        placed = {
+            path: t for path, t in found.items() if path in self.given and Spec.of(t) == Spec.of(self.given[path])
+        }
+        for path, tensor in placed.items():
+            if not _lies_in(tensor, self.given[path]):
+                self.given[path].copy_(apart.get(path, tensor))
+        views = {path for path, tensor in placed.items() if tensor._is_view()}
+        # Take the data from the tensors that were there before, which others may hold, then from the present ones.
+        residents = {path: owned.resident(path) for path in self.given}
+        for resident in residents.values():
             if not resident.away:
-                resident.take()  # others may hold the tensor that was there before
-            resident.tensor = tensor
-            resident.put(given)
-            resident.take()
-        for path, tensor in found.items():
-            if path in self.given:
-                continue
+                resident.take()
+        for path, given in self.given.items():
+            # Not each is made yet, or as planned; and one that is a view would keep the memory that it is a view of.
+            tensor = placed.get(path)
+            residents[path].tensor = now = given.detach() if tensor is None or path in views else tensor
+            if tensor is not None and now is not tensor:
+                replace_in(owned.content, tensor, now)
+            residents[path].put(given)
+            residents[path].take()
+        # The rest stays as it is, and what is large is planned for from the next step on.
+        for path in found.keys() - placed.keys():
             if path in apart:
-                tensor.data = apart[path]
-            owned.outgrown = owned.outgrown or moves(tensor, owned.parameter, set())
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+                found[path].data = apart[path]
+            owned.outgrown = owned.outgrown or moves(found[path], owned.parameter, set())
 
 
 def _lies_in(tensor: Tensor, home: Tensor) -> bool:
