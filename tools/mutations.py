@@ -116,8 +116,8 @@ MUTATIONS = (
     Mutation(
         "a step does not look at what the model's Python has become",
         "runtime/step/python_state.py",
-        '            if changed := one.changed():\n                return changed\n        return ""\n',
-        '        return ""\n',
+        "            if changed := one.changed():\n                return changed\n",
+        "",
         ("tests/runtime/step/test_python_state.py", "tests/runtime/step/test_edits.py"),
     ),
     Mutation(
@@ -156,10 +156,10 @@ MUTATIONS = (
         ("tests/runtime/step/test_edits.py", "tests/runtime/step/test_changed_from_outside.py"),
     ),
     Mutation(
-        "a lost write is not told",
-        "runtime/step/residency.py",
-        "        if lost:\n            raise",
-        "        if False:\n            raise",
+        "a use of a weight that is in the store, by another reference, goes unnoticed",
+        "runtime/step/away.py",
+        "if function not in _WITHOUT_VALUES:",
+        "if False:",
         ("tests/runtime/step/test_changed_from_outside.py",),
     ),
     Mutation(

@@ -311,7 +311,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same bytes (unlike `==`, true for equal NaNs and false for 0.0 and -0.0)."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(*(t.detach().reshape(-1).clone().view(torch.uint8) for t in (one, other)))
+    return torch.equal(
+        *(t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (one, other))
+    )
 
 
 def tensors_in(value: Any, path: str = "", seen: set[int] | None = None) -> dict[str, Tensor]:

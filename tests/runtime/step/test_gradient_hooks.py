@@ -152,7 +152,7 @@ def test_hooks_on_weights_that_only_the_user_updates_are_refused() -> None:
     model = made()
     optimizer = torch.optim.SGD(model.middle.parameters(), 0.1)
     model.last.weight.register_hook(torch.neg)
-    step = overspill.train_step(model, cross_entropy, optimizer, budget="1GiB", store="host")
+    step = overspill.train_step(model, cross_entropy, optimizer, budget="1GiB", store="host", allow_untrained=True)
     with pytest.raises(UnsupportedError, match=r"last\.weight .*requires_grad_\(False\)"):
         step(*batch_for(model))
     model.last.weight.requires_grad_(False)

@@ -61,6 +61,7 @@ class MicrobatchRunner:
             else:
                 residents[name].put(value)
         results.clear()  # should anything hold this frame, it holds no tensors
+        value = None
         call.loss = loss if call.loss is None else call.loss + loss
         call.returned = compiled.results.filled(call.loss, others)
         others.clear()
