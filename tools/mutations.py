@@ -165,15 +165,15 @@ MUTATIONS = (
     Mutation(
         "data that a parameter was given while it was away is not taken over",
         "runtime/step/residency.py",
-        "return self.away and not _is_placeholder(self.tensor)",
-        "return False",
+        " and not _is_placeholder(resident.tensor):",
+        " and False:",
         ("tests/runtime/step/test_changed_from_outside.py",),
     ),
     Mutation(
         "a parameter that the optimizer let go of is trained on",
         "runtime/step/state.py",
-        "            if group is None:\n                self._disown(name)\n",
-        "",
+        "                self._disown(name)\n                continue\n",
+        "                continue\n",
         ("tests/runtime/step/test_edits.py", "tests/runtime/step/test_changed_from_outside.py"),
     ),
     Mutation(
