@@ -14,6 +14,8 @@ import argparse
 import contextlib
 import copy
 import importlib
+import importlib.machinery
+import inspect
 import io
 import json
 import logging
@@ -211,7 +213,7 @@ def of_torch() -> dict[str, list[Make]]:
     for name, kind in vars(torch.optim).items():
         if not (isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer):
             continue
-        for how in forms:
+        for how in (how for how in forms if how.keys() <= inspect.signature(kind).parameters.keys()):
             label = f"{name} {', '.join(how)}".strip()
             found[label] = [partial(_made, kind, how), partial(_of_matrices, kind, how)]
     return found
@@ -233,6 +235,7 @@ def of_timm() -> dict[str, list[Make]]:
     for name in ("timm", "timm.models", "timm.models._manipulate"):
         module = sys.modules.setdefault(name, types.ModuleType(name))
         if not hasattr(module, "__path__"):
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             module.__path__ = [str(Path(p) / name.replace(".", "/")) for p in sys.path]
         module.__dict__.setdefault("group_parameters", None)
     optim = importlib.import_module("timm.optim")

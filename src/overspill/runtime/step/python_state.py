@@ -442,7 +442,7 @@ class PythonState:
 
     def _use(self, names: frozenset[str]) -> list[tuple[Any, str]]:
         """What the classes that have been met have under these names, which a function uses."""
-        new = names - self._used
+        new = {name for name in names - self._used if name[:2] != "__"}  # what Python or dataclasses make is no state
         self._used |= new
         return [f for name in sorted(new) for owner in self._unused.pop(name, ()) for f in self._take(owner, name)]
 
