@@ -323,7 +323,9 @@ def _learned(
                     for p, t in found.items()
                     if p not in moving
                 }
-                rests[number] = max(rests[number], sum(rest.values()))
+                # What is made anew at each step is there twice until the step ends.
+                anew = sum(nbytes for key, nbytes in rest.items() if places[number] and key not in places[number])
+                rests[number] = max(rests[number], sum(rest.values()) + anew)
                 # What now lies where another tensor of the state was is copied to go where it is planned.
                 peak += sum(
                     t.nbytes
