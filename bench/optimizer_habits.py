@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -238,6 +241,107 @@ class WarmUp(torch.optim.SGD):
         for group in self.param_groups:
             group["lr"] = 1e-2 * min(1, self.calls / 5)
         return super().step(closure)
+
+
+@habit("clips by the norm of all gradients, which is seldom so large")
+class Clips(Each):
+    def begin(self) -> None:
+        norms = [p.grad.norm() for _, p in self.trained()]
+        self.param_groups[0]["scale"] = min(1.0, 2.0 / float(torch.stack(norms).norm()))
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        p.sub_(p.grad, alpha=group["lr"] * group["scale"])
+
+
+@habit("brings large parameters together")
+class LargeTogether(Each):
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        large = [q.grad for _, q in self.trained() if q.numel() > 4096]
+        p.sub_(
+            p.grad / torch.stack([g.norm() for g in large]).norm() if p.numel() > 4096 else p.grad, alpha=group["lr"]
+        )
+
+
+@habit("brings parameters together that have a mark")
+class Marked(Each):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        for p in [*self.param_groups[0]["params"]][4:8]:
+            p.joint = True
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        joint = [q.grad.norm() for _, q in self.trained() if hasattr(q, "joint")]
+        p.sub_(p.grad / torch.stack(joint).norm() if hasattr(p, "joint") else p.grad, alpha=group["lr"])
+
+
+@habit("clears its state every fourth step")
+class Clears(Each):
+    calls = 0
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        p.sub_(self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.calls += 1
+        if self.calls % 4 == 0:
+            self.state.clear()
+
+
+@habit("an iterator, an array and a generator of Python's on the object")
+class Iterators(Each):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.counts, self.array, self.drawn = itertools.count(1), np.zeros(1), random.Random(1)
+
+    def begin(self) -> None:
+        self.array += 1
+        self.rate = self.drawn.random() / next(self.counts) / float(self.array[0])
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        p.sub_(p.grad, alpha=group["lr"] * self.rate)
+
+
+@habit("a scheduler of its own")
+class Scheduled(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 1e-2, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self, 10)
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.schedule.step()
+
+
+CALLS = [0]
+
+
+@habit("a global counter")
+class Global(Each):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        CALLS[0] = 0
+
+    def begin(self) -> None:
+        CALLS[0] += 1
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        p.sub_(p.grad, alpha=group["lr"] / CALLS[0])
+
+
+class Averages(torch.optim.SGD):
+    """Holds the model, decays its weights and averages it in each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), 1e-2)
+        self.model, self.average = model, torch.optim.swa_utils.AveragedModel(model)
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.average.update_parameters(self.model)
+
+
+HABITS["averages the model that it holds"] = Averages
 
 
 class Scaled(Each):

@@ -13,16 +13,24 @@ an optimizer; what `Optimizer.profile_hook_step` wraps; `_wrapped_by_lr_sched` o
 
 from __future__ import annotations
 
+import copy
+import dis
 import inspect
-from collections import deque
+import logging
+import re
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType, ModuleType
+from enum import Enum
+from functools import lru_cache
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -31,6 +39,8 @@ from .tracker import LiveBytes
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _OPAQUE = (ModuleType, nn.Module, type, FunctionType, MethodType, torch.dtype, torch.device, torch.Size)
 """Kinds of objects that are not looked into."""
+_HARMLESS = (logging.Logger, re.Pattern, range, slice, Enum, type(print), property, weakref.ref)
+"""Kinds of objects that no step changes, or not so that it matters to one."""
 _PACKAGES = frozenset({"torch", "builtins", "typing"})
 """Packages whose classes keep nothing of an optimizer's."""
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
@@ -98,13 +108,14 @@ def tried(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[T
     """Context in which `optimizer` has `parameters` alone, with the settings of `group`; then it is as before."""
     number = next(n for n, of in enumerate(optimizer.param_groups) if of["params"] is group["params"])
     outside = Outside(optimizer)
+    if outside.unknown:
+        raise ValueError(f"it keeps a {outside.unknown}")
     try:
         with lent(optimizer, {number: parameters}):
             optimizer.param_groups[number].update({key: v for key, v in group.items() if key != "params"})
             yield
     finally:
-        for parameter in parameters:
-            optimizer.state.pop(parameter, None)
+        outside.restore_states()
         outside.restore()
 
 
@@ -120,6 +131,27 @@ def temporary_bytes(optimizer: Optimizer, tracker: LiveBytes | None = None) -> i
         own_step(optimizer)
     del held
     return tracker.peak_bytes - settled
+
+
+def copied(optimizer: Optimizer, mode: FakeTensorMode) -> Optimizer:
+    """A copy for a trial in `mode`, with the same parameters, no state of theirs, and fakes of large tensors.
+
+    Raises what cannot be copied raises, and TypeError for what may lead back to the optimizer or to the model.
+    """
+    made = object.__new__(type(optimizer))
+    state: Any = defaultdict(dict)
+    memo: dict[int, Any] = {id(optimizer): made, id(optimizer.state): state}
+    memo |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    memo |= {id(t): mode.from_tensor(t.detach()) for t in Outside(optimizer).tensors if t.numel() > FEW}
+    for key, value in vars(optimizer).items():
+        if key == "step" and getattr(value, "_wrapped_by_lr_sched", False):
+            continue  # which would step the optimizer that the scheduler was made for
+        if isinstance(value, (FunctionType, nn.Module)):
+            raise TypeError(f"its {key} may lead back to it")
+        if not key.startswith("_optimizer_"):
+            vars(made)[key] = copy.deepcopy(value, memo)
+    Optimizer.__setstate__(made, {})
+    return made
 
 
 # -- what is kept outside of the parameters' state
@@ -148,6 +180,9 @@ class Outside:
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._seen: set[int] = set()
         self._packages = {"types"}
+        self._states: list[tuple[Values, Values]] = []
+        self.unknown = ""
+        """What it keeps that may change and cannot be put back."""
         self._look(optimizer)
 
     @property
@@ -199,6 +234,13 @@ class Outside:
         for number, (generator, state) in enumerate(self._generators):
             generator.set_state(changes.generators.get(number, state))
 
+    def restore_states(self) -> None:
+        """Put the parameters' state back too, which a trial may have cleared, as far as it holds the same objects."""
+        for state, before in self._states:
+            if len(state) != len(before) or any(state.get(key) is not before[key] for key in before):
+                state.clear()
+                state.update(before)
+
     def keys_of(self, group: Mapping[str, Any], changes: Changes) -> set[str]:
         """Keys of `group` among the `changes`."""
         return {key for number, key in changes.values if self._places[number][0].of is group}
@@ -215,8 +257,8 @@ class Outside:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            # Where a large one changes, all parameters are updated at once, and nothing has to be put back.
-            self._tensors.append((value, value._version, value.detach().clone() if value.numel() <= FEW else None))
+            # Where there is a larger one, all parameters are updated at once, and nothing has to be put back.
+            self._tensors.append((value, value._version, value.detach().clone() if value.numel() <= MANY else None))
         elif isinstance(value, torch.Generator):
             self._generators.append((value, value.get_state()))
         elif isinstance(value, (tuple, frozenset)):
@@ -226,32 +268,52 @@ class Outside:
             self._look_at_optimizer(value)
         elif (place := _place_of(value, self._packages)) is not None:
             self._keep(place)
+        elif not isinstance(value, _HARMLESS):
+            self.unknown = self.unknown or type(value).__name__
 
     def _look_at_optimizer(self, optimizer: Optimizer) -> None:
-        own = vars(optimizer)
+        own, state = vars(optimizer), optimizer.state
+        if self._states and all(state is not known for known, _ in self._states):
+            self.unknown = self.unknown or f"{type(optimizer).__name__} with a state of its own"
+            self._keep(_of_dict(state))
+        self._states.append((state, dict(state)))
         for kind in type(optimizer).__mro__:
             if (package := kind.__module__.partition(".")[0]) not in _PACKAGES:
                 self._packages.add(package)
                 self._keep(_of_class(kind))
+                for method in vars(kind).values():
+                    self._look_into(getattr(method, "__func__", method))
         self._seen.add(id(optimizer.state))
         self._keep(_of_state(optimizer.state))
         self._keep(_of_dict(own, tuple(key for key in own if key.startswith("_optimizer_"))))
         for value in [*own.values()]:
+            if isinstance(value, nn.Module):
+                self.unknown = self.unknown or type(value).__name__
             self._look_into(getattr(value, "__func__", value))
 
     def _look_into(self, function: Any) -> None:
-        """Keep the variables of a function that replaces the class's own, and of those that it wraps."""
-        if isinstance(function, FunctionType) and id(function) not in self._seen:
-            self._seen.add(id(function))
-            for cell in function.__closure__ or ():
-                place = _of_cell(cell)
+        """Keep the variables and the global numbers and containers of a function, and of those that it wraps or calls."""
+        if not isinstance(function, FunctionType) or id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        apart = function.__module__ is None or function.__module__.partition(".")[0] in _PACKAGES
+        for cell in function.__closure__ or ():
+            place = _of_cell(cell)
+            if not apart:
                 self._keep(place)
-                for value in place.read().values():
-                    self._look_into(value)
+            for value in place.read().values():
+                self._look_into(value)
+        if not apart:
+            if (globals_ := _of_globals(function)) is not None:
+                self._keep(globals_)
+            for name in _globals_of(function.__code__)[0]:
+                self._look_into(function.__globals__.get(name))
 
 
 FEW = 64
 """Most elements of a tensor outside of state that each call of a step may change: a counter, a scale."""
+MANY = 4096
+"""Most elements of one that can be put back."""
 _GONE = object()
 
 
@@ -398,9 +460,14 @@ def _of_set(values: set[Any]) -> _Place:
 
 def _of_state(values: Values) -> _Place:
     """The values of an optimizer's `state` whose keys are no parameters."""
+    others: list[Any] = []
+    looked = -1
 
     def read() -> Values:
-        return {key: v for key, v in dict.items(values) if not isinstance(key, Tensor)}
+        nonlocal others, looked
+        if looked != len(values):  # there are many parameters, and this is asked for each
+            others, looked = [key for key in values if not isinstance(key, Tensor)], len(values)
+        return {key: values[key] for key in others if key in values}
 
     def write(new: Values) -> None:
         for key in read():
@@ -425,6 +492,24 @@ def _of_class(kind: type) -> _Place:
                 setattr(kind, key, value)
 
     return _Place(kind, read, write)
+
+
+def _of_globals(function: FunctionType) -> _Place | None:
+    """The containers among the globals that a function names, and what it sets; None where there are none."""
+    loaded, stored = _globals_of(function.__code__)
+    space = function.__globals__
+    names = [*stored, *(n for n in loaded if isinstance(space.get(n), (list, dict, set, deque)))]
+    return _Place(function, lambda: {n: space[n] for n in names if n in space}, space.update) if names else None
+
+
+@lru_cache(4096)
+def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of globals that a function loads, and of those that it sets."""
+    of = {
+        op: frozenset(i.argval for i in dis.get_instructions(code) if i.opname == op)
+        for op in ("LOAD_GLOBAL", "STORE_GLOBAL")
+    }
+    return of["LOAD_GLOBAL"], of["STORE_GLOBAL"]
 
 
 def _of_cell(cell: Any) -> _Place:

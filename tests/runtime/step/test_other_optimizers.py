@@ -13,7 +13,7 @@ from tests.runtime.step.whole_steps import SMALLEST, Cnn, Mlp, Pair
 from torch import Tensor, nn
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.runtime.optimizer_step import same
 from overspill.runtime.tracker import LiveBytes
 
@@ -112,6 +112,50 @@ def test_gradients_that_are_one_tensor_are_changed_apart() -> None:
     pair.inputs = torch.randn(8, 12), torch.zeros(8)
     pair.train(3)
     assert not differ(pair)
+
+
+class Aliases(Each):
+    """Keeps the weight itself."""
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        p.sub_(self.state[p].setdefault("w", p.detach()) * 0.1 + p.grad, alpha=group["lr"])
+
+
+class Shares(Each):
+    """Keeps one tensor for all parameters of a shape."""
+
+    def begin(self) -> None:
+        made: dict[Any, Tensor] = {}
+        for _, p in self.trained():
+            if "v" not in self.state[p]:
+                self.state[p]["v"] = made.setdefault(p.shape, torch.zeros_like(p))
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        p.sub_(self.state[p]["v"].add_(p.grad), alpha=group["lr"])
+
+
+class Reads(Each):
+    """Reads the state of another optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        first, *others = parameters
+        super().__init__(others)
+        self.first = torch.optim.SGD([first], 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [Aliases, Shares, Reads])
+def test_state_that_cannot_be_taken_apart_is_refused(kind: Any) -> None:
+    with pytest.raises(UnsupportedError, match="state"):
+        Pair(Mlp, kind)
+
+
+def test_one_tensor_in_two_states_is_refused_when_it_is_put_there() -> None:
+    pair = Pair(Mlp, lambda p: torch.optim.Adam(p, 1e-2))
+    pair.train(2)
+    state = pair.optimizer.state
+    state[pair.model.last.bias]["step"] = state[pair.model.last.weight]["step"]
+    with pytest.raises(UnsupportedError, match="one tensor"):
+        pair.step(*pair.inputs)
 
 
 # -- several

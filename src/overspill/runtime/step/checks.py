@@ -129,8 +129,14 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper that has not called Optimizer.__init__
         Optimizer.__setstate__(optimizer, {})
-    # Those that evaluate the model, or cannot be called alone.
+    # Those that evaluate the model, cannot be called alone, or look at parameters of others.
     name = type(optimizer).__name__
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for inside in (v for v in vars(optimizer).values() if isinstance(v, Optimizer)):
+        if not own.issuperset(id(p) for group in inside.param_groups for p in group["params"]):
+            raise UnsupportedError(
+                f"{name} has another optimizer with other parameters, whose state is not there in its step; {INSTEAD}"
+            )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             f"{name} cannot be part of a planned step: it evaluates the model several times; {INSTEAD}"

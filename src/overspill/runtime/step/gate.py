@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 WITHIN = (
     "a step is under way in this very thread, and parameters and state are neither the old nor the new ones: "
-    "this was called from within it, by a finalizer, a garbage collection callback or the model itself; read when the step "
+    "this was called from within it, by a finalizer, a garbage collection callback, the model or the optimizer; read when the step "
     "has returned"
 )
 ON_LANE = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overspill.core.errors import RequestError
+from overspill.core.errors import RequestError, UnsupportedError
 from overspill.models.step import StepLoss
 from overspill.runtime.optimizer_step import tensors_in
 from overspill.runtime.sharding import local_of, sharding_of
@@ -52,6 +52,8 @@ class StepState:
         self.gate = Gate()
         self.module = module
         self.updates = tuple(updates)
+        for of in self.updates:
+            of.around = self.model_is_there
         self.allow_untrained = allow_untrained
         self.sharding = sharding_of(module)
         """How `fully_shard` has sharded the model, or None; of a sharded parameter, this rank's part is what moves."""
@@ -258,6 +260,7 @@ class StepState:
         known = owned is not None and state is self.state_guards.get(name)
         content = {key: local_of(value) for key, value in dict.items(state)}
         fresh = ParameterState(updates, name, parameter, group, content, self.residency)
+        self._check_own(name, updates, content)
         away = name in residents and residents[name].away
         fresh.divide(self.like(name) if away else local_of(parameter), owned if known else None)
         fits = owned is not None and owned.leaves == fresh.leaves and owned.settings == fresh.settings
@@ -282,6 +285,33 @@ class StepState:
                 self.residency.adopt(where, found[path])
             elif not (known and where in residents):
                 residents[where] = Resident.blank(where, fresh.spec(path, self.spec(name, parameter)))
+
+    def _check_own(self, name: str, updates: OptimizerUpdates, content: dict[str, Any]) -> None:
+        """Raise UnsupportedError where another parameter's state has a tensor of this one's."""
+        mine = {id(t) for t in tensors_in(content).values()} - {id(t) for t in updates.kept_outside()}
+        for other, owned in self.owned.items() if mine else ():
+            if other != name and any(id(tensor) in mine for tensor in tensors_in(owned.content).values()):
+                raise UnsupportedError(
+                    f"{readable(name)} and {readable(other)} have one tensor in their optimizer states, which a planned step would take "
+                    "apart; give each its own"
+                )
+
+    @contextmanager
+    def model_is_there(self) -> Iterator[None]:
+        """Context within a step in which its thread may read the model, if none of its parameters is away."""
+        residents = self.residency.residents
+        if any(residents[name].away for name in self.parameters if name in residents):
+            yield
+            return
+        armed = [(guard, guard._bring) for guard in self.guards.values()]
+        for guard, _ in armed:
+            guard.arm(None)
+        try:
+            with self.gate.opened():
+                yield
+        finally:
+            for guard, bring in armed:
+                guard.arm(bring)
 
     def spec(self, name: str, parameter: Tensor) -> Spec:
         """The spec of `parameter` on the device."""
@@ -384,7 +414,7 @@ class StepState:
         self.owned.clear()
         self.strangers.clear()
         for updates in self.updates:  # which the plans' graphs still have
-            del updates.optimizer
+            del updates.optimizer, updates.around
         del self.module, self.structure, self.updates
 
     def forget_sums(self, of_others_than: Container[Any] = ()) -> None:

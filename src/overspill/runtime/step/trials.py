@@ -20,9 +20,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from overspill.core.errors import RequestError
-from overspill.runtime.optimizer_step import Changes, Outside, lent, own_step, same, temporary_bytes, tensors_in
+from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.runtime.optimizer_step import (
+    FEW,
+    MANY,
+    Changes,
+    Outside,
+    copied,
+    lent,
+    own_step,
+    same,
+    temporary_bytes,
+    tensors_in,
+)
 from overspill.runtime.tracker import LiveBytes
 
 from .residency import Spec
@@ -32,6 +44,7 @@ AHEAD = 12
 TINY = {1: (24,), 2: (8, 6), 3: (6, 5, 4), 4: (6, 5, 3, 3), 5: (5, 4, 3, 3, 2)}
 """Shapes of tiny parameters by number of dimensions."""
 DRAWS = "draws random numbers"
+COUPLED = "updates a parameter by what other parameters are"
 LEAST_MOVED_BYTES = 1024
 """Bytes of a tensor of the state from which on it is moved; smaller ones stay, unless they are of the parameter's shape."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -66,6 +79,10 @@ class Trials:
         self._apart: list[_Tiny] = []
         self._together: list[_Tiny] = []
 
+    def found_to_couple(self) -> None:
+        """Note that it brings values of several parameters together, of the real sizes if not of tiny ones."""
+        self.why_together = COUPLED
+
     def found_to_draw(self) -> None:
         """Note that it draws random numbers, for parameters of the real sizes if not for tiny ones."""
         self.draws, self.why_together = True, DRAWS
@@ -74,22 +91,27 @@ class Trials:
         """The keys of `group` that steps change."""
         return next((keys for known, keys in self._changed if known is group), set())
 
-    def look_again(self) -> None:
-        """Try the next step, or begin anew where the optimizer has other groups or parameters than before."""
-        if self._known != (known := _identity(self.optimizer)):
+    def look_again(self) -> bool:
+        """Try the next step; whether it began anew, since the optimizer has other groups or parameters than before."""
+        if anew := self._known != (known := _identity(self.optimizer)):
             self._known = known
             self._begin()
         if not self.why_together:
-            with self._quietly():
+            with quietly(self.optimizer):
                 self._step()
         self.steps += 1
+        return anew
 
     def _begin(self) -> None:
+        outside = Outside(self.optimizer)
+        if outside.unknown or any(tensor.numel() > MANY for tensor in outside.tensors):
+            self.why_together, self._changed = f"keeps a {outside.unknown or 'large Tensor'}", []
+            return
         for self.measurable in (True, False):
             self.why_together, self.draws, self._failed = "", False, False
             self._changed = [(group, set()) for group in self.optimizer.param_groups]
             self._make_tiny()
-            with self._quietly():
+            with quietly(self.optimizer):
                 for _ in range(AHEAD):
                     if not self.why_together:
                         self._step(goes_on=True)
@@ -109,23 +131,9 @@ class Trials:
         for tiny, peak in zip(self._apart, peaks, strict=False):
             tiny.peak_bytes = peak
 
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Context that leaves optimizer and random generators as they are."""
-        outside, drawn = Outside(self.optimizer), random.getstate()
-        by_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        try:
-            with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-                yield
-        finally:
-            outside.restore()
-            random.setstate(drawn)
-            if by_numpy is not None:
-                sys.modules["numpy"].random.set_state(by_numpy)
-
     def _step(self, *, goes_on: bool = False) -> None:
         """One step on all and on each; with `goes_on` the next trial begins where it ends."""
-        gradients = [torch.randn(t.parameter.shape, generator=self._drawn).to(t.parameter.dtype) for t in self._apart]
+        gradients = [self._gradient(tiny) for tiny in self._apart]
         before, drawn, changes = Outside(self.optimizer), _random_states(), Changes()
         agree = True
         try:
@@ -146,9 +154,14 @@ class Trials:
         if not same(_random_states(), drawn):
             self.found_to_draw()
         elif not (agree and together.same_as(changes) and all(map(_alike, self._apart, self._together))):
-            self.why_together = "updates a parameter by what other parameters are"
+            self.why_together = COUPLED
         if not goes_on:
             before.restore()
+
+    def _gradient(self, tiny: _Tiny) -> Tensor:
+        """A random gradient, of another size each time: what a threshold is for must happen."""
+        size = 10 ** float(torch.randn((), generator=self._drawn).mul(2).clamp(-6, 6))
+        return torch.randn(tiny.parameter.shape, generator=self._drawn).mul(size).to(tiny.parameter.dtype)
 
     def _call(self, lot: Sequence[_Tiny], gradients: Sequence[Tensor]) -> None:
         lists: dict[int, list[Tensor]] = {}
@@ -173,6 +186,22 @@ class Trials:
         if len(lot) == 1:
             self.outgrown = self.outgrown or peak > lot[0].peak_bytes
             lot[0].peak_bytes = max(lot[0].peak_bytes, peak)
+
+
+@contextmanager
+def quietly(optimizer: Optimizer) -> Iterator[None]:
+    """Context that leaves optimizer and random generators as they are."""
+    outside, drawn = Outside(optimizer), random.getstate()
+    by_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    try:
+        with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        outside.restore_states()
+        outside.restore()
+        random.setstate(drawn)
+        if by_numpy is not None:
+            sys.modules["numpy"].random.set_state(by_numpy)
 
 
 def _identity(optimizer: Optimizer) -> tuple[int, ...]:
@@ -251,7 +280,8 @@ class Needs:
 class Learned:
     """What one call for several parameters takes: each one's needs, and bytes that it keeps outside of their state.
 
-    `first_bytes` and `later_bytes` are the temporaries of the call; `draws`: it asks for random numbers.
+    `first_bytes` and `later_bytes` are the temporaries of the call; `draws`: it asks for random numbers;
+    `coupled`: it brings values of several parameters together.
     """
 
     each: list[Needs]
@@ -259,6 +289,7 @@ class Learned:
     later_bytes: int
     outside_bytes: int
     draws: bool = False
+    coupled: bool = False
 
 
 def learned(
@@ -268,24 +299,25 @@ def learned(
 
     None where it does not step on such. `gradient` makes of a gradient what the update gets.
     """
-    before = Outside(optimizer)
     fakes: list[Tensor] = []
     try:
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+        outside, mode = Outside(optimizer), FakeTensorMode(allow_non_fake_inputs=True)
+        with _disable_current_modes():  # an op on real tensors alone is real in this mode too
+            if outside.unknown or any(tensor.numel() > FEW for tensor in outside.tensors):
+                optimizer = copied(optimizer, mode)
+        with quietly(optimizer), mode:
             for _, like in parameters:
                 strides = like.stride() if all(like.stride()) else None  # a placeholder has none of its own
                 made = torch.empty(like.shape, dtype=like.dtype, device=_there(like))
                 fake = made if strides is None else made.as_strided(like.shape, strides)
                 fakes.append(fake.requires_grad_())
+                if isinstance(like, nn.Parameter):
+                    vars(fake).update({k: v for k, v in vars(like).items() if k not in vars(fake)})
             return _learned(optimizer, [number for number, _ in parameters], fakes, steps, gradient)
-    except RequestError:
+    except OverspillError:
         raise
     except Exception:  # noqa: BLE001 - any class of optimizer may refuse fake tensors in any way; it is tried on tiny ones then
         return None
-    finally:
-        for fake in fakes:
-            optimizer.state.pop(fake, None)
-        before.restore()
 
 
 def _there(like: Tensor) -> torch.device:
@@ -303,7 +335,7 @@ def _learned(
     for number, fake in zip(groups, fakes, strict=True):
         lists.setdefault(number, []).append(fake)
     peaks: list[int] = []
-    draws = False
+    draws = coupled = False
     leaves: list[Leaves] = [{} for _ in fakes]
     rests = [0] * len(fakes)
     with lent(optimizer, lists):
@@ -311,9 +343,12 @@ def _learned(
             places = [_by_storage(optimizer.state.get(fake, {})) for fake in fakes]
             for fake in fakes:
                 fake.grad = gradient(torch.empty_like(fake))
-            peak = temporary_bytes(optimizer, tracker := _OnFakes(fakes[0].device))
+            tracker = _OnFakes(fakes[0].device, _by_parameter(optimizer, fakes))
+            peak = temporary_bytes(optimizer, tracker)
             draws = draws or tracker.draws
+            coupled = coupled or tracker.coupled
             shared = {t.untyped_storage()._cdata for t in Outside(optimizer).tensors}
+            _check_apart(optimizer, fakes, shared)
             for number, fake in enumerate(fakes):
                 found = tensors_in(optimizer.state.get(fake, {}))
                 moving = {path: t for path, t in found.items() if moves(t, fake, shared)}
@@ -336,7 +371,30 @@ def _learned(
     outside = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in Outside(optimizer).tensors}
     first, later = peaks[0], max(peaks[1:], default=0)
     each = [Needs(of, rest, first, later) for of, rest in zip(leaves, rests, strict=True)]
-    return Learned(each, first, later, sum(outside.values()), draws)
+    return Learned(each, first, later, sum(outside.values()), draws, coupled)
+
+
+def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, int]:
+    """The storages of parameters, gradients and state, with a bit for each parameter."""
+    found: dict[int, int] = {}
+    for number, fake in enumerate(fakes):
+        for tensor in (fake, fake.grad, *tensors_in(optimizer.state.get(fake, {})).values()):
+            found[tensor.untyped_storage()._cdata] = 1 << number
+    return found
+
+
+def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]) -> None:
+    """Raise UnsupportedError where parameters have state in common, or a weight is part of its own state."""
+    name, owners = type(optimizer).__name__, {fake.untyped_storage()._cdata: -1 for fake in fakes}
+    for number, fake in enumerate(fakes):
+        for path, tensor in tensors_in(optimizer.state.get(fake, {})).items():
+            key = tensor.untyped_storage()._cdata
+            if key not in shared and owners.setdefault(key, number) != number:
+                what = "a weight itself" if owners[key] < 0 else "one tensor for several parameters"
+                raise UnsupportedError(
+                    f"{name} keeps {what} in its state ({path!r}), which a planned step would take apart; keep a copy, or use "
+                    "overspill.compile, which leaves the optimizer as it is"
+                )
 
 
 def moves(tensor: Tensor, parameter: Tensor, shared: set[int]) -> bool:
@@ -368,7 +426,25 @@ class Watching(LiveBytes):
 
 
 class _OnFakes(Watching):
-    """Counts fake tensors' bytes; a number that is asked of one is 1."""
+    """Counts fake tensors' bytes, and follows which parameters values come from; a number that is asked of one is 1.
+
+    `coupled`: an op had values of several parameters, other than one for each of them (`_foreach_`).
+    """
+
+    def __init__(self, device: torch.device, owners: dict[int, int]) -> None:
+        super().__init__(device)
+        self._owners = owners
+        self.coupled = False
+
+    def _follow(self, given: Any, made: Any) -> None:
+        owners = 0
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, Tensor):
+                owners |= self._owners.get(tensor.untyped_storage()._cdata, 0)
+        self.coupled = self.coupled or bool(owners & (owners - 1))
+        for tensor in tree_leaves(made):
+            if owners and isinstance(tensor, Tensor):
+                self._owners[tensor.untyped_storage()._cdata] = owners
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ITEM:
@@ -376,4 +452,16 @@ class _OnFakes(Watching):
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten.equal.default:
             return True
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given = (*args, *(kwargs or {}).values())
+        changed = [
+            a for a, of in zip(args, func._schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write
+        ]
+        lists = [a for a in given if isinstance(a, list) and a and isinstance(a[0], Tensor)]
+        if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
+            for number in range(max(map(len, lists), default=0)):
+                one = [a[number] for a in (*lists, result if isinstance(result, list) else []) if len(a) > number]
+                self._follow(one, one)
+        else:
+            self._follow(given, (result, changed))
+        return result

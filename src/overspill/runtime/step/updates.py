@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, NamedTuple
@@ -178,11 +179,14 @@ class OptimizerUpdates:
         self.trials = None if made_by_torch else Trials(optimizer)
         self.outgrown = False
         """Whether plans no longer fit what updates take."""
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context for a call for all parameters, which may look at the model too."""
         # By kind of parameter. Each with its group, by whose id it is found: one that was freed could leave its id to another.
         self._probes: dict[tuple[Any, ...], tuple[dict[str, Any], _Probe]] = {}
         self._learned: dict[tuple[Any, ...], tuple[dict[str, Any], Needs]] = {}
         self._together: Learned | None = None
         self._measured_bytes: dict[Any, int] = {}
+        self._planned_outside_bytes = -1
         # Of the step that is running: what there was before it outside of the parameters' state, and what has changed.
         self._before: Outside | None = None
         self._changes = Changes()
@@ -200,8 +204,13 @@ class OptimizerUpdates:
         if self.trials is None:
             return
         before = self.at_once
-        self.trials.look_again()
-        if self.trials.outgrown or self.at_once != before:
+        if self.trials.look_again() and not self.at_once:
+            found = learned(self.optimizer, self._trained(), 2, self._given)
+            if found is not None and found.draws:
+                self.trials.found_to_draw()
+            elif found is not None and found.coupled:
+                self.trials.found_to_couple()
+        if self.trials.outgrown or self.at_once != before or self._kept_bytes() > self._planned_outside_bytes >= 0:
             self.trials.outgrown, self.outgrown = False, True
         if self.outgrown:
             self._learned.clear()
@@ -243,10 +252,19 @@ class OptimizerUpdates:
         """Tensors that the optimizer keeps outside of the parameters' state."""
         return [] if self.trials is None else Outside(self.optimizer).tensors
 
+    def _trained(self) -> list[tuple[int, nn.Parameter]]:
+        """The trained parameters, each with its group's number."""
+        groups = enumerate(self.optimizer.param_groups)
+        return [(number, p) for number, group in groups for p in group["params"] if p.requires_grad]
+
+    def _kept_bytes(self) -> int:
+        """Bytes of tensors that the optimizer keeps outside of the parameters' state now."""
+        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.kept_outside()}
+        return sum(kept.values())
+
     def _learn_together(self) -> None:
         """Learn what one call for all parameters takes; where that cannot be, assume twice what they take."""
-        groups = self.optimizer.param_groups
-        all_of_them = [(n, p) for n, group in enumerate(groups) for p in group["params"] if p.requires_grad]
+        groups, all_of_them = self.optimizer.param_groups, self._trained()
         found = learned(self.optimizer, all_of_them, AHEAD, self._given)
         if found is None:
             nbytes = 2 * sum(p.shape.numel() * p.itemsize for _, p in all_of_them)
@@ -288,9 +306,11 @@ class OptimizerUpdates:
         return AtOnce(self._update_all, nbytes, why, self.trials.draws)
 
     def outside_bytes(self) -> int:
-        """Bytes of tensors that the optimizer keeps outside of the parameters' state."""
-        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.kept_outside()}
-        return max(sum(kept.values()), 0 if self._together is None else self._together.outside_bytes)
+        """Bytes of tensors that the optimizer keeps outside of the parameters' state, with room where they have grown."""
+        kept = self._kept_bytes()
+        grown = kept + kept // 4 if 0 <= self._planned_outside_bytes < kept else kept
+        self._planned_outside_bytes = max(grown, 0 if self._together is None else self._together.outside_bytes)
+        return self._planned_outside_bytes
 
     def check_state(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
         """Raise RequestError where `group` needs more than the present `state`."""
@@ -403,7 +423,7 @@ class OptimizerUpdates:
         for loan in loans:
             loan.begin()
         try:
-            with lent(self.optimizer, lists):
+            with lent(self.optimizer, lists), nullcontext() if name else self.around():
                 nbytes, drew = self._stepped()
         finally:
             for loan in loans:
