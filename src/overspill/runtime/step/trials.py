@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -48,6 +50,10 @@ COUPLED = "updates a parameter by what other parameters are"
 LEAST_MOVED_BYTES = 1024
 """Bytes of a tensor of the state from which on it is moved; smaller ones stay, unless they are of the parameter's shape."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_BY_ROW = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("detach", "_to_copy", "clone", "bmm", "baddbmm")
+) | {torch.ops.aten.unbind.int, torch.ops.aten.select.int}
+"""Ops that work row by row, besides pointwise ones."""
 
 
 @dataclass
@@ -389,7 +395,8 @@ def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]
     for number, fake in enumerate(fakes):
         for path, tensor in tensors_in(optimizer.state.get(fake, {})).items():
             key = tensor.untyped_storage()._cdata
-            if key not in shared and owners.setdefault(key, number) != number:
+            large = tensor.shape == fake.shape or tensor.nbytes >= LEAST_MOVED_BYTES
+            if large and key not in shared and owners.setdefault(key, number) != number:
                 what = "a weight itself" if owners[key] < 0 else "one tensor for several parameters"
                 raise UnsupportedError(
                     f"{name} keeps {what} in its state ({path!r}), which a planned step would take apart; keep a copy, or use "
@@ -433,18 +440,41 @@ class _OnFakes(Watching):
 
     def __init__(self, device: torch.device, owners: dict[int, int]) -> None:
         super().__init__(device)
-        self._owners = owners
+        self._owners: dict[int, int | tuple[int, ...]] = {**owners}
         self.coupled = False
 
-    def _follow(self, given: Any, made: Any) -> None:
-        owners = 0
-        for tensor in tree_leaves(given):
-            if isinstance(tensor, Tensor):
-                owners |= self._owners.get(tensor.untyped_storage()._cdata, 0)
-        self.coupled = self.coupled or bool(owners & (owners - 1))
+    def _owner(self, tensor: Tensor) -> int | tuple[int, ...]:
+        """The parameters that a tensor comes from; of one stacked of single ones', those of each row."""
+        owners = self._owners.get(tensor.untyped_storage()._cdata, 0)
+        if isinstance(owners, int) or tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize:
+            return owners
+        row = tensor.untyped_storage().nbytes() // tensor.itemsize // len(owners)
+        first, last = tensor.storage_offset() // row, (tensor.storage_offset() + max(tensor.numel(), 1) - 1) // row
+        return owners[first] if first == last else reduce(or_, owners)
+
+    def _follow(self, func: Any, given: Any, made: Any) -> None:
+        if not any(isinstance(tensor, Tensor) for tensor in tree_leaves(made)):  # it asks for a device or a size
+            return
+        owners = [self._owner(tensor) for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
+        rows = [of for of in owners if isinstance(of, tuple)]
+        whole = reduce(or_, (of for of in owners if isinstance(of, int)), 0)
+        found: int | tuple[int, ...]
+        if func is torch.ops.aten.stack.default and len(owners) > 1 and not rows:
+            found = tuple(of for of in owners if isinstance(of, int))
+        elif (
+            rows
+            and not whole
+            and len(set(map(len, rows))) == 1
+            and (torch.Tag.pointwise in func.tags or func in _BY_ROW)
+        ):
+            found = tuple(reduce(or_, of) for of in zip(*rows, strict=True))
+        else:
+            found = reduce(or_, (one for of in rows for one in of), whole)
+        each = found if isinstance(found, tuple) else (found,)
+        self.coupled = self.coupled or any(of & (of - 1) for of in each)
         for tensor in tree_leaves(made):
-            if owners and isinstance(tensor, Tensor):
-                self._owners[tensor.untyped_storage()._cdata] = owners
+            if isinstance(tensor, Tensor):  # where nothing is owned too: memory is used again
+                self._owners[tensor.untyped_storage()._cdata] = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ITEM:
@@ -457,11 +487,11 @@ class _OnFakes(Watching):
         changed = [
             a for a, of in zip(args, func._schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write
         ]
-        lists = [a for a in given if isinstance(a, list) and a and isinstance(a[0], Tensor)]
         if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
+            lists = [a for a in given if isinstance(a, list) and a and isinstance(a[0], Tensor)]
+            made = [a for a in (result, *changed) if isinstance(a, list)]
             for number in range(max(map(len, lists), default=0)):
-                one = [a[number] for a in (*lists, result if isinstance(result, list) else []) if len(a) > number]
-                self._follow(one, one)
+                self._follow(func, [a[number : number + 1] for a in lists], [a[number : number + 1] for a in made])
         else:
-            self._follow(given, (result, changed))
+            self._follow(func, given, (result, changed))
         return result
