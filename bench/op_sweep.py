@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import overspill
 from overspill.core.errors import OverspillError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 RESULTS = Path(__file__).parent / "results" / "op_sweep.json"
 DTYPES = (torch.float32, torch.bfloat16)

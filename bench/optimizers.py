@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 import overspill
 from overspill.errors import InfeasibleBudget, OverspillError
-from overspill.runtime.optimizer_step import same
+from overspill.runtime.reachable import same
 from overspill.runtime.tracker import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import Dataset
 
 from overspill.core.units import format_bytes, parse_bytes
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
 
 

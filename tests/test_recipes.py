@@ -18,7 +18,7 @@ import overspill
 import overspill.callbacks
 from overspill.core.units import parse_bytes
 from overspill.errors import OverspillError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forget_compiled_code")]
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -23,7 +23,7 @@ from overspill.placement.snapshot import read_snapshot, replay_snapshot
 from overspill.report.recording import Recording
 from overspill.report.tracing.plan_trace import LIVE
 from overspill.report.tracing.run_trace import MEASURED
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.train_step import TrainStep
 

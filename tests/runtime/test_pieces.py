@@ -20,9 +20,9 @@ from overspill.models import load
 from overspill.plans.comparison import compare
 from overspill.policies import POLICIES
 from overspill.runtime.compiled.session import Session
-from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.options import Options
 from overspill.runtime.preview import captured, compare_job, sweep_job
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
 
 WORDS, WIDTH = 600, 16

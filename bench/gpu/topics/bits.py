@@ -17,8 +17,8 @@ from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.accelerator import repeatable_kernels
-from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.options import Options
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.training import Run, train, train_plain
 
 from .jobs import SMALL_BATCH

@@ -17,8 +17,8 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.job import Job
 from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
-from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.options import Options
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.training import Run
 
 from .listing import count, format_flops, percent

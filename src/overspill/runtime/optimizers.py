@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overspill.core.units import format_bytes
 from overspill.models.eight_bit import Blockwise8bit
 
-from .optimizer_step import own_step, temporary_bytes, tensors_in, tried
+from .optimizer_step import own_step, temporary_bytes, tried
+from .reachable import tensors_in
 
 _SCALAR_BYTES = 256
 """Bytes for step counts and other scalars, which do not grow with the parameters."""

@@ -31,9 +31,9 @@ from overspill.plans.plan import Plan
 from . import accelerator, batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
-from .optimizer_step import same_bits
 from .options import Options
 from .preview import SEED, prepared_step
+from .reachable import same_bits
 from .recording.attach import recording
 from .recording.record import RunRecord
 from .recording.recorder import RunRecorder

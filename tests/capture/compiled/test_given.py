@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from overspill.capture.compiled import given
 from overspill.capture.compiled.given import into_given, out_overload
 from overspill.capture.programs.allocations import allocations, peak_of
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 aten = torch.ops.aten
 PAGE = 4096

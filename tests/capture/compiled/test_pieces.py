@@ -19,7 +19,7 @@ from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.pieces import LOSS, in_pieces
 from overspill.capture.compiled.step_joint import joint_of_step
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 aten = torch.ops.aten
 Step = Callable[..., Tensor]

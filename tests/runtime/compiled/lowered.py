@@ -37,8 +37,8 @@ from overspill.runtime.compiled.pending import GraphFrame
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import NO_ARENA, lower
-from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.options import Options
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.recording.told import run as run_program
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import make_engine

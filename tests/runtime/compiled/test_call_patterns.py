@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import overspill
 from overspill.core import TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")

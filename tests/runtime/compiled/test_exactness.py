@@ -17,8 +17,8 @@ from overspill.models import optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
-from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.options import Options
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.stores import DiskStore, HostStore
 

@@ -23,8 +23,8 @@ from overspill.capture.compiled.joint import copied
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.models import optimizer_named
-from overspill.runtime.optimizer_step import same_bits
 from overspill.runtime.options import Options
+from overspill.runtime.reachable import same_bits
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 

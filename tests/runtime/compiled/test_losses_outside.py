@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overspill
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")

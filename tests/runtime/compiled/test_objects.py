@@ -20,7 +20,7 @@ import overspill
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_apart
 from overspill.runtime.compiled.backend import backend_of
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 

@@ -20,7 +20,7 @@ from overspill.errors import InfeasibleBudget
 from overspill.runtime.compiled.bystanders import Bystanders
 from overspill.runtime.compiled.pending import GraphKey, PendingCalls
 from overspill.runtime.compiled.session import Session
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")

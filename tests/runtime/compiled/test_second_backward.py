@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import OverspillError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 

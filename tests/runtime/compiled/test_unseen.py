@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import overspill
 from overspill.errors import RequestError, UnplannedError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 NOW: dict[str, Any] = {}

@@ -28,7 +28,7 @@ from torch import Tensor
 import overspill
 from overspill.core.errors import OverspillError
 from overspill.core.files import write_whole
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 BEFORE = 2
 """Steps before the one that is stopped: plans are made, and the store is full."""

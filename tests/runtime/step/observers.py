@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 import overspill.runtime.step
 import overspill.runtime.transfer
 from overspill.errors import OverspillError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 WATCHED = tuple(
     str(Path(str(package.__file__)).parent) for package in (overspill.runtime.step, overspill.runtime.transfer)

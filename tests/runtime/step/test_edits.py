@@ -14,7 +14,7 @@ from torch import Tensor
 
 import overspill
 from overspill.core.errors import OverspillError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.python_state import PythonState
 
 FOLLOWED = set(EDITS) - {

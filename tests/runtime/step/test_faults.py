@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import RequestError, StoreError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.updates import OptimizerUpdates
 from overspill.runtime.transfer.stores import HostStore, Slot
 

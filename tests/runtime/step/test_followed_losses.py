@@ -14,7 +14,7 @@ from tests.runtime.step.plus import batch, made, step_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 FACTOR = 1.0
 """A global that `by_global` reads."""

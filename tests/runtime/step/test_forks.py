@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import OverspillError, RequestError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 
 @pytest.mark.parametrize("read", READS)

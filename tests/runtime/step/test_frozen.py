@@ -15,7 +15,7 @@ import overspill
 from overspill.core import TensorKind, Verb
 from overspill.core.errors import RequestError, StoreError
 from overspill.plans.plan import Plan
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.train_step import TrainStep
 
 WIDTH = 128

@@ -16,7 +16,7 @@ from torch.nn.modules import module as of_all
 
 import overspill
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 
 class Sides:

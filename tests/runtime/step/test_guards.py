@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import RequestError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.residency import Guarded
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import InfeasibleBudget, RequestError, StoreError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.train_step import TrainStep
 
 

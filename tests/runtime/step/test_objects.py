@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import overspill
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.residency import Guarded
 from overspill.runtime.tracker import LiveBytes
 

@@ -23,7 +23,7 @@ from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, batch_for
 from torch import Tensor, nn
 
 from overspill.core.errors import OverspillError, RequestError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step import gate
 from overspill.runtime.step.gate import Gate, held_signals
 from overspill.runtime.step.residency import Guarded

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import overspill
 from overspill.core.errors import OverspillError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
-from overspill.runtime.optimizer_step import same
+from overspill.runtime.reachable import same
 from overspill.runtime.tracker import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))

@@ -14,7 +14,7 @@ from torch.nn.utils.prune import l1_unstructured
 
 import overspill
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.residency import Guarded
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.transfer.engine import make_engine

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import overspill
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 STEPS = 3
 Around = Callable[[], AbstractContextManager[object]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.core import TensorKind
 from overspill.errors import InfeasibleBudget, RequestError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 
 def net() -> nn.Module:

@@ -16,7 +16,7 @@ from torch import nn
 
 import overspill
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 Change = Callable[[Any], Any]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import overspill
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 
 Loss = Callable[["Critic", nn.Module, Tensor, Tensor], Tensor]
 

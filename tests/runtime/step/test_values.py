@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import overspill
 from overspill.capture.compiled import guards
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step import plans
 from overspill.runtime.tracker import LiveBytes
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import overspill
-from overspill.runtime.optimizer_step import same_bits
+from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.tracker import LiveBytes
 

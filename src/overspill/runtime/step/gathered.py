@@ -10,7 +10,7 @@ from overspill.planning.gather import gather
 from overspill.plans.plan import Plan
 from overspill.simulate import check, simulate
 
-from .updates import ParameterState
+from .parameter_state import ParameterState
 
 SHARES = (1.0, 0.85, 0.7)
 """Shares of the peak live bytes within which updates are gathered, tried in turn; less means less fragmentation."""

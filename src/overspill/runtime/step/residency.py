@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import StoreError
-from overspill.runtime.optimizer_step import tensors_in
+from overspill.runtime.reachable import tensors_in
 from overspill.runtime.transfer.engine import TransferEngine
 
 from .away import GUARDS, Away, hide, show

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.models.step import StepLoss
-from overspill.runtime.optimizer_step import tensors_in
+from overspill.runtime.reachable import tensors_in
 from overspill.runtime.sharding import local_of, sharding_of
 from overspill.runtime.transfer.engine import TransferEngine
 
@@ -32,10 +32,11 @@ from .checks import (
     check_unchanged,
 )
 from .gate import Gate
+from .parameter_state import ParameterState
 from .residency import Guarded, Residency, Resident, Spec, is_dense, readable
 from .shared_memory import Holders, check_order
 from .structure import Structure
-from .updates import OptimizerUpdates, ParameterState
+from .updates import OptimizerUpdates
 
 
 class StepState:

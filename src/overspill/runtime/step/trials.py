@@ -1,5 +1,4 @@
-"""Learn how an optimizer steps: on tiny parameters, whether it can be called for one parameter at a time; on fake ones
-of the real sizes, what it takes.
+"""Learn whether an optimizer can be called for one parameter at a time, by steps on tiny ones.
 
 An optimizer from outside torch.optim may do anything. So one step on all tiny parameters is compared with steps on each
 of them, bit by bit, some steps before training, and again before each step of training, with the settings and counters
@@ -10,36 +9,19 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from overspill.core.errors import OverspillError, UnsupportedError
-from overspill.runtime.optimizer_step import (
-    FEW,
-    MANY,
-    Changes,
-    Outside,
-    copied,
-    lent,
-    own_step,
-    same,
-    temporary_bytes,
-    tensors_in,
-)
-from overspill.runtime.tracker import LiveBytes
-
-from .residency import Spec
+from overspill.runtime.optimizer_outside import MANY, Changes, Outside
+from overspill.runtime.optimizer_step import lent, own_step, temporary_bytes
+from overspill.runtime.reachable import same
 
 AHEAD = 12
 """Steps that are tried before the first: more than any warm-up of temporaries that is known (RAdam's sixth)."""
@@ -47,13 +29,6 @@ TINY = {1: (24,), 2: (8, 6), 3: (6, 5, 4), 4: (6, 5, 3, 3), 5: (5, 4, 3, 3, 2)}
 """Shapes of tiny parameters by number of dimensions."""
 DRAWS = "draws random numbers"
 COUPLED = "updates a parameter by what other parameters are"
-LEAST_MOVED_BYTES = 1024
-"""Bytes of a tensor of the state from which on it is moved; smaller ones stay, unless they are of the parameter's shape."""
-_ITEM = torch.ops.aten._local_scalar_dense.default
-_BY_ROW = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("detach", "_to_copy", "clone", "bmm", "baddbmm")
-) | {torch.ops.aten.unbind.int, torch.ops.aten.select.int}
-"""Ops that work row by row, besides pointwise ones."""
 
 
 @dataclass
@@ -259,239 +234,3 @@ def _random_states() -> list[Any]:
         random.getstate(),
         *(getattr(part, "tolist", lambda part=part: part)() for part in of_numpy),
     ]
-
-
-# -- what it takes, at the real sizes
-
-
-Leaves = dict[str, tuple[torch.dtype, Spec | None]]
-"""Tensors of a parameter's state that move, by path, with dtype and spec; None for the parameter's own."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What updates of one parameter take, in bytes.
-
-    `leaves` are the tensors of its state that move. `rest_bytes` are those of other tensors of its state, which stay on the device. `first_bytes` and `later_bytes` are
-    temporaries: of the first update, which makes the state, and the most of a later one.
-    """
-
-    leaves: Leaves
-    rest_bytes: int
-    first_bytes: int
-    later_bytes: int
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What one call for several parameters takes: each one's needs, and bytes that it keeps outside of their state.
-
-    `first_bytes` and `later_bytes` are the temporaries of the call; `draws`: it asks for random numbers;
-    `coupled`: it brings values of several parameters together.
-    """
-
-    each: list[Needs]
-    first_bytes: int
-    later_bytes: int
-    outside_bytes: int
-    draws: bool = False
-    coupled: bool = False
-
-
-def learned(
-    optimizer: Optimizer, parameters: Sequence[tuple[int, Tensor]], steps: int, gradient: Callable[[Tensor], Tensor]
-) -> Learned | None:
-    """What `steps` of `optimizer` take for `parameters`, each with its group's number, on fake tensors of their sizes.
-
-    None where it does not step on such. `gradient` makes of a gradient what the update gets.
-    """
-    fakes: list[Tensor] = []
-    try:
-        outside, mode = Outside(optimizer), FakeTensorMode(allow_non_fake_inputs=True)
-        with _disable_current_modes():  # an op on real tensors alone is real in this mode too
-            if outside.unknown or any(tensor.numel() > FEW for tensor in outside.tensors):
-                optimizer = copied(optimizer, mode)
-        with quietly(optimizer), mode:
-            for _, like in parameters:
-                strides = like.stride() if all(like.stride()) else None  # a placeholder has none of its own
-                made = torch.empty(like.shape, dtype=like.dtype, device=_there(like))
-                fake = made if strides is None else made.as_strided(like.shape, strides)
-                fakes.append(fake.requires_grad_())
-                if isinstance(like, nn.Parameter):
-                    vars(fake).update({k: v for k, v in vars(like).items() if k not in vars(fake)})
-            return _learned(optimizer, [number for number, _ in parameters], fakes, steps, gradient)
-    except OverspillError:
-        raise
-    except Exception:  # noqa: BLE001 - any class of optimizer may refuse fake tensors in any way; it is tried on tiny ones then
-        return None
-
-
-def _there(like: Tensor) -> torch.device:
-    return like.device if like.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
-
-
-def _learned(
-    optimizer: Optimizer,
-    groups: Sequence[int],
-    fakes: Sequence[Tensor],
-    steps: int,
-    gradient: Callable[[Tensor], Tensor],
-) -> Learned:
-    lists: dict[int, list[Tensor]] = {}
-    for number, fake in zip(groups, fakes, strict=True):
-        lists.setdefault(number, []).append(fake)
-    peaks: list[int] = []
-    draws = coupled = False
-    leaves: list[Leaves] = [{} for _ in fakes]
-    rests = [0] * len(fakes)
-    with lent(optimizer, lists):
-        for _ in range(steps):
-            places = [_by_storage(optimizer.state.get(fake, {})) for fake in fakes]
-            for fake in fakes:
-                fake.grad = gradient(torch.empty_like(fake))
-            tracker = _OnFakes(fakes[0].device, _by_parameter(optimizer, fakes))
-            peak = temporary_bytes(optimizer, tracker)
-            draws = draws or tracker.draws
-            coupled = coupled or tracker.coupled
-            shared = {t.untyped_storage()._cdata for t in Outside(optimizer).tensors}
-            _check_apart(optimizer, fakes, shared)
-            for number, fake in enumerate(fakes):
-                found = tensors_in(optimizer.state.get(fake, {}))
-                moving = {path: t for path, t in found.items() if moves(t, fake, shared)}
-                leaves[number] |= {path: (t.dtype, Spec.of(t)) for path, t in moving.items()}
-                rest = {
-                    t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                    for p, t in found.items()
-                    if p not in moving
-                }
-                # What is made anew at each step is there twice until the step ends.
-                anew = sum(nbytes for key, nbytes in rest.items() if places[number] and key not in places[number])
-                rests[number] = max(rests[number], sum(rest.values()) + anew)
-                # What now lies where another tensor of the state was is copied to go where it is planned.
-                peak += sum(
-                    t.nbytes
-                    for path, t in moving.items()
-                    if places[number].get(t.untyped_storage()._cdata, path) != path
-                )
-            peaks.append(peak)
-    outside = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in Outside(optimizer).tensors}
-    first, later = peaks[0], max(peaks[1:], default=0)
-    each = [Needs(of, rest, first, later) for of, rest in zip(leaves, rests, strict=True)]
-    return Learned(each, first, later, sum(outside.values()), draws, coupled)
-
-
-def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, int]:
-    """The storages of parameters, gradients and state, with a bit for each parameter."""
-    found: dict[int, int] = {}
-    for number, fake in enumerate(fakes):
-        for tensor in (fake, fake.grad, *tensors_in(optimizer.state.get(fake, {})).values()):
-            found[tensor.untyped_storage()._cdata] = 1 << number
-    return found
-
-
-def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]) -> None:
-    """Raise UnsupportedError where parameters have state in common, or a weight is part of its own state."""
-    name, owners = type(optimizer).__name__, {fake.untyped_storage()._cdata: -1 for fake in fakes}
-    for number, fake in enumerate(fakes):
-        for path, tensor in tensors_in(optimizer.state.get(fake, {})).items():
-            key = tensor.untyped_storage()._cdata
-            large = tensor.shape == fake.shape or tensor.nbytes >= LEAST_MOVED_BYTES
-            if large and key not in shared and owners.setdefault(key, number) != number:
-                what = "a weight itself" if owners[key] < 0 else "one tensor for several parameters"
-                raise UnsupportedError(
-                    f"{name} keeps {what} in its state ({path!r}), which a planned step would take apart; keep a copy, or use "
-                    "overspill.compile, which leaves the optimizer as it is"
-                )
-
-
-def moves(tensor: Tensor, parameter: Tensor, shared: set[int]) -> bool:
-    """Whether a tensor of the state may be moved.
-
-    It is on the parameter's device, dense, alone in its storage, and large, or of the parameter's shape.
-    """
-    storage = tensor.untyped_storage()
-    if tensor.device != parameter.device or tensor.nbytes != storage.nbytes() or storage._cdata in shared:
-        return False
-    if type(tensor) not in (Tensor, nn.Parameter, type(parameter)):
-        return False
-    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    return dense and (tensor.shape == parameter.shape or tensor.nbytes >= LEAST_MOVED_BYTES)
-
-
-def _by_storage(state: Any) -> dict[int, str]:
-    return {tensor.untyped_storage()._cdata: path for path, tensor in tensors_in(state).items()}
-
-
-class Watching(LiveBytes):
-    """Counts bytes, and notes whether random numbers are drawn."""
-
-    draws = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _OnFakes(Watching):
-    """Counts fake tensors' bytes, and follows which parameters values come from; a number that is asked of one is 1.
-
-    `coupled`: an op had values of several parameters, other than one for each of them (`_foreach_`).
-    """
-
-    def __init__(self, device: torch.device, owners: dict[int, int]) -> None:
-        super().__init__(device)
-        self._owners: dict[int, int | tuple[int, ...]] = {**owners}
-        self.coupled = False
-
-    def _owner(self, tensor: Tensor) -> int | tuple[int, ...]:
-        """The parameters that a tensor comes from; of one stacked of single ones', those of each row."""
-        owners = self._owners.get(tensor.untyped_storage()._cdata, 0)
-        if isinstance(owners, int) or tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize:
-            return owners
-        row = tensor.untyped_storage().nbytes() // tensor.itemsize // len(owners)
-        first, last = tensor.storage_offset() // row, (tensor.storage_offset() + max(tensor.numel(), 1) - 1) // row
-        return owners[first] if first == last else reduce(or_, owners)
-
-    def _follow(self, func: Any, given: Any, made: Any) -> None:
-        if not any(isinstance(tensor, Tensor) for tensor in tree_leaves(made)):  # it asks for a device or a size
-            return
-        owners = [self._owner(tensor) for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
-        rows = [of for of in owners if isinstance(of, tuple)]
-        whole = reduce(or_, (of for of in owners if isinstance(of, int)), 0)
-        found: int | tuple[int, ...]
-        if func is torch.ops.aten.stack.default and len(owners) > 1 and not rows:
-            found = tuple(of for of in owners if isinstance(of, int))
-        elif (
-            rows
-            and not whole
-            and len(set(map(len, rows))) == 1
-            and (torch.Tag.pointwise in func.tags or func in _BY_ROW)
-        ):
-            found = tuple(reduce(or_, of) for of in zip(*rows, strict=True))
-        else:
-            found = reduce(or_, (one for of in rows for one in of), whole)
-        each = found if isinstance(found, tuple) else (found,)
-        self.coupled = self.coupled or any(of & (of - 1) for of in each)
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):  # where nothing is owned too: memory is used again
-                self._owners[tensor.untyped_storage()._cdata] = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ITEM:
-            dtype = args[0].dtype
-            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is torch.ops.aten.equal.default:
-            return True
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        given = (*args, *(kwargs or {}).values())
-        changed = [
-            a for a, of in zip(args, func._schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write
-        ]
-        if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
-            lists = [a for a in given if isinstance(a, list) and a and isinstance(a[0], Tensor)]
-            made = [a for a in (result, *changed) if isinstance(a, list)]
-            for number in range(max(map(len, lists), default=0)):
-                self._follow(func, [a[number : number + 1] for a in lists], [a[number : number + 1] for a in made])
-        else:
-            self._follow(func, given, (result, changed))
-        return result

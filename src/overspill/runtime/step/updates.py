@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from operator import is_
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,21 +23,14 @@ from overspill.capture.compiled.elsewhere import CAPABILITY
 from overspill.capture.compiled.whole_step import AtOnce
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.core.units import format_bytes
-from overspill.runtime.optimizer_step import (
-    Changes,
-    Outside,
-    is_own,
-    lent,
-    own_step,
-    replace_in,
-    temporary_bytes,
-    tensors_in,
-    tried,
-)
+from overspill.runtime.optimizer_outside import Changes, Outside
+from overspill.runtime.optimizer_step import is_own, lent, own_step, temporary_bytes, tried
 from overspill.runtime.optimizers import PROBE_STEPS, scaled
+from overspill.runtime.reachable import tensors_in
 
-from .residency import Residency, Resident, Spec
-from .trials import AHEAD, Learned, Leaves, Needs, Trials, Watching, learned, moves
+from .learned import Learned, Leaves, Needs, Watching, learned
+from .parameter_state import Loan, ParameterState
+from .trials import AHEAD, Trials
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
@@ -54,99 +46,6 @@ SCALAR_BYTES = 1024
 CPU = torch.device("cpu")
 """Where optimizers are tried on tiny parameters."""
 _LOG = logging.getLogger("overspill")
-
-
-class ParameterState:
-    """One parameter's state in the optimizer.
-
-    `needs` are what its updates take. `leaves` are the tensors of the state that an update is given, by path, as in
-    `Needs`; those `parked` move too, but the present settings have no use for them. `content` is the state as the optimizer
-    has it: empty until it has made it, be it at once, as Adagrad does, or at its first step. `settings` are those of the
-    group that decide which state there is.
-    """
-
-    def __init__(
-        self, updates: OptimizerUpdates, name: str, parameter: nn.Parameter, group: dict[str, Any],
-        content: dict[str, Any], residency: Residency,
-    ) -> None:  # fmt: skip
-        self.updates = updates
-        self.name = name
-        self.parameter = parameter
-        self.group = group
-        self.settings = updates.settings_of(group)
-        self.needs = Needs({}, 0, 0, 0)
-        self.leaves: Leaves = {}
-        self.parked: Leaves = {}
-        self.content = content
-        self.residency = residency
-        self.seen: tuple[Any, ...] = ()
-        self.shown: tuple[Any, ...] = ()
-        """The content's values when the user's optimizer got a guarded dictionary of them, and the values in that."""
-        self.outgrown = False
-        """Whether the optimizer has made state that is not planned."""
-
-    def divide(self, like: Tensor, before: ParameterState | None) -> None:
-        """Find which tensors of the state move, for a parameter as `like`; those of the state `before` may be away.
-
-        Raises RequestError where the settings need what the state does not have.
-        """
-        self.needs = self.updates.needs_of(like, self.group, self.parameter)
-        if before is not None and before.settings != self.settings:
-            self.updates.check_state(self.group, like, self.content)
-        known = {} if before is None else before.leaves | before.parked
-        shared = {tensor.untyped_storage()._cdata for tensor in self.updates.kept_outside()}
-        there: Leaves = {}
-        for path, tensor in tensors_in(self.content).items():
-            if path in known and before is not None and before.resident(path).tensor is tensor:
-                there[path] = known[path]
-            elif moves(tensor, like, shared):
-                there[path] = (
-                    tensor.dtype,
-                    Spec.of(tensor) if tensor.shape != like.shape or not self.updates.groups else None,
-                )
-        wanted = self.needs.leaves
-        if self.updates.groups:
-            self.leaves = {path: there.get(path, leaf) for path, leaf in wanted.items()}
-            self.parked = {path: leaf for path, leaf in there.items() if path not in wanted}
-        else:
-            self.leaves = there | {path: leaf for path, leaf in wanted.items() if path not in tensors_in(self.content)}
-
-    def paths(self) -> list[str]:
-        """Paths of the tensors that move."""
-        return [*self.leaves, *self.parked]
-
-    def spec(self, path: str, parameter: Spec) -> Spec:
-        """The spec of one that moves, if the parameter's is `parameter`."""
-        dtype, own = (self.leaves | self.parked)[path]
-        return parameter.like(dtype) if own is None else replace(own, device=parameter.device)
-
-    def is_as_seen(self) -> bool:
-        """Whether the content has the very values of which the user's optimizer has a guarded dictionary."""
-        return len(self.seen) == len(self.content) and all(map(is_, self.seen, self.content.values()))
-
-    def residents(self) -> list[str]:
-        """Names of the residents that move."""
-        return [f"{self.name}.{path}" for path in self.paths()]
-
-    def resident(self, path: str) -> Resident:
-        """The resident of a leaf."""
-        return self.residency[f"{self.name}.{path}"]
-
-    def others(self) -> list[Tensor]:
-        """Tensors of the state that do not move."""
-        moving = {*self.paths()}
-        return [tensor for path, tensor in tensors_in(self.content).items() if path not in moving]
-
-    def rest_bytes(self, like: Tensor) -> int:
-        """Bytes of those tensors for a parameter as `like`, before they are made too."""
-        return max(sum(tensor.nbytes for tensor in self.others()), self.updates.rest_bytes(like, self))
-
-    def run(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor) -> None:
-        """Update `parameter` in place.
-
-        Given its gradient, which `scale` multiplies, and its `state` in the order of `leaves`.
-        """
-        self.updates.update(self, parameter, gradient, scale, *state)
 
 
 class _Part(NamedTuple):
@@ -330,7 +229,7 @@ class OptimizerUpdates:
     ) -> None:
         """Update `parameter`, slice by slice or whole."""
         if not self.groups:
-            self._update_whole([_Loan(owned, parameter, self._gradient(gradient, scale), state)], owned.name)
+            self._update_whole([Loan(owned, parameter, self._gradient(gradient, scale), state)], owned.name)
             return
         given = dict(zip(owned.leaves, state, strict=True))
         after, rest = {}, _without(owned.content, given)
@@ -407,12 +306,12 @@ class OptimizerUpdates:
     ) -> None:
         owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
         loans = [
-            _Loan(owned, parameter, self._gradient(gradient, scale), state)
+            Loan(owned, parameter, self._gradient(gradient, scale), state)
             for owned, (parameter, gradient, *state) in zip(owners, given, strict=True)
         ]
         self._update_whole(loans, None)
 
-    def _update_whole(self, loans: Sequence[_Loan], name: str | None) -> None:
+    def _update_whole(self, loans: Sequence[Loan], name: str | None) -> None:
         """Step on whole parameters, the user's own objects: on all there are, or on the one of that `name`."""
         one_by_one = self.trials is not None and name is not None
         if one_by_one and self._before is None:
@@ -537,74 +436,6 @@ class OptimizerUpdates:
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
             *(peak / probe.nbytes + others for peak in (peaks[0], max(peaks[1:]))),
         )
-
-
-class _Loan:
-    """A whole parameter in the user's own objects, with its gradient and state, for one call."""
-
-    def __init__(self, owned: ParameterState, parameter: Tensor, gradient: Tensor, state: Sequence[Tensor]) -> None:
-        self.owned = owned
-        self.data, self.gradient = parameter, gradient
-        self._resident: Resident | None = None
-        self.given = dict(zip(owned.leaves, state, strict=True))
-
-    def begin(self) -> None:
-        """Give the user's objects their data."""
-        owned, parameter, state = self.owned, self.owned.parameter, self.owned.updates.optimizer.state
-        self._resident = owned.residency.residents.get(owned.name)
-        if self._resident is not None:
-            self._resident.put(self.data)
-        parameter.grad = self.gradient
-        state.pop(parameter, None)
-        if owned.content:
-            state[parameter] = owned.content
-            for path in self.given.keys() & tensors_in(owned.content).keys():
-                owned.resident(path).put(self.given[path])
-
-    def end(self) -> None:
-        """Take the data away again, and put it where it is planned."""
-        owned, parameter = self.owned, self.owned.parameter
-        parameter.grad = None
-        if not _lies_in(parameter, self.data):
-            self.data.copy_(parameter.data)
-        if self._resident is not None:
-            self._resident.take()
-        owned.content = owned.updates.optimizer.state.get(parameter, {})
-        self._take_state(tensors_in(owned.content))
-
-    def _take_state(self, found: dict[str, Tensor]) -> None:
-        owned, homes = self.owned, {t.untyped_storage()._cdata: path for path, t in self.given.items()}
-        # Copy what is new to where it is planned; first what lies where another tensor of the state belongs.
-        apart = {path: t.clone() for path, t in found.items() if homes.get(t.untyped_storage()._cdata, path) != path}
-        placed = {
-            path: t for path, t in found.items() if path in self.given and Spec.of(t) == Spec.of(self.given[path])
-        }
-        for path, tensor in placed.items():
-            if not _lies_in(tensor, self.given[path]):
-                self.given[path].copy_(apart.get(path, tensor))
-        views = {path for path, tensor in placed.items() if tensor._is_view()}
-        # Take the data from the tensors that were there before, which others may hold, then from the present ones.
-        residents = {path: owned.resident(path) for path in self.given}
-        for resident in residents.values():
-            if not resident.away:
-                resident.take()
-        for path, given in self.given.items():
-            # Not each is made yet, or as planned; and one that is a view would keep the memory that it is a view of.
-            tensor = placed.get(path)
-            residents[path].tensor = now = given.detach() if tensor is None or path in views else tensor
-            if tensor is not None and now is not tensor:
-                replace_in(owned.content, tensor, now)
-            residents[path].put(given)
-            residents[path].take()
-        # The rest stays as it is, and what is large is planned for from the next step on.
-        for path in found.keys() - placed.keys():
-            if path in apart:
-                found[path].data = apart[path]
-            owned.outgrown = owned.outgrown or moves(found[path], owned.parameter, set())
-
-
-def _lies_in(tensor: Tensor, home: Tensor) -> bool:
-    return tensor.data_ptr() == home.data_ptr() and tensor.stride() == home.stride()
 
 
 def _without(content: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
