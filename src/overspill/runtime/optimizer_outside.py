@@ -44,8 +44,8 @@ class Outside:
     """What an optimizer keeps besides the state of its parameters, as it is now.
 
     That is: settings and counters of groups, attributes, keys of `state` that are no parameters, attributes of its
-    class and variables of functions that are set on the object; in containers as deep as they go, and in objects of the
-    packages that the optimizer's classes are of. Others, as a logger, are the program's, and are left alone.
+    class, and variables and globals of its functions; in containers as deep as they go, and in objects of the packages
+    that the optimizer's classes are of. What else may change is `unknown`, and cannot be put back.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -63,6 +63,12 @@ class Outside:
     def tensors(self) -> list[Tensor]:
         """All tensors that it keeps there."""
         return [tensor for tensor, *_ in self._tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their storages, each once."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.tensors}
+        return sum(storages.values())
 
     def changes(self) -> Changes:
         """What has changed since."""

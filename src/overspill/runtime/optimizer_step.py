@@ -1,6 +1,6 @@
 """Run the user's own optimizer on chosen parameters, with what it keeps outside of their state put back or carried over.
 
-No copy of an optimizer is made: what a class keeps on the object, in groups or on the class is then the user's. What
+No copy of an optimizer updates a weight: what a class keeps on the object, in groups or on the class would be lost. What
 one step changes there must change once a step, in however many calls it is taken, and not at all by a trial.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): the tables `_global_optimizer_pre_hooks` and

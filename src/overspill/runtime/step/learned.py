@@ -1,4 +1,7 @@
-"""Learn what an optimizer's updates take, and where values of several parameters meet, on fake tensors of the real sizes."""
+"""Learn what an optimizer's updates take, and where values of several parameters meet, on fake tensors of the real sizes.
+
+Private to PyTorch (2.11 to 2.14): `FakeTensorMode`, `_disable_current_modes`, `aten._local_scalar_dense`, an op's `_schema`.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,9 @@ Leaves = dict[str, tuple[torch.dtype, Spec | None]]
 class Needs:
     """What updates of one parameter take, in bytes.
 
-    `leaves` are the tensors of its state that move. `rest_bytes` are those of other tensors of its state, which stay on the device. `first_bytes` and `later_bytes` are
-    temporaries: of the first update, which makes the state, and the most of a later one.
+    `leaves` are the tensors of its state that move. `rest_bytes` are those of other tensors of its state, which stay on
+    the device. `first_bytes` and `later_bytes` are temporaries: of the first update, which makes the state, and the most
+    of a later one.
     """
 
     leaves: Leaves
@@ -143,10 +147,9 @@ def _learned(
                     if places[number].get(t.untyped_storage()._cdata, path) != path
                 )
             peaks.append(peak)
-    outside = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in Outside(optimizer).tensors}
     first, later = peaks[0], max(peaks[1:], default=0)
     each = [Needs(of, rest, first, later) for of, rest in zip(leaves, rests, strict=True)]
-    return Learned(each, first, later, sum(outside.values()), draws, coupled)
+    return Learned(each, first, later, Outside(optimizer).nbytes, draws, coupled)
 
 
 def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, int]:

@@ -18,10 +18,10 @@ from .residency import Residency, Resident, Spec
 class ParameterState:
     """One parameter's state in the optimizer.
 
-    `updates` are the OptimizerUpdates of its optimizer, and `needs` what those of the parameter take. `leaves` are the tensors of the state that an update is given, by path, as in
-    `Needs`; those `parked` move too, but the present settings have no use for them. `content` is the state as the optimizer
-    has it: empty until it has made it, be it at once, as Adagrad does, or at its first step. `settings` are those of the
-    group that decide which state there is.
+    `updates` are the OptimizerUpdates of its optimizer, and `needs` what those of the parameter take. `leaves` are the
+    tensors of the state that an update is given, by path, as in `Needs`; those `parked` move too, but the present settings
+    have no use for them. `content` is the state as the optimizer has it: empty until it has made it, be it at once, as
+    Adagrad does, or at its first step. `settings` are those of the group that decide which state there is.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class ParameterState:
         if before is not None and before.settings != self.settings:
             self.updates.check_state(self.group, like, self.content)
         known = {} if before is None else before.leaves | before.parked
-        shared = {tensor.untyped_storage()._cdata for tensor in self.updates.kept_outside()}
+        found = tensors_in(self.content)
+        shared = {t.untyped_storage()._cdata for t in self.updates.kept_outside()} if found else set()
         there: Leaves = {}
-        for path, tensor in tensors_in(self.content).items():
+        for path, tensor in found.items():
             if path in known and before is not None and before.resident(path).tensor is tensor:
                 there[path] = known[path]
             elif moves(tensor, like, shared):
@@ -68,7 +69,7 @@ class ParameterState:
             self.leaves = {path: there.get(path, leaf) for path, leaf in wanted.items()}
             self.parked = {path: leaf for path, leaf in there.items() if path not in wanted}
         else:
-            self.leaves = there | {path: leaf for path, leaf in wanted.items() if path not in tensors_in(self.content)}
+            self.leaves = there | {path: leaf for path, leaf in wanted.items() if path not in found}
 
     def paths(self) -> list[str]:
         """Paths of the tensors that move."""

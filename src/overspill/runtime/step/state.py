@@ -289,8 +289,10 @@ class StepState:
 
     def _check_own(self, name: str, updates: OptimizerUpdates, content: dict[str, Any]) -> None:
         """Raise UnsupportedError where another parameter's state has a tensor of this one's."""
-        mine = {id(t) for t in tensors_in(content).values()} - {id(t) for t in updates.kept_outside()}
-        for other, owned in self.owned.items() if mine else ():
+        if not (mine := {id(t) for t in tensors_in(content).values()}):
+            return
+        mine -= {id(t) for t in updates.kept_outside()}
+        for other, owned in self.owned.items():
             if other != name and any(id(tensor) in mine for tensor in tensors_in(owned.content).values()):
                 raise UnsupportedError(
                     f"{readable(name)} and {readable(other)} have one tensor in their optimizer states, which a planned step would take "

@@ -158,8 +158,7 @@ class OptimizerUpdates:
 
     def _kept_bytes(self) -> int:
         """Bytes of tensors that the optimizer keeps outside of the parameters' state now."""
-        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.kept_outside()}
-        return sum(kept.values())
+        return 0 if self.trials is None else Outside(self.optimizer).nbytes
 
     def _learn_together(self) -> None:
         """Learn what one call for all parameters takes; where that cannot be, assume twice what they take."""
