@@ -52,7 +52,8 @@ _OUTERMOST = tuple(
     )
 )
 """Our files that call the user's program; frames outside of them are not part of it."""
-_ENGINE = _engine_run_backward.__code__
+ENGINE = _engine_run_backward.__code__
+"""The code from which Python goes into autograd's engine."""
 _CALLS_MODULES = nn.Module.__call__.__code__.co_filename
 _MOST_UPWARDS = 2
 """A path relative to the working directory that climbs further is no shorter than the absolute one."""
@@ -128,7 +129,7 @@ class FrameNumbers:
                         break
                 elif what == _OUTSIDE:
                     break
-                elif in_backward and code is _ENGINE and not stack:
+                elif in_backward and code is ENGINE and not stack:
                     return NOBODYS
             frame = frame.f_back
         # Equal stacks are looked up by code and instruction, without reading line numbers.
@@ -179,7 +180,7 @@ class FrameNumbers:
 def stack_within(frame: FrameType | None) -> Stack:
     """The user's running lines, from `frame` to the program's edge or autograd's engine."""
     found = []
-    while frame is not None and frame.f_code is not _ENGINE and (what := _FILES[frame.f_code.co_filename]) != _OUTSIDE:
+    while frame is not None and frame.f_code is not ENGINE and (what := _FILES[frame.f_code.co_filename]) != _OUTSIDE:
         if what == _USERS:
             found.append(
                 (frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno, frame.f_code.co_name)
@@ -190,7 +191,7 @@ def stack_within(frame: FrameType | None) -> Stack:
 
 def _what(file: str) -> int:
     """The kind of `file`."""
-    if file == _ENGINE.co_filename:
+    if file == ENGINE.co_filename:
         return _AUTOGRAD
     if file == _CALLS_MODULES:
         return _MODULE

@@ -93,7 +93,7 @@ def this_cpu() -> Device:
         raise _bad_calibration(path, f"is broken: {error}") from None
     if device.kind != "cpu":
         raise _bad_calibration(path, f"describes a {device.kind} device, not a CPU")
-    return replace(device, memory_bytes=_physical_bytes())
+    return replace(device, memory_bytes=physical_bytes())
 
 
 def calibrated_path() -> Path:
@@ -118,7 +118,7 @@ def _from_file(path: Path) -> Device:
         raise RequestError(f"{path} is not a device file; its name ends in .toml or .json")
     device = _checked(_from_toml(path) if path.suffix.lower() == ".toml" else Device.load(path), path)
     if device.kind == "cpu" and device.memory_bytes == 0:
-        return replace(device, memory_bytes=_physical_bytes())
+        return replace(device, memory_bytes=physical_bytes())
     return device
 
 
@@ -191,6 +191,6 @@ def _bad_calibration(path: Path, what: str) -> RequestError:
     return RequestError(f"the calibrated profile {path} {what}; run `overspill calibrate` again or delete the file")
 
 
-def _physical_bytes() -> int:
+def physical_bytes() -> int:
     """Bytes of this machine's physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.job import Job, MakeOptimizer, Parallel, job_of
-from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
 from overspill.placement.allocators.registry import allocator_type
 
 from .advice import Retrace
@@ -54,7 +53,7 @@ class Setting:
         allocator_type(allocator)
         text = allocator_config
         if text is None and allocator == "pytorch":
-            text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+            text = text_of_environment() or None
         if isinstance(text, str):
             if allocator != "pytorch":
                 raise RequestError(f"the {allocator} allocator has no configuration text; pytorch's has")

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from overspill.core import Device
 from overspill.core.units import format_bytes
-from overspill.devices.loader import DEVICES, load_device
+from overspill.devices.loader import DEVICES, load_device, physical_bytes
 
 from .parallel import all_gather
 from .transfer.engine import TransferEngine, make_engine
@@ -81,7 +81,7 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
     return Device(
         name="cpu",
         kind="cpu",
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=physical_bytes(),
         flops_per_second=rates,
         memory_bytes_per_second=copy_rate,
         offload_bytes_per_second=transfers.offload_rate,

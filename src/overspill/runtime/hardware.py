@@ -5,7 +5,6 @@ This CPU as calibrated, or the GPU's data file.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,7 @@ from overspill.costs.blas_workspace import Lifetime
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
-from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
 from overspill.placement.card import Card
 
 from . import accelerator
@@ -121,7 +120,7 @@ def allocator_config() -> CachingConfig:
     Raises UnsupportedError for another allocator than PyTorch's own, and RequestError for settings that it does not
     know.
     """
-    text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    text = text_of_environment()
     if "cudaMallocAsync" in text:
         raise UnsupportedError(
             "a budget on CUDA follows the rules of PyTorch's native allocator, and this process has backend:cudaMallocAsync; "

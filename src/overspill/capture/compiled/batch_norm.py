@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from overspill.pytorch.schemas import node_argument
+
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 CUDNN_BATCH_NORM = torch.ops.aten._batch_norm_with_update_functional.default
 """The op as which cuDNN's batch norm is captured (`kernels.py`)."""
@@ -15,8 +17,8 @@ CUDNN_BATCH_NORM = torch.ops.aten._batch_norm_with_update_functional.default
 def recomputes_without_statistics(node: fx.Node) -> bool:
     """Whether `node` is a training batch norm, whose outputs do not depend on running statistics."""
     if node.target is CUDNN_BATCH_NORM:
-        return bool(node.args[0].meta["val"].device.type == "cuda")
-    return node.target is BATCH_NORM and node.args[5] is True
+        return bool(node_argument(node, "input").meta["val"].device.type == "cuda")
+    return node.target is BATCH_NORM and node_argument(node, "training") is True
 
 
 def results_without_statistics(node: fx.Node) -> tuple[Tensor, ...]:

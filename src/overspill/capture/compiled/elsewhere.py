@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 from overspill.capture.fake_cuda.autocast import cuda_autocast
 from overspill.capture.fake_cuda.retarget import GRAPHED, retargeted
 from overspill.core import Device
 from overspill.costs import capability_of
-
-CAPABILITY: ContextVar[str | None] = ContextVar("capability", default=None)
-"""The compute capability of the GPU for which a CPU step is captured; None: it runs where it is captured."""
 
 
 @contextmanager
@@ -28,9 +24,5 @@ def captured_for(device: Device) -> Iterator[None]:
     if device.kind != "cuda" or not capability:
         yield
         return
-    token = CAPABILITY.set(capability)
-    try:
-        with retargeted(capability_of(capability), GRAPHED), cuda_autocast():
-            yield
-    finally:
-        CAPABILITY.reset(token)
+    with retargeted(capability_of(capability), GRAPHED), cuda_autocast():
+        yield

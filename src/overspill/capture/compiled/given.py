@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from overspill.core import Graph, Op
+from overspill.pytorch.schemas import node_argument
 
 from .joint import is_random
 from .kernels import RUN_AS
@@ -49,7 +50,7 @@ def into_given(node: fx.Node) -> Given | None:
         alike = node.args[0].meta["val"].device == value.device
         return Given(Tensor.copy_, (node.args[0],), {}) if alike else None
     if op in FILLED or op in FULL:
-        return Given(Tensor.fill_, (FILLED[op] if op in FILLED else node.args[FULL[op]],), {})
+        return Given(Tensor.fill_, (FILLED[op] if op in FILLED else node_argument(node, "fill_value"),), {})
     if op in BY_HAND and (op is aten.empty.memory_format or not node.kwargs):
         return Given(BY_HAND[op], node.args, {})
     return _with_out(node, "CUDA" if value.is_cuda and torch.backends.cuda.is_built() else "CPU")
@@ -131,8 +132,8 @@ OF_NUMBERS = {
 }  # fmt: skip
 """Ops that call another one with their number as a tensor; and `relu` is `clamp_min` of 0 (BinaryOps.cpp, Activation.cpp)."""
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
-FULL = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}
-"""The position of the value that fills the result."""
+FULL = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
+"""Ops that fill their result with an argument."""
 FILLED = {
     aten.zeros.default: 0, aten.zeros_like.default: 0, aten.new_zeros.default: 0,
     aten.ones.default: 1, aten.ones_like.default: 1, aten.new_ones.default: 1,

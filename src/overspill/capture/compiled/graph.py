@@ -16,6 +16,7 @@ from overspill.capture.flops import flops_of
 from overspill.capture.layers import LayerNames, op_name
 from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
+from overspill.pytorch.schemas import node_argument
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
 from .given import into_given
@@ -280,13 +281,14 @@ class CaptureOfStep:
         """Tensors that a recomputation of `node` reads and writes; none if it may not be recomputed.
 
         Not recomputed either: ops that read an input that the step updates. Training batch norm is recomputed from its
-        input alone (see `runtime/lower.py`).
+        input alone (`runtime/emitter.py` calls the op that does so).
         """
         if phase is not Phase.FORWARD or not is_repeatable(node) or not writes:
             return (), ()
         # Batch norm without its running statistics.
         if recomputes_without_statistics(node):
-            reads = self._ids({k for a in node.args[:3] if isinstance(a, fx.Node) for k in storages(a)})
+            sources = (node_argument(node, name) for name in ("input", "weight", "bias"))
+            reads = self._ids({k for source in sources if isinstance(source, fx.Node) for k in storages(source)})
             made_again = {v.untyped_storage()._cdata for v in results_without_statistics(node)}
             writes = tuple(self.tensor_of[key] for key in storages(node) if key in made_again)
         mutated = {self.tensor_of[key] for key in self.joint.mutated_storages if key in self.tensor_of}

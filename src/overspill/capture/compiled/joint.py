@@ -17,6 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.schemas import argument, position_of, written_arguments
 
 from .effects import EFFECT, is_token
 from .formulas import put_right
@@ -25,6 +26,8 @@ SOURCES = ("_param_name_to_source", "_dynamo_source")
 """Attributes in which Dynamo keeps where a module's parameters and inputs come from."""
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 """AOTAutograd's key in a node's meta: saved for backward without autograd's check for in-place changes."""
+BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+"""AOTAutograd's `partitioner_tag` of nodes of the backward, the usual one first."""
 SNAPSHOT = "overspill_snapshot"
 """Key in a node's meta: it is the copy of an input that backward reads and forward updates."""
 ABSENT = "overspill_absent"
@@ -187,7 +190,7 @@ class JointGraph:
         """Split nodes: forward has what its outputs need, and its draws and mutations; backward the rest."""
         nodes = list(self.module.graph.nodes)
         kept = [n for n in nodes if n.op == "call_function" and (mutated_args(n) or is_random(n) or EFFECT in n.meta)]
-        in_forward = [n for n in kept if n.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")]
+        in_forward = [n for n in kept if n.meta.get("partitioner_tag") not in BACKWARD_TAGS]
         forward = _ancestors([*_nodes(self.forward_outputs), *in_forward, *self.snapshots])
         if any(tangent in forward for tangent in self.tangents):
             raise UnsupportedError(
@@ -280,26 +283,15 @@ def call_draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     """Whether a call of `op` draws random numbers: attention is tagged random even without dropout."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    arguments = op._schema.arguments
-    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    return [given.get(a.name, a.default_value) for a in arguments if a.name == "dropout_p"] != [0.0]
+    return position_of(op, "dropout_p") is None or argument(op, args, kwargs, "dropout_p") != 0.0
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """Arguments that `node` updates in place."""
     if (positions := getattr(node.target, "updates", None)) is not None:  # a call of a compiled program
         return [node.args[i] for i in positions]
-    written = written_by(node.target, node.args, node.kwargs)
+    written = written_arguments(node.target, node.args, node.kwargs)
     return _nodes(written) if written else []
-
-
-def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments that `op` changes in place by its schema; empty for callables without one."""
-    schema = getattr(op, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
-    return [given.get(a.name) for a in schema.arguments if a.is_write]
 
 
 def _nodes(values: Any) -> list[fx.Node]:

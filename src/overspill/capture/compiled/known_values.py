@@ -34,9 +34,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from overspill.capture.frames import Stack, shown_path, stack_within
 from overspill.capture.higher_order import fake_rule
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.schemas import written_arguments
 
 from .guards import DRAWS, Guards, Question, drawing, needed_for, word
-from .joint import call_draws, written_by
+from .joint import call_draws
 
 aten = torch.ops.aten
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -160,7 +161,7 @@ class KnownValues(FakeTensorMode):
     ) -> Any:
         """Run the op on fake tensors; reads of values are answered. Raises ChangesStranger."""
         given = kwargs or {}
-        written = tree_leaves(written_by(func, args, given))
+        written = tree_leaves(written_arguments(func, args, given))
         if any(self._is_stranger(tensor) for tensor in written if isinstance(tensor, Tensor)):
             raise ChangesStranger(where(stack_within(sys._getframe())))
         if any(isinstance(tensor, Tensor) and is_sparse(tensor) for tensor in tree_leaves((args, given))):

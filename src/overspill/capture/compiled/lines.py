@@ -19,12 +19,13 @@ from torch import fx
 
 from overspill.capture.frames import FrameNumbers, Stack, stack_within
 
+from .joint import BACKWARD_TAGS
+
 LINES = "overspill_lines"
 """Key in a node's meta: the `Stack` that ran when it was made."""
 _FRAME = re.compile(r'^ {0,2}File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 """As the traceback module writes a frame; what it quotes of the source is indented further."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
-_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 
 @contextmanager
@@ -69,7 +70,7 @@ class NodeLines(FrameNumbers):
         number = self._own(node)
         if number < 0:
             number = self.backward_of(self._by_sequence.get(node.meta.get("seq_nr", -1), -1))
-        elif LINES not in node.meta and node.meta.get("partitioner_tag") in _BACKWARD_TAGS:
+        elif LINES not in node.meta and node.meta.get("partitioner_tag") in BACKWARD_TAGS:
             number = self.backward_of(number)  # else the user's own Python is the backward
         return () if number < 0 else (number,)
 

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .elsewhere import CAPABILITY
+from overspill.capture.fake_cuda.attention import CAPABILITY
+from overspill.pytorch.schemas import arguments, node_argument
+
 from .joint import JointGraph, copied, is_repeatable, storage_bytes
 
 aten = torch.ops.aten
@@ -38,10 +40,12 @@ EXACT = frozenset({
 })  # fmt: skip
 """Pointwise ops whose result does not depend on where an element lies, on any device."""
 SOFTMAX = {
-    aten._log_softmax.default: (1, 1), aten._softmax.default: (1, 1),
-    aten._log_softmax_backward_data.default: (2, 2), aten._softmax_backward_data.default: (2, 2),
-}  # fmt: skip
-"""Softmax and its gradient: how many arguments have rows, and the position of the argument `dim`."""
+    **dict.fromkeys((aten._log_softmax.default, aten._softmax.default), ("self",)),
+    **dict.fromkeys(
+        (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default), ("grad_output", "output")
+    ),
+}
+"""Softmax and its gradient: the arguments that have rows."""
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default})
 """Views that a chain may have within; rows stay what they are."""
 LOSS, LOSS_GRADIENT = aten.nll_loss_forward.default, aten.nll_loss_backward.default
@@ -111,10 +115,10 @@ def _has_rows(node: fx.Node, rows: int) -> bool:
 
 def _rows_of(node: fx.Node) -> int:
     """The rows of a seed: of softmax and a loss what they do not go over, of others all but the last dimension."""
-    value = node.args[0].meta["val"] if node.target is LOSS else node.meta.get("val")
+    value = node_argument(node, "self").meta["val"] if node.target is LOSS else node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    ends = node.args[SOFTMAX[node.target][1]] % max(value.dim(), 1) if node.target in SOFTMAX else -1
+    ends = node_argument(node, "dim") % max(value.dim(), 1) if node.target in SOFTMAX else -1
     return prod(value.shape[:ends]) if value.dim() > 1 else 0
 
 
@@ -124,12 +128,12 @@ def _is_row_wise(node: fx.Node, rows: int) -> bool:
     if rows < 2 or node.op != "call_function":
         return False
     if node.target is LOSS:
-        scores, _, weight = node.args[:3]
-        return weight is None and scores.meta["val"].shape[:-1] == (rows,)
+        scores = node_argument(node, "self").meta["val"]
+        return node_argument(node, "weight") is None and scores.shape[:-1] == (rows,)
     if not isinstance(value, Tensor) or not (lead := _lead(value.shape, rows)):
         return False
     if node.target in SOFTMAX:
-        return bool(node.args[SOFTMAX[node.target][1]] % value.dim() >= lead)
+        return bool(node_argument(node, "dim") % value.dim() >= lead)
     if node.target in VIEWS:
         return _has_rows(node.args[0], rows)
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
@@ -160,11 +164,12 @@ def _alike(shape: Sequence[int], result: Sequence[int], lead: int, rows: int) ->
 def _row_inputs(node: fx.Node, rows: int) -> list[fx.Node]:
     """The inputs of a row-wise node that have its rows."""
     if node.target is LOSS:
-        return list(node.args[:2])
+        return [node_argument(node, name) for name in ("self", "target")]
     if node.target is LOSS_GRADIENT:
-        return [n for n in node.args[:3] if n.meta["val"].dim()]
+        inputs = (node_argument(node, name) for name in ("grad_output", "self", "target"))
+        return [n for n in inputs if n.meta["val"].dim()]
     if node.target in SOFTMAX:
-        return list(node.args[: SOFTMAX[node.target][0]])
+        return [node_argument(node, name) for name in SOFTMAX[node.target]]
     value = node.meta["val"]
     lead = _lead(value.shape, rows)
     return [
@@ -338,7 +343,7 @@ class _Loop:
         part = self.part
         with self.graph.inserting_before(self.at):
             for end in part.ends:
-                like = (end.args[0] if end.target is LOSS else end).meta["val"]
+                like = (node_argument(end, "self") if end.target is LOSS else end).meta["val"]
                 shape = [self.rows, 1] if end.target is LOSS else list(like.shape)
                 made = {"dtype": like.dtype, "device": like.device}
                 self.results[end] = self._call(aten.empty.memory_format, (shape,), made, end)
@@ -367,7 +372,10 @@ class _Loop:
 
         for node in self.part.nodes:
             if node.target is LOSS:
-                scores, targets = of(node.args[0], node), self._slice(self.targets[node], start, stop, node)
+                scores, targets = (
+                    of(node_argument(node, "self"), node),
+                    self._slice(self.targets[node], start, stop, node),
+                )
                 made = self._call(aten.gather.default, (scores, 1, targets), {}, node)
             elif node.target in VIEWS:
                 source = of(node.args[0], node)
@@ -380,9 +388,9 @@ class _Loop:
             else:
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: of(n, node))  # noqa: B023
                 if node.target in SOFTMAX:
-                    position = SOFTMAX[node.target][1]
-                    dim = node.args[position] % node.meta["val"].dim() - _lead(node.meta["val"].shape, self.rows) + 1
-                    args = (*args[:position], dim, *args[position + 1 :])
+                    value = node.meta["val"]
+                    dim = node_argument(node, "dim") % value.dim() - _lead(value.shape, self.rows) + 1
+                    args, kwargs = tuple((arguments(node.target, args, kwargs) | {"dim": dim}).values()), {}
                 made = self._call(node.target, args, kwargs, node)
             values[node] = made
             if node in self.part.ends:
@@ -414,18 +422,18 @@ class _Loop:
 
     def _targets(self, loss: fx.Node) -> fx.Node:
         """The classes to pick, one column; any for rows that are ignored."""
-        given, ignored = loss.args[1], loss.args[4]
+        given, ignored = node_argument(loss, "target"), node_argument(loss, "ignore_index")
         mask = self._call(aten.eq.Scalar, (given, ignored), {}, loss)
         picked = self._call(aten.masked_fill.Scalar, (given, mask, 0), {}, loss)
         return self._call(aten.view.default, (picked, [self.rows, 1]), {}, loss)
 
     def _loss(self, loss: fx.Node, picked: fx.Node) -> fx.Node:
         """The loss over the picked numbers: the same kernel adds up the same numbers in the same order."""
-        given, ignored = loss.args[1], loss.args[4]
+        given, ignored = node_argument(loss, "target"), node_argument(loss, "ignore_index")
         mask = self._call(aten.eq.Scalar, (given, ignored), {}, loss)
         only = self._call(aten.zeros_like.default, (given,), {}, loss)
         classes = self._call(aten.masked_fill.Scalar, (only, mask, IGNORED), {}, loss)
-        made = self._call(LOSS, (picked, classes, None, loss.args[3], IGNORED), {}, loss)
+        made = self._call(LOSS, (picked, classes, None, node_argument(loss, "reduction"), IGNORED), {}, loss)
         made.meta["val"] = loss.meta["val"]
         return made
 

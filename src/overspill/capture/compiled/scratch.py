@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.fake_cuda.attention import CAPABILITY
 from overspill.capture.fake_cuda.retarget import SCRATCH
 from overspill.capture.programs.workspaces import NO_WORKSPACE, Workspace, workspaces_of
 from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
-
-from .elsewhere import CAPABILITY
+from overspill.pytorch.schemas import arguments, node_argument
 
 aten = torch.ops.aten
 
@@ -32,10 +32,10 @@ LOSSES = frozenset({
 })  # fmt: skip
 """Ops that reduce element losses within their own storage (PyTorch 2.13, aten/src/ATen/native/Loss.cpp)."""
 CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
-DROPOUTS_OF_ATTENTION = {
-    aten._scaled_dot_product_cudnn_attention.default: 5, aten._scaled_dot_product_cudnn_attention_backward.default: 13,
-}  # fmt: skip
-"""cuDNN's attention, which PyTorch takes for half precision on Hopper; and which argument is the share dropped."""
+ATTENTION_OF_CUDNN = frozenset({
+    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default,
+})  # fmt: skip
+"""cuDNN's attention, which PyTorch takes for half precision on Hopper."""
 AS_LARGE_AS_INPUT = frozenset({aten.im2col.default, aten.col2im.default})
 """Ops that resize a tensor like their input (PyTorch 2.13, aten/src/ATen/native/Im2Col.cpp, Col2Im.cpp)."""
 
@@ -78,8 +78,7 @@ def scratch_of(node: fx.Node) -> Workspace:
     if where.type == "cuda":
         if _is_cudnns(node) and (measured := workspaces_of([node])) is not None:
             return measured[0]
-        major, minor = torch.cuda.get_device_capability(where)
-        return _most(node, f"{major}.{minor}", room_bytes)
+        return _most(node, torch.cuda.get_device_capability(where), room_bytes)
     if capability := CAPABILITY.get():
         return _most(node, capability, lambda *request: library_bytes(*request).central)
     if (taken := TAKEN_ON_CPU.get(node.target)) is not None and where.type == "cpu":
@@ -98,18 +97,18 @@ def measure(nodes: Iterable[fx.Node]) -> None:
 
 def _is_cudnns(node: fx.Node) -> bool:
     """Whether `node` is a convolution, or cuDNN's attention, which draws no random numbers."""
-    at = DROPOUTS_OF_ATTENTION.get(node.target)
-    return node.target in CONVOLUTIONS or (at is not None and not any(node.args[at : at + 1]))
+    quiet = node.target in ATTENTION_OF_CUDNN and not node_argument(node, "dropout_p")
+    return node.target in CONVOLUTIONS or quiet
 
 
-def _most(node: fx.Node, capability: str, taken: Callable[[Scratch, str, Software], int]) -> Workspace:
+def _most(node: fx.Node, capability: tuple[int, int], taken: Callable[[Scratch, str, Software], int]) -> Workspace:
     """The scratch of `node` on a GPU of this capability: a convolution's blocks in turn, of others the largest."""
     if (wanted := SCRATCH.get(node.target)) is None:
         return NO_WORKSPACE
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     software = Software(torch.__version__)
-    scratch = (request for _, request in wanted(args, kwargs, node.meta["val"]))
-    blocks = tuple(taken(request, capability, software) for request in scratch)
+    scratch = (request for _, request in wanted(arguments(node.target, args, kwargs), node.meta["val"]))
+    blocks = tuple(taken(request, "{}.{}".format(*capability), software) for request in scratch)
     return Workspace(max(blocks, default=0), blocks if node.target in CONVOLUTIONS else ())
 
 

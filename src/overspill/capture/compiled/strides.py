@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._pytree import tree_leaves
 
-from .joint import written_by
+from overspill.pytorch.schemas import written_arguments
 
 aten = torch.ops.aten
 
@@ -134,7 +134,7 @@ def strides_kept() -> Iterator[None]:
     def run(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         results = dispatch(mode, op, types, args, kwargs)
         changes_view = torch.Tag.inplace_view in getattr(op, "tags", ())
-        for tensor in [] if changes_view else tree_leaves(written_by(op, args, kwargs or {})):
+        for tensor in [] if changes_view else tree_leaves(written_arguments(op, args, kwargs or {})):
             if isinstance(tensor, FunctionalTensor):
                 _restore(tensor)
         return results

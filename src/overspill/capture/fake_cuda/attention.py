@@ -12,11 +12,14 @@ from torch import Tensor
 
 from overspill.costs.scratch import Scratch
 
+from .workspaces import LAST, Given, Wanted, of_bytes
+
 aten = torch.ops.aten
 HALF = {torch.float16, torch.bfloat16}
-# (major, minor) of the GPU that is captured for; attention kernels differ by it.
-CAPABILITY: ContextVar[tuple[int, int]] = ContextVar("capability", default=(8, 0))
-Wanted = list[tuple[int, Scratch]]  # after which output it is taken and given back
+CAPABILITY: ContextVar[tuple[int, int] | None] = ContextVar("capability", default=None)
+"""(major, minor) of the GPU for which ops are captured; None: they run where they are captured."""
+USUAL = (8, 0)
+"""The GPU whose kernels attention has where none is named."""
 
 
 def attention(
@@ -79,7 +82,7 @@ def _can_use_flash(
     enable_gqa: bool,
 ) -> bool:  # fmt: skip
     """Whether flash attention takes these inputs (sdp_utils.cpp, `can_use_flash_attention`)."""
-    tensors, capability, width = (query, key, value), CAPABILITY.get(), query.shape[-1]
+    tensors, capability, width = (query, key, value), CAPABILITY.get() or USUAL, query.shape[-1]
     if not torch.backends.cuda.flash_sdp_enabled() or capability < (8, 0) or mask is not None:
         return False
     if any(t.dtype not in HALF or t.dtype is not query.dtype or t.shape[-1] != width for t in tensors) or width > 256:
@@ -99,7 +102,7 @@ def _can_use_flash(
 
 def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether memory-efficient attention does (`can_use_mem_efficient_attention`, `minimum_gemm_alignment`)."""
-    tensors, capability = (query, key, value), CAPABILITY.get()
+    tensors, capability = (query, key, value), CAPABILITY.get() or USUAL
     if not torch.backends.cuda.mem_efficient_sdp_enabled() or capability < (5, 0):
         return False
     dtypes = {torch.float32, torch.float16} | ({torch.bfloat16} if capability >= (8, 0) else set())
@@ -168,14 +171,14 @@ def math_attention(
 # --- Scratch of kernels -----------------------------------------------------------------------------------------------
 
 
-def efficient_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def efficient_backward(given: Given, result: Any) -> Wanted:
     """Scratch of efficient attention's backward: row sums, and accumulators in half precision.
 
     transformers/cuda/attention_backward.cu, `_efficient_attention_backward`: `delta`, the row sums of `grad_out * out`.
     In half precision the kernel computes them, and has float accumulators for the gradients; in float32 the product is
     made first, then its sums, then their transposed copy.
     """
-    query, key, value = args[1:4]
+    query, key, value = given["query"], given["key"], given["value"]
     rows = prod(query.shape[:-1])
     if query.dtype is torch.float32:
         return [
@@ -185,13 +188,13 @@ def efficient_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
     return [(2, Scratch("floats", (rows + query.numel() + key.numel() + value.numel(),), "float32"))]
 
 
-def flash_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def flash_backward(given: Given, result: Any) -> Wanted:
     """Scratch of flash attention's backward: row sums, and float accumulators of gradients.
 
     transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and the float accumulator of dq, both with rows
     rounded up to 128, and dq's width to 32, beyond 128 to 64; dk and dv of every head where heads share keys.
     """
-    query, key, value = args[1:4]
+    query, key, value = given["query"], given["key"], given["value"]
     batch, heads, rows, width = query.shape
     rows, rounded = -(-rows // 128) * 128, -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
     wanted = [(2, Scratch("floats", (batch * heads * rows * (rounded + 1),), "float32"))]
@@ -201,28 +204,27 @@ def flash_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
     return wanted
 
 
-def safe_softmax(args: Any, kwargs: Any, result: Tensor) -> Wanted:
+def safe_softmax(given: Given, result: Tensor) -> Wanted:
     """Scratch of `_safe_softmax`: a plain softmax, and a mask of one byte a value (attention.cpp)."""
-    return [(0, Scratch("bytes", (result.numel() * (result.element_size() + 1),), ""))]
+    return of_bytes(0, result.numel() * (result.element_size() + 1))
 
 
-def fast_attention(args: Any, kwargs: Any, result: Any) -> Wanted:
+def fast_attention(given: Given, result: Any) -> Wanted:
     """Scratch of inference's fused attention (transformers/cuda/attention.cu, `native_multi_head_attention_cuda`)."""
-    return [(9, Scratch("bytes", (_inside_attention(args[0], args[4], mask=args[9] if len(args) > 9 else None),), ""))]
+    return of_bytes(LAST, _inside_attention(given["query"], given["num_head"], mask=given["mask"]))
 
 
-def fast_encoder_layer(args: Any, kwargs: Any, result: Any) -> Wanted:
+def fast_encoder_layer(given: Given, result: Any) -> Wanted:
     """Scratch of the fused encoder layer: attention, or the feed-forward layers if larger.
 
     aten/src/ATen/native/transformers/transformer.cpp, `transformer_encoder_layer_forward`. The feed-forward part has
     hidden values and output of two layers, and what is added to them.
     """
-    x, heads, norm_first, hidden = args[0], args[2], int(args[8]), args[14].shape[0]
+    x, norm_first, hidden = given["src"], int(given["norm_first"]), given["ffn_weight_1"].shape[0]
     unit = x.numel() * x.element_size()
-    mask = args[18] if len(args) > 18 else kwargs.get("mask")
     feed_forward = (2 + norm_first) * unit + unit // x.shape[-1] * hidden
-    attention_ = norm_first * unit + _inside_attention(x, heads, mask=mask)
-    return [(0, Scratch("bytes", (max(attention_, feed_forward),), ""))]
+    attention_ = norm_first * unit + _inside_attention(x, given["num_heads"], mask=given["mask"])
+    return of_bytes(0, max(attention_, feed_forward))
 
 
 def _inside_attention(x: Tensor, heads: int, *, mask: Tensor | None) -> int:

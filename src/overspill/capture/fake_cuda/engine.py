@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
+
+from overspill.capture.frames import ENGINE
 
 aten = torch.ops.aten
 _FOLDER = str(Path(__file__).parents[1])
-_ENGINE = _engine_run_backward.__code__
 # References to a tensor, and to its storage, while a dispatched op looks at it that only its caller in C++ holds.
 _ONE_TENSOR, _ONE_STORAGE = 4, 2
 
@@ -54,7 +54,7 @@ def called_by_engine() -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back
-    return frame.f_code is _ENGINE
+    return frame.f_code is ENGINE
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._mode_utils import no_dispatch
 
 from overspill.capture.higher_order import fake_rule
+from overspill.pytorch.schemas import written_arguments
 
 from .retarget import COMPOSITES, FAKES, composed
 from .shapes import SHAPES, contiguous_stride
@@ -90,19 +91,7 @@ def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The argument tensors that `func` writes in place."""
-    found: list[torch.Tensor] = []
-    for position, name in _written_arguments(func):
-        tensors_in((args[position] if position < len(args) else kwargs.get(name),), found)
-    return found
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    return tensors_in(written_arguments(func, args, kwargs), [])
 
 
 @cache

@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import attention, recurrent, workspaces
-from .attention import CAPABILITY, Wanted
+from .attention import CAPABILITY
+from .workspaces import Given, Wanted, of_bytes
 
 aten = torch.ops.aten
 
@@ -291,13 +292,13 @@ FAKES: dict[Any, Callable[..., Any]] = {
 # --- SCRATCH ----------------------------------------------------------------------------------------------------------
 
 
-def _ctc_betas(args: Any, kwargs: Any, result: Any) -> Wanted:
+def _ctc_betas(given: Given, result: Any) -> Wanted:
     """Backward variables of CTC loss, as large as `log_alpha` (LossCTC.cu, `ctc_loss_backward_gpu_template`)."""
-    log_alpha = args[6]
-    return workspaces._bytes(1, log_alpha.numel() * log_alpha.element_size())
+    log_alpha = given["log_alpha"]
+    return of_bytes(1, log_alpha.numel() * log_alpha.element_size())
 
 
-SCRATCH: dict[Any, Callable[[Any, Any, Any], Wanted]] = {
+SCRATCH: dict[Any, Callable[[Given, Any], Wanted]] = {
     aten.convolution.default: workspaces.convolution,
     aten.convolution_backward.default: workspaces.convolution_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: attention.efficient_backward,

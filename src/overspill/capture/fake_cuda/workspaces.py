@@ -1,12 +1,13 @@
 # ruff: noqa: ARG001 - all functions take what a dispatched op has
 """Scratch memory of CUDA kernels beyond their outputs, as far as tensor sizes decide it.
 
-Each function gets an op's arguments and result, and returns which scratch is taken and given back after which output;
-position 9 is after all of them.
+Each function gets an op's arguments by their names in its schema, and its result. It returns which scratch is taken and
+given back after which output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from math import gcd, prod
 from typing import Any
@@ -16,14 +17,17 @@ from torch import Tensor
 
 from overspill.costs.scratch import Scratch
 
+Given = Mapping[str, Any]
 Wanted = list[tuple[int, Scratch]]
-_LAST = 9
-# Convolutions for which cuDNN has tried its engines, with torch.backends.cudnn.benchmark set.
+LAST = 1 << 30
+"""The position that is after all outputs."""
 TRIED: ContextVar[set[tuple[Any, ...]]] = ContextVar("tried")
+"""Convolutions for which cuDNN has tried its engines, with torch.backends.cudnn.benchmark set."""
 _LONG = 8  # bytes of an int64, CUDA's usual index
 
 
-def _bytes(position: int, nbytes: int) -> Wanted:
+def of_bytes(position: int, nbytes: int) -> Wanted:
+    """So many bytes, taken and given back after the output at `position`."""
     return [(position, Scratch("bytes", (nbytes,), ""))] if nbytes > 0 else []
 
 
@@ -68,17 +72,17 @@ def _workspaces(family: str, sizes: tuple[int, ...], x: Tensor, position: int) -
     return [(position, Scratch("conv_trial", (sum(sizes[:3]) * x.element_size(),), "")), *wanted]
 
 
-def convolution(args: Any, kwargs: Any, result: Tensor) -> Wanted:
+def convolution(given: Given, result: Tensor) -> Wanted:
     """Workspace of a convolution; with benchmark on, first one for trials of new sizes."""
-    x, w, _, stride, _, _, transposed, _, groups = args
+    x, w, transposed = given["input"], given["weight"], given["transposed"]
     family = "conv_backward_data" if transposed else "conv_forward"
-    return _workspaces(family, _conv_sizes(x, w, result, stride, groups, transposed), x, 0)
+    return _workspaces(family, _conv_sizes(x, w, result, given["stride"], given["groups"], transposed), x, 0)
 
 
-def convolution_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def convolution_backward(given: Given, result: Any) -> Wanted:
     """Workspaces for the gradient of the input, then of the weight."""
-    dy, x, w, _, stride, _, _, transposed, _, groups, mask = args
-    sizes = _conv_sizes(x, w, dy, stride, groups, transposed)
+    x, transposed, mask = given["input"], given["transposed"], given["output_mask"]
+    sizes = _conv_sizes(x, given["weight"], given["grad_output"], given["stride"], given["groups"], transposed)
     families = ("conv_forward" if transposed else "conv_backward_data", "conv_backward_weight")
     return [
         workspace
@@ -93,16 +97,15 @@ def convolution_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
 
 def _sorted(pairs: int, item: int, besides: int) -> Wanted:
     """Scratch of cub::DeviceRadixSort: a copy of `pairs` keys of `item` bytes and int64 values."""
-    return [(_LAST, Scratch("sort", (besides, pairs * (item + _LONG)), ""))]
+    return [(LAST, Scratch("sort", (besides, pairs * (item + _LONG)), ""))]
 
 
-def sort(args: Any, kwargs: Any, result: Any) -> Wanted:
+def sort(given: Given, result: Any) -> Wanted:
     """Scratch of sort (cuda/Sort.cpp, `sort_cuda_kernel`; SortStable.cu, `do_launch_stable_sort_kernel`)."""
-    x = args[0]
-    dim = _sort_dim(args, kwargs, position=2 if kwargs.get("stable") is None and isinstance(args[-1], bool) else 1)
+    x, dim = given["self"], given["dim"]
     length = x.shape[dim] if x.dim() else 1
     if length <= 4096:  # should_use_small_sort: in place, in the outputs
-        return _bytes(_LAST, length * _LONG)
+        return of_bytes(LAST, length * _LONG)
     segments, item = x.numel() // length, x.element_size()
     moved = 0 if x.stride(dim) == 1 else x.numel() * (2 * item + _LONG)  # input and both outputs with dim innermost
     if segments == 1 or length >= 1_000_000:
@@ -112,44 +115,36 @@ def sort(args: Any, kwargs: Any, result: Any) -> Wanted:
     return _sorted(x.numel(), item, moved + x.numel() * _LONG)
 
 
-def _sort_dim(args: Any, kwargs: Any, position: int) -> int:
-    if "dim" in kwargs:
-        return int(kwargs["dim"])
-    found = [value for value in args[1:] if isinstance(value, int) and not isinstance(value, bool)]
-    return found[0] if found else -1
-
-
-def topk(args: Any, kwargs: Any, result: Any) -> Wanted:
+def topk(given: Given, result: Any) -> Wanted:
     """Scratch of topk, only for k above 4096, when it sorts (cuda/TensorTopK.cpp, `topk_out_cuda`)."""
-    values, k = result[0], args[1]
-    if k <= 4096:
+    values = result[0]
+    if given["k"] <= 4096:
         return []
     return _sorted(values.numel(), values.element_size(), values.numel() * (values.element_size() + 3 * _LONG))
 
 
-def index_put(args: Any, kwargs: Any, result: Any) -> Wanted:
+def index_put(given: Given, result: Any) -> Wanted:
     """Scratch of accumulating index_put: sorted linear indices (cuda/Indexing.cu, `index_put_with_sort_kernel`)."""
-    indices = [index for index in args[1] if isinstance(index, Tensor)]
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    if not accumulate or not indices:
+    indices = [index for index in given["indices"] if isinstance(index, Tensor)]
+    if not given["accumulate"] or not indices:
         return []
     pairs = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
     return _sorted(pairs, _LONG, 4 * pairs * _LONG)
 
 
-def embedding_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def embedding_backward(given: Given, result: Any) -> Wanted:
     """Scratch of an embedding's gradient; few indices need none (cuda/Embedding.cu)."""
-    grad, indices = args[0], args[1]
-    by_frequency = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
-    if indices.numel() <= 3072 and not by_frequency:
+    indices = given["indices"].numel()
+    if indices <= 3072 and not given["scale_grad_by_freq"]:
         return []
-    return _sums_of_rows(indices.numel(), grad.shape[-1], result.shape[0])
+    return _sums_of_rows(indices, given["grad_output"].shape[-1], result.shape[0])
 
 
-def embedding_bag_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def embedding_bag_backward(given: Given, result: Any) -> Wanted:
     """Scratch of an embedding bag's gradient, as an embedding's (cuda/EmbeddingBag.cu)."""
-    grad, indices, mode = args[0], args[1], args[8]
-    return [] if mode == 2 else _sums_of_rows(indices.numel(), grad.shape[-1], result.shape[0])
+    if given["mode"] == 2:
+        return []
+    return _sums_of_rows(given["indices"].numel(), given["grad"].shape[-1], result.shape[0])
 
 
 def _sums_of_rows(indices: int, width: int, rows: int) -> Wanted:
@@ -162,24 +157,23 @@ def _sums_of_rows(indices: int, width: int, rows: int) -> Wanted:
     runs = min(indices, rows)
     parts = indices // 10 + runs
     indexing = _LONG * max(5 * indices, 3 * indices + 2 * runs + parts)  # sorting has cub's copies, summing the runs
-    return [*_bytes(_LAST, indexing), *_bytes(_LAST, 4 * width * parts)]
+    return [*of_bytes(LAST, indexing), *of_bytes(LAST, 4 * width * parts)]
 
 
 # --- Normalisation ----------------------------------------------------------------------------------------------------
 
 
-def layer_norm_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def layer_norm_backward(given: Given, result: Any) -> Wanted:
     """Scratch of layer norm's weight gradients (cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`).
 
     Only if rows are very many and short are they summed in two passes: one row of each in 32.
     """
-    x, shape, mask = args[1], args[2], args[7]
-    return _sums_of_blocks(x, prod(shape), sum(mask[1:]))
+    return _sums_of_blocks(given["input"], prod(given["normalized_shape"]), sum(given["output_mask"][1:]))
 
 
-def rms_norm_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def rms_norm_backward(given: Given, result: Any) -> Wanted:
     """Scratch of RMS norm's weight gradient, as layer norm's."""
-    return _sums_of_blocks(args[1], prod(args[2]), int(args[5][1]))
+    return _sums_of_blocks(given["input"], prod(given["normalized_shape"]), int(given["output_mask"][1]))
 
 
 def _sums_of_blocks(x: Tensor, width: int, weights: int) -> Wanted:
@@ -187,59 +181,60 @@ def _sums_of_blocks(x: Tensor, width: int, weights: int) -> Wanted:
     columns = -(-width // 32)
     if rows <= 64 * 1024 or columns >= 66:  # half of the multiprocessors of a large GPU
         return []
-    return _bytes(_LAST, weights * min(32 * 1024 // columns, -(-rows // 32)) * width * x.element_size())
+    return of_bytes(LAST, weights * min(32 * 1024 // columns, -(-rows // 32)) * width * x.element_size())
 
 
-def group_norm(args: Any, kwargs: Any, result: Any) -> Wanted:
+def group_norm(given: Given, result: Any) -> Wanted:
     """A float scale and shift for each sample and channel (cuda/group_norm_kernel.cu)."""
-    x, weight, bias = args[0], args[1], args[2]
-    if weight is None and bias is None:
+    x = given["input"]
+    if given["weight"] is None and given["bias"] is None:
         return []
-    return _bytes(_LAST, 4 * 2 * x.shape[0] * x.shape[1])
+    return of_bytes(LAST, 4 * 2 * x.shape[0] * x.shape[1])
 
 
-def group_norm_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
+def group_norm_backward(given: Given, result: Any) -> Wanted:
     """Floats ds, db, c1 a channel and c2, c3 a group (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
-    x, weight, group, mask = args[1], args[4], args[8], args[9]
-    per_channel = 2 + int(bool(mask[0]) and weight is not None)
-    return _bytes(_LAST, 4 * x.shape[0] * (per_channel * x.shape[1] + 2 * group * int(mask[0])))
+    x, group, mask = given["input"], given["group"], given["output_mask"]
+    per_channel = 2 + int(bool(mask[0]) and given["weight"] is not None)
+    return of_bytes(LAST, 4 * x.shape[0] * (per_channel * x.shape[1] + 2 * group * int(mask[0])))
 
 
 # --- Losses and reductions --------------------------------------------------------------------------------------------
 
 
-def reduced_loss(args: Any, kwargs: Any, result: Tensor) -> Wanted:
+def reduced_loss(given: Given, result: Tensor) -> Wanted:
     """The loss of every element, before the reduction (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu)."""
-    return _bytes(0, args[0].numel() * args[0].element_size()) if result.dim() == 0 < args[0].dim() else []
+    x = given["self"]
+    return of_bytes(0, x.numel() * x.element_size()) if result.dim() == 0 < x.dim() else []
 
 
-def loss_with_logits(args: Any, kwargs: Any, result: Tensor) -> Wanted:
+def loss_with_logits(given: Given, result: Tensor) -> Wanted:
     """Temporaries of `binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp).
 
     Log-sigmoid, the weight of positive targets, and the loss of every element.
     """
-    weighted = (len(args) > 3 and args[3] is not None) or kwargs.get("pos_weight") is not None
-    parts = 1 + int(weighted) + int(result.dim() == 0 < args[0].dim())
-    return _bytes(0, parts * args[0].numel() * args[0].element_size())
+    x = given["self"]
+    parts = 1 + int(given["pos_weight"] is not None) + int(result.dim() == 0 < x.dim())
+    return of_bytes(0, parts * x.numel() * x.element_size())
 
 
 _FEW_VALUES = 256
 """From so many values a thread on, blocks share a sum: `max_values_per_thread`."""
 
 
-def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
+def reduction(given: Given, result: Tensor) -> Wanted:
     """Partial sums and counters of blocks that share a sum.
 
     aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`. For a matrix's columns that can be
     more than the matrix.
     """
-    x, count = args[0], max(result.numel(), 1)
+    x, count = given["self"], max(result.numel(), 1)
     if x.numel() <= count:
         return []
     item = 8 if x.dtype in (torch.float64, torch.int64, torch.int32, torch.bool) else 4
     inputs, wide = x.numel() // count, 1  # elements of a sum, and sums that a thread adds up side by side
     # How threads of a block are laid out: along the sum, or along the outputs.
-    reduced, kept = _strides(x, args[1] if len(args) > 1 else None)
+    reduced, kept = _strides(x, given.get("dim"))
     along = not kept or min(reduced, default=(1, 1)) < min(kept)  # the dimension that is next in memory is summed up
     width, height = (inputs, count) if along else (count, inputs)
     if not along and min(kept)[0] == 1:
@@ -285,12 +280,12 @@ def _power(n: int) -> int:
     return 1 << (max(n, 1).bit_length() - 1)
 
 
-def logsumexp(args: Any, kwargs: Any, result: Tensor) -> Wanted:
+def logsumexp(given: Given, result: Tensor) -> Wanted:
     """Exponentials of the whole input (aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`)."""
-    return _bytes(0, args[0].numel() * args[0].element_size())
+    return of_bytes(0, given["self"].numel() * given["self"].element_size())
 
 
-def foreach_norm(args: Any, kwargs: Any, result: Any) -> Wanted:
+def foreach_norm(given: Given, result: Any) -> Wanted:
     """A float for each tensor and chunk of 65536 (cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
-    longest = max((tensor.numel() for tensor in args[0]), default=0)
-    return _bytes(_LAST, 4 * len(args[0]) * -(-longest // 65536))
+    longest = max((tensor.numel() for tensor in given["self"]), default=0)
+    return of_bytes(LAST, 4 * len(given["self"]) * -(-longest // 65536))

@@ -15,15 +15,14 @@ import torch
 from torch import fx
 
 from overspill.capture.compiled.checks import Check
-from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph
+from overspill.capture.compiled.joint import BACKWARD_TAGS, NO_VERSION_CHECK, JointGraph
 from overspill.core.errors import UnsupportedError
 
 from .functions import Functions, ProgramFunction
 from .storages import Call, Storages
 
 aten = torch.ops.aten
-BACKWARD_TAG = "is_backward"
-IN_BACKWARD = {"partitioner_tag": BACKWARD_TAG}
+IN_BACKWARD = {"partitioner_tag": BACKWARD_TAGS[0]}
 
 
 def joint_of_call(programs: Storages, traced: JointGraph, unchecked: int = 0) -> JointOfPrograms:
@@ -47,8 +46,8 @@ class JointOfPrograms(JointGraph):
 
     def _split(self) -> None:
         body = [n for n in self.module.graph.nodes if n.op == "call_function"]
-        self.forward = [n for n in body if n.meta.get("partitioner_tag") != BACKWARD_TAG]
-        self.backward = [n for n in body if n.meta.get("partitioner_tag") == BACKWARD_TAG]
+        self.forward = [n for n in body if n.meta.get("partitioner_tag") not in BACKWARD_TAGS]
+        self.backward = [n for n in body if n.meta.get("partitioner_tag") in BACKWARD_TAGS]
         self.backward_set = frozenset(self.backward)
 
     def _snapshot_mutated_inputs(self) -> bool:

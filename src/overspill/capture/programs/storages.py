@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from overspill.capture.compiled.joint import StorageKey
 from overspill.capture.flops import flops_of
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.schemas import written_arguments
 
 from .failures import inductor_failures
 from .program import Access, Program, Statement, StatementKind, not_understood
@@ -319,14 +320,9 @@ class _Follower:
         return target if isinstance(target, torch._ops.OpOverload) else None
 
     def _mutated(self, program: Program, target: Any, call: ast.Call) -> dict[str, Access]:
-        given = dict(zip((a.name for a in target._schema.arguments), call.args, strict=False))
-        given |= {k.arg: k.value for k in call.keywords if k.arg}
-        changed = [
-            a.name
-            for a in target._schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write and a.name in given
-        ]
-        return {n: Access.UPDATE for name in changed for n in program.uses_of(given[name])}
+        named = {k.arg: k.value for k in call.keywords if k.arg}
+        changed = [value for value in written_arguments(target, call.args, named) if value is not None]
+        return {name: Access.UPDATE for value in changed for name in program.uses_of(value)}
 
     def measure(self) -> None:
         """Measure the workspaces of all library calls."""

@@ -19,6 +19,7 @@ from overspill.capture.fake_cuda.engine import called_by_engine, in_place
 from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
 from overspill.core import Phase, TensorKind
 from overspill.costs.scratch import Scratch
+from overspill.pytorch.schemas import arguments
 
 from .lines import OpLines
 from .recording import Allocation, RecordedOp, Recording
@@ -193,7 +194,7 @@ class Recorder:
         keys = [tensor.untyped_storage()._cdata for tensor in written_tensors(func, args, kwargs)]
         writes = [self._live[key] for key in keys if key in self._live]
         scratch = retarget.SCRATCH.get(func)
-        wanted = scratch(args, kwargs, result) if scratch is not None else ()
+        wanted = scratch(arguments(func, args, kwargs), result) if scratch is not None else ()
         found = tensors_in(result if isinstance(result, (list, tuple)) else (result,), [])
         outputs = [output for output in found if isinstance(output, FakeTensor)]  # others are real ones of the host
         from_host = not reads and not self._modules and bool(args) and phase is Phase.FORWARD

@@ -32,8 +32,8 @@ from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
+from overspill.pytorch.patching import Patches
 
-Patches = list[tuple[Any, str, Any]]
 aten = torch.ops.aten
 _UNSET = -1  # torch's own word for a rank or a world size that was not given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -96,6 +97,11 @@ class CachingConfig:
                     f"PYTORCH_CUDA_ALLOC_CONF has no setting {key!r}{did_you_mean(key, known)} Settings: {', '.join(known)}"
                 )
         return replace(cls(), **values)
+
+
+def text_of_environment() -> str:
+    """This process's settings of PyTorch's allocator, as text."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:

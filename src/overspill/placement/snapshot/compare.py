@@ -18,11 +18,11 @@ from itertools import chain, islice
 
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
-from overspill.placement.allocators.base import SegmentEvent
+from overspill.placement.allocators.base import SEGMENT_ACTIONS, SegmentEvent
 from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES
 from overspill.placement.allocators.caching_config import CachingConfig
 
-from .device_trace import EXCHANGES, LOSSES, DeviceTrace, device_trace, stream_numbers
+from .device_trace import LOSSES, DeviceTrace, device_trace, stream_numbers
 from .read import Snapshot, TraceEntry
 from .recorded_device import RecordedAllocator, RecordedDevice
 from .result import SnapshotReplay
@@ -126,7 +126,7 @@ class _Comparison:
         for at, entry in enumerate(self.recording.trace):
             if at < self.recording.first:
                 continue
-            if entry.action in EXCHANGES:
+            if entry.action in SEGMENT_ACTIONS:
                 group.append(entry)
             elif entry.action != "free_requested":
                 self._step(at, entry, group)
@@ -250,7 +250,7 @@ class _Comparison:
         """Peak bytes that the recorded allocator held."""
         now = most = self.reserved_at_start
         for entry in self.recording.trace:
-            if entry.action in EXCHANGES:
+            if entry.action in SEGMENT_ACTIONS:
                 now += -entry.nbytes if entry.action in LOSSES else entry.nbytes
                 most = max(most, now)
         return most

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import SEGMENT_ACTIONS
 
 from .read import DEFAULT_POOL, Segment, Snapshot, TraceEntry
 
-EXCHANGES = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
 LOSSES = ("segment_free", "segment_unmap")
 _MARKS = ("free_requested", "snapshot")
-_KNOWN = (*EXCHANGES, *_MARKS, "alloc", "free_completed", "oom")
+_KNOWN = (*SEGMENT_ACTIONS, *_MARKS, "alloc", "free_completed", "oom")
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from overspill.core.errors import RequestError
-from overspill.placement.allocators.base import BlockView, SegmentView
+from overspill.placement.allocators.base import SEGMENT_ACTIONS, BlockView, SegmentView
 from overspill.placement.allocators.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES, round_size
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.events import ALLOCATE, FREE, TRY, Events
 
-from .device_trace import EXCHANGES, DeviceTrace, device_trace, stream_numbers
+from .device_trace import DeviceTrace, device_trace, stream_numbers
 from .ranges import Ranges
 from .read import Snapshot, TraceEntry
 
@@ -113,7 +113,7 @@ class _State:
 
     def undo(self, at: int, entry: TraceEntry) -> None:
         """Go back to before event `at`."""
-        if entry.action in EXCHANGES:
+        if entry.action in SEGMENT_ACTIONS:
             wrong = self._undo_exchange(entry)
         elif entry.action in ("alloc", "free_completed"):
             wrong = self._undo_block(entry)

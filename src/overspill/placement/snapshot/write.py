@@ -23,6 +23,7 @@ from overspill.placement.allocators.registry import allocator_named
 from overspill.placement.events import ALLOCATE, FREE, Events
 
 from .device_trace import LOSSES
+from .read import DEFAULT_POOL
 from .settings import settings_of
 
 PICKLE_PROTOCOL = 4
@@ -30,7 +31,6 @@ PICKLE_PROTOCOL = 4
 UNKNOWN_CATEGORY = "unknown"
 """The category of all that is no tensor; the viewer requires it if there are categories."""
 _NO_CONTEXT = "N/A"
-_POOL = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class _Trace:
                 "compile_context": _NO_CONTEXT,
                 "user_metadata": self.origin(block).metadata,
                 "time_us": len(self.entries),
-                "pool_id": _POOL,
+                "pool_id": DEFAULT_POOL,
                 "frames": self.frames(block),
                 **more,
             }
@@ -262,7 +262,7 @@ def _segment(view: SegmentView, run: _Run, trace: _Trace, *, small: bool, expand
         "requested_size": sum(block.requested_bytes for block in live),
         "stream": view.stream,
         "segment_type": "small" if small else "large",
-        "segment_pool_id": _POOL,
+        "segment_pool_id": DEFAULT_POOL,
         "is_expandable": expandable,
         "frames": [],
         "blocks": [

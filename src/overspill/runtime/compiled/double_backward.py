@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from overspill.core.errors import UnsupportedError
 
 COMPILED = "CompiledFunctionBackward"
+"""The name of a compiled graph's autograd node."""
 DEPTH = 4
 """Most views that autograd may put on a compiled graph's output."""
 

@@ -35,11 +35,11 @@ from overspill.capture.frames import shown_path
 from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
 
+from .double_backward import COMPILED
 from .unseen import OF_EAGER, OWN_BACKWARD, PATCHES
 
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
-PLANNED_NODE = "CompiledFunctionBackward"
 _WARN = "or pass on_unplanned='warn' to train without the promise"
 CURES = {
     r"depends on input Tensor data|Data dependent operator": f"let no shape or branch in a loop follow from values (experts by masks or "
@@ -212,7 +212,7 @@ def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
         if node in seen:
             continue
         seen.add(node)
-        if node.name() != PLANNED_NODE and (nbytes := _saved_bytes(node, theirs)):
+        if node.name() != COMPILED and (nbytes := _saved_bytes(node, theirs)):
             name = node.name().removesuffix("0").removesuffix("Backward")
             found[name] = found.get(name, 0) + nbytes
         pending.extend(next_node for next_node, _ in node.next_functions if next_node is not None)

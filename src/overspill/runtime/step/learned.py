@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.pytorch.schemas import written_arguments
 from overspill.runtime.optimizer_outside import FEW, Outside
 from overspill.runtime.optimizer_step import copied, lent, temporary_bytes
 from overspill.runtime.reachable import tensors_in
@@ -256,9 +257,7 @@ class _OnFakes(Watching):
             return True
         result = super().__torch_dispatch__(func, types, args, kwargs)
         given = (*args, *(kwargs or {}).values())
-        changed = [
-            a for a, of in zip(args, func._schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write
-        ]
+        changed = written_arguments(func, args, kwargs or {})
         if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
             lists = [a for a in given if isinstance(a, list) and a and isinstance(a[0], Tensor)]
             made = [a for a in (result, *changed) if isinstance(a, list)]

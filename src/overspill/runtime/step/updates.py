@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overspill.capture.compiled.elsewhere import CAPABILITY
 from overspill.capture.compiled.whole_step import AtOnce
+from overspill.capture.fake_cuda.attention import CAPABILITY
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.core.units import format_bytes
 from overspill.runtime.optimizer_outside import Changes, Outside

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.utils._pytree import tree_map
 
+from overspill.pytorch.schemas import argument, arguments
+
 from . import followed
 from .assumptions import known
 from .frames import noted_frame, user_frame
@@ -135,8 +137,10 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
         if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
             return _answered(observe, invented, func, args, kwargs, compute)
         # A shape that depends on values: known, or the largest.
-        if func is aten._pack_padded_sequence.default and (lengths := followed.values_of(args[1])) is not None:
-            args = (args[0], lengths, *args[2:])
+        if func is aten._pack_padded_sequence.default:
+            given = arguments(func, args, kwargs)
+            lengths = followed.values_of(given["lengths"])
+            args = args if lengths is None else tuple((given | {"lengths": lengths}).values())
         if (composition := _by_positions(func, args)) is not None:
             return _composed(fake_mode(), composition)
         if _has_shape_of_values(func) and args and isinstance(args[0], FakeTensor):
@@ -145,7 +149,7 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
         result = observe(func, args, kwargs, compute)
         if not followed.follow(func, args, kwargs, result) and invented is not None:
             _guess(func, args, result)
-            _bound(func, args, result)
+            _bound(func, args, kwargs, result)
         return result
 
     return watched
@@ -285,22 +289,17 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 }
 
 _BELOW = "_overspill_below"  # on a fake tensor of positions: how many there are
-_POSITIONS: dict[
-    Any, tuple[int, int | None]
-] = {  # which argument is the dimension that they are along, and its default
-    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), (1, None)),
-    aten.topk.default: (2, -1),
-}
+_POSITIONS = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.topk.default}
+"""Ops whose last result is positions along a dimension."""
 
 
-def _bound(func: Any, args: Any, result: Any) -> None:
+def _bound(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Note on `result`, if it has positions along a dimension, the size of that dimension."""
     first = args[0] if args and isinstance(args[0], FakeTensor) else None
     if first is None:
         return
     if func in _POSITIONS:
-        index, default = _POSITIONS[func]
-        dim = args[index] if len(args) > index else default
+        dim = argument(func, args, kwargs, "dim")
         positions = result[1] if isinstance(result, (list, tuple)) else result
         setattr(positions, _BELOW, first.numel() if dim is None or not first.dim() else first.shape[dim])
     elif hasattr(first, _BELOW) and isinstance(result, FakeTensor) and (func.is_view or func in _HANDED_ON):

@@ -1,0 +1,53 @@
+"""What an op's schema says of a call: its arguments by their names, and those that it writes.
+
+`args` and `kwargs` are what an op is called with, in a dispatch or in an FX node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@cache
+def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
+    """Position and default of each argument of `op`, by its name."""
+    return {a.name: (position, a.default_value) for position, a in enumerate(op._schema.arguments)}
+
+
+@cache
+def _written(op: Any) -> tuple[str, ...]:
+    """The names of the arguments that `op` writes in place."""
+    return tuple(a.name for a in op._schema.arguments if a.is_write)
+
+
+def position_of(op: Any, name: str) -> int | None:
+    """The position of an argument of `op`; None if it has none of this name."""
+    return _parameters(op).get(name, (None, None))[0]
+
+
+def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """One argument of a call of `op`, or its default."""
+    position, default = _parameters(op)[name]
+    return args[position] if position < len(args) else kwargs.get(name, default)
+
+
+def node_argument(node: fx.Node, name: str) -> Any:
+    """One argument of a node that calls an op, or its default."""
+    return argument(node.target, node.args, node.kwargs, name)
+
+
+def arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `op` by their names, defaults included."""
+    return {name: argument(op, args, kwargs, name) for name in _parameters(op)}
+
+
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a call of `op` writes in place; none of a callable without a schema."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return []
+    return [argument(op, args, kwargs, name) for name in _written(op)]
