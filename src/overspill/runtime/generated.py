@@ -1,7 +1,10 @@
-"""Writes a lowered program as one Python function, which runs it at the least cost to the host.
+"""Write a lowered program as one Python function, which runs it at the least cost to the host.
 
 A call of the function costs no more than its ops: each instruction is a line, each value a local variable, deleted after
-its last use. Where an error stopped it is told by the line, and what it had then by its variables.
+its last use. The line of an error's traceback says where it stopped, and the variables of that frame what it had then.
+
+Known limits: this relies on `tb_lineno` and on a frame's `f_locals`, which Python keeps for a debugger. A debugger that
+sets variables of the frame changes the run. Writing and compiling takes 60 µs an instruction.
 """
 
 from __future__ import annotations
