@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,10 @@ def test_a_header_alone_is_a_trace_without_blocks(tmp_path: Path) -> None:
         (PLAIN + '"c,0,1,2\n', "line 4: unexpected end of data; cells are separated by commas"),
         (PLAIN + "c,0,1,9000000000000000000\n", "times, or sizes in all, reach 2**62"),
         (PLAIN + f"c,0,{1 << 62},1\n", "times, or sizes in all, reach 2**62"),
+        (PLAIN + f"c,{-1 << 63},0,1\n", "times, or sizes in all, reach 2**62"),
+        (f"id,lower,end,size\na,0,{(1 << 63) - 1},1\n", "times, or sizes in all, reach 2**62"),
+        (f"id,lower,upper,size,gaps\na,0,{(1 << 63)},1,\n", "times, or sizes in all, reach 2**62"),
+        (PLAIN + "".join(f"b{i},0,4,900000000000000000\n" for i in range(9)), "times, or sizes in all, reach 2**62"),
         (PLAIN + f"c,0,1,{'9' * 5000}\n", "line 4: size is '9999999999999999999999999999999999999999…'"),
         ("id,lower,upper,size,alignment\na,0,1,2,0\n", "line 2: block 'a': alignment 0 is below 1"),
         ("id,lower,upper,size,alignment,offset\na,0,1,2,8,4\n", "offset 4 is not a multiple of the alignment 8"),
@@ -160,14 +166,61 @@ def test_a_device_is_only_for_snapshots(tmp_path: Path) -> None:
     assert "only those have devices" in refusal(write(tmp_path, PLAIN), device=0)
 
 
+@st.composite
+def tables(draw: st.DrawFn) -> str:
+    """CSV with columns in any order, blanks, quotes, other line ends, and cells left out where they may be."""
+    columns = ["id", draw(st.sampled_from(["lower", "Start "])), draw(st.sampled_from(["upper", "end"])), "size"]
+    columns += draw(st.lists(st.sampled_from(["alignment", "offset", "space", "hint"]), unique=True))
+    columns = draw(st.permutations(columns))
+    lines = [",".join(columns)]
+    for i in range(draw(st.integers(0, 6))):
+        start = draw(st.integers(-3, 9))
+        cells = {
+            "id": draw(st.sampled_from([f"b{i}", f" b {i}", f"{i}", f"\u00e4{i}", f'"{i}, ""b"""'])),
+            "size": str(draw(st.integers(0, 10**12))),
+            "alignment": draw(st.sampled_from(["", "1", "4"])),
+            "offset": draw(st.sampled_from(["", "-1"])),
+            "space": draw(st.sampled_from(["", "0", "3"])),
+            "hint": draw(st.sampled_from(["", "-1", "x"])),
+            "lower": f"{start}",
+            "Start ": f" +{start} " if start >= 0 else str(start),
+            "upper": str(start + 3),
+            "end": str(start + 3),
+        }
+        lines.append(",".join(cells[column] for column in columns))
+        if draw(st.booleans()):
+            lines.append("")
+    return draw(st.sampled_from(["\n", "\r\n", "\r"])).join(lines) + draw(st.sampled_from(["", "\n"]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=tables(), seed=st.integers(0, 9))
+def test_columns_read_at_once_are_those_read_cell_by_cell_and_no_cell_is_lost(text: str, seed: int) -> None:
+    table, columns = parse_table(text, "x")
+    rows = [row for row in csv.reader(io.StringIO(text, newline="")) if any(row)]
+    # A column of gaps is read cell by cell.
+    again = io.StringIO()
+    csv.writer(again).writerows([[*rows[0], "gaps"], *([*row, ""] for row in rows[1:])])
+    slow, one_by_one = parse_table(again.getvalue(), "x")
+    assert columns.trace(table.names) == one_by_one.trace(slow.names)
+    # With offsets all other cells stay.
+    draw = random.Random(seed)
+    offsets = [str(draw.randrange(10**9)) for _ in table.names]
+    written = list(csv.reader(io.StringIO(table.with_offsets([int(offset) for offset in offsets]), newline="")))
+    at = rows[0].index("offset") if "offset" in rows[0] else len(rows[0])
+    expected = [[*row[:at], value, *row[at + 1 :]] for row, value in zip(rows, ["offset", *offsets], strict=True)]
+    assert written == expected
+
+
 @given(traces())
 @settings(max_examples=30)
 def test_a_trace_as_table_means_the_same_blocks(trace: Trace) -> None:
     table = BlockTable.of(trace)
-    again, blocks = parse_table(table.text, "x")
+    again, columns = parse_table("\n".join([",".join(table.header), *table.lines]), "x")
     assert again == table
-    assert [b.pieces for b in blocks.blocks] == [b.pieces for b in trace.blocks]
-    assert [(b.name, b.nbytes, b.alignment, b.space) for b in blocks.blocks] == [
+    blocks = columns.trace(table.names).blocks
+    assert [b.pieces for b in blocks] == [b.pieces for b in trace.blocks]
+    assert [(b.name, b.nbytes, b.alignment, b.space) for b in blocks] == [
         (str(b.id), b.nbytes, b.alignment, b.space) for b in trace.blocks
     ]
 

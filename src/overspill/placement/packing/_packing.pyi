@@ -1,7 +1,5 @@
 """The native offline solvers (native/packing/)."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,19 +32,7 @@ def merges(
 ) -> tuple[NDArray[np.int64], list[float]]:
     """Boxes of two (native/packing/boxes.hpp): of each first, second, start, end, bytes and shift in one row; the waste."""
 
-# What is read, written and checked (native/packing/files_binding.cpp has these)
-
-def read_rows(text: bytes, at: int, cells: int, places: Sequence[int]) -> list[NDArray[np.int64]] | None:
-    """The columns of a plain CSV from the byte `at` on, None if it is not plain: for native/packing/csv_rows.hpp's roles.
-
-    `places` are the cells of id, lower, upper, size, alignment, offset and space, -1 for one that is not there. Of ids
-    there is the byte where each begins; then come where it ends, and where its line begins and ends.
-    """
-
-def with_offsets(
-    text: bytes, line: NDArray[np.int64], line_end: NDArray[np.int64], offsets: NDArray[np.int64], place: int
-) -> bytes:
-    """The lines with the offsets in the cell `place`, behind all others if it is negative."""
+# The check of layouts (native/packing/check_binding.cpp)
 
 def check_layout(
     start: NDArray[np.int64],
@@ -57,7 +43,7 @@ def check_layout(
     gap_start: NDArray[np.int64],
     gap_end: NDArray[np.int64],
 ) -> tuple[tuple[int, int] | None, int]:
-    """Two blocks that overlap (None: there are none), and the most live bytes, counted anew."""
+    """Two blocks that overlap (None: there are none), and the most live bytes, counted again."""
 
 # The exact search (native/packing/exact_binding.cpp)
 

@@ -99,6 +99,21 @@ class Columns:
             )
         )
 
+    def only(self, blocks: Integers) -> Columns:
+        """Some blocks, at these positions."""
+        gaps, first = self.gaps_of(blocks)
+        return Columns(
+            self.start[blocks],
+            self.end[blocks],
+            self.nbytes[blocks],
+            self.alignment[blocks],
+            self.pinned[blocks],
+            self.space[blocks],
+            first,
+            self.gap_start[gaps],
+            self.gap_end[gaps],
+        )
+
     def gaps_of(self, blocks: Integers) -> tuple[Integers, Integers]:
         """Gap rows of some blocks, and where those of each begin."""
         counts = np.diff(self.gap_first)[blocks]
@@ -127,7 +142,7 @@ class Columns:
             pairs = tuple(zip(self.gap_start[gaps].tolist(), self.gap_end[gaps].tolist(), strict=True))
             raise RequestError(f"block {i} lives in [{self.start[i]}, {self.end[i]}) with gaps {pairs}")
         # Alignments and pins agree.
-        bad = self.alignment < 1
+        bad = (self.alignment < 1) | (self.pinned < ANYWHERE)
         bad |= (self.pinned != ANYWHERE) & (self.pinned % np.maximum(self.alignment, 1) != 0)
         if (flawed := np.flatnonzero(bad)).size:
             i = int(flawed[0])

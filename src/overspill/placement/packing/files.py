@@ -17,7 +17,6 @@ from overspill.core.files import read_whole, write_whole
 from overspill.placement.snapshot import recorded_blocks, snapshot_in
 
 from .columns import Columns
-from .rows import Rows, plain_rows
 from .table import BlockTable, parse_table, refuse_flaw, refuse_pinned_overlap, refuse_too_large
 
 KINDS = "a CSV of blocks (id,lower,upper,size), a saved Trace (JSON) or a PyTorch memory snapshot (pickle)"
@@ -33,22 +32,22 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class TraceFile:
     """Blocks read from `path` ("-": standard input), and the file's kind.
 
-    `table` has the cells of a CSV. `addresses` are where the blocks of a snapshot lay, by position.
+    `table` has the lines of a CSV. `addresses` are where the blocks of a snapshot were, by position.
     """
 
     path: Path
     kind: Literal["csv", "trace", "snapshot"]
     columns: Columns
-    table: BlockTable | Rows | None = None
+    table: BlockTable | None = None
     known: Trace | None = None
     addresses: tuple[int, ...] = ()
 
     @cached_property
     def trace(self) -> Trace:
-        """The blocks as a Trace, made on demand for a plain CSV."""
-        if self.known is not None:
-            return self.known
-        return self.columns.trace(self.table.names if isinstance(self.table, Rows) else ())
+        """The blocks as a Trace, made on demand for a CSV."""
+        return (
+            self.columns.trace(self.table.names if self.table is not None else ()) if self.known is None else self.known
+        )
 
     @property
     def lower_bound_bytes(self) -> int:
@@ -57,11 +56,9 @@ class TraceFile:
 
     def label(self, position: int) -> str:
         """A block's id as in the file, and for a snapshot who allocated it."""
-        if isinstance(self.table, Rows):
-            return self.table.name(position)
+        if self.table is not None:
+            return self.table.names[position]
         block = self.trace.blocks[position]
-        if self.kind == "csv":
-            return block.name
         return f"{block.id}, {block.name}" if block.name else str(block.id)
 
 
@@ -82,7 +79,7 @@ def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
     begins = plain[:_MOST_BLANK].lstrip() or plain.lstrip()
     if not begins:
         raise RequestError(f"{where} is empty; what can be packed is {KINDS}")
-    # A snapshot, a saved trace, a plain CSV, or another CSV.
+    # A snapshot, a saved trace, or a CSV.
     if content.startswith(_PICKLES):
         trace, addresses = _recorded(content, where, device)
         return TraceFile(where, "snapshot", Columns.of(trace), None, trace, addresses)
@@ -91,10 +88,8 @@ def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
     if begins.startswith(_JSONS):
         trace = _saved_trace(plain.lstrip(), where)
         return TraceFile(where, "trace", Columns.of(trace), None, trace)
-    if (rows := plain_rows(plain, where)) is not None:
-        return TraceFile(where, "csv", rows[1], rows[0])
-    table, trace = parse_table(_text(content, where), where)
-    return TraceFile(where, "csv", Columns.of(trace), table, trace)
+    table, columns = parse_table(_text(content, where), where)
+    return TraceFile(where, "csv", columns, table)
 
 
 def write_layout(path: str | Path, read: TraceFile, layout: Layout) -> None:
@@ -103,11 +98,8 @@ def write_layout(path: str | Path, read: TraceFile, layout: Layout) -> None:
     All other columns of a CSV stay as they were. Of a snapshot there are the names, streams and addresses. The file is
     there as a whole or, where writing fails, as it was before. Raises RequestError then.
     """
-    if isinstance(read.table, Rows):
-        write_whole(path, read.table.with_offsets(layout.offsets))
-        return
     table = read.table or BlockTable.of(read.trace, read.addresses)
-    write_whole(path, table.with_offsets(layout.offsets).text)
+    write_whole(path, table.with_offsets(layout.offsets))
 
 
 def _standard_input() -> bytes:

@@ -14,14 +14,18 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from overspill.core import Block, Layout, Trace
 from overspill.core.errors import InvalidLayout, RequestError
 
+from .columns import ANYWHERE, Columns, Integers
 from .verdict import space_peaks
 
 REQUIRED = ("id", "lower", "upper", "size")
@@ -30,24 +34,35 @@ SYNONYMS = {"start": "lower", "begin": "lower", "end": "upper", "buffer": "id", 
 INCLUSIVE = "end"
 MOST = 1 << 62
 """Limit of times and sizes, whose sums are signed 64-bit numbers in the solvers."""
+_DEFAULTS = {"lower": None, "upper": None, "size": None, "alignment": 1, "offset": ANYWHERE, "space": 0}
+"""What an empty cell of each column of numbers means; None: a number is required."""
+_BLANK = " \t,"
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _MOST_DIGITS = 19
-_GAP = re.compile(r"(-?[0-9]{1,19})-(-?[0-9]{1,19})")
+_GAP = re.compile(r"(-?[0-9]{1,18})-(-?[0-9]{1,18})")
 _MOST_SHOWN = 40
+
+Values = dict[str, Integers]
+"""A column of numbers for each of _DEFAULTS."""
+Gaps = list[tuple[tuple[int, int], ...]]
+"""The gaps of each block, as the file has them."""
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The cells of a CSV of blocks: header, and a row per block."""
+    """A CSV of blocks: its header, and a line per block."""
 
     header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    lines: list[str] = field(repr=False)
+    """CSV, each without a line end."""
+    names: list[str] = field(repr=False)
+    """The id of each block, as in the file."""
 
     @classmethod
     def of(cls, trace: Trace, addresses: Sequence[int] = ()) -> BlockTable:
         """The table of `trace`, without optional columns that are all default.
 
-        `addresses` are where the blocks lay when they were recorded; where they are known there are streams too.
+        `addresses` are where the blocks were when they were recorded. With them the table has streams too.
         """
         blocks = trace.blocks
         columns: dict[str, list[str]] = {
@@ -69,79 +84,49 @@ class BlockTable:
             columns["stream"] = [str(b.stream) for b in blocks]
         if addresses:
             columns["address"] = [str(address) for address in addresses]
-        # A row for each block.
-        return cls(tuple(columns), tuple(zip(*columns.values(), strict=True)))
+        # A line for each block.
+        return cls(tuple(columns), _written(zip(*columns.values(), strict=True)), columns["id"])
 
-    def with_offsets(self, offsets: Sequence[int]) -> BlockTable:
-        """The same cells with the column `offset`, new ones last."""
-        at = next((i for i, name in enumerate(self.header) if _role(name) == "offset"), len(self.header))
-        header = (*self.header[:at], "offset", *self.header[at + 1 :])
-        pairs = zip(self.rows, offsets, strict=True)
-        return BlockTable(header, tuple((*row[:at], str(offset), *row[at + 1 :]) for row, offset in pairs))
+    def with_offsets(self, offsets: Sequence[int]) -> str:
+        """The CSV with the column `offset`, a new one last."""
+        at = next((i for i, name in enumerate(self.header) if _role(name) == "offset"), None)
+        if at is None:
+            header = (*self.header, "offset")
+            lines = [f"{line},{offset}" for line, offset in zip(self.lines, offsets, strict=True)]
+        else:
+            header = self.header
+            rows = zip(csv.reader(self.lines), offsets, strict=True)
+            lines = _written((*row[:at], offset, *row[at + 1 :]) for row, offset in rows)
+        return "\n".join([*_written([header]), *lines, ""])
 
     @property
     def without_effect(self) -> tuple[str, ...]:
         """Columns that have no meaning here."""
-        return without_effect(self.header)
-
-    @property
-    def text(self) -> str:
-        """The CSV."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.header)
-        writer.writerows(self.rows)
-        return out.getvalue()
+        return tuple(name.strip() for name in self.header if _role(name) not in (*REQUIRED, *OPTIONAL))
 
 
-def parse_table(text: str, path: str | Path) -> tuple[BlockTable, Trace]:
-    """The cells of the CSV `text`, and the blocks they mean.
+def parse_table(text: str, path: str | Path) -> tuple[BlockTable, Columns]:
+    """The CSV `text` as a table, and the blocks that it means.
 
-    A block's `name` is its id in the file. Raises RequestError with `path`, the line and what would work.
+    Raises RequestError with `path`, the line, and what would work.
     """
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    rows: list[tuple[int, list[str]]] = []
-    try:
-        rows += ((reader.line_num, row) for row in reader if any(cell.strip() for cell in row))
-    except csv.Error as error:
-        raise _wrong(path, reader.line_num, f"{error}; cells are separated by commas, quotes come in pairs") from None
-    if not rows:
+    numbers, lines, quoted = _lines(text, path)
+    if not lines:
         raise RequestError(f"{path} is empty; a CSV of blocks begins with a line like {','.join(REQUIRED)}")
-    # The header, then a block for each line.
-    line, header = rows[0]
-    places, inclusive = places_of(header, path, line)
-    blocks: list[Block] = []
-    lines: dict[str, int] = {}
-    for line, row in rows[1:]:
-        if len(row) != len(header):
-            raise _wrong(path, line, f"{len(row)} cells under the {len(header)} columns of the first line")
-        try:
-            block = _block(len(blocks), {role: row[at].strip() for role, at in places.items()}, inclusive)
-        except RequestError as error:
-            raise _wrong(path, line, str(error)) from None
-        if (before := lines.setdefault(block.name, line)) != line:
-            raise _wrong(path, line, f"the id {_shown(block.name)} is that of line {before} too; ids must differ")
-        blocks.append(block)
-    # Checks of all blocks together.
-    trace = Trace(tuple(blocks))
-    refuse_too_large(trace, path)
-    pinned = (block for block in blocks if block.pinned is not None)
-    refuse_pinned_overlap((replace(block, id=lines[block.name]) for block in pinned), f"{path}, by line")
-    return BlockTable(tuple(header), tuple(tuple(row) for _, row in rows[1:])), trace
-
-
-def without_effect(header: Sequence[str]) -> tuple[str, ...]:
-    """Columns of `header` that have no meaning here."""
-    return tuple(name.strip() for name in header if _role(name) not in (*REQUIRED, *OPTIONAL))
-
-
-def places_of(header: Sequence[str], path: str | Path, line: int) -> tuple[dict[str, int], bool]:
-    """The column of each role, and whether ends are inclusive.
-
-    Inclusive: a block is still live at its last time.
-    """
-    places = _places(header, path, line)
-    return places, header[places["upper"]].strip().lower() == INCLUSIVE
+    # The header tells the columns.
+    first, *numbers = numbers
+    header = tuple(next(csv.reader(lines[:1])))
+    del lines[0]
+    places, inclusive = _places(header, path, first)
+    # The ids, then all columns of numbers at once. What that refuses is read cell by cell.
+    names = _names(_split(lines, quoted), len(header), places["id"], numbers, path)
+    gaps: Gaps = [()] * len(names)
+    values = None if "gaps" in places else _loaded(lines, places)
+    if values is None:
+        values, gaps = _read_cells(_split(lines, quoted), places, numbers, path)
+    columns = _columns(values, gaps, inclusive)
+    _refuse_flaws(columns, names, numbers, path)
+    return BlockTable(header, lines, names), columns
 
 
 def refuse_flaw(block: Block) -> None:
@@ -171,7 +156,7 @@ def refuse_too_large(trace: Trace, path: str | Path) -> None:
     """Raise RequestError where any layout's addresses may exceed 64 bits."""
     tops = (b.nbytes + b.alignment + (b.pinned or 0) for b in trace.blocks)
     if sum(tops) >= MOST or any(abs(edge) >= MOST for b in trace.blocks for edge in (b.start, b.end, b.space)):
-        raise RequestError(f"{path}: times, or sizes in all, reach 2**62; state them in larger units")
+        raise _too_large(path)
 
 
 def refuse_pinned_overlap(blocks: Iterable[Block], where: str) -> None:
@@ -184,8 +169,145 @@ def refuse_pinned_overlap(blocks: Iterable[Block], where: str) -> None:
         raise RequestError(f"{where}: pinned {error}; write -1 or nothing as the offset of one") from None
 
 
-def _places(header: Sequence[str], path: str | Path, line: int) -> dict[str, int]:
-    """The column of each role in the header."""
+def _written(rows: Iterable[Iterable[object]]) -> list[str]:
+    """Each row as CSV, without a line end."""
+    lines = _Lines()
+    csv.writer(lines, lineterminator="").writerows(rows)
+    return lines
+
+
+class _Lines(list[str]):
+    """The lines that a csv.writer writes."""
+
+    def write(self, line: str) -> None:
+        self.append(line)
+
+
+def _lines(text: str, path: str | Path) -> tuple[list[int], list[str], bool]:
+    """The lines that are not blank, the number of each in the file, and whether the text has quotes."""
+    if '"' not in text:
+        every = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        numbers = [number for number, line in enumerate(every, 1) if line.strip(_BLANK)]
+        return numbers, [every[number - 1] for number in numbers], False
+    # A cell in quotes may have line ends: each row becomes one line.
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        rows = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise _wrong(path, reader.line_num, f"{error}; cells are separated by commas, quotes come in pairs") from None
+    return [number for number, _ in rows], _written(row for _, row in rows), True
+
+
+def _split(lines: list[str], quoted: bool) -> Iterator[list[str]]:
+    """The cells of each line."""
+    return iter(csv.reader(lines, strict=True)) if quoted else (line.split(",") for line in lines)
+
+
+def _names(rows: Iterator[list[str]], width: int, at: int, numbers: list[int], path: str | Path) -> list[str]:
+    """The id of each row. Raises RequestError where a row is not `width` cells wide, or an id is unusable."""
+    names: list[str] = []
+    for row in rows:
+        if len(row) != width:
+            what = f"{len(row)} cells under the {width} columns of the first line"
+            raise _wrong(path, numbers[len(names)], what)
+        names.append(row[at].strip())
+    # Look for the line only where one is wrong.
+    if len({*names}) == len(names) and all(names) and "".join(names).isprintable():
+        return names
+    lines: dict[str, int] = {}
+    for name, line in zip(names, numbers, strict=True):
+        if not name:
+            raise _wrong(path, line, "the id is empty; give every block its own")
+        if not name.isprintable():
+            raise _wrong(path, line, f"the id {_shown(name)} cannot be printed; use letters, digits and signs")
+        if (before := lines.setdefault(name, line)) != line:
+            raise _wrong(path, line, f"the id {_shown(name)} is that of line {before} too; ids must differ")
+    return names
+
+
+def _loaded(lines: list[str], places: Mapping[str, int]) -> Values | None:
+    """All columns of numbers; None where a cell is not a whole number, or empty."""
+    there = [role for role in _DEFAULTS if role in places]
+    try:
+        with warnings.catch_warnings(action="error"):  # no lines, or a fraction in older NumPy
+            loaded = np.loadtxt(
+                lines,
+                np.int64,
+                comments=None,
+                delimiter=",",
+                usecols=[places[role] for role in there],
+                ndmin=2,
+                encoding="utf-8",
+                quotechar='"',
+            )
+    except (ValueError, Warning):
+        return None
+    absent = {role: np.full(len(lines), default) for role, default in _DEFAULTS.items() if role not in places}
+    return absent | dict(zip(there, np.ascontiguousarray(loaded.T), strict=True))
+
+
+def _read_cells(
+    rows: Iterable[list[str]], places: Mapping[str, int], numbers: list[int], path: str | Path
+) -> tuple[Values, Gaps]:
+    """The columns of numbers and the gaps, cell by cell. Raises RequestError with the line."""
+    values: dict[str, list[int]] = {role: [] for role in _DEFAULTS}
+    gaps: Gaps = []
+    for line, row in zip(numbers, rows, strict=True):
+        cells = {role: row[at].strip() for role, at in places.items()}
+        try:
+            for role, default in _DEFAULTS.items():
+                values[role].append(_whole(role, cells.get(role, ""), default))
+            gaps.append(tuple(_gaps(cells.get("gaps", ""))))
+        except RequestError as error:
+            raise _wrong(path, line, str(error)) from None
+    try:
+        return {role: np.array(column, dtype=np.int64) for role, column in values.items()}, gaps
+    except OverflowError:
+        raise _too_large(path) from None
+
+
+def _columns(values: Values, gaps: Gaps, inclusive: bool) -> Columns:
+    """The blocks; `inclusive`: they and their gaps last until after their ends."""
+    every = np.array([gap for of_block in gaps for gap in of_block], dtype=np.int64).reshape(-1, 2)
+    return Columns(
+        start=values["lower"],
+        end=values["upper"] + inclusive,
+        nbytes=values["size"],
+        alignment=values["alignment"],
+        pinned=values["offset"],
+        space=values["space"],
+        gap_first=np.cumsum([0, *map(len, gaps)]),
+        gap_start=every[:, 0].copy(),
+        gap_end=every[:, 1] + inclusive,
+    )
+
+
+def _refuse_flaws(columns: Columns, names: list[str], numbers: list[int], path: str | Path) -> None:
+    """Raise RequestError with the line of a block that can be placed nowhere, or clashes with another."""
+    # Sums of sizes, exactly where they may be too large.
+    tops = columns.nbytes.astype(np.float64) + columns.alignment + np.maximum(columns.pinned, 0)
+    edges = (np.abs(edge.astype(np.float64)).max(initial=0) for edge in (columns.start, columns.end, columns.space))
+    if tops.sum() >= MOST / 2 or max(edges) >= MOST:
+        refuse_too_large(columns.trace(), path)
+    try:
+        columns.refuse_flaws()
+    except RequestError:
+        for line, block in zip(numbers, columns.trace(names).blocks, strict=True):
+            try:
+                refuse_flaw(block)
+            except RequestError as error:
+                raise _wrong(path, line, f"block {_shown(block.name)}: {error}") from None
+    # Pinned blocks.
+    held = np.flatnonzero(columns.pinned != ANYWHERE)
+    try:
+        columns.only(held).refuse_overlaps(columns.pinned[held])
+    except InvalidLayout:
+        blocks = (replace(block, id=numbers[block.id]) for block in columns.trace().blocks)
+        refuse_pinned_overlap(blocks, f"{path}, by line")
+
+
+def _places(header: Sequence[str], path: str | Path, line: int) -> tuple[dict[str, int], bool]:
+    """The column of each role, and whether a block is still live at the last time of its line."""
     places: dict[str, int] = {}
     for at, name in enumerate(header):
         role = _role(name)
@@ -198,7 +320,8 @@ def _places(header: Sequence[str], path: str | Path, line: int) -> dict[str, int
     if missing:
         what = f"no column {' and no column '.join(map(repr, missing))}"
         raise _wrong(path, line, f"{what}; a CSV of blocks begins with a line like {','.join(REQUIRED)}")
-    return {role: places[role] for role in (*REQUIRED, *OPTIONAL) if role in places}
+    known = {role: places[role] for role in (*REQUIRED, *OPTIONAL) if role in places}
+    return known, header[places["upper"]].strip().lower() == INCLUSIVE
 
 
 def _role(name: str) -> str:
@@ -206,48 +329,18 @@ def _role(name: str) -> str:
     return SYNONYMS.get(plain, plain)
 
 
-def _block(position: int, cells: Mapping[str, str], inclusive: bool) -> Block:
-    """The block of one line's cells. Raises RequestError without the line."""
-    # The id must be there and printable.
-    if not cells["id"]:
-        raise RequestError("the id is empty; give every block its own")
-    if not cells["id"].isprintable():
-        raise RequestError(f"the id {_shown(cells['id'])} cannot be printed; use letters, digits and signs")
-    # Read all cells, then check the block.
-    pinned = _optional("offset", cells, -1)
-    block = Block(
-        position,
-        _whole("lower", cells["lower"]),
-        _whole("upper", cells["upper"]) + inclusive,
-        _whole("size", cells["size"]),
-        name=cells["id"],
-        alignment=_optional("alignment", cells, 1),
-        pinned=None if pinned == -1 else pinned,
-        gaps=tuple(_gaps(cells.get("gaps", ""), inclusive)),
-        space=_optional("space", cells, 0),
-    )
-    try:
-        refuse_flaw(block)
-    except RequestError as error:
-        raise RequestError(f"block {_shown(block.name)}: {error}") from None
-    return block
-
-
-def _gaps(cell: str, inclusive: bool) -> Iterable[tuple[int, int]]:
+def _gaps(cell: str) -> Iterable[tuple[int, int]]:
     for gap in cell.split():
         found = _GAP.fullmatch(gap)
         if found is None:
             windows = "; windows within gaps are not known here" if "@" in gap else ""
             raise RequestError(f"{_shown(gap)} in gaps is not a pair of times like 3-5{windows}")
-        yield int(found[1]), int(found[2]) + inclusive
+        yield int(found[1]), int(found[2])
 
 
-def _optional(column: str, cells: Mapping[str, str], default: int) -> int:
-    cell = cells.get(column)
-    return _whole(column, cell) if cell else default
-
-
-def _whole(column: str, cell: str) -> int:
+def _whole(column: str, cell: str, default: int | None) -> int:
+    if default is not None and not cell:
+        return default
     if _WHOLE.fullmatch(cell) is None:
         raise RequestError(f"{column} is {_shown(cell)}, which is not a whole number like 1048576")
     if len(cell.lstrip("+-0")) > _MOST_DIGITS:
@@ -261,3 +354,7 @@ def _shown(text: str) -> str:
 
 def _wrong(path: str | Path, line: int, what: str) -> RequestError:
     return RequestError(f"{path}, line {line}: {what}")
+
+
+def _too_large(path: str | Path) -> RequestError:
+    return RequestError(f"{path}: times, or sizes in all, reach 2**62; state them in larger units")
