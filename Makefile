@@ -27,10 +27,10 @@ sanitize: $(READY)  ## the native core under sanitizers, with warnings as errors
 
 # An environment of its own with PyTorch's CUDA build, which has several GB. The headers of NVIDIA's libraries come with it.
 REHEARSAL := build/gpu-rehearsal
-REHEARSAL_PACKAGES := torch==2.11.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
+REHEARSAL_PACKAGES := torch===2.13.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
   highspy hypothesis msgspec numpy pytest rich typer
 STAND_IN := native/tests/gpu_stand_in
-gpu-rehearsal: $(REHEARSAL)/lib/libcuda.so.1  ## the CUDA path on a stand-in GPU: no numbers, but order, sizes and errors
+gpu-rehearsal: $(REHEARSAL)/lib/libcuda.so.1  ## the CUDA path on a stand-in GPU: no numbers, but order, calls and errors
 	$(STAND_IN)/run -m pytest -q -p no:logging tests/gpu_rehearsal --record bench/results/gpu_rehearsal.json
 
 $(REHEARSAL)/lib/libcuda.so.1: $(REHEARSAL)/.ready $(wildcard $(STAND_IN)/*.[chd]*)
@@ -38,10 +38,8 @@ $(REHEARSAL)/lib/libcuda.so.1: $(REHEARSAL)/.ready $(wildcard $(STAND_IN)/*.[chd
 
 $(REHEARSAL)/.ready: $(READY)
 	$(PYTHON) -m venv $(REHEARSAL)/venv
-	grep -v '^torch==' constraints.txt > $(REHEARSAL)/constraints.txt
-	$(REHEARSAL)/venv/bin/python -m pip install -q --disable-pip-version-check -c $(REHEARSAL)/constraints.txt \
-	  $(REHEARSAL_PACKAGES)
-	$(REHEARSAL)/venv/bin/python -m pip install -q --disable-pip-version-check --no-deps -c $(REHEARSAL)/constraints.txt -e $(PAPERS)
+	$(REHEARSAL)/venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(REHEARSAL_PACKAGES)
+	$(REHEARSAL)/venv/bin/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt -e $(PAPERS)
 	touch $@
 
 lint: $(READY)

@@ -1,17 +1,14 @@
 """The lines of a GPU campaign as tables for the docs, and what each figure decides.
 
-    python bench/gpu_report.py FILE… [--decisions] [--outcomes OUT]
+    python bench/gpu_report.py FILE… [--decisions]
 
 Markdown on standard output. Every rule says its threshold, whether it holds, by which figures, and what to do where it
-does not. A record of the CPU or of a stand-in is called one. `--outcomes` writes how each experiment ended, without its
-figures, as JSON: what a rehearsal leaves for the record. The exit code is 1 where a rule is crossed or an experiment
-failed.
+does not. A record of the CPU or of a stand-in is called one. The exit code is 1 where a rule is crossed or an experiment failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -83,37 +80,17 @@ def report(known: Sequence[Line]) -> tuple[str, bool]:
     return "\n\n".join(parts), crossed or failed
 
 
-def outcomes(known: Sequence[Line]) -> str:
-    """How each experiment ended, by status, as JSON behind what the lines were recorded on."""
-    ended: dict[str, list[str]] = {status: [] for status in lines.STATUSES}
-    why = {}
-    for name, line in lines.latest(known).items():
-        ended[line.status].append(name)
-        if line.error:
-            why[name] = lines.reason(line.error)[:300]
-    record = {
-        "recorded_on": machine(known),
-        "dates": sorted({line.date[:10] for line in known}),
-        "ended": {status: names for status, names in ended.items() if names},
-        "why": why,
-    }
-    return json.dumps(record, indent=1) + "\n"
-
-
 def main() -> None:
     """Print the report, or only the decisions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what gpu_campaign.py wrote")
     parser.add_argument("--decisions", action="store_true", help="no tables of figures")
-    parser.add_argument("--outcomes", type=Path, metavar="OUT", help="write how each experiment ended, as JSON")
     asked = parser.parse_args()
     try:
         known = lines.read(asked.files)
         if not known:
             parser.error("there is no line in it")
         text, acts = report(known)
-        if asked.outcomes:
-            asked.outcomes.write_text(outcomes(known), encoding="utf-8")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(decided(tables.figures_of(known))[0] if asked.decisions else text)

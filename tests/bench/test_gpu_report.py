@@ -4,7 +4,6 @@
 """
 
 import importlib
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -144,15 +143,6 @@ def test_the_command_prints_every_table_and_what_did_not_finish() -> None:
     for title in ("What it decides", "Costs", "Bits", "Peaks", "Step times: gpt2", "Estimates"):
         assert f"## {title}\n\n|" in said.stdout
     assert "| 6-resnet50-eager | failed | RuntimeError: made up, to be shown |" in said.stdout
-
-
-def test_the_outcomes_have_every_experiment_and_no_figure(gpu: ModuleType, tmp_path: Path) -> None:
-    report(str(SYNTHETIC), "--outcomes", str(tmp_path / "out.json"))
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert set(record) == {"recorded_on", "dates", "ended", "why"}
-    assert record["recorded_on"].startswith("Recorded on SYNTHETIC")
-    assert record["why"]["6-resnet50-eager"] == "RuntimeError: made up, to be shown"
-    assert sum(map(len, record["ended"].values())) == len(gpu.lines.read([SYNTHETIC]))
 
 
 def test_a_file_that_is_no_campaign_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
+from overspill.core.errors import UnsupportedError
 from overspill.job import Job
 from overspill.models import load
 from overspill.policies import POLICIES
@@ -123,7 +124,32 @@ def test_inductors_kernels_take_inputs_that_are_not_aligned(whole_step: bool, de
 
     if whole_step:
         model, optimizer = made()
-        ours = losses(overspill.train_step(model, loss, optimizer, backend="inductor"))
+        step = overspill.train_step(model, loss, optimizer, backend="inductor")
+        ours, plans = losses(step), step.plans
     else:
-        ours = losses(loop(overspill.compile(loss, backend="inductor")))
+        compiled = overspill.compile(loss, backend="inductor")
+        ours, plans = losses(loop(compiled)), compiled.overspill.plans
     assert ours == losses(loop(torch.compile(loss)))
+    assert any(op.name.startswith("triton_") for op in plans[0].graph.ops)
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_recurrent_layers_of_cudnn_are_refused_with_what_works(
+    whole_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.GRU(16, 16).cuda(), torch.randn(4, 2, 16, device="cuda")
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[0].square().mean()
+
+    def trained() -> Tensor:
+        if whole_step:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            return overspill.train_step(model, loss, optimizer, budget="smallest")(x)
+        return loss(overspill.compile(model, budget="smallest"), x)
+
+    with pytest.raises(UnsupportedError, match="cudnn"):
+        trained()
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    torch._dynamo.reset()
+    trained()

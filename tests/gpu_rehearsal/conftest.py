@@ -23,10 +23,7 @@ ABOUT = (
 
 
 class Record:
-    """What the checks found, for one file; checks that were not run keep what stood there.
-
-    So does `before`: what cards and host work were when the rehearsal was first run.
-    """
+    """What the checks found, for one file; checks that were not run keep what stood there."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -42,11 +39,11 @@ class Record:
         import torch
 
         versions = {
-            "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+            "torch": torch.__version__, "cuda": torch.version.cuda,
             "python": platform.python_version(), "numpy": version("numpy"),
         }  # fmt: skip
         checks = dict(sorted((earlier.get("checks", {}) | self.checks).items()))
-        found = {"about": ABOUT, "versions": versions, "before": earlier.get("before", {}), "checks": checks}
+        found = {"about": ABOUT, "versions": versions, "checks": checks}
         self._path.write_text(json.dumps(found, indent=1) + "\n")
 
 

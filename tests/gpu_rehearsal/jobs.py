@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import overspill
-from overspill.models import BuiltModel, load, optimizer_named
+from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 from overspill.runtime.compiled.compile import compile_in
@@ -20,9 +20,9 @@ from overspill.runtime.options import Options
 
 DOORS = ("compile", "train_step")
 
-torch.backends.cuda.enable_cudnn_sdp(
-    False
-)  # cuDNN's attention is not in the stand-in; PyTorch then takes its own kernels
+# The stand-in has no cuDNN: PyTorch takes its own kernels.
+torch.backends.cudnn.enabled = False
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Job:
 @contextmanager
 def job(
     door: str,
-    model: str | Callable[[], BuiltModel],
+    model: str,
     batch: int,
     budget: str | float | None,
     *,
@@ -45,29 +45,19 @@ def job(
     small: bool = False,
     policy: str = "auto",
     tracker: Any = None,
-    device: str = "cuda",
-    autocast: bool = False,
 ) -> Iterator[Job]:
-    """A managed job; with the door `plain` one of PyTorch alone. `autocast`: its forward and loss in bfloat16 where that is usual."""
-
-    def region() -> AbstractContextManager[None]:
-        return torch.autocast("cuda", torch.bfloat16, enabled=autocast)
-
+    """Make a managed job ready; with the door `plain` one of PyTorch alone."""
     torch.manual_seed(0)
-    loaded = load(model, small=small) if isinstance(model, str) else model()
-    step = TrainingStep(loaded).to(device)
-    inputs = tuple(t.to(device) for t in loaded.make_batch(batch))
+    loaded = load(model, small=small)
+    step = TrainingStep(loaded).to("cuda")
+    inputs = tuple(t.to("cuda") for t in loaded.make_batch(batch))
     made = optimizer_named(optimizer)(step.parameters())
     if door == "train_step":
         whole = overspill.train_step(loaded.module, loaded.loss, made, budget=budget, policy=policy)
         whole.tracker = tracker
 
-        def whole_step() -> torch.Tensor:
-            with region():
-                return whole(*inputs)
-
         try:
-            yield Job(whole_step, lambda: whole.plans[0], whole)
+            yield Job(lambda: whole(*inputs), lambda: whole.plans[0], whole)
         finally:
             whole.close(bring_back=False)
         return
@@ -80,8 +70,7 @@ def job(
 
     def train() -> torch.Tensor:
         made.zero_grad(set_to_none=True)
-        with region():
-            loss = call(*inputs)
+        loss = call(*inputs)
         loss.backward()
         with tracker or nullcontext():
             made.step()

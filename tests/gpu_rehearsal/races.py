@@ -75,15 +75,8 @@ class _Clocks:
         for stream in self.streams.values():
             self.host |= stream.knows
 
-    def free(self, row: int, number: int, first: int, second: int, nbytes: int) -> None:
-        if not second:  # cudaFree waits for the device by itself
-            self.device_done(row, number, first, second, nbytes)
-            return
-        for other, stream in self.streams.items():  # addresses lose their memory: the host writes there, as it were
-            known = self.host[other]
-            self.races += [
-                (stream.row[i], row) for i in _overlapping(stream, known, first, first + nbytes, writes=True)
-            ]
+    free = device_done
+    """cudaFree waits for the device by itself."""
 
     def _touch(self, row: int, number: int, begin: int, nbytes: int, *, writes: bool) -> None:
         if not begin or not nbytes:

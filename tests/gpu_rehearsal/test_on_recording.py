@@ -24,7 +24,7 @@ from overspill.report.tracing.plan_trace import LIVE
 from overspill.report.tracing.run_trace import MEASURED
 
 STEPS = 3
-JOB = ("gpt2", 8, 0.8)
+JOB = ("gpt2", 8, "smallest")
 
 
 def logged(it: Job) -> Any:

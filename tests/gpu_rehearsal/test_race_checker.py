@@ -63,17 +63,11 @@ def test_reads_and_neighbours_do_not_race() -> None:
     assert not find_races(log_of(WRITE, ("copy", COMPUTE, SLOT, X, SIZE))).races  # one stream
 
 
-@pytest.mark.parametrize("sync", ["stream_done", "device_done", "event_done"])
+@pytest.mark.parametrize("sync", ["stream_done", "device_done", "event_done", "free"])
 def test_what_the_host_knows_orders_what_it_launches(sync: str) -> None:
     row = (sync, 0 if sync == "event_done" else OUTWARD, 10)
     assert not find_races(log_of(LEAVES, ("record", OUTWARD, 10), row, WRITE)).races
     assert find_races(log_of(LEAVES, ("record", OUTWARD, 10), WRITE, row)).races == [(0, 2)]
-
-
-def test_memory_that_is_freed_under_a_copy() -> None:
-    mapping_only = 1
-    assert not find_races(log_of(LEAVES, ("free", COMPUTE, X, 0, SIZE), WRITE)).races  # cudaFree waits
-    assert find_races(log_of(LEAVES, ("free", COMPUTE, X, mapping_only, SIZE))).races == [(0, 1)]
 
 
 def test_an_event_stands_for_what_came_before_it() -> None:

@@ -16,12 +16,15 @@ from overspill.core.errors import StoreError, is_out_of_memory
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store
 
+WITHIN: dict[str, Any] = {"budget": "smallest", "policy": "lms"}
+"""A plan that swaps, and takes no long search."""
 
-def a_step(device: str = "cuda", budget: str | float = 0.85) -> tuple[Any, torch.Tensor]:
+
+def a_step(device: str = "cuda") -> tuple[Any, torch.Tensor]:
     """A whole step that swaps, and its batch."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]
     model = nn.Sequential(*layers).to(device)
-    step = overspill.train_step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()), budget=budget)
+    step = overspill.train_step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()), **WITHIN)
     return step, torch.randn(2048, 512).to(device)
 
 
@@ -54,7 +57,7 @@ def second_device() -> dict[str, Any]:
         step(x, x)
     offloaded = [step.plans[0].offloaded_bytes]
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]).to("cuda:1")
-    compiled = overspill.compile(model, budget="smallest")
+    compiled = overspill.compile(model, **WITHIN)
     for _ in range(3):
         compiled(x).square().mean().backward()
     offloaded.append(compiled.overspill.plans[0].offloaded_bytes)

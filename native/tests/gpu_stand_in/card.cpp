@@ -25,11 +25,6 @@ struct Range {
     int device;
 };
 
-struct Memory {
-    std::size_t used = 0, peak = 0;
-    bool has_context = false;
-};
-
 struct Event {
     bool timed;
     int looks = 0;  // how often it is still to be seen as not passed
@@ -38,9 +33,8 @@ struct Event {
 
 // One lock: the stand-in is for order and counts, and what it costs is far below what a real call costs.
 std::mutex guard;
-std::array<Memory, kMostDevices> memories;
-std::map<Address, Range> blocks;   // cudaMalloc's
-std::map<Address, Range> mapped;   // chunks behind virtual addresses
+std::array<std::size_t, kMostDevices> used_of;
+std::map<Address, Range> blocks;  // cudaMalloc's
 std::map<Address, std::size_t> pinned;
 std::unordered_map<std::uint64_t, Event> events;
 std::unordered_map<std::uint64_t, int> stream_devices;
@@ -64,23 +58,15 @@ double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// The context of a device takes its bytes when the device is used first. `guard` is held.
-Memory& memory(int device) {
+// The bytes that are taken of a device. `guard` is held.
+std::size_t& used(int device) {
     require(device >= 0 && device < settings().devices, "a device that is not there");
-    Memory& found = memories[static_cast<std::size_t>(device)];
-    if (!found.has_context) {
-        found.has_context = true;
-        found.used += settings().context_bytes;
-        found.peak = found.used;
-    }
-    return found;
+    return used_of[static_cast<std::size_t>(device)];
 }
 
 bool take_locked(int device, std::size_t nbytes) {
-    Memory& there = memory(device);
-    if (there.used + nbytes > settings().card_bytes) return false;
-    there.used += nbytes;
-    there.peak = std::max(there.peak, there.used);
+    if (used(device) + nbytes > settings().card_bytes) return false;
+    used(device) += nbytes;
     return true;
 }
 
@@ -119,9 +105,7 @@ const Settings& settings() {
         return Settings{name != nullptr ? name : "NVIDIA H200",
                         static_cast<int>(std::min<std::size_t>(number("STAND_IN_DEVICES", 1), kMostDevices)),
                         number("STAND_IN_CARD_BYTES", std::size_t{140} << 30),
-                        number("STAND_IN_CONTEXT_BYTES", 0),
                         number("STAND_IN_COPY_LIMIT", SIZE_MAX),
-                        number("STAND_IN_CONVOLUTION_WORKSPACE", 0),
                         static_cast<int>(number("STAND_IN_LOOKS", 0))};
     }();
     return found;
@@ -166,60 +150,20 @@ bool free(void* address) {
     const auto [nbytes, device] = found->second;
     log_locked(Kind::kFree, static_cast<std::uint64_t>(device) + 1, found->first, 0, nbytes, 0);
     munmap(address, (nbytes + kLargePage - 1) / kLargePage * kLargePage);
-    memory(device).used -= nbytes;
+    used(device) -= nbytes;
     blocks.erase(found);
     return true;
-}
-
-bool take(int device, std::size_t nbytes) {
-    const std::lock_guard lock(guard);
-    count(Counter::kMallocs);
-    return !fails(Failing::kMalloc) && take_locked(device, nbytes);
-}
-
-void give_back(int device, std::size_t nbytes) {
-    const std::lock_guard lock(guard);
-    count(Counter::kFrees);
-    memory(device).used -= nbytes;
-}
-
-void map_range(int device, Address address, std::size_t nbytes) {
-    const std::lock_guard lock(guard);
-    mapped[address] = {nbytes, device};
-}
-
-void unmap_range(Address address) {
-    const std::lock_guard lock(guard);
-    const auto found = mapped.find(address);
-    log_locked(Kind::kFree, static_cast<std::uint64_t>(found->second.device) + 1, address, 1, found->second.nbytes, 0);
-    mapped.erase(found);
 }
 
 int device_of(const void* address) {
     const std::lock_guard lock(guard);
     if (const auto found = find(blocks, address); found != blocks.end()) return found->second.device;
-    if (const auto found = find(mapped, address); found != mapped.end()) return found->second.device;
     return -1;
 }
 
 std::size_t used_bytes(int device) {
     const std::lock_guard lock(guard);
-    return memory(device).used;
-}
-
-std::size_t peak_bytes(int device) {
-    const std::lock_guard lock(guard);
-    return memory(device).peak;
-}
-
-void reset_peak(int device) {
-    const std::lock_guard lock(guard);
-    memory(device).peak = memory(device).used;
-}
-
-std::size_t live_blocks() {
-    const std::lock_guard lock(guard);
-    return blocks.size() + mapped.size();
+    return used(device);
 }
 
 Registering register_host(void* address, std::size_t nbytes) {
@@ -358,11 +302,6 @@ float milliseconds_between(std::uint64_t begin, std::uint64_t end) {
     return static_cast<float>((last->second.seconds - first->second.seconds) * 1e3);
 }
 
-std::size_t live_events() {
-    const std::lock_guard lock(guard);
-    return events.size();
-}
-
 std::uint64_t event_syncs() { return waited_events; }
 
 void launch(std::uint64_t stream) {
@@ -420,12 +359,8 @@ void stand_in_access(std::uint64_t stream, std::uint64_t address, std::uint64_t 
     stand_in::log(stand_in::Kind::kAccess, stream, address, writes != 0, nbytes, label);
 }
 std::uint64_t stand_in_counter(int which) { return stand_in::counters[static_cast<std::size_t>(which)]; }
-void stand_in_break() { stand_in::broken = true; }
 void stand_in_fail(int what, std::int64_t nth) { stand_in::fail_at(static_cast<stand_in::Failing>(what), nth); }
 std::size_t stand_in_used(int device) { return stand_in::used_bytes(device); }
-std::size_t stand_in_peak(int device) { return stand_in::peak_bytes(device); }
-void stand_in_reset_peak(int device) { stand_in::reset_peak(device); }
 std::size_t stand_in_pinned() { return stand_in::pinned_bytes(); }
-std::size_t stand_in_live_events() { return stand_in::live_events(); }
 std::uint64_t stand_in_event_syncs() { return stand_in::event_syncs(); }
 }

@@ -17,9 +17,7 @@ struct Settings {
     std::string name;
     int devices;
     std::size_t card_bytes;
-    std::size_t context_bytes;
     std::size_t copy_limit_bytes;
-    std::size_t convolution_workspace_bytes;
     int looks;
 };
 const Settings& settings();
@@ -34,7 +32,7 @@ enum class Kind : std::uint32_t {
     kEventDone,    // first: event; the host knows that it has passed
     kDeviceDone,   // the host knows that the device of the stream has done everything
     kMalloc,       // first: address
-    kFree,         // first: address, second: 1 where only a mapping ends, for which no device is waited
+    kFree,         // first: address; the host waits for the device
     kAccess,       // first: address, second: 1 for a write; said by whoever knows what a kernel touches
 };
 
@@ -61,17 +59,8 @@ bool is_broken();
 // Memory of a device; nullptr where it has no room.
 void* allocate(int device, std::size_t nbytes);
 bool free(void* address);
-// Bytes of a device that a chunk behind virtual addresses takes; false where it has no room.
-bool take(int device, std::size_t nbytes);
-void give_back(int device, std::size_t nbytes);
-// Addresses behind which chunks are mapped belong to the device.
-void map_range(int device, Address address, std::size_t nbytes);
-void unmap_range(Address address);
 int device_of(const void* address);  // -1: not a device's memory
 std::size_t used_bytes(int device);
-std::size_t peak_bytes(int device);
-void reset_peak(int device);
-std::size_t live_blocks();
 
 // Page-locked host memory. Registering fails as the driver refuses: a page that is registered already, or on demand.
 enum class Registering { kDone, kShared, kRefused };
@@ -99,7 +88,6 @@ void synchronise_event(std::uint64_t event);
 void synchronise_stream(std::uint64_t stream);
 void synchronise_device(int device);
 float milliseconds_between(std::uint64_t begin, std::uint64_t end);
-std::size_t live_events();
 std::uint64_t event_syncs();
 
 void launch(std::uint64_t stream);

@@ -30,7 +30,7 @@ def _library() -> ctypes.CDLL:
     library.stand_in_log_entries.restype = ctypes.c_void_p
     library.stand_in_access.argtypes = (*(ctypes.c_uint64,) * 3, ctypes.c_int, ctypes.c_uint32)
     library.stand_in_fail.argtypes = (ctypes.c_int, ctypes.c_int64)
-    for name in ("used", "peak", "pinned", "live_events", "leaks"):
+    for name in ("used", "pinned"):
         getattr(library, f"stand_in_{name}").restype = ctypes.c_size_t
     return library
 
@@ -87,28 +87,13 @@ def fail(what: str, nth: int = 1) -> None:
 
 
 def used_bytes(device: int = 0) -> int:
-    """What is taken of the card now, its context too."""
+    """What is taken of the card now."""
     return _library().stand_in_used(device)
-
-
-def peak_bytes(device: int = 0) -> int:
-    """The most that was ever taken of it."""
-    return _library().stand_in_peak(device)
-
-
-def reset_peak(device: int = 0) -> None:
-    """Forget the peak."""
-    _library().stand_in_reset_peak(device)
 
 
 def pinned_bytes() -> int:
     """Host memory that is registered now."""
     return _library().stand_in_pinned()
-
-
-def leaks() -> int:
-    """What was taken through the driver and not given back: blocks, chunks, addresses, events."""
-    return _library().stand_in_leaks()
 
 
 def event_syncs() -> int:

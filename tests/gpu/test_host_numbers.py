@@ -1,4 +1,4 @@
-"""Tensors of the host in a GPU's step: numbers of a distribution, lengths of sounds; and graphs that are given no tensor."""
+"""Tensors of the host in a GPU's step: numbers of a distribution, lengths of sounds, no inputs. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import overspill
 from overspill.runtime.transfer.stores import PinnedStore
+
+pytestmark = pytest.mark.gpu
 
 
 def likelihood(model: nn.Module, x: Tensor) -> Tensor:
