@@ -141,7 +141,8 @@ def test_a_policy_that_gives_no_schedule_is_told_so(monkeypatch: pytest.MonkeyPa
 PLUGIN = """
 from pathlib import Path
 from overspill.models import Entry
-from overspill.placement.allocators.best_fit import BestFitAllocator
+from dataclasses import dataclass
+from overspill.placement.allocators.base import Allocator as BaseAllocator
 from overspill.placement.packing.solvers.skyline import Skyline
 from overspill.policies.in_core import Liveness
 from overspill.runtime.transfer.stores import HostStore
@@ -149,8 +150,19 @@ from overspill.runtime.transfer.stores import HostStore
 class Policy(Liveness):
     name = "other-policy"
 
-class Allocator(BestFitAllocator):
+@dataclass(frozen=True)
+class Config:
+    pass
+
+class Allocator(BaseAllocator):
     name = "other-allocator"
+    config_type = Config
+
+    def _find_block(self, nbytes, stream):
+        return self._segment_malloc(nbytes, stream)
+
+    def _return_block(self, block):
+        self._segment_free(block)
 
 class Store(HostStore):
     name = "other-store"

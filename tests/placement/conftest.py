@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 
 from overspill.core import Mobility
-from overspill.placement import (
-    ALLOCATORS,
-    BestFitConfig,
-    CachingConfig,
-    ChunkedConfig,
-    Events,
-    TwoEndedConfig,
-    allocator_named,
-)
+from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
 from overspill.placement.allocators.base import Allocator
-from overspill_papers.placement import BfcConfig, BuddyConfig, ChainerConfig, CnmemConfig, MxnetConfig
+from overspill_papers.placement import (
+    BestFitConfig,
+    BfcConfig,
+    BuddyConfig,
+    ChainerConfig,
+    ChunkedConfig,
+    CnmemConfig,
+    MxnetConfig,
+    TwoEndedConfig,
+)
 
 MIB = 1 << 20
-IN_BOTH = ("gtbm", "pytorch")
+IN_BOTH = ("pytorch",)
 """Allocators that have a native counterpart."""
 
 

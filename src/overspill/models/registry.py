@@ -39,17 +39,9 @@ def images(family: str, builder: str, name: str, summary: str, *, size: int = 22
     return Entry(name, family, summary, f"images 3x{size}x{size}", builder, "image_size")
 
 
-def _tokens(family: str, builder: str, name: str, summary: str, *, size: int) -> Entry:
+def tokens(family: str, builder: str, name: str, summary: str, *, size: int) -> Entry:
+    """The entry of a model that reads sequences of `size` tokens by default."""
     return Entry(name, family, summary, f"{size} tokens", builder, "seq_len")
-
-
-def _inception(name: str, summary: str) -> Entry:
-    return images("Inception", "inception:build", name, summary, size=299)
-
-
-def _densenet(depth: int, millions: str) -> Entry:
-    summary = f"densely connected network of {depth} layers, {millions} M parameters"
-    return images("DenseNet", "densenet:build", f"densenet{depth}", summary)
 
 
 def _vgg(name: str, summary: str) -> Entry:
@@ -78,10 +70,6 @@ _ENTRIES = (
     _vgg("vgg216", _DEEPER.format(more=40)),
     _vgg("vgg316", _DEEPER.format(more=60)),
     _vgg("vgg416", _DEEPER.format(more=80)),
-    _inception("inception-v3", "factorised Inception with batch norm, 23.8 M parameters"),
-    _inception("inception-v3-aux", "inception-v3 with its auxiliary classifier, 27.2 M parameters"),
-    _inception("inception-v4", "deeper and more uniform than v3, 42.7 M parameters"),
-    _inception("inception-resnet-v2", "Inception blocks as residual branches, 55.8 M parameters"),
     _resnet(18, "11.7"),
     _resnet(34, "21.8"),
     _resnet(50, "25.6"),
@@ -90,23 +78,15 @@ _ENTRIES = (
     images(
         "ResNet", "resnet:build_cifar", "resnet32-cifar", "residual network of 32 layers for CIFAR-10, 0.46 M parameters", size=32
     ),
-    _densenet(121, "8.0"),
-    _densenet(161, "28.7"),
-    _densenet(169, "14.1"),
-    _densenet(201, "20.0"),
     images("U-Net", "unet:build", "unet", "U-Net with padded convolutions, 2 classes per pixel, 31.0 M parameters", size=256),
-    _tokens("LSTM", "lstm:build", "lstm", "language model of 2 LSTM layers of 650 units, 19.8 M parameters", size=35),
-    _tokens(
-        "Seq2seq", "seq2seq:build", "seq2seq", "translation by 4 + 4 LSTM layers with attention, 221.1 M parameters", size=50
-    ),
-    _tokens(
-        "Seq2seq", "seq2seq:build_varied", "seq2seq-varied",
-        "seq2seq on sentences of varied lengths, each batch padded to its longest; seq_len is the most", size=50
-    ),
-    _tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
-    _tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
+    tokens("LSTM", "lstm:build", "lstm", "language model of 2 LSTM layers of 650 units, 19.8 M parameters", size=35),
+    tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
+    tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
 )  # fmt: skip
-_PAPERS = ("overfeat", "googlenet", "googlenet-aux", "deeplabv3plus", "pix2pixhd")
+_PAPERS = (
+    "deeplabv3plus", "densenet121", "densenet161", "densenet169", "densenet201", "googlenet", "googlenet-aux",
+    "inception-resnet-v2", "inception-v3", "inception-v3-aux", "inception-v4", "overfeat", "pix2pixhd", "seq2seq", "seq2seq-varied",
+)  # fmt: skip
 MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for entry in _ENTRIES}, _PAPERS)
 
 

@@ -61,25 +61,6 @@ def classification_loss(module: nn.Module, images: Tensor, labels: Tensor) -> Te
     return F.cross_entropy(module(images), labels)
 
 
-def auxiliary_loss(weight: float) -> Callable[..., Tensor]:
-    """The loss of a module with auxiliary classifiers.
-
-    In training it answers with its logits and those of the auxiliary ones. It is the mean cross entropy of the main
-    classifier plus `weight` times that of each auxiliary one.
-    """
-
-    def loss_of(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        outputs = module(images)
-        if isinstance(outputs, Tensor):  # not in training
-            return F.cross_entropy(outputs, labels)
-        loss = F.cross_entropy(outputs[0], labels)
-        for logits in outputs[1:]:
-            loss = loss + weight * F.cross_entropy(logits, labels)
-        return loss
-
-    return loss_of
-
-
 def resized_grid(have: int, want: int) -> nn.Module:
     """A module that resizes (have, have) maps to (want, want).
 

@@ -6,19 +6,14 @@ device that survives them.
 
 from .allocators.base import Allocator as Allocator
 from .allocators.base import SegmentEvent as SegmentEvent
-from .allocators.best_fit import BestFitConfig as BestFitConfig
 from .allocators.caching_config import CachingConfig as CachingConfig
-from .allocators.chunked import ChunkedConfig as ChunkedConfig
 from .allocators.registry import ALLOCATORS as ALLOCATORS
 from .allocators.registry import allocator_named as allocator_named
 from .allocators.result import Replay as Replay
-from .allocators.two_ended import TwoEndedConfig as TwoEndedConfig
 from .events import ALLOCATE as ALLOCATE
 from .events import FREE as FREE
 from .events import TRY as TRY
 from .events import Events as Events
-from .pool_sizing import PoolSizing as PoolSizing
-from .pool_sizing import size_pool as size_pool
 from .replay import layout_of as layout_of
 from .replay import minimum_capacity as minimum_capacity
 from .replay import replay as replay

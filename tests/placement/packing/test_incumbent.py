@@ -10,11 +10,11 @@ from tests.placement.packing.small_problems import ragged
 
 from overspill.core import Block, Trace
 from overspill.placement.packing import incumbent
-from overspill.placement.packing.base import Limits, SolverFailed
+from overspill.placement.packing.base import Limits
 from overspill.placement.packing.incumbent import Incumbent
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.registry import solver_named
-from overspill.placement.packing.solvers import exact, mip, portfolio
+from overspill.placement.packing.solvers import exact, portfolio
 from overspill.placement.packing.solvers.portfolio import Portfolio
 
 HARD = ragged(400, random.Random(3))
@@ -56,8 +56,7 @@ def test_a_search_that_has_to_gain_something_ends_when_it_does_not(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "what"),
-    [("portfolio", portfolio, "window_bound"), ("exact", exact.Decider, "attempt"), ("mip", mip, "ask")],
+    ("name", "where", "what"), [("portfolio", portfolio, "window_bound"), ("exact", exact.Decider, "attempt")]
 )
 def test_an_interrupt_ends_with_the_best_layout(
     monkeypatch: pytest.MonkeyPatch, name: str, where: object, what: str
@@ -67,18 +66,6 @@ def test_an_interrupt_ends_with_the_best_layout(
     if found.layout is None or not found.optimal:
         assert found.stopped == "interrupted"
     assert found.layout is not None
-
-
-def test_a_failure_of_anothers_solver_is_told_beside_the_best_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise SolverFailed("HiGHS failed: no licence")
-
-    monkeypatch.setattr(mip, "ask", fail)
-    monkeypatch.setattr(mip, "RESTARTS", 0)
-    found = solver_named("mip").solve(HARD.__class__(HARD.blocks[:40]), Limits(time_limit_seconds=5))
-    assert found.layout is not None
-    assert found.stopped in ("HiGHS failed: no licence", "")
-    assert found.optimal or found.stopped
 
 
 def test_an_interrupt_before_there_is_a_layout_is_none_to_hide() -> None:

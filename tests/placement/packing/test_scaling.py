@@ -37,14 +37,3 @@ def test_addresses_scale_with_the_sizes(name: str, data: st.DataObject, factor: 
     assert large.layout is not None
     assert large.layout.offsets == tuple(factor * offset for offset in small.layout.offsets)
     assert large.bound_bytes == factor * small.bound_bytes
-
-
-@pytest.mark.long
-@given(trace=traces(count=5), factor=FACTORS)
-@settings(max_examples=8, deadline=None)
-def test_the_optimum_scales_with_the_sizes(trace: Trace, factor: int) -> None:
-    # A library proves the optimum, but may take any layout that has it.
-    small, large = (solver_named("mip").solve(t) for t in (trace, scaled(trace, factor)))
-    assert small.optimal
-    assert large.optimal
-    assert large.bound_bytes == factor * small.bound_bytes

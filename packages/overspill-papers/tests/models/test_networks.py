@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.test_builtin_models import check_image_size, convolution, convolutions, normalised, on_meta
+from tests.models.test_builtin_models import check_image_size, convolution, convolutions, lstm, normalised, on_meta
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core.errors import RequestError
 from overspill.models import load
+from overspill.models.step import TrainingStep
 
 OVERFEAT = sum(
     convolution(*layer)
@@ -29,12 +30,25 @@ DEEPLAB = (
     + normalised(256, 256, 9)
     + convolution(256, 21, 1)
 )
+SEQ2SEQ = 3 * 50_000 * 1000 + lstm(1000, 1000, 4) + lstm(2000, 1000, 4) + 3 * 1000 * 1000
 DISCRIMINATOR = sum(convolution(*layer, 16) for layer in [(39, 64), (64, 128), (128, 256), (256, 512), (512, 1)])
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        # torchvision 0.28's table of weights
+        ("inception-v3", 23_834_568),
+        ("inception-v3-aux", 27_161_264),
+        ("densenet121", 7_978_856),
+        ("densenet161", 28_681_000),
+        ("densenet169", 14_149_480),
+        ("densenet201", 20_013_928),
+        # timm 1.0's of the same networks: 42.68 M and 55.84 M
+        ("inception-v4", 42_679_816),
+        ("inception-resnet-v2", 55_843_464),
+        # no published count: the sum over the layers that the paper gives
+        ("seq2seq", SEQ2SEQ),
         # OverFeat's Table 4, fast model: 145 M; convnet-benchmarks's layers
         ("overfeat", OVERFEAT),
         # Caffe's bvlc_googlenet, without and with its auxiliary classifiers
@@ -51,7 +65,19 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "image_size"),
-    [("googlenet", 32), ("overfeat", 71), ("overfeat", 256), ("deeplabv3plus", 32), ("deeplabv3plus", 250)],
+    [
+        *[("googlenet", 32), ("overfeat", 71), ("overfeat", 256), ("deeplabv3plus", 32), ("deeplabv3plus", 250)],
+        ("inception-v3", 75),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("densenet121", 32),
+                ("inception-v3-aux", 224),
+                ("inception-v4", 224),
+                ("inception-resnet-v2", 75),
+            )
+        ),
+    ],
 )
 def test_another_image_size_changes_the_images_and_not_the_parameters(name: str, image_size: int) -> None:
     check_image_size(name, image_size)
@@ -62,6 +88,7 @@ def test_another_image_size_changes_the_images_and_not_the_parameters(name: str,
     [
         ("overfeat", 70, ["image_size=70", "overfeat", "71"]),
         ("pix2pixhd", 100, ["image_size=100", "pix2pixhd", "multiple of 16"]),
+        ("inception-v4", 74, ["image_size=74", "inception-v4", "75"]),
     ],
 )
 def test_a_size_that_the_model_cannot_take_is_refused(name: str, side: int, words: list[str]) -> None:
@@ -150,3 +177,54 @@ def test_the_images_of_pix2pixhd_are_twice_as_wide_as_high() -> None:
     assert labels.shape == (2, 6, 48, 96)
     assert images.shape == (2, 3, 48, 96)
     assert labels[:, :5].sum(1).eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["deeplabv3plus", "inception-v3-aux"])
+def test_batch_norm_refuses_a_batch_of_one_where_every_image_has_maps_of_one_pixel(name: str) -> None:
+    with pytest.raises(RequestError, match=r"batch of 2$"):
+        load(name, small=True, image_size=256).make_batch(1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["googlenet-aux", "inception-v3-aux"])
+def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> None:
+    """The others train compiled, in one graph, in tests/runtime/compiled/test_exactness.py."""
+    job = load(name, small=True)
+    step = TrainingStep(job)
+    compiled = torch.compile(TrainingStep(job), fullgraph=True, dynamic=False, backend="aot_eager")
+    batch = job.make_batch(2)
+    torch.manual_seed(0)
+    expected = step(*batch)
+    torch.manual_seed(0)
+    loss = compiled(*batch)
+    loss.backward()
+    assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"), [("inception-v3", 2048), pytest.param("inception-v4", 1536, marks=pytest.mark.long)]
+)
+def test_an_inception_ends_in_maps_of_the_published_size(name: str, channels: int) -> None:
+    with FakeTensorMode():
+        module = load(name).module.eval()
+        middle = module.before(torch.empty(1, 3, 299, 299))
+        assert middle.shape[2:] == (17, 17)
+        assert module.after(middle).shape == (1, channels, 8, 8)
+
+
+def test_the_translator_attends_to_the_whole_source_and_not_ahead_in_the_target() -> None:
+    module = load("seq2seq", small=True).module.eval()
+    source, target = torch.randint(61, (1, 6)), torch.randint(61, (1, 6))
+    before = module(source, target)
+    for tokens, same in ((source, 0), (target, 4)):
+        changed = tokens.clone()
+        changed[0, 4] = (changed[0, 4] + 1) % 61
+        after = module(changed, target) if tokens is source else module(source, changed)
+        torch.testing.assert_close(before[:, :same], after[:, :same])
+        assert all(not torch.equal(before[:, step], after[:, step]) for step in range(same, 6))
+
+
+def test_a_sequence_length_changes_the_tokens_of_the_translator() -> None:
+    *_, tokens, targets = load("seq2seq", small=True, seq_len=17).make_batch(2)
+    assert tokens.shape == targets.shape == (2, 17)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])

@@ -10,7 +10,6 @@ from overspill.core.registry import Registry
 from .base import Solver
 from .solvers.exact import Exact
 from .solvers.greedy import Fit, Greedy
-from .solvers.mip import Mip
 from .solvers.portfolio import Portfolio
 from .solvers.skyline import Skyline
 
@@ -22,9 +21,8 @@ _ALL: tuple[Solver, ...] = (
     *(Skyline(key, guarded=True) for key in ("load", "area", "size", "sections")),
     *(Greedy(key, fit) for fit in _FITS for key in ("size", "lifetime", "area", "conflict", "start")),
     Exact(),
-    Mip(),
 )
-SOLVERS: Registry[Solver] = Registry("solver", "solvers", {solver.name: solver for solver in _ALL})
+SOLVERS: Registry[Solver] = Registry("solver", "solvers", {solver.name: solver for solver in _ALL}, papers=("mip",))
 
 
 def solver_named(name: str = DEFAULT) -> Solver:

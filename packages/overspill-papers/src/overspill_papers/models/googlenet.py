@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overspill.models.built_model import BuiltModel, checked_size
-from overspill.models.vision import auxiliary_loss, classification_loss, image_batches
+from overspill.models.vision import classification_loss, image_batches
+
+from .auxiliary import auxiliary_loss
 
 # Table 1: 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
 _INCEPTION = {

@@ -18,7 +18,7 @@ from statistics import fmean
 
 from overspill.core import LayerType, Op, Phase
 from overspill.core.errors import InfeasibleBudget
-from overspill.placement import size_pool
+from overspill_papers.placement import size_pool
 
 from .claim import Claim
 from .lab import MIB, Lab, Setting

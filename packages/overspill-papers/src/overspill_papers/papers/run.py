@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from overspill.core import Device, Graph, LayerType, Schedule, Timeline, Verb
-from overspill.placement import ALLOCATE, Events, Replay, TwoEndedConfig, replay
-from overspill.placement.allocators.two_ended import TRIAL_POOL_BYTES
+from overspill.placement import ALLOCATE, Events, Replay, replay
 from overspill.simulate import trace_of
-from overspill_papers.placement import CnmemConfig
+from overspill_papers.placement import CnmemConfig, TwoEndedConfig
+from overspill_papers.placement.allocators.two_ended import TRIAL_POOL_BYTES
 
 
 @dataclass(frozen=True)

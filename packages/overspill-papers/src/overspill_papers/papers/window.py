@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from overspill.placement import ChunkedConfig
-from overspill.placement.allocators.chunked import SMALL_SHARE
 from overspill.policies import Policy
+from overspill_papers.placement import ChunkedConfig
+from overspill_papers.placement.allocators.chunked import SMALL_SHARE
 from overspill_papers.policies.window import Window
 
 from .claim import Claim

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from .built_model import BuiltModel, checked_size
-from .gpt2 import next_token_batches
-from .lstm import LstmStack, uniform_init
+from overspill.models.built_model import BuiltModel, checked_size
+from overspill.models.gpt2 import next_token_batches
+from overspill.models.lstm import LstmStack, uniform_init
+from overspill.pytorch.fake_tensors import FakeTensor
 
 _DROPOUT = 0.2  # §4.1
 _INITIAL = 0.1  # §4.1: parameters are uniform in [-0.1, 0.1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .built_model import BuiltModel, checked_size
-from .vision import classification_loss, he_init, normalised_image_batches
+from overspill.models.built_model import BuiltModel, checked_size
+from overspill.models.vision import classification_loss, he_init, normalised_image_batches
 
 # Growth rate k, and layers per dense block; 161 is the paper's "k = 48" network of §4.3.
 _NETWORKS = {

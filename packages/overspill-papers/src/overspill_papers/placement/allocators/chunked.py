@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import GAINS, Allocator, SegmentAction
+from overspill.placement.allocators.blocks import PoolBlock
+from overspill.placement.allocators.caching import CachingAllocator
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
-
-from .base import GAINS, Allocator, SegmentAction
-from .blocks import PoolBlock
-from .caching import CachingAllocator
 
 SMALL_SHARE = 2
 """Requests up to a chunk divided by this get no chunks, which would be mostly empty."""

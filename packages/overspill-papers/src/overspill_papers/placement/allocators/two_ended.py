@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 
 from overspill.core import Mobility
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import Allocator
+from overspill.placement.allocators.blocks import Key, PoolBlock
+from overspill.placement.allocators.result import Replay
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
-
-from .base import Allocator
-from .blocks import Key, PoolBlock
-from .result import Replay
 
 LOW, GAP, HIGH, OUTSIDE = range(4)
 """A block's region: an end of the main space, the gap between, or the incremental space."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.base import Allocator
+from overspill.placement.allocators.blocks import Key, PoolBlock
+from overspill.placement.allocators.expandable import UNLIMITED_RESERVATION_BYTES
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
-
-from .base import Allocator
-from .blocks import Key, PoolBlock
-from .expandable import UNLIMITED_RESERVATION_BYTES
 
 
 @dataclass(frozen=True)

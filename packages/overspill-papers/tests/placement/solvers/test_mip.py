@@ -8,14 +8,16 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.placement.packing.small_problems import instance, optimum, traces
+from tests.placement.packing.random_traces import traces as random_traces
+from tests.placement.packing.small_problems import instance, optimum, ragged, traces
+from tests.placement.packing.test_scaling import scaled
 
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
-from overspill.placement.packing.base import Limits
-from overspill.placement.packing.solvers import mip
-from overspill.placement.packing.solvers.mip import Mip
-from overspill.placement.packing.solvers.processes import GRACE_SECONDS
+from overspill.placement.packing.base import Limits, SolverFailed
+from overspill_papers.placement.solvers import mip
+from overspill_papers.placement.solvers.mip import Mip
+from overspill_papers.placement.solvers.processes import GRACE_SECONDS
 
 RING = ((0, 2, 4), (1, 4, 3), (3, 6, 4), (5, 8, 3), (0, 1, 2), (2, 7, 2))
 
@@ -82,3 +84,26 @@ def test_places_that_are_equal_or_not_quite_apart_make_no_overlap(monkeypatch: p
         monkeypatch.setattr(mip, "ask", answer)
         assert Mip().solve(trace).layout is not None
     assert len(asked) == 2
+
+
+def test_a_failure_of_anothers_solver_comes_with_the_best_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SolverFailed("HiGHS failed: no licence")
+
+    monkeypatch.setattr(mip, "ask", fail)
+    monkeypatch.setattr(mip, "RESTARTS", 0)
+    found = Mip().solve(Trace(ragged(40, random.Random(3)).blocks), Limits(time_limit_seconds=5))
+    assert found.layout is not None
+    assert found.stopped in ("HiGHS failed: no licence", "")
+    assert found.optimal or found.stopped
+
+
+@pytest.mark.long
+@given(trace=random_traces(count=5), factor=st.sampled_from([2, 3, 512, 1 << 20]))
+@settings(max_examples=8, deadline=None)
+def test_the_optimum_scales_with_the_sizes(trace: Trace, factor: int) -> None:
+    # A library proves the optimum, but may take any layout that has it.
+    small, large = (Mip().solve(t) for t in (trace, scaled(trace, factor)))
+    assert small.optimal
+    assert large.optimal
+    assert large.bound_bytes == factor * small.bound_bytes

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import BestFitConfig, allocator_named, layout_of
+from overspill.placement import allocator_named, layout_of
 from overspill.placement.allocators.base import Allocator
-from overspill_papers.placement import BuddyConfig, CnmemConfig
+from overspill_papers.placement import BestFitConfig, BuddyConfig, CnmemConfig
 
 MIB = 1 << 20
 

@@ -18,9 +18,9 @@ from overspill.placement.packing.columns import ANYWHERE, Integers
 from overspill.placement.packing.incumbent import Incumbent
 from overspill.placement.packing.pieces import Pieces
 from overspill.placement.packing.problem import Problem
+from overspill.placement.packing.solvers.portfolio import Portfolio
 
 from . import mip_process
-from .portfolio import Portfolio
 from .processes import GRACE_SECONDS, ask
 
 PAIR_LIMIT = 200_000
@@ -112,3 +112,6 @@ def _apart(problem: Problem, pairs: Sequence[tuple[int, int]], offsets: Integers
     one, two = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     end = offsets + problem.nbytes
     return bool(((end[one] <= offsets[two]) | (end[two] <= offsets[one])).all())
+
+
+MIP = Mip()

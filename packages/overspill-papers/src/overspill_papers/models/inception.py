@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .built_model import BuiltModel, checked_size
-from .vision import auxiliary_loss, classification_loss, he_init, normalised_image_batches
+from overspill.models.built_model import BuiltModel, checked_size
+from overspill.models.vision import classification_loss, he_init, normalised_image_batches
+
+from .auxiliary import auxiliary_loss
 
 _ONE_PIXEL = 106  # the largest image whose last maps are 1x1
 _AUXILIARY_GRID = 17  # at 299

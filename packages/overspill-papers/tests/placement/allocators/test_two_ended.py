@@ -10,20 +10,10 @@ from hypothesis import strategies as st
 
 from overspill.core import Block, Mobility, Trace
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import (
-    ALLOCATE,
-    FREE,
-    Events,
-    TwoEndedConfig,
-    allocator_named,
-    layout_of,
-    minimum_capacity,
-    replay,
-    size_pool,
-)
+from overspill.placement import ALLOCATE, FREE, Events, allocator_named, layout_of, minimum_capacity, replay
 from overspill.placement.allocators.base import Allocator
-from overspill.placement.allocators.two_ended import needed_pool_bytes
-from overspill_papers.placement import CnmemConfig
+from overspill_papers.placement import CnmemConfig, TwoEndedConfig, size_pool
+from overspill_papers.placement.allocators.two_ended import needed_pool_bytes
 
 MIB = 1 << 20
 MOVABLE, TEMPORARY, RECLAIMED = Mobility
@@ -172,16 +162,16 @@ def test_the_first_pool_is_10_of_12_gb(make: Make) -> None:
     assert allocator.reserved.now == 10 << 30
 
 
-def test_the_main_space_shrinks_by_the_smallest_gap_between_its_ends(native: bool) -> None:
+def test_the_main_space_shrinks_by_the_smallest_gap_between_its_ends() -> None:
     # The ends are 30 + 20, then 10 + 45, then 40 + 0 MiB of the pool: the smallest gap leaves 55.
     events = events_of(
         (ALLOCATE, 0, 10, MOVABLE), (ALLOCATE, 1, 20, MOVABLE), (ALLOCATE, 2, 20, TEMPORARY), (FREE, 1),
         (ALLOCATE, 3, 25, TEMPORARY), (FREE, 3), (FREE, 2), (ALLOCATE, 4, 30, MOVABLE), (FREE, 4), (FREE, 0),
     )  # fmt: skip
-    profile = replay(events, "gtbm", config=pool_of(1000), native=native, request_bytes=0)
+    profile = replay(events, "gtbm", config=pool_of(1000), request_bytes=0)
     assert needed_pool_bytes(profile) == 55 * MIB
-    assert replay(events, "gtbm", native=native).peak_reserved_bytes == 355 * MIB  # with a β of 300
-    assert minimum_capacity(events, "gtbm", native=native) == 56 * MIB  # whole pages
+    assert replay(events, "gtbm").peak_reserved_bytes == 355 * MIB  # with a β of 300
+    assert minimum_capacity(events, "gtbm") == 56 * MIB  # whole pages
     assert replay(events, "gtbm", config=pool_of(55, grows=False)).fits
     assert not replay(events, "gtbm", config=pool_of(54, grows=False)).fits
 
@@ -194,8 +184,8 @@ def test_without_the_curves_no_gap_is_known() -> None:
 @pytest.mark.parametrize(
     ("beta", "pools"), [(100, [1100, 1200, 1200, 1300, 1300]), (300, [1300] * 5), (500, [1500] * 5)]
 )
-def test_table_2_an_iteration_that_fails_gets_another_beta(native: bool, beta: int, pools: list[int]) -> None:
-    found = size_pool(growing(1000, 1010, 1150, 1000, 1210, 1180), beta_bytes=beta * MIB, native=native)
+def test_table_2_an_iteration_that_fails_gets_another_beta(beta: int, pools: list[int]) -> None:
+    found = size_pool(growing(1000, 1010, 1150, 1000, 1210, 1180), beta_bytes=beta * MIB)
     assert [nbytes // MIB for nbytes in found.pool_bytes] == [10 << 10, *pools]
     assert found.failures == (pools[-1] - pools[0]) // beta
     assert found.failure_rate == found.failures / (6 + found.failures)
@@ -227,11 +217,11 @@ def test_wrong_settings_are_refused() -> None:
         TwoEndedConfig(beta_bytes=-1)
 
 
-def test_the_hints_of_a_trace_reach_the_allocator(native: bool) -> None:
+def test_the_hints_of_a_trace_reach_the_allocator() -> None:
     trace = Trace((Block(0, 0, 3, 5 * MIB), Block(1, 1, 4, 5 * MIB, mobility=TEMPORARY)))
     events = Events.of(trace)
     assert events.mobility.tolist() == [0, 1, 0, 1]
-    layout = layout_of(trace, "gtbm", pool_of(100), native=native)
+    layout = layout_of(trace, "gtbm", pool_of(100))
     layout.validate(trace)
     assert layout.offsets == (0, 95 * MIB)
     with pytest.raises(RequestError, match="mobility"):
@@ -284,12 +274,12 @@ def test_in_a_large_pool_the_ends_never_mix(steps: Sequence[tuple[bool, bool, in
         assert allocator.spread_bytes >= allocator.allocated.now
 
 
-def test_a_linear_network_falls_back_to_best_fit(native: bool) -> None:
+def test_a_linear_network_falls_back_to_best_fit() -> None:
     # §5.1: where all blocks are movable, it is CNMeM's pool.
     r = random.Random(1)
     sizes = [r.randrange(1, 9) for _ in range(60)]
     trace = Trace(tuple(Block(i, i, i + r.randrange(1, 20), n * MIB) for i, n in enumerate(sizes)))
     pool = sum(sizes) * MIB
-    ours = layout_of(trace, "gtbm", TwoEndedConfig(pool), native=native)
-    theirs = layout_of(trace, "cnmem", CnmemConfig(pool), native=native)
+    ours = layout_of(trace, "gtbm", TwoEndedConfig(pool))
+    theirs = layout_of(trace, "cnmem", CnmemConfig(pool))
     assert ours.offsets == theirs.offsets

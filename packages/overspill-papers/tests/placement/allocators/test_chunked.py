@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import ALLOCATE, FREE, ChunkedConfig, Events, allocator_named, replay
+from overspill.placement import ALLOCATE, FREE, Events, allocator_named, replay
 from overspill.placement.allocators.base import Allocator
+from overspill_papers.placement import ChunkedConfig
 
 MIB = 1 << 20
 Row = tuple[int, int, int, int]

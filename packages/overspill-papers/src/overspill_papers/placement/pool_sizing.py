@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
+from overspill.placement.allocators.result import Replay
+from overspill.placement.events import Events
+from overspill.placement.replay import replay
 
-from .allocators.result import Replay
 from .allocators.two_ended import BETA_BYTES, FIRST_POOL_BYTES, TRIAL_POOL_BYTES, TwoEndedConfig, needed_pool_bytes
-from .events import Events
-from .replay import replay
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ def size_pool(
     first_bytes: int = FIRST_POOL_BYTES,
     beta_bytes: int = BETA_BYTES,
     capacity_bytes: int | None = None,
-    native: bool = True,
 ) -> PoolSizing:
     """The main spaces that Dymem arrives at over these iterations.
 
@@ -47,9 +46,7 @@ def size_pool(
 
     def run(events: Events, pool_bytes: int, request_bytes: int | None = None) -> Replay:
         config = TwoEndedConfig(pool_bytes, grows=False)
-        return replay(
-            events, "gtbm", capacity_bytes=capacity_bytes, config=config, native=native, request_bytes=request_bytes
-        )
+        return replay(events, "gtbm", capacity_bytes=capacity_bytes, config=config, request_bytes=request_bytes)
 
     # The first iteration gives the size, later ones enlarge it.
     first = run(iterations[0], first_bytes, request_bytes=0)

@@ -1,0 +1,1 @@
+"""Solvers that papers describe."""
