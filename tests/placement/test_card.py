@@ -16,32 +16,24 @@ from overspill.core import Graph, LayerType, Op, Phase, Places, Tensor, TensorKi
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
-from overspill.placement.card import Card, TooSlow
+from overspill.placement.card import Card
 from overspill.placement.card_events import events_of
-from overspill.placement.card_search import (
-    FROM_FLOOR,
-    GRID,
-    HALVINGS,
-    UPWARDS,
-    CardSearch,
-    least_of,
-    on_grid,
-    upwards_from,
-)
 from overspill.placement.events import ALLOCATE, EMPTY, FREE
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
+from overspill.planning.effort import EFFORT
+from overspill.plans.fit import FROM_FLOOR, GRID, TRIES, UPWARDS, Fit, fit, least_of, on_grid, search, upwards_from
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.simulate import trace_of
 
 MIB = 1 << 20
 STEP = network([Layer(3 * MIB + 512 * i) for i in range(16)])
-CARD = Card(300 * MIB, (8519680,))
+CARD = Card(replace(DEVICE, context_bytes=300 * MIB), (8519680,))
 
 
 def planned(budget: int, card: Card = CARD, graph: Graph = STEP) -> Plan:
-    return card.planned(budget, lambda live: (None, make_plan(graph, DEVICE, "auto", live)))[1]
+    return search(graph, card, "auto", budget).plan()
 
 
 def survives(plan: Plan, capacity_bytes: int, card: Card = CARD) -> bool:
@@ -51,17 +43,25 @@ def survives(plan: Plan, capacity_bytes: int, card: Card = CARD) -> bool:
     return done.fits and not done.retries
 
 
+class Doubling(Card):
+    """An allocator that takes twice the live bytes."""
+
+    def placed(self, plan: Any) -> Any:
+        return plan
+
+
 @pytest.mark.parametrize(("room", "larger"), [(1950, FROM_FLOOR), (1500, 0)])
 def test_no_larger_plan_is_looked_for_where_the_least_takes_far_more_than_the_room(room: int, larger: int) -> None:
     asked = []
 
-    def make(live: int, effort: float) -> tuple[None, Any]:
+    def make(live: int) -> Any:
         if live < 1000:
             raise InfeasibleBudget("infeasible", budget_bytes=live, floor_bytes=1000, cause="a test")
-        asked.extend([live] if effort == 1 else [])
-        return None, SimpleNamespace(peak_bytes=live, taken_bytes=2 * live, unmanaged_peak_bytes=4000)
+        asked.extend([live] if EFFORT.get() == 1 else [])
+        graph = SimpleNamespace(tensors=(), ops=())
+        return SimpleNamespace(peak_bytes=live, taken_bytes=2 * live, unmanaged_peak_bytes=4000, graph=graph)
 
-    assert CardSearch(room, make, lambda plan: plan).fastest() is None
+    assert Fit(make, Doubling(DEVICE), DEVICE.context_bytes + room)._fastest() is None
     assert (min(asked), len(asked)) == (1000, 1 + larger)
 
 
@@ -78,30 +78,26 @@ def test_a_plan_survives_on_a_card_of_exactly_the_budget(share: float) -> None:
     assert (share < 1) == (plan.offloaded_bytes + plan.recomputed_ops > 0)
 
 
-def test_a_plan_that_is_too_slow_even_with_all_the_room_waits_and_is_made_as_without_a_limit() -> None:
-    taken = CARD.unmanaged_bytes(STEP, DEVICE) - CARD.context_bytes
+def test_how_fast_a_plan_can_be_is_known_before_it_is_searched_for() -> None:
+    taken = CARD.unmanaged(STEP) - CARD.context_bytes
     budget = CARD.context_bytes + int(0.7 * taken)
-
-    def make(live: int) -> tuple[None, Plan]:
-        return None, make_plan(STEP, DEVICE, "auto", live)
-
-    with pytest.raises(TooSlow) as found:
-        CARD.planned(budget, make, 0.9)
-    _, plan = found.value.planned()
-    assert found.value.hoped.slowdown < plan.slowdown
+    found = search(STEP, CARD, "auto", budget)
+    hoped = found.hoped
+    assert hoped is not None
+    plan = found.plan()
+    assert hoped.slowdown < plan.slowdown
     assert replace(plan, plan_seconds=0) == replace(planned(budget), plan_seconds=0)
-    assert CARD.planned(budget, make, plan.slowdown)[1].schedule == plan.schedule
 
 
 def test_what_fits_as_it_is_is_planned_once_and_no_size_is_planned_for_thrice() -> None:
     def tries(budget: int) -> list[int]:
         asked: list[int] = []
-        CARD.planned(budget, lambda live: (asked.append(live), make_plan(STEP, DEVICE, "auto", live)))
+        fit(lambda live: (asked.append(live), make_plan(STEP, DEVICE, "auto", live))[1], CARD, budget)
         return asked
 
     assert len(tries(1 << 40)) == 1
     asked = tries(CARD.context_bytes + 60 * MIB)
-    assert 1 < len(asked) <= HALVINGS + 1 + UPWARDS
+    assert 1 < len(asked) <= TRIES + 1 + UPWARDS
     assert max(Counter(asked).values()) <= 2  # with little effort, and with all
 
 
@@ -117,14 +113,13 @@ def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_
     graph = replace(build.graph(), whole_step=True)
     asked: list[int] = []
 
-    def make(live: int) -> tuple[None, Plan]:
+    def make(live: int) -> Plan:
         asked.append(live)
-        return None, make_plan(graph, DEVICE, "auto", live)
+        return make_plan(graph, DEVICE, "auto", live)
 
     with pytest.raises(InfeasibleBudget) as refused:
-        CARD.planned(
-            CARD.context_bytes + 300 * MIB, make
-        )  # live bytes may be fewer: weights that are away while others work
+        # Live bytes may be fewer: weights that are away while others work.
+        fit(make, CARD, CARD.context_bytes + 300 * MIB)
     assert len(asked) <= 3
     assert planned(refused.value.floor_bytes, graph=graph).device_budget_bytes == refused.value.floor_bytes
 
@@ -134,8 +129,8 @@ def test_cards_of_nearly_one_size_ask_for_the_same_live_bytes() -> None:
     asked: set[int] = set()
     for more in range(20):
         budget = CARD.context_bytes + (60 << 20) + more * 1000
-        CARD.planned(budget, lambda live: (asked.add(live), make_plan(STEP, DEVICE, "auto", live)))
-    assert len(asked) <= HALVINGS + UPWARDS  # as for one
+        fit(lambda live: (asked.add(live), make_plan(STEP, DEVICE, "auto", live))[1], CARD, budget)
+    assert len(asked) <= TRIES + UPWARDS  # as for one
     assert on_grid(1) == 1
     assert on_grid(1 << 30) == 1 << 30
     assert [size for size, _ in zip(upwards_from(1 << 30), range(GRID), strict=False)][-1] == 1 << 31
@@ -307,19 +302,19 @@ def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None
     floor = 10 * MIB
     *_, well_placed = islice(upwards_from(floor), 4)
 
-    def make(live: int) -> tuple[None, Plan]:
+    def make(live: int) -> Plan:
         if live < floor:
             raise InfeasibleBudget("", budget_bytes=live, floor_bytes=floor, cause="that is how it is")
-        return None, replace(small if live == floor else large, peak_bytes=live, unmanaged_peak_bytes=2 * floor)
+        return replace(small if live == floor else large, peak_bytes=live, unmanaged_peak_bytes=2 * floor)
 
     class Scattered(Card):
         def reserved_bytes(self, plan: Plan) -> int:
             return 15 * MIB if plan.peak_bytes == well_placed else 5 * floor
 
-    card = Scattered(300 * MIB)
-    _, plan = card.planned(320 * MIB, make)
+    card = Scattered(replace(DEVICE, context_bytes=300 * MIB))
+    plan = fit(make, card, 320 * MIB)
     assert plan.peak_bytes == well_placed
     with pytest.raises(InfeasibleBudget, match=r"10\.0 MiB: that") as error:
-        card.planned(302 * MIB, make)
+        fit(make, card, 302 * MIB)
     assert error.value.floor_bytes == 315 * MIB
-    assert card.planned(error.value.floor_bytes, make)[1].device_bytes == error.value.floor_bytes
+    assert fit(make, card, error.value.floor_bytes).device_bytes == error.value.floor_bytes

@@ -7,8 +7,10 @@ from tests.simulate.graphs import DEVICE, Layer, network
 
 from overspill.core import Block, Trace
 from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.placement.card import Card
 from overspill.placement.packing import SOLVERS, Limits
-from overspill.placement.place import PLACERS, check_placer, place, plan_within
+from overspill.placement.place import PLACERS, check_placer, place, place_plan
+from overspill.plans.fit import search
 from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.simulate import trace_of
 
@@ -42,21 +44,21 @@ def test_an_unknown_placer_is_refused_with_those_that_exist() -> None:
 @pytest.mark.parametrize("placer", ["pytorch", "tensorflow", "best-fit", "chunked", "skyline", "portfolio"])
 def test_a_plan_lies_within_its_budget_where_it_is_placed(placer: str) -> None:
     budget = int(0.9 * place(trace_of(STEP, make_plan(STEP, DEVICE, "liveness", 1 << 40).schedule), placer).peak_bytes)
-    found = plan_within(STEP, DEVICE, "auto", budget, placer)
-    assert found.plan.peak_bytes <= found.placed.peak_bytes <= budget
+    found = search(STEP, Card(DEVICE, pool=placer), "auto", budget).plan()
+    assert found.peak_bytes <= place_plan(found, placer).peak_bytes == found.needed_bytes <= budget == found.asked_bytes
 
 
 def test_a_budget_that_only_live_bytes_keep_is_planned_again_for_less() -> None:
     """Under PyTorch's allocator a step takes more than its live bytes: with those as the budget, something must go."""
     live = unmanaged_peak(STEP, DEVICE)
     assert make_plan(STEP, DEVICE, "auto", live).offloaded_bytes == 0
-    found = plan_within(STEP, DEVICE, "auto", live, "pytorch")
-    assert found.plan.offloaded_bytes > 0 or found.plan.recomputed_ops > 0
-    assert found.placed.peak_bytes <= live
+    found = search(STEP, Card(DEVICE, pool="pytorch"), "auto", live).plan()
+    assert found.offloaded_bytes > 0 or found.recomputed_ops > 0
+    assert place_plan(found).peak_bytes <= live
 
 
 def test_what_no_plan_can_be_placed_in_is_infeasible_with_the_least_that_was() -> None:
     live = unmanaged_peak(STEP, DEVICE)
     with pytest.raises(InfeasibleBudget, match="no plan of") as error:
-        plan_within(STEP, DEVICE, "liveness", live, "pytorch")
+        search(STEP, Card(DEVICE, pool="pytorch"), "liveness", live).plan()
     assert error.value.floor_bytes > live

@@ -12,6 +12,7 @@ from overspill.core.budget import Budget
 from overspill.core.device import ELSEWHERE
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.placement.card import Card
+from overspill.plans.fit import search
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
 
@@ -66,11 +67,11 @@ def test_the_share_of_a_row_to_one_decimal_is_a_budget_that_gives_its_plan(graph
 
 
 def test_on_a_card_budgets_are_sizes_of_it_and_rows_are_what_such_a_card_gives(graph: Graph) -> None:
-    card = Card(1 << 20, (4096,))
     gpu = replace(DEVICE, memory_bytes=1 << 40, context_bytes=1 << 20, index=ELSEWHERE)
+    card = Card(gpu, (4096,))
     large = replace(graph, tensors=tuple(replace(t, nbytes=256 * t.nbytes) for t in graph.tensors))
-    found = sweep(large, gpu, ("auto", "vdnn-all"), POINTS, card=card)
-    assert found.unmanaged_needed_bytes == found.unmanaged_device_bytes == card.unmanaged_bytes(large, gpu)
+    found = sweep(large, gpu, ("auto", "vdnn-all"), POINTS, account=card)
+    assert found.unmanaged_needed_bytes == found.unmanaged_device_bytes == card.unmanaged(large)
     budgets = [budget for budget, _, _ in of(found, "auto")]
     assert budgets[0] == found.unmanaged_device_bytes > found.unmanaged_peak_bytes
     for point in found.points:
@@ -79,11 +80,11 @@ def test_on_a_card_budgets_are_sizes_of_it_and_rows_are_what_such_a_card_gives(g
         assert point.plan.device_bytes <= point.budget_bytes == point.plan.device_budget_bytes
         assert point.lower_bound_seconds <= point.plan.step_seconds
         if point.policy == "auto":
-            _, again = card.planned(point.budget_bytes, lambda live: (None, make_plan(large, gpu, "auto", live)))
+            again = search(large, card, "auto", point.budget_bytes).plan()
             assert again.schedule == point.plan.schedule
     floor = found.floors["auto"].nbytes
     with pytest.raises(InfeasibleBudget) as error:
-        card.planned(floor - 1, lambda live: (None, make_plan(large, gpu, "auto", live)))
+        search(large, card, "auto", floor - 1).plan()
     assert error.value.floor_bytes == floor
 
 

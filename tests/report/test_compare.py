@@ -48,10 +48,10 @@ def test_a_rows_figures_are_its_plans() -> None:
 
 
 def test_where_the_card_is_known_the_row_has_what_it_must_have() -> None:
-    card = Card(300 << 20, (8 << 20,))
     budget = (320 << 20) + 3 * GRAPH.bytes_of(TensorKind.ACTIVATION) // 4  # of it a segment of 20 MiB for handles
     gpu = replace(DEVICE, index=ELSEWHERE, context_bytes=300 << 20)
-    rows = compare(GRAPH, gpu, ("auto", "in-core"), budget, card_for=lambda _: card)
+    card = Card(gpu, (8 << 20,))
+    rows = compare(GRAPH, gpu, ("auto", "in-core"), budget, account_for=lambda _: card)
     for row in rows:
         found = row_figures(row, gpu)
         assert row.plan is not None
@@ -64,7 +64,7 @@ def test_where_the_card_is_known_the_row_has_what_it_must_have() -> None:
     assert rows[0].plan.device_bytes <= budget
     assert rows[1].least_bytes == rows[1].plan.device_bytes  # type: ignore[union-attr]
     assert rows[0].plan.peak_bytes < make_plan(GRAPH, gpu, "auto", budget - (300 << 20)).peak_bytes
-    (impossible,) = compare(GRAPH, gpu, ("auto",), 301 << 20, card_for=lambda _: card)
+    (impossible,) = compare(GRAPH, gpu, ("auto",), 301 << 20, account_for=lambda _: card)
     assert impossible.plan is None
     assert impossible.least_bytes is not None
     assert impossible.least_bytes > 301 << 20

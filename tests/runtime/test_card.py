@@ -26,23 +26,24 @@ from overspill.placement.card import Card
 from overspill.placement.events import ALLOCATE, FREE, Events
 from overspill.placement.replay import replay
 from overspill.plans.plan import make_plan
-from overspill.runtime import hardware, options, reserved
+from overspill.runtime import hardware, reserved
 from overspill.runtime.options import Options
 from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.training import train
 
 MIB = 1 << 20
-CARD = Card(100 * MIB)
-GPU = replace(load_device("t4"), index=0)
+CARD_BYTES, CARD_OF = hardware.card_bytes, hardware.card_of
+GPU = replace(load_device("t4"), index=0, context_bytes=100 * MIB)
 """A device that plans take for one of this machine's."""
+CARD = Card(GPU)
 DECODER = "decoder:width=128,depth=4,heads=4,vocabulary=4096,seq_len=64"
 
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card with 100 MiB of context."""
-    monkeypatch.setattr(options, "card_of", lambda *_: CARD)
-    monkeypatch.setattr(options, "card_bytes", lambda device: device.memory_bytes)
+    monkeypatch.setattr(hardware, "card_of", lambda device, *_: Card(device))
+    monkeypatch.setattr(hardware, "card_bytes", lambda device: device.memory_bytes)
 
 
 def allocated(run: Callable[[], Any]) -> Events:
@@ -119,7 +120,7 @@ def test_a_share_is_of_the_card_that_the_step_needs_unmanaged() -> None:
 
 def test_a_share_of_a_card_that_is_here_is_no_more_than_it_can_give(monkeypatch: pytest.MonkeyPatch) -> None:
     step = deep_step("100%")
-    monkeypatch.setattr(options, "card_bytes", lambda _: 150 * MIB)
+    monkeypatch.setattr(hardware, "card_bytes", lambda _: 150 * MIB)
     step(torch.randn(4096, 64), torch.randn(4096, 64))
     (plan,) = step.plans
     assert plan.asked_bytes == 150 * MIB < plan.unmanaged_needed_bytes
@@ -182,7 +183,8 @@ def test_a_card_that_is_too_small_is_refused_with_one_that_works() -> None:
 
 def test_a_named_placement_and_a_device_that_is_not_there_count_as_before() -> None:
     for asked in (Options(budget=1 << 30, device=GPU, placement="best-fit"), Options(budget=1 << 30, device="t4")):
-        assert not options.is_of_card(asked, options.device_for(asked, torch.device("cpu")))
+        cpu = torch.device("cpu")
+        assert not hardware.account_of(asked, hardware.device_named(asked.device, cpu), cpu).is_card
 
 
 # -- what the card is, with a stand-in for torch.cuda
@@ -220,7 +222,7 @@ def test_the_context_is_what_is_used_and_not_reserved_and_the_kernels_to_come(cu
     assert device.compute_capability == "7.5"
     kernels = device.context_bytes - 120 * MIB
     assert 0 < kernels < 100 * MIB
-    assert hardware.card_bytes(device) == cuda["total"]
+    assert CARD_BYTES(device) == cuda["total"]
 
 
 def test_other_processes_are_no_context_and_what_they_take_is_not_given(cuda: dict[str, int]) -> None:
@@ -228,33 +230,33 @@ def test_other_processes_are_no_context_and_what_they_take_is_not_given(cuda: di
     device = noun()
     assert device.context_bytes < 1 << 30
     free = cuda["total"] - cuda["used"]
-    assert hardware.card_bytes(device) - device.context_bytes <= free + cuda["reserved"]
+    assert CARD_BYTES(device) - device.context_bytes <= free + cuda["reserved"]
 
 
 def test_the_whole_card_is_no_more_than_it_can_give(cuda: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "card_bytes", hardware.card_bytes)
+    monkeypatch.setattr(hardware, "card_bytes", CARD_BYTES)
     cuda["used"] = 8 << 30
     device = noun()
     where = torch.device("cuda", 1)
-    most = hardware.card_bytes(device)
-    assert options.fixed_budget(Options(), device, where) == most
-    assert options.fixed_budget(Options(budget="15GiB"), device, where) == most
-    assert options.fixed_budget(Options(budget="2GiB"), device, where) == 2 << 30
+    most = CARD_BYTES(device)
+    for budget, given in ((None, most), ("15GiB", most), ("2GiB", 2 << 30)):
+        asked = Options(budget=budget)
+        assert hardware.account_of(asked, device, where).fixed(asked.limit) == given
 
 
 def test_the_allocator_is_as_the_environment_says(cuda: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert hardware.card_of(noun()).config == CachingConfig(expandable_segments=True)
+    assert CARD_OF(noun()).config == CachingConfig(expandable_segments=True)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     with pytest.raises(UnsupportedError, match="backend:cudaMallocAsync"):
-        hardware.card_of(noun())
+        CARD_OF(noun())
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "nonsense")
     with pytest.raises(RequestError, match="nonsense"):
-        hardware.card_of(noun())
+        CARD_OF(noun())
 
 
 def test_the_handle_of_cublas_is_counted(cuda: dict[str, int]) -> None:
-    card = hardware.card_of(noun())
+    card = CARD_OF(noun())
     assert card.handle_bytes[0] == 8519680
     assert card.context_bytes == noun().context_bytes
 

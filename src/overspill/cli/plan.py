@@ -123,7 +123,7 @@ def _feasible(
 ) -> Outcome:
     from overspill.placement.place import place_plan
     from overspill.report.plan import peak_of, peak_rows, plan_report, stored_by_kind, too_small
-    from overspill.runtime.options import store_bytes
+    from overspill.runtime.transfer.stores import store_bytes
 
     # All figures, for the JSON.
     peak = peak_of(made)

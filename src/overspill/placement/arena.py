@@ -10,27 +10,21 @@ keeps between forward and backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from overspill.capture.compiled.given import scratch_in_pieces
 from overspill.capture.compiled.graph import GRADIENTS
 from overspill.capture.compiled.whole_step import ACCUMULATE
 from overspill.core import Block, Graph, Phase, Places, Schedule, Trace, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import RequestError
+from overspill.plans.account import Account
 from overspill.plans.plan import Plan
 from overspill.simulate import owned_trace
 
-from .card_search import FIRST_EFFORT, least_of
-from .packing import Limits, Solver
-from .place import REPLANS
+from .packing import DEFAULT, Limits, Solver, solver_named
+from .place import SEARCH
 
-T = TypeVar("T")
-NEAR = 1.02
-"""Slowdown up to which there is little to be gained."""
-MANY_OPS = 1000
-"""Of a step with more ops, whose plans take seconds each, one that is so near is not improved."""
 ALIGNMENT = 512
 """Alignment of addresses in bytes, as PyTorch's CUDA allocator gives, by which libraries choose their kernels."""
 
@@ -127,46 +121,6 @@ def first_backward(graph: Graph, schedule: Schedule) -> int:
     return next((at for at, phase in phases if phase is not Phase.FORWARD), len(schedule.instructions))
 
 
-def plan_in_arena(
-    make: Callable[[int, float], tuple[T, Plan]], room_bytes: int, placed: Callable[[Plan], Plan]
-) -> tuple[T, Plan]:
-    """What `make` gives for live bytes, with a plan that takes no more than `room_bytes` once it is `placed`.
-
-    `make` takes live bytes, and a share of the usual effort. A plan that takes more is made again for as much less, with
-    little effort until one fits, and then with all of it. If none fits, the one that takes the least.
-    """
-
-    def at(asked: int, effort: float) -> tuple[T, Plan]:
-        answer, plan = make(asked, effort)
-        return answer, placed(plan)
-
-    asked, least = room_bytes, None
-    for left in reversed(range(REPLANS)):
-        try:
-            found, is_least = at(max(1, asked), FIRST_EFFORT), False
-        except InfeasibleBudget as error:
-            (_, found, _), is_least = least_of(lambda live: at(live, 1.0), error.floor_bytes), True
-        # Solve for addresses: if they fit, done; else plan again within fewer bytes.
-        if least is None or found[1].taken_bytes < least[1].taken_bytes:
-            least = found
-        over = found[1].taken_bytes - room_bytes
-        if over <= 0 and not is_least and found[1].slowdown > _worth_effort(found[1].graph):
-            better = at(max(1, asked), 1.0)
-            if better[1].taken_bytes <= room_bytes and better[1].step_seconds <= found[1].step_seconds:
-                return better
-        if over <= 0 or is_least:
-            break
-        less = min(asked, found[1].peak_bytes) - over
-        asked = less if left > 1 else 1  # the last to try is what has the least live bytes
-    assert least is not None
-    return least
-
-
-def _worth_effort(graph: Graph) -> float:
-    """The slowdown above which a plan is made again with all of the effort."""
-    return NEAR if len(graph.ops) > MANY_OPS else 1.0
-
-
 def in_arena(plan: Plan, solver: Solver, limits: Limits, grain: int = 1) -> Plan:
     """`plan` with the places of its blocks in an arena, all of which it retains; `grain` as in `places_of`.
 
@@ -175,3 +129,22 @@ def in_arena(plan: Plan, solver: Solver, limits: Limits, grain: int = 1) -> Plan
     places = places_of(plan.graph, plan.schedule, plan.groups, solver, limits, grain)
     kept = places.arena_bytes + places.retained_bytes
     return replace(plan, places=places, retained_bytes=kept, peak_bytes=places.total_bytes)
+
+
+@dataclass(frozen=True)
+class ArenaAccount(Account):
+    """Count the arena of a step and what is live outside of it, on a device that is no card."""
+
+    @property
+    def placed_by(self) -> str:
+        """The name of the solver of addresses."""
+        return DEFAULT
+
+    @property
+    def has_arena(self) -> bool:
+        """Whether blocks are at planned addresses in one arena."""
+        return True
+
+    def placed(self, plan: Plan) -> Plan:
+        """Return `plan` with its blocks at addresses; its peak is then what it takes."""
+        return in_arena(plan, solver_named(DEFAULT), SEARCH)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overspill.core import Device, Graph, Trace
-from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.core.units import format_apart
-from overspill.costs import MeasuredTimes
-from overspill.plans.plan import Plan, make_plan
-from overspill.policies import IDEAS, Policy
+from overspill.core import Trace
+from overspill.core.errors import RequestError
+from overspill.plans.plan import Plan
+from overspill.policies import IDEAS
 from overspill.simulate import trace_of
 
 from .allocators.caching import CachingAllocator
@@ -23,10 +21,6 @@ from .replay import replay
 
 PLACERS = (*ALLOCATORS, *SOLVERS)
 """Names of all that can place a trace: online allocators, then offline solvers."""
-REPLANS = 8
-"""Most times a plan whose layout exceeds its budget is made again for less."""
-
-
 SEARCH = Limits(time_limit_seconds=1.0, least_gain=LEAST_GAIN)
 """A solver's limits where none are given."""
 
@@ -51,14 +45,6 @@ class Placed:
     def fragmentation(self) -> float:
         """The share of the peak that no live byte ever needed."""
         return 1 - self.lower_bound_bytes / self.peak_bytes if self.peak_bytes else 0.0
-
-
-@dataclass(frozen=True)
-class PlacedPlan:
-    """A plan and its placement."""
-
-    plan: Plan
-    placed: Placed
 
 
 def check_placer(name: str, *others: str) -> None:
@@ -102,48 +88,3 @@ def place_plan(plan: Plan, placer: str | None = None) -> Placed:
     None: with PyTorch's caching allocator, which serves them if nobody plans addresses.
     """
     return place(trace_of(plan.graph, plan.schedule, plan.groups), placer or CachingAllocator.name)
-
-
-def plan_within(
-    graph: Graph,
-    device: Device,
-    policy: str | Policy,
-    budget_bytes: int,
-    placer: str,
-    times: MeasuredTimes | None = None,
-) -> PlacedPlan:
-    """A plan of `policy` whose layout by `placer` fits in `budget_bytes`.
-
-    Not only its live bytes. A plan whose blocks reach above
-    the budget is made again for as much less as it is over. Raises InfeasibleBudget when there is none, with the least
-    that was placed.
-    """
-    asked, least = budget_bytes, None
-    for _ in range(REPLANS):
-        try:
-            plan = make_plan(graph, device, policy, asked, times)
-        except InfeasibleBudget as error:
-            if least is None:
-                raise
-            raise _does_not_fit(policy, placer, budget_bytes, least, error.cause) from None
-        # If its layout is over the budget, plan again for that much less.
-        placed = place_plan(plan, placer)
-        over = placed.peak_bytes - budget_bytes
-        if over <= 0:
-            return PlacedPlan(plan, placed)
-        least = min(placed.peak_bytes, least if least is not None else placed.peak_bytes)
-        asked = min(asked, plan.peak_bytes) - over
-        if asked <= 0:
-            break
-    assert least is not None
-    raise _does_not_fit(policy, placer, budget_bytes, least, "fragmentation")
-
-
-def _does_not_fit(policy: str | Policy, placer: str, budget_bytes: int, least: int, cause: str) -> InfeasibleBudget:
-    budget, taken = format_apart(budget_bytes, least)
-    return InfeasibleBudget(
-        f"infeasible: {placer} places no plan of {policy} within {budget}; the least that it took is {taken}",
-        budget_bytes=budget_bytes,
-        floor_bytes=least,
-        cause=cause,
-    )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, Protocol, overload
+from typing import overload
 
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget, InvalidSchedule, PolicyError
@@ -16,6 +15,8 @@ from overspill.costs import MeasuredTimes
 from overspill.planning.effort import EFFORT
 from overspill.policies import POLICIES, Policy, policy_named
 
+from .account import Account
+from .fit import Fit
 from .plan import NO_LIMIT_BYTES, Plan, make_plan
 
 BASELINE = "oracle"
@@ -24,34 +25,8 @@ BOUNDS = 7
 """At how many budgets the bound is proven for its curve, closer to one another where it bends: where there is little memory."""
 
 
-Best = Callable[[Callable[[Graph, float], Plan]], Plan]
-"""Gives the fastest of the plans that a function makes of several graphs of one step, as it is or in pieces of rows; it is
-told up to what slowdown one is worth making."""
-
-
-class Counting(Protocol):
-    """How the memory that a plan needs is counted.
-
-    On a GPU it is the size of its card (`placement/card.py`).
-    """
-
-    @property
-    def lies_in(self) -> str:
-        """The name of the allocator or solver that places blocks."""
-
-    def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
-        """Bytes that the device needs with nothing moved or recomputed."""
-
-    def measured(self, plan: Plan) -> Plan:
-        """`plan` with the bytes that the device needs for it."""
-
-    def planned(
-        self, budget_bytes: int, make: Callable[[int], tuple[Any, Plan]], worth: float = math.inf
-    ) -> tuple[Any, Plan]:
-        """The result of `make` for the live bytes that fit the device.
-
-        The device has `budget_bytes`. Raises InfeasibleBudget, and TooSlow where the plan has a slowdown above `worth`.
-        """
+Best = Callable[[Callable[[Graph], Fit]], Plan]
+"""Gives the fastest plan of several graphs of one step, as it is or in pieces of rows; a function searches in each."""
 
 
 @dataclass(frozen=True)
@@ -176,27 +151,27 @@ def compare(
     budget_bytes: int | None = None,
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
-    card_for: Callable[[Policy], Counting | None] = lambda _: None,
+    account_for: Callable[[Policy], Account] | None = None,
     best: Best | None = None,
 ) -> list[Row]:
     """A row for each of `policies`, the fastest that fits first.
 
-    Then what does not fit, the least first. Without `budget_bytes` all of the device is planned for. `progress` is told
-    each policy's name before it plans. With a card for it the budget is its size, not live bytes. Policies that may run
-    a step in pieces of rows have the `best` plan of its graphs. Raises RequestError for an unknown name.
+    Then what does not fit, the least first. `account_for` says what of the device a budget counts for a policy, without
+    it live bytes; without `budget_bytes` all of that is planned for. `progress` gets each policy's name before it
+    plans. Policies that may run a step in pieces of rows have the `best` plan of its graphs. Raises RequestError for an
+    unknown name.
     """
     # Check all names before any work.
     asked = {str(policy): policy for policy in map(policy_named, policies)}
-    cards = {name: card_for(policy) for name, policy in asked.items()}
-    whole = device.usable_bytes if None in cards.values() else device.memory_bytes
-    budget = whole if budget_bytes is None else budget_bytes
+    accounts = {name: account_for(policy) if account_for else Account(device) for name, policy in asked.items()}
+    budget = min(a.whole_bytes for a in accounts.values()) if budget_bytes is None else budget_bytes
     # Slowdowns are relative to the baseline.
     baseline = make_plan(graph, device, BASELINE, NO_LIMIT_BYTES, times)
     rows = []
     for name, policy in asked.items():
         if progress is not None:
             progress(name)
-        row = _row(graph, device, policy, budget, times, cards[name], best)
+        row = _row(graph, policy, accounts[name], budget, times, best)
         rows.append(replace(row, baseline_seconds=baseline.step_seconds, note=policy.note_on(graph)))
     return in_order(rows)
 
@@ -222,57 +197,43 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(
-    graph: Graph,
-    device: Device,
-    policy: Policy,
-    budget_bytes: int,
-    times: MeasuredTimes | None,
-    card: Counting | None,
-    best: Best | None,
+    graph: Graph, policy: Policy, account: Account, budget_bytes: int, times: MeasuredTimes | None, best: Best | None
 ) -> Row:
-    """The row of one policy within a budget, of live bytes or a `card`."""
-    name, pool = str(policy), None if card is None else card.lies_in
-    plan_of = planner(graph, device, policy, times, card, best)
+    """The row of one policy within a budget."""
+    name, pool = str(policy), account.placed_by
     try:
-        plan = plan_of(budget_bytes)
+        plan = planner(graph, policy, account, times, best)(budget_bytes)
     except InfeasibleBudget as error:
         # A policy without a plan still has a row, with its error.
         message = " ".join(str(error).split())
         return Row(name, None, False, 0.0, message, error.floor_bytes, pool, error.crowded)
     except (PolicyError, InvalidSchedule) as error:  # the others have their rows all the same
         return Row(name, None, False, 0.0, " ".join(str(error).split()))
-    # A budget of live bytes has no pool.
-    if card is None:
-        plan = plan.for_budget(budget_bytes)
-        return Row(name, plan, plan.peak_bytes <= budget_bytes and plan.fits_device, 0.0)
-    plan = replace(plan, device_budget_bytes=budget_bytes)
     fits = plan.needed_bytes <= budget_bytes and plan.fits_device
-    return Row(name, plan, fits, 0.0, pool=pool, crowded=not fits and plan.peak_bytes <= plan.most_live_bytes)
+    crowded = not fits and pool is not None and plan.peak_bytes <= plan.most_live_bytes
+    return Row(name, plan, fits, 0.0, pool=pool, crowded=crowded)
 
 
 def planner(
-    graph: Graph, device: Device, policy: Policy, times: MeasuredTimes | None, card: Counting | None, best: Best | None
+    graph: Graph, policy: Policy, account: Account, times: MeasuredTimes | None, best: Best | None
 ) -> Callable[[int], Plan]:
     """A function from a budget to the policy's plan, as by `overspill.plan`."""
-    adapts = policy.plans_for_budget
     plans: dict[tuple[int, int, float], Plan] = {}
 
-    def made(step: Graph, live_bytes: int) -> tuple[None, Plan]:
-        key = id(step), live_bytes if adapts else NO_LIMIT_BYTES, EFFORT.get()
-        if key not in plans:  # budgets of a card that are near one another ask for the same live bytes
-            plans[key] = make_plan(step, device, policy, key[1], times)
-        return None, plans[key]
-
-    def planned(budget_bytes: int, step: Graph, worth: float = math.inf) -> Plan:
-        if card is None:
-            return made(step, budget_bytes)[1]
-        if not adapts:
-            return card.measured(made(step, NO_LIMIT_BYTES)[1])
-        return card.planned(budget_bytes, partial(made, step), worth)[1]
+    def made(step: Graph, live_bytes: int) -> Plan:
+        key = id(step), live_bytes, EFFORT.get()
+        if key not in plans:  # budgets that are near one another ask for the same live bytes
+            plans[key] = make_plan(step, account.device, policy, live_bytes, times)
+        return plans[key]
 
     def within(budget_bytes: int) -> Plan:
-        of = partial(planned, budget_bytes)
-        return best(of) if best is not None and policy.in_pieces else of(graph)
+        if not policy.plans_for_budget:
+            return account.measured(made(graph, NO_LIMIT_BYTES)).for_budget(budget_bytes)
+
+        def search(step: Graph) -> Fit:
+            return Fit(partial(made, step), account, budget_bytes)
+
+        return best(search) if best is not None and policy.in_pieces else search(graph).plan()
 
     return within
 

@@ -20,7 +20,8 @@ from overspill.costs import MeasuredTimes
 from overspill.planning.floor import Floor, below, peak_of
 from overspill.policies import Policy, policy_named
 
-from .comparison import Best, Counting, bound_of, planner
+from .account import Account
+from .comparison import Best, bound_of, planner
 from .plan import Plan, unmanaged_peak
 
 POINTS = 12
@@ -99,27 +100,23 @@ def sweep(
     points: int = POINTS,
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
-    card: Counting | None = None,
+    account: Account | None = None,
     best: Best | None = None,
 ) -> Sweep:
     """Plan each of `policies` at up to `points` budgets.
 
     They go from what the step takes unmanaged down to the smallest that works. Budgets lie where the curves bend; a
-    policy's own smallest comes on top of them. A policy that makes one schedule has one point. `progress` is told what
-    is being done; with a `card` budgets are sizes of it, else live bytes. Policies that may run a step in pieces of rows
-    have the `best` plan of its graphs.
-    Raises RequestError for an unknown name, and for fewer points than the two ends.
+    policy's own smallest comes on top of them. A policy that makes one schedule has one point. `progress` gets what
+    is being done; `account` says what of the device budgets count, without it live bytes. Policies that may run a step in
+    pieces of rows have the `best` plan of its graphs. Raises RequestError for an unknown name, and for fewer points than the two ends.
     """
     check_points(points)
     asked = {str(policy): policy for policy in map(policy_named, policies)}
     # The largest budget is what the unmanaged step takes.
-    live = unmanaged_peak(graph, device)
-    of_card = None if card is None else card.unmanaged_bytes(graph, device)
-    top = live if of_card is None else of_card
+    account = account or Account(device)
+    top = account.unmanaged(graph)
     curves = [
-        _Curve(
-            name, planner(graph, device, policy, times, card, best), top, policy.plans_for_budget, progress or _nobody
-        )
+        _Curve(name, planner(graph, policy, account, times, best), top, policy.plans_for_budget, progress or _nobody)
         for name, policy in asked.items()
     ]
     for curve in curves:
@@ -130,7 +127,8 @@ def sweep(
     for curve in curves:
         curve.budgets = sorted({curve.smallest_bytes, *(budgets if curve.adapts else ())}, reverse=True)
     found = _points(curves, progress or _nobody)
-    return Sweep(tuple(found), {curve.policy: curve.floor for curve in curves}, live, device, of_card)
+    floors = {curve.policy: curve.floor for curve in curves}
+    return Sweep(tuple(found), floors, unmanaged_peak(graph, device), device, top if account.is_card else None)
 
 
 def check_points(points: int) -> None:

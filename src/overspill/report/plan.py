@@ -15,7 +15,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
 from overspill.policies import POLICIES, policy_named
-from overspill.runtime.options import store_bytes
+from overspill.runtime.transfer.stores import store_bytes
 from overspill.simulate import check
 
 from .listing import count, format_flops, percent

@@ -12,8 +12,9 @@ from overspill.estimation.estimate import Estimate
 from overspill.job import Job
 from overspill.plans.plan import Plan
 
-from .options import Options, store_bytes
+from .options import Options
 from .preview import preview
+from .transfer.stores import store_bytes
 
 _COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train_step(…)"
 _SHARDED = "overspill.train_step(…) of the model in fully_shard"

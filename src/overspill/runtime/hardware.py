@@ -1,7 +1,4 @@
-"""The Device for a torch device.
-
-This CPU as calibrated, or the GPU's data file.
-"""
+"""The Device for a torch device, this CPU as calibrated or the GPU's data file, and what of it a budget counts."""
 
 from __future__ import annotations
 
@@ -24,9 +21,13 @@ from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
 from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
+from overspill.placement.arena import ArenaAccount
 from overspill.placement.card import Card
+from overspill.placement.packing import DEFAULT
+from overspill.plans.account import Account
 
 from . import accelerator
+from .options import PLANNED, PYTORCH, Options
 
 UNKNOWN_GPU = "a100-40gb"
 """The GPU whose rates stand in for a GPU without a data file; memory is asked of the driver."""
@@ -97,6 +98,36 @@ def card_bytes(device: Device) -> int:
     return usable_bytes(where) - _to_come(software_named(), device).central + device.context_bytes
 
 
+def device_named(asked: str | Device | None, where: torch.device) -> Device:
+    """The device to plan for: the one that was asked for, or the one that tensors are on."""
+    if isinstance(asked, Device):
+        return asked
+    return load_device(asked) if asked is not None else device_noun(where)
+
+
+def account_of(options: Options, device: Device, where: torch.device) -> Account:
+    """What of `device` a budget of `options` counts, for tensors on `where`. Raises UnsupportedError.
+
+    On CUDA that is the size of a card, and of an allocator of a paper the card of a GPU that is elsewhere. Else an
+    allocator or solver counts what it takes, and without one live bytes count.
+    """
+    placer, asked = options.placer, options.placement
+    of_paper = placer is not None and asked not in (PLANNED, PYTORCH)
+    if device.index is None or (of_paper and device.index != ELSEWHERE):
+        available = None if options.device is not None else usable_bytes(where)
+        if asked == PLANNED:
+            return ArenaAccount(device, available_bytes=available)
+        if placer is None:
+            return Account(device, available_bytes=available)
+        return Card(device, pool=placer, available_bytes=available)
+    card = replace(
+        card_of(device, options.software), available_bytes=card_bytes(device), estimated_bytes=options.estimated_bytes
+    )
+    if of_paper:
+        return replace(card, pool=placer)
+    return replace(card, solver=None if asked == PYTORCH else DEFAULT, always=asked == PLANNED)
+
+
 def card_of(device: Device, software: Software | None = None) -> Card:
     """The GPU as a Card.
 
@@ -111,7 +142,7 @@ def card_of(device: Device, software: Software | None = None) -> Card:
         lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
     )  # in the order in which they come up
     is_measured = device.index not in (None, ELSEWHERE)
-    return Card(device.context_bytes, tuple(filter(None, handles)), allocator_config(), is_measured=is_measured)
+    return Card(device, tuple(filter(None, handles)), allocator_config(), is_measured=is_measured)
 
 
 def allocator_config() -> CachingConfig:

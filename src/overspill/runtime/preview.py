@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch._functorch.config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,7 +18,6 @@ from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.trace import trace
 from overspill.capture.recording.graph import graph_of
 from overspill.capture.sharding import Group, Sharding, sharded
-from overspill.capture.virtual_gpu.patching import patched
 from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
 from overspill.core.device import ELSEWHERE
@@ -36,15 +33,20 @@ from overspill.job import Job, Parallel, Script
 from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch, sharded_blocks
 from overspill.models.drawing import drawing_from
 from overspill.models.step import TrainingStep, under_autocast, whole_dtype
-from overspill.plans.comparison import Best, Comparison
+from overspill.plans.account import Account
+from overspill.plans.comparison import Comparison, compare
+from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
-from overspill.plans.sweep import Sweep
+from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import Policy
+from overspill.pytorch.patching import patched
 
 from . import batches
+from .compiled.beside import HasGraph
 from .compiled.partitions import Partitioned
-from .hardware import allocator_config, elsewhere
-from .options import Options, budget_for, compare_on, device_for, is_of_card, plan_graph, split_update, sweep_on
+from .hardware import account_of, allocator_config, device_named, elsewhere
+from .infeasible import split_update
+from .options import Options
 from .step.train_step import TrainStep
 from .step.updates import as_on
 from .surroundings import surroundings_of_job
@@ -72,7 +74,7 @@ def _preview(job: Job, options: Options) -> Plan:
         with _whole_step(job, options, device) as (step, batch, _):
             return step.preview(*batch)
     if options.backend == "eager":
-        return _preview_eager(job, options, device)
+        return _preview_eager(job, options)
     from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
     return _of_programs(job, _estimated(job, options, device), device, TrainStep.preview, plan_unrun)
@@ -90,11 +92,11 @@ def _of_parallel(job: Job, options: Options) -> Options:
     return replace(options, whole_step=True)
 
 
-def _preview_eager(job: Job, options: Options, device: Device) -> Plan:
+def _preview_eager(job: Job, options: Options) -> Plan:
     """The plan of a job with eager's kernels: of the step as it is, or in pieces of rows."""
-    options, graph, planned = planner_for(job, options)
+    options, captures, account = _captured(job, options)
     try:
-        return planned(budget_for(options, graph, device, CPU, planned))
+        return captures.planned(options, account)
     except InfeasibleBudget as error:
         by_calls = not options.whole_step and not isinstance(job.model, Script)
         raise error.told(split_update(error)) if by_calls else error from None
@@ -105,20 +107,25 @@ def planner_for(job: Job, options: Options) -> tuple[Options, Graph, Callable[[i
 
     The step is as `captured` has it; with eager's kernels plans are of that, or of the same in pieces of rows where that is faster.
     """
-    options, graph, device, best = _captured(job, options)
-
-    def planned(nbytes: int) -> Plan:
-        return best(lambda step, worth: plan_graph(options, step, device, nbytes, worth))
-
-    return options, graph, planned
+    options, captures, account = _captured(job, options)
+    return options, captures.graph, captures.planner(options, account)
 
 
 def compare_job(
     job: Job, options: Options, policies: Iterable[str | Policy], progress: Callable[[str], None] | None = None
 ) -> Comparison:
     """A row for each of `policies` on one step of a job within the budget. Raises RequestError."""
-    options, graph, device, best = _captured(job, options)
-    return compare_on(options, graph, device, policies, progress, best)
+    options, captures, account = _captured(job, options)
+    budget_bytes = account.bytes_of(options.limit, captures.graph, captures.planner(options, account))
+
+    def account_for(policy: Policy) -> Account:
+        return account_of(replace(options, policy=policy), account.device, CPU)
+
+    rows = compare(
+        captures.graph, account.device, policies, budget_bytes, options.times, progress, account_for,
+        partial(_best, captures, options),
+    )  # fmt: skip
+    return Comparison(tuple(rows), account.device, budget_bytes)
 
 
 def sweep_job(
@@ -129,8 +136,13 @@ def sweep_job(
     progress: Callable[[str], None] | None = None,
 ) -> Sweep:
     """What one step of a job costs by each of `policies` at so many budgets. Raises RequestError."""
-    options, graph, device, best = _captured(job, options)
-    return sweep_on(options, graph, device, policies, points, progress, best)
+    options, captures, account = _captured(job, options)
+    best = partial(_best, captures, options)
+    return sweep(captures.graph, account.device, policies, points, options.times, progress, account, best)
+
+
+def _best(captures: Partitioned[HasGraph], options: Options, search_in: Callable[[Graph], Fit]) -> Plan:
+    return captures.best_plan(lambda step: search_in(step.graph), options.times)
 
 
 def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
@@ -138,25 +150,30 @@ def captured(job: Job, options: Options) -> tuple[Options, Graph, Device]:
 
     With Inductor's kernels the graph is that of the programs that stock torch.compile runs; of a script it is a recorded step.
     """
-    return _captured(job, options)[:3]
+    options, captures, account = _captured(job, options)
+    return options, captures.graph, account.device
 
 
-def _captured(job: Job, options: Options) -> tuple[Options, Graph, Device, Best]:
-    """What `captured` gives, and what plans that step, with eager's kernels in pieces of rows too."""
+def _captured(job: Job, options: Options) -> tuple[Options, Partitioned[Any], Account]:
+    """`options` with what the job is estimated to take, the captures of its step, and what a budget counts."""
     device, options = _device_of(options), _of_parallel(job, options)
     if isinstance(job.model, Script):
         estimate = script_estimate(job.model, options, device)
-        graph = graph_of(estimate.recording, estimate.name)
-        return replace(options, estimated_bytes=estimate.total_bytes), graph, device, lambda plan: plan(graph, math.inf)
-    if options.backend != "eager":
+        options = replace(options, estimated_bytes=estimate.total_bytes)
+        captures: Partitioned[Any] = Partitioned([OneGraph(graph_of(estimate.recording, estimate.name))])
+    elif options.backend != "eager":
         graph, device = graph_for(job, options)
-        return _estimated(job, options, device), graph, device, lambda plan: plan(graph, math.inf)
-    captures = _captures_for(job, options, device)
+        captures = Partitioned([OneGraph(graph)])
+    else:
+        captures = _captures_for(job, options, device)
+    options = _estimated(job, options, device)
+    return options, captures, account_of(options, device, CPU)
 
-    def best(plan: Callable[[Graph, float], Plan]) -> Plan:
-        return captures.best_plan(lambda step, worth: plan(step.graph, worth), options.times)
 
-    return _estimated(job, options, device), captures.graph, device, best
+class OneGraph(NamedTuple):
+    """A step of which nothing but the graph is needed."""
+
+    graph: Graph
 
 
 def _estimated(job: Job, options: Options, device: Device) -> Options:
@@ -164,7 +181,7 @@ def _estimated(job: Job, options: Options, device: Device) -> Options:
 
     Where it cannot be estimated (a model that needs computed values), the captured graph says it.
     """
-    if options.estimated_bytes is not None or device.index != ELSEWHERE or not is_of_card(options, device):
+    if options.estimated_bytes is not None or device.index != ELSEWHERE:
         return options
     try:
         made = estimate_of(job, _setting(options), compiled=options.backend == "inductor")
@@ -175,7 +192,9 @@ def _estimated(job: Job, options: Options, device: Device) -> Options:
 
 def _setting(options: Options) -> Setting:
     """Where an estimate is to be for, so that it is of what `options` plan for."""
-    return Setting(device_for(options, CPU), "pytorch", allocator_config(), options.software or software_named())
+    return Setting(
+        device_named(options.device, CPU), "pytorch", allocator_config(), options.software or software_named()
+    )
 
 
 def script_estimate(script: Script, options: Options, device: Device) -> Estimate:
@@ -266,7 +285,7 @@ def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[t
 
 def _device_of(options: Options) -> Device:
     """The device to plan for, which need not be here."""
-    return elsewhere(device_for(options, CPU), options.software)
+    return elsewhere(device_named(options.device, CPU), options.software)
 
 
 def step_graph(job: Job, *, whole_step: bool = False) -> Graph:

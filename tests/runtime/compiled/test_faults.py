@@ -71,7 +71,7 @@ def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> N
 def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:
     store = DiskStore(tmp_path)
     sizes = []
-    import overspill.runtime.options as module
+    import overspill.runtime.transfer.ops as module
 
     original = module.make_store
     module.make_store = lambda *_: store

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -18,7 +17,7 @@ import overspill
 from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
-from overspill.placement.card import TooSlow
+from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
 from overspill.runtime.compiled import partitions
 from overspill.runtime.compiled.partitions import Partitioned
@@ -32,7 +31,11 @@ def captured(partition: float) -> Captured:
 
 
 def fake_plan(of: Captured, seconds: float) -> Plan:
-    return cast("Plan", SimpleNamespace(step_seconds=seconds, in_core_seconds=1.0, graph=of.graph))
+    return cast("Plan", SimpleNamespace(step_seconds=seconds, slowdown=seconds, in_core_seconds=1.0, graph=of.graph))
+
+
+def fake_fit(of: Captured, plan: Callable[[], Plan], hoped: float | None) -> Fit:
+    return cast("Fit", SimpleNamespace(plan=plan, hoped=hoped and fake_plan(of, hoped)))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def fake_plan(of: Captured, seconds: float) -> Plan:
 def test_other_partitions_are_made_as_long_as_they_help(
     times: list[float | None], chosen: float, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partitions, "_beside", lambda usual, plan, times: plan)
+    monkeypatch.setattr(partitions, "_compared", lambda usual, plan, times: plan)
     begun = []
 
     def programs() -> Iterator[Captured]:
@@ -55,13 +58,17 @@ def test_other_partitions_are_made_as_long_as_they_help(
             begun.append(number)
             yield captured(float(number))
 
-    def plan(of: Captured, worth: float) -> Plan:
+    def search(of: Captured) -> Fit:
         seconds = times[int(of.partition)]
-        if seconds is None:
-            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
-        return fake_plan(of, seconds)
 
-    assert Partitioned(programs()).best_plan(plan).step_seconds == chosen
+        def plan() -> Plan:
+            if seconds is None:
+                raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
+            return fake_plan(of, seconds)
+
+        return fake_fit(of, plan, seconds)
+
+    assert Partitioned(programs()).best_plan(search).step_seconds == chosen
     assert len(begun) == made
 
 
@@ -82,31 +89,37 @@ def test_other_partitions_are_made_as_long_as_they_help(
 def test_the_usual_plan_is_made_last_where_it_is_known_to_be_slow(
     hoped: float | None, times: list[float | None], chosen: float, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partitions, "_beside", lambda usual, plan, times: plan)
+    monkeypatch.setattr(partitions, "_compared", lambda usual, plan, times: plan)
     worked_out = []
 
-    def plan(of: Captured, worth: float) -> Plan:
+    def search(of: Captured) -> Fit:
         number = int(of.partition)
-        if number == 0 and worth < (hoped or math.inf):
-            raise TooSlow(hoped and fake_plan(of, hoped), lambda: (None, plan(of, math.inf)))
-        worked_out.append(number)
-        if (seconds := times[number]) is None:
-            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")
-        return fake_plan(of, seconds)
+
+        def plan() -> Plan:
+            worked_out.append(number)
+            if (seconds := times[number]) is None:
+                raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")
+            return fake_plan(of, seconds)
+
+        return fake_fit(of, plan, hoped)
 
     captures = [captured(float(number)) for number in range(len(times))]
-    assert (Partitioned(captures).best_plan(plan).step_seconds, worked_out) == (chosen, made)
+    assert (Partitioned(captures).best_plan(search).step_seconds, worked_out) == (chosen, made)
 
 
 def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
-    def plan(of: Captured, worth: float) -> Plan:
-        raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
+    def search(of: Captured) -> Fit:
+        def plan() -> Plan:
+            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
+
+        return fake_fit(of, plan, None)
 
     with pytest.raises(InfeasibleBudget) as found:
-        Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(plan)
+        Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(search)
     assert found.value.floor_bytes == 3
 
 
+@pytest.mark.long
 def test_only_kernels_of_the_partition_that_runs_are_compiled() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout()) for _ in range(3)))
 

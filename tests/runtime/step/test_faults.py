@@ -63,7 +63,7 @@ class Flaky(HostStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Flaky:
     found = Flaky()
-    monkeypatch.setattr("overspill.runtime.options.make_store", lambda *_: found)
+    monkeypatch.setattr("overspill.runtime.transfer.ops.make_store", lambda *_: found)
     return found
 
 

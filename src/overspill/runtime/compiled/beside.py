@@ -14,14 +14,15 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, storage_bytes
-from overspill.core import Device, Graph, TensorKind
+from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.planning.gaps import swappable_gaps
 from overspill.planning.step_program import StepProgram
+from overspill.plans.account import Account
 from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanaged_peak
 from overspill.policies.in_core import Liveness
-from overspill.runtime.options import PYTORCH, Options, has_arena, is_of_card, unmanaged_bytes
+from overspill.runtime.options import Options
 
 from .pending import GraphFrame, GraphKey
 
@@ -71,9 +72,9 @@ class GraphProblem(Generic[C]):
     inputs: list[InputInfo]
     surroundings: Surroundings
     options: Options
-    device: Device
+    account: Account
     capture: Callable[[JointGraph, list[InputInfo], Surroundings], C]
-    plan: Callable[[Options, C, Device, int], Plan]
+    plan: Callable[[GraphProblem[C], C, int], Plan]
     late: bool = False
     """Whether its inputs arrive while other calls are pending; else the plans of these count them."""
 
@@ -94,7 +95,7 @@ class GraphProblem(Generic[C]):
         found = self.capture(self.joint, self.inputs, around)
         # Reserve what the call must not keep between forward and backward.
         keep = self.least_bytes if self.frame.broken else room.keep_bytes
-        if keep is None or has_arena(self.options, self.device):
+        if keep is None or self.account.has_arena:
             return found
         rest = budget - room.pending_bytes - keep - sum(t.nbytes for t in found.graph.tensors if t.persistent)
         return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
@@ -102,24 +103,22 @@ class GraphProblem(Generic[C]):
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
         """The captured graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
-        plan, within = self.plan(self.options, captured, self.device, budget), budget
-        if room.keep_bytes is not None and has_arena(self.options, self.device):
+        plan, within = self.plan(self, captured, budget), budget
+        if room.keep_bytes is not None and self.account.has_arena:
             # It keeps all of its arena: that is to be as much smaller as it keeps too much.
             while (over := plan.retained_bytes - room.pending_bytes - room.keep_bytes) > 0:
                 within = min(within, plan.peak_bytes) - over
-                plan = replace(self.plan(self.options, captured, self.device, max(1, within)), budget_bytes=budget)
+                plan = replace(self.plan(self, captured, max(1, within)), budget_bytes=budget)
         return captured, plan
 
     def as_one_of_several(self) -> GraphProblem[C]:
         """The problem of a call that is not alone: on a card it has no arena, which it would keep whole."""
-        if not is_of_card(self.options, self.device) or not has_arena(self.options, self.device):
-            return self
-        return replace(self, options=replace(self.options, placement=PYTORCH))
+        return replace(self, account=self.account.alone) if self.account.is_card else self
 
     def floor_bytes(self, room: Room) -> int:
         """The smallest feasible budget in bytes."""
         captured = self.captured(room, 0)
-        return smallest_budget(lambda nbytes: self.plan(self.options, captured, self.device, nbytes))
+        return smallest_budget(lambda nbytes: self.plan(self, captured, nbytes))
 
     @cached_property
     def alone(self) -> Graph:
@@ -266,13 +265,13 @@ class Settlement:
         keeps = {}
         for kind in self.kinds:
             problem = self.problems[kind]
-            keeps[kind] = retained_bytes(problem.alone, Liveness().plan(problem.alone, problem.device))
+            keeps[kind] = retained_bytes(problem.alone, Liveness().plan(problem.alone, problem.account.device))
         live = counted = 0
         for kind in self.kinds:
             problem = self.problems[kind]
             graph = problem.captured(self._room(kind, keeps, None), 0).graph
-            live = max(live, unmanaged_peak(graph, problem.device))
-            counted = max(counted, unmanaged_bytes(problem.options, graph, problem.device))
+            live = max(live, unmanaged_peak(graph, problem.account.device))
+            counted = max(counted, problem.account.unmanaged(graph))
         return live, counted
 
     def _room(self, kind: GraphKey, keeps: Mapping[GraphKey, int], keep: int | None) -> Room:

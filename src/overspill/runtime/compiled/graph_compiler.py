@@ -15,11 +15,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-import torch._functorch.config
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.backward import check_saved_hooks
 from overspill.capture.compiled.graph import Captured, capture
@@ -28,25 +24,30 @@ from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.functions import compile_functions
-from overspill.core import Device, Graph
+from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.planning.carried_over import carried_over
 from overspill.plans.plan import NO_LIMIT_BYTES, Plan
+from overspill.pytorch.aot import aot_autograd, boxed
+from overspill.pytorch.autograd import keeps_graph
+from overspill.pytorch.dispatch import DisableAutocast, disable_current_modes
+from overspill.pytorch.functorch import functorch_config
+from overspill.pytorch.trees import tree_leaves
 from overspill.runtime.arena import Arena
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import lower, lower_inference
-from overspill.runtime.options import Options
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.recording.told import run as run_program
 
+from .beside import GraphProblem
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .double_backward import compiled_node, refuse_double_backward
 from .partitions import Partitioned
 from .pending import GraphFrame
 from .planned import Planned
-from .session import Session, plan_captured
+from .session import Session, search_in
 from .tangents import (
     JointGradients,
     Layout,
@@ -154,7 +155,7 @@ class GraphCompiler:
         # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
         self.fakes = fake_examples(self.examples) if torch.is_grad_enabled() else []
         self.autocast = _autocast(self.where)
-        with torch._functorch.config.patch(donated_buffer=False):
+        with functorch_config.patch(donated_buffer=False):
             return self._traced(self.examples, self.partition)
 
     def _traced(self, examples: Sequence[Any], partition: Callable[..., Any]) -> Compiled:
@@ -178,8 +179,8 @@ class GraphCompiler:
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
         """The captured programs and their lowered graphs, for `compile_with_inductor`."""
 
-        def make(options: Options, partitioned: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
-            plan = partitioned.best_plan(lambda one, _: plan_captured(options, one, device, budget_bytes))
+        def make(problem: GraphProblem[Any], partitioned: Partitioned[Captured], budget_bytes: int) -> Plan:
+            plan = partitioned.best_plan(lambda one: search_in(problem, one, budget_bytes))
             compile_functions(partitioned.of(plan.graph).joint.module.graph)  # where that fails, no plan is kept
             return plan
 
@@ -249,8 +250,8 @@ class GraphCompiler:
         def how(*given: Any) -> Partitioned[Captured]:
             return Partitioned(captures(*given))
 
-        def make(options: Options, captured: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
-            return captured.best_plan(lambda one, _: plan_captured(options, one, device, budget_bytes), options.times)
+        def make(problem: GraphProblem[Any], captured: Partitioned[Captured], budget_bytes: int) -> Plan:
+            return captured.best_plan(lambda one: search_in(problem, one, budget_bytes), problem.options.times)
 
         self.changed = _changed(graph)
         found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
@@ -309,12 +310,12 @@ class GraphCompiler:
         has_arena = self.has_arena
 
         def run(args: list[Any]) -> Any:
-            if has_arena and torch._C._autograd._get_current_graph_task_keep_graph():
+            if has_arena and keeps_graph():
                 raise UnsupportedError(WRITES_OVER.format(LEAVE_OUT))
             given, layout = gradients.given()
             # Unusual strides, or gradients that are None, get a backward of their own.
             if layout is not None and layout not in backwards:
-                with _disable_current_modes():  # the caller's would see fake tensors as if they were real
+                with disable_current_modes():  # the caller's would see fake tensors as if they were real
                     backwards[layout] = self._again(layout)
             if layout is not None and backwards[layout] is not None:
                 first = len(args) - len(layout)
@@ -325,8 +326,7 @@ class GraphCompiler:
             given.clear()
             return gradients.of((backwards[layout] or compiled)(args))
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return boxed(run)
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
         """`module` as a callable that empties its list of arguments.
@@ -346,11 +346,10 @@ class GraphCompiler:
             if tracker is not None:
                 tracker.add(args)
             # What autocast casts, it has cast in the graph.
-            with torch._C._DisableAutocast(), tracker or nullcontext():
+            with DisableAutocast(), tracker or nullcontext():
                 return run_program(program, graph, session.begin_graph(), args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return boxed(run)
 
 
 def _changed(joint: JointGraph) -> frozenset[int]:

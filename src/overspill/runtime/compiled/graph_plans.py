@@ -11,8 +11,10 @@ from torch.autograd.graph import Node
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
+from overspill.plans.fit import fit
 from overspill.plans.plan import Plan
-from overspill.runtime.options import Options, infeasible_for, within_budget
+from overspill.runtime.infeasible import infeasible_for
+from overspill.runtime.options import Options
 
 from .beside import ALONE, C, GraphProblem, Room, Settlement
 from .concurrent import ConcurrentCalls
@@ -151,7 +153,15 @@ class GraphPlans:
         """Capture and plan within `budget` bytes; on CUDA that of a card. Raises InfeasibleBudget."""
         if room != ALONE:
             problem = problem.as_one_of_several()
-        return within_budget(problem.options, problem.device, budget, lambda live: problem.planned(room, live))
+        captured: dict[int, C] = {}
+
+        def made(live: int) -> Plan:
+            found, plan = problem.planned(room, live)
+            captured[id(plan.graph)] = found
+            return plan
+
+        plan = fit(made, problem.account, budget) if problem.account.is_card else made(budget)
+        return captured[id(plan.graph)], plan
 
     def _retained_elsewhere(self, kind: GraphKey, frame: GraphFrame) -> int:
         """Bytes that the model's other frames keep between forward and backward.

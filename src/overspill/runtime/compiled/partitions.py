@@ -19,10 +19,11 @@ from typing import Generic
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds
-from overspill.placement.arena import NEAR
-from overspill.placement.card import TooSlow
+from overspill.plans.account import Account
+from overspill.plans.fit import NEAR, Fit, search
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
+from overspill.runtime.options import Options
 from overspill.simulate import check, simulate
 
 from .beside import C
@@ -61,42 +62,55 @@ class Partitioned(Generic[C]):
         """The capture that `graph` belongs to."""
         return next(captured for captured in self._found if captured.graph is graph)
 
-    def best_plan(self, plan: Callable[[C, float], Plan], times: MeasuredTimes | None = None) -> Plan:
-        """The fastest plan of all captures, by simulation, beside what the usual one takes unmanaged.
+    def planner(self, options: Options, account: Account) -> Callable[[int], Plan]:
+        """A function from a budget in bytes of `account` to the best plan."""
 
-        `plan` may raise TooSlow where one has a slowdown above its second argument: that of the usual capture waits then,
-        and is made where no other is as fast as it may be at best. A plan within NEAR of the unmanaged step ends the
-        search. `times` are the measured ones that it is made with. Raises InfeasibleBudget where no capture has a plan,
-        with the least floor.
+        def within(nbytes: int) -> Plan:
+            return self.best_plan(
+                lambda one: search(one.graph, account, options.policy, nbytes, options.times), options.times
+            )
+
+        return within
+
+    def planned(self, options: Options, account: Account) -> Plan:
+        """The best plan within the budget of `options`. Raises InfeasibleBudget."""
+        planner = self.planner(options, account)
+        return planner(account.bytes_of(options.limit, self.graph, planner))
+
+    def best_plan(self, search_in: Callable[[C], Fit], times: MeasuredTimes | None = None) -> Plan:
+        """The fastest plan of all captures, by simulation, with what the usual one takes unmanaged.
+
+        Where the usual capture's plan is slow even at best, its search waits, and begins only where no other plan is as
+        fast as that. A plan within NEAR of the unmanaged step ends the search. `times` are the measured ones that it is
+        made with. Raises InfeasibleBudget where no capture has a plan, with the least floor.
         """
         best: Plan | None = None
-        waiting: TooSlow | None = None
+        waiting: Fit | None = None
         hoped_seconds = math.inf  # of the plan that waits
         refusal: InfeasibleBudget | None = None
         enough = 0.0
         for captured in self:
-            is_usual = captured is self._found[0]
+            found = search_in(captured)
+            if captured is self._found[0]:
+                if (hoped := found.hoped) is not None:
+                    enough = NEAR * hoped.in_core_seconds
+                if hoped is None or hoped.slowdown > NEAR:
+                    waiting, hoped_seconds = found, math.inf if hoped is None else hoped.step_seconds
+                    continue
             try:
-                found = plan(captured, NEAR if is_usual else math.inf)
-            except TooSlow as slow:
-                waiting = slow.with_traceback(None)  # which would keep its frames
-                if slow.hoped is not None:
-                    hoped_seconds, enough = slow.hoped.step_seconds, NEAR * slow.hoped.in_core_seconds
-                continue
+                plan = found.plan()
             # Remember the refusal with the least floor.
             except InfeasibleBudget as error:
                 refusal = _of_least_floor(refusal, error)
                 continue
             # Stop when a plan is good enough, or the next is not faster.
-            if is_usual:
-                enough = NEAR * found.in_core_seconds
             before_seconds = hoped_seconds if best is None else best.step_seconds
-            best = _fastest(best, found)
-            if found.step_seconds >= before_seconds or best.step_seconds <= enough:
+            best = _fastest(best, plan)
+            if plan.step_seconds >= before_seconds or best.step_seconds <= enough:
                 break
         if waiting is not None and (best is None or hoped_seconds < best.step_seconds):
             try:
-                best = _fastest(best, waiting.planned()[1])
+                best = _fastest(best, waiting.plan())
             except InfeasibleBudget as error:
                 refusal = _of_least_floor(refusal, error)
         if best is None:
@@ -106,7 +120,7 @@ class Partitioned(Generic[C]):
             finally:
                 # Its traceback would keep this frame, and what its callers hold, until garbage is collected.
                 del refusal
-        return best if best.graph is self.graph else _beside(self.graph, best, times)
+        return best if best.graph is self.graph else _compared(self.graph, best, times)
 
 
 def _fastest(best: Plan | None, found: Plan) -> Plan:
@@ -117,7 +131,7 @@ def _of_least_floor(least: InfeasibleBudget | None, error: InfeasibleBudget) -> 
     return error.with_traceback(None) if least is None or error.floor_bytes < least.floor_bytes else least
 
 
-def _beside(usual: Graph, plan: Plan, times: MeasuredTimes | None) -> Plan:
+def _compared(usual: Graph, plan: Plan, times: MeasuredTimes | None) -> Plan:
     """`plan` with the figures of an unmanaged step of `usual`."""
     plain = Liveness().plan(usual, plan.device)
     seconds = simulate(usual, plain, plan.device, op_seconds(usual, plan.device, times)).step_seconds

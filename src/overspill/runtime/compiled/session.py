@@ -16,20 +16,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.compiled.graph import Captured, InputInfo
 from overspill.capture.compiled.joint import JointGraph
-from overspill.core import Device, TensorKind
+from overspill.core import TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
+from overspill.plans.fit import Fit, search
 from overspill.plans.plan import Plan
+from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.dynamo import reset_dynamo
 from overspill.runtime import batches
 from overspill.runtime.accelerator import empty_cache
 from overspill.runtime.arena import Arenas
-from overspill.runtime.hardware import usable_bytes
-from overspill.runtime.options import PLANNED, Options, device_for, open_engine, plan_live, store_bytes
+from overspill.runtime.hardware import account_of, device_named, usable_bytes
+from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import RunRecorder
@@ -38,6 +40,8 @@ from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import suit_heap
+from overspill.runtime.transfer.ops import open_engine
+from overspill.runtime.transfer.stores import store_bytes
 
 from .beside import C, GraphProblem, HasGraph
 from .followed import Followed
@@ -51,9 +55,15 @@ from .renewal import Renewal
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-def plan_captured(options: Options, captured: HasGraph, device: Device, budget_bytes: int) -> Plan:
+def search_in(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Fit:
+    """The search for a plan of one capture, whose budget counts what a card leaves for tensors."""
+    asked = problem.options
+    return search(captured.graph, problem.account.of_tensors, asked.policy, budget_bytes, asked.times)
+
+
+def plan_captured(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
     """The plan of a captured graph. Raises InfeasibleBudget."""
-    return plan_live(options, captured.graph, device, budget_bytes)
+    return search_in(problem, captured, budget_bytes).plan()
 
 
 class Session(PlannedPeaks):
@@ -235,7 +245,7 @@ class Session(PlannedPeaks):
         """Have each graph planned anew, with what is known now."""
         self.arenas.give_back()
         empty_cache(self._where)  # what the plans before took, those to come may not count on
-        torch._dynamo.reset()
+        reset_dynamo()
 
     # -- planning
 
@@ -246,15 +256,15 @@ class Session(PlannedPeaks):
         examples: Sequence[Any],
         frame: GraphFrame,
         capture: Callable[..., C],
-        make: Callable[[Options, C, Device, int], Plan] = plan_captured,
+        make: Callable[[GraphProblem[C], C, int], Plan] = plan_captured,
     ) -> tuple[C, Planned]:
         """Capture the graph of `frame` with `capture` and plan it with `make`.
 
         Returns the captured graph and its plan. Raises InfeasibleBudget when the budget cannot be met.
         """
         where = joint.device
-        device = device_for(self.options, where)
-        self.device_name, self._where = device.name, where
+        account = account_of(self.options, device_named(self.options.device, where), where)
+        self.device_name, self._where = account.device.name, where
         if frame.broken and self.options.placement == PLANNED:
             raise UnsupportedError(
                 "the model has a graph break, and planned addresses are for a model in one graph: pass fullgraph=True, "
@@ -275,7 +285,7 @@ class Session(PlannedPeaks):
             trained=self.followed.trained,
         )  # fmt: skip
         # Plan it beside the others.
-        problem = GraphProblem(kind, frame, joint, inputs, surroundings, self.options, device, capture, make)
+        problem = GraphProblem(kind, frame, joint, inputs, surroundings, self.options, account, capture, make)
         captured, planned = self._plans.make(problem, [examples[i] for i in given])
         planned.given, planned.ends_in_loss = tuple(given), ends_in_loss
         planned.made_into_loss = self.losses.made_into(joint, frame)
@@ -315,10 +325,11 @@ class Session(PlannedPeaks):
         if not needed and kinds and device.type not in kinds:  # of the host's numbers, beside a model on a GPU
             return 0
         if device.type not in self._engines:
-            self._engines[device.type] = open_engine(self.options, device)
+            asked = self.options
+            self._engines[device.type] = open_engine(asked.store, device, asked.store_dir, checksum=asked.checksum)
             weakref.finalize(self, self._engines[device.type][0].close_dropped)
         engine, number = self._engines[device.type]
-        with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
+        with disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
             engine.store.reserve(needed)
         return number
 

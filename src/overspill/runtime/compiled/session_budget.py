@@ -9,8 +9,9 @@ from typing import Any
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart
+from overspill.plans.fit import fit
 from overspill.plans.plan import Plan, smallest_budget
-from overspill.runtime.options import Options, budget_for, fixed_budget, is_of_card, unmanaged_bytes, within_budget
+from overspill.runtime.options import Options
 
 from .beside import GraphProblem, HasGraph, Room, Settlement
 from .pending import Part
@@ -25,7 +26,7 @@ class SessionBudget:
     """
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self._limit = options.limit
         self._fixed: int | None = None
         self._counted: set[Part] = set()  # the training graphs that it is for: a part, and how many ops
         self._settled = 0
@@ -41,9 +42,9 @@ class SessionBudget:
 
         `is_settled`: calls of its kind have their room alongside others. `plans` are those of the session so far.
         """
-        where, kind = problem.joint.device, problem.kind
-        if not self._options.limit.is_relative:
-            return fixed_budget(self._options, problem.device, where)
+        kind, account = problem.kind, problem.account
+        if not self._limit.is_relative:
+            return account.fixed(self._limit)
         # A relative budget follows from the first training step.
         captured = problem.captured(replace(room, keep_bytes=None), 0)
         graph = captured.graph
@@ -52,14 +53,13 @@ class SessionBudget:
             # Of several parts of the first step (several models, graph breaks), the one that needs the most counts.
             of_part = self._settled
             if not is_settled:
-                device = problem.device
-                of_part = budget_for(self._options, graph, device, where, lambda n: self._planned(problem, captured, n))
+                of_part = account.bytes_of(self._limit, graph, lambda nbytes: _planned(problem, captured, nbytes))
             self._fixed = max(self._fixed or 0, of_part)
             self._counted.add(counted)
         if self._fixed is None:
             # Evaluation before training: nothing is known of the step yet. It may have what it needs.
             known = max((plan.needed_bytes for plan in plans), default=0)
-            return max(unmanaged_bytes(self._options, graph, problem.device), known)
+            return max(account.unmanaged(graph), known)
         return self._fixed
 
     def grow(self, problem: GraphProblem[Any], room: Room, error: InfeasibleBudget) -> int:
@@ -68,9 +68,9 @@ class SessionBudget:
         Such a graph is that of a further model, or of a larger batch.
         """
         needed = error.floor_bytes
-        if not is_of_card(self._options, problem.device):
+        if not problem.account.is_card:
             captured = problem.captured(replace(room, keep_bytes=None), 0)
-            needed = smallest_budget(lambda n: self._planned(problem, captured, n))
+            needed = smallest_budget(lambda nbytes: _planned(problem, captured, nbytes))
         before, self._fixed = self._fixed or 0, needed
         _LOG.info("the smallest budget is %s now, not %s", *format_apart(needed, before))
         return needed
@@ -80,7 +80,7 @@ class SessionBudget:
 
         By the `plans` in force, or those before them.
         """
-        limit = self._options.limit
+        limit = self._limit
         if not limit.is_relative:
             self._live = max((plan.budget_bytes for plan in plans), default=self._live)
             return self._live
@@ -89,10 +89,11 @@ class SessionBudget:
         self._settled = limit.bytes_of(lambda: counted, 0, lambda: settlement.smallest()[0] + more)
         return self._settled - more
 
-    def _planned(self, problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
-        """The plan of one graph within a budget. Raises InfeasibleBudget."""
 
-        def make(live: int) -> tuple[None, Plan]:
-            return None, problem.plan(self._options, captured, problem.device, live)
+def _planned(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
+    """The plan of one graph within a budget. Raises InfeasibleBudget."""
 
-        return within_budget(self._options, problem.device, budget_bytes, make)[1]
+    def made(live_bytes: int) -> Plan:
+        return problem.plan(problem, captured, live_bytes)
+
+    return fit(made, problem.account, budget_bytes) if problem.account.is_card else made(budget_bytes)

@@ -17,8 +17,8 @@ from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.job import Job
 from overspill.plans.plan import Plan
-from overspill.runtime.hardware import elsewhere
-from overspill.runtime.options import Options, budget_for, device_for, plan_graph
+from overspill.runtime.hardware import account_of, device_named, elsewhere
+from overspill.runtime.options import Options
 from overspill.runtime.surroundings import surroundings_of_job
 
 from .inductor import Capture, compile_with_inductor
@@ -34,13 +34,10 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
     The partitions are those that a session would try. Library calls are assumed to allocate no workspace. Raises
     InfeasibleBudget, and what `write` raises.
     """
-    device = elsewhere(device_for(options, CPU), options.software)
+    account = account_of(options, elsewhere(device_named(options.device, CPU), options.software), CPU)
 
     def plan(partitioned: Partitioned[Captured]) -> Plan:
-        def within(nbytes: int) -> Plan:
-            return partitioned.best_plan(lambda one, worth: plan_graph(options, one.graph, device, nbytes, worth))
-
-        return within(budget_for(options, partitioned.graph, device, CPU, within))
+        return partitioned.planned(options, account)
 
     return of_unrun(step, batch, optimizer, options, plan, job)
 

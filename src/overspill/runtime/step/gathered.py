@@ -16,11 +16,10 @@ SHARES = (1.0, 0.85, 0.7)
 """Shares of the peak live bytes within which updates are gathered, tried in turn; less means less fragmentation."""
 
 
-def gathered(captured: CapturedStep, plan: Plan, measured: Callable[[Plan], Plan | None]) -> Plan:
+def gathered(captured: CapturedStep, plan: Plan, measured: Callable[[Plan], Plan]) -> Plan:
     """`plan` with updates grouped into one call each, at no higher peak.
 
-    `measured` gives the plan with what else it takes, or None where it takes too much: then less is gathered, or
-    nothing.
+    `measured` gives the plan with what else it takes; where that is over its budget, less is gathered, or nothing.
     """
     found = [op for op, node in captured.nodes.items() if (of := node.meta.get(MUTATION)) and of.op == UPDATE]
     whole = [op for op in found if _is_whole(captured, op)]
@@ -35,7 +34,7 @@ def gathered(captured: CapturedStep, plan: Plan, measured: Callable[[Plan], Plan
         assert check(plan.graph, schedule).peak_bytes <= plan.peak_bytes
         before, timeline = schedule, simulate(plan.graph, schedule, plan.device, plan.op_seconds)
         made = measured(replace(plan, schedule=schedule, timeline=timeline, groups=groups))
-        if made is not None:
+        if made.needed_bytes <= made.asked_bytes:
             return made
     return plan
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
@@ -22,25 +20,22 @@ from overspill.capture.compiled.whole_step import CapturedStep, Elsewhere
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.costs import MeasuredTimes
+from overspill.plans.account import Account
 from overspill.plans.plan import Plan, smallest_budget
+from overspill.pytorch.storages import storage_key
+from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
 from overspill.runtime.arena import StepArena
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.driver import LoweredProgram
+from overspill.runtime.hardware import account_of, device_named
+from overspill.runtime.infeasible import infeasible_for
 from overspill.runtime.lower import copied, lower_step
-from overspill.runtime.options import (
-    budget_for,
-    device_for,
-    infeasible_for,
-    measured_again,
-    open_engine,
-    plan_graph,
-    store_bytes,
-)
 from overspill.runtime.parallel import OneProcess, processes_of_collectives
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import suit_heap
-from overspill.runtime.transfer.stores import whole_pages
+from overspill.runtime.transfer.ops import open_engine
+from overspill.runtime.transfer.stores import store_bytes, whole_pages
 
 from .captures import FoundStep, StepCaptures
 from .gathered import gathered
@@ -185,7 +180,7 @@ class StepPlans:
         """
         if changed:
             own = len(self.state.buffers)
-            given = [t.untyped_storage()._cdata for t in (*self.state.buffers.values(), *batches.tensors(inputs))]
+            given = [storage_key(t) for t in (*self.state.buffers.values(), *batches.tensors(inputs))]
             if shared := [i - own for i in changed if given.count(given[i]) > 1]:
                 raise UnsupportedError(
                     f"the step changes its tensor {shared[0]} in place, which shares memory with another or with a buffer; give it a clone()"
@@ -332,7 +327,10 @@ class StepPlans:
             suit_heap(plan.unmanaged_peak_bytes)
         with self.processes.together():
             if self.state.engine is None:
-                self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
+                asked = self.options
+                self.state.engine, self.state.engine_number = open_engine(
+                    asked.store, self.state.where, asked.store_dir, checksum=asked.checksum
+                )
             idle = () if kept_in_store is not None else self._idle(names, plan)
             kept_bytes = sum(whole_pages(self.state.residency[n].spec.nbytes) for n in (*(kept_in_store or ()), *idle))
             coming = () if plan.places is None else plan.places.between  # to the arena, by way of the store
@@ -408,24 +406,24 @@ class StepPlans:
         """`plan` with updates gathered into groups, unless each op is timed."""
         if self.options.profile:
             return plan
-        return gathered(steps.of(plan.graph), plan, partial(measured_again, self.options))
+        return gathered(steps.of(plan.graph), plan, self._account().measured)
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
         """A function from bytes to the best plan of `steps`."""
-        device = device_for(self.options, self.state.where)
-        times = self.options.times
-        return lambda nbytes: steps.best_plan(
-            lambda step, worth: plan_graph(self.options, step.graph, device, nbytes, worth), times
-        )
+        return steps.planner(self.options, self._account())
 
     def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
         """The budget in bytes. A relative one is fixed by the first step, and holds for all kinds of inputs."""
-        device = device_for(self.options, self.state.where)
-        if not self.options.limit.is_relative:
-            return budget_for(self.options, graph, device, self.state.where)
+        limit, account = self.options.limit, self._account()
+        if not limit.is_relative:
+            return account.fixed(limit)
         if self._fixed_budget is None:
-            self._fixed_budget = budget_for(self.options, graph, device, self.state.where, planned)
+            self._fixed_budget = account.bytes_of(limit, graph, planned)
         return self._fixed_budget
+
+    def _account(self) -> Account:
+        where = self.state.where
+        return account_of(self.options, device_named(self.options.device, where), where)
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:

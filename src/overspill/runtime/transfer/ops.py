@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from pathlib import Path
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -16,7 +17,8 @@ from torch.fx.node import has_side_effect
 
 from overspill.core.errors import OverspillError
 
-from .engine import TransferEngine
+from .engine import TransferEngine, make_engine
+from .stores import make_store
 
 _ENGINES: dict[int, weakref.ref[TransferEngine]] = {}
 _numbers = itertools.count(1)
@@ -28,6 +30,17 @@ def register_engine(engine: TransferEngine) -> int:
     known = _ENGINES  # which a module that is torn down no longer names
     known[number] = weakref.ref(engine, lambda _: known.pop(number, None))
     return number
+
+
+def open_engine(
+    store: str | None, where: torch.device, directory: str | Path | None = None, *, checksum: bool = False
+) -> tuple[TransferEngine, int]:
+    """An engine with a new store for tensors on `where`, and the number by which lowered graphs call it.
+
+    Raises RequestError and StoreError.
+    """
+    engine = make_engine(make_store(store, where, directory), where, checksum=checksum)
+    return engine, register_engine(engine)
 
 
 def engine_numbered(number: int) -> TransferEngine:

@@ -22,9 +22,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
+from overspill.plans.plan import Plan
 from overspill.runtime.accelerator import DeviceStream, PageLock, raw_streams
 
 from . import host_memory
@@ -382,6 +384,13 @@ def make_store(name: str | None, device: torch.device, directory: str | Path | N
 def whole_pages(nbytes: int) -> int:
     """`nbytes` rounded up to pages, as slots and chunks are."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def store_bytes(plan: Plan) -> int:
+    """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
+    moved = plan.schedule.targets(Verb.OFFLOAD) + plan.schedule.targets(Verb.PREFETCH)
+    stored = dict.fromkeys((*plan.schedule.stored, *moved))
+    return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in stored)
 
 
 def _nameless_file(directory: Path) -> int:

@@ -1,0 +1,253 @@
+"""Find the plan within a budget: plan for live bytes, place the plan, and plan again for fewer until it fits.
+
+What an allocator takes does not grow steadily with live bytes: of two plans the one with more live bytes may take less.
+So several are made, for live bytes on a grid, which budgets of nearly one size share, and the fastest that fits counts.
+Little effort finds where plans begin to fit. Those near there are then made with all of it, on as many threads as there
+are cores. How many these are does not change the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import islice
+from operator import itemgetter
+from typing import TypeVar
+
+from overspill.core import Graph, TensorKind
+from overspill.core.errors import InfeasibleBudget
+from overspill.costs import MeasuredTimes
+from overspill.planning.effort import EFFORT, at_effort
+from overspill.policies import Policy
+
+from .account import Account
+from .plan import Plan, make_plan
+
+R = TypeVar("R")
+GRID = 24
+"""Grid sizes between a number and its double."""
+TRIES = 8
+"""Plans made to find where they begin to fit."""
+UPWARDS = 6
+"""Further plans made for more live bytes than the largest plan found to fit."""
+FROM_FLOOR = 16
+"""Plans made from the fewest live bytes upwards, to find the smallest budget."""
+MOST_FLOORS = 8
+"""Floors that are followed to the smallest plan."""
+HOPE = 1.1
+"""Where the plan of fewest live bytes takes more than so many times the budget, one of more is not looked for."""
+FIRST_EFFORT = 0.2
+"""Share of the effort with which plans are made to find where they begin to fit."""
+NEAR = 1.02
+"""Slowdown up to which there is little to be gained."""
+MANY_OPS = 1000
+"""Of a step with more ops, whose plans take seconds each, a plan that is NEAR is not improved."""
+LOOSE = 1.05
+"""Share of its live bytes that a placed plan may take before another way to place is tried too, if it is not NEAR."""
+GAIN = 1.01
+"""Nor where the step takes so many times as long as with all of the budget for live bytes: no placing gives more."""
+
+
+def search(
+    graph: Graph, account: Account, policy: str | Policy, budget_bytes: int, times: MeasuredTimes | None = None
+) -> Fit:
+    """Return the search for a plan of `policy` for `graph` within `budget_bytes` of `account`."""
+    return Fit(lambda live: make_plan(graph, account.device, policy, live, times), account, budget_bytes)
+
+
+def fit(make: Callable[[int], Plan], account: Account, budget_bytes: int) -> Plan:
+    """Return the fastest plan found that takes no more than `budget_bytes` of `account`.
+
+    `make` plans for live bytes. Raises InfeasibleBudget with the smallest budget that works.
+    """
+    return Fit(make, account, budget_bytes).plan()
+
+
+class Fit:
+    """A search for the plan within a budget; a single quick plan already says how fast that can be at best.
+
+    The arguments are those of `fit`. Nothing is planned before it is needed, and nothing twice.
+    """
+
+    def __init__(self, make: Callable[[int], Plan], account: Account, budget_bytes: int) -> None:
+        self._begun = time.perf_counter()
+        self._account = account
+        self._budget_bytes = budget_bytes
+        self._tensor_bytes = budget_bytes - account.context_bytes
+        self._effort = EFFORT.get()
+
+        @cache  # all searches share its plans
+        def made(live_bytes: int, effort: float) -> Plan:
+            with at_effort(effort):
+                return make(live_bytes)
+
+        self._searches = [_Search(made, option, self._tensor_bytes, self._effort) for option in account.options]
+
+    @cached_property
+    def hoped(self) -> Plan | None:
+        """The plan where live bytes may have all of the budget, which no placed plan beats by much; None without any."""
+        try:
+            return self._at_first()
+        except InfeasibleBudget:
+            return None
+
+    def plan(self) -> Plan:
+        """Return the plan. Raises InfeasibleBudget."""
+        if self._account.placed_by is None:
+            return self.hoped or self._at_first()
+        found = self._fastest() if self._may_fit() else None
+        if found is None:
+            floors = [search.from_floor(alone=not self._may_fit()) for search in self._searches]
+            found, fewest, cause = min(floors, key=lambda floor: floor[0].taken_bytes)
+            if found.taken_bytes > self._tensor_bytes:
+                raise self._account.refusal(self._budget_bytes, found, fewest, cause)
+        charged = self._account.charged(found, self._budget_bytes)
+        return replace(charged, plan_seconds=time.perf_counter() - self._begun)
+
+    def _at_first(self) -> Plan:
+        if self._account.placed_by is None:
+            return self._searches[0].made(self._tensor_bytes, self._effort)
+        return self._searches[0].made(self._searches[0].first_bytes, FIRST_EFFORT * self._effort)
+
+    def _may_fit(self) -> bool:
+        """Whether the model and its batch, which are on the device before the first step, leave anything to search for."""
+        if self.hoped is None:
+            return True  # the search finds out why
+        before = (t for t in self.hoped.graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE)
+        return sum(t.nbytes for t in before) <= self._tensor_bytes
+
+    def _fastest(self) -> Plan | None:
+        """The fastest plan found that fits; the next way to place is tried only where this one costs much."""
+        found: list[Plan] = []
+        for search in self._searches:
+            if (plan := search.fastest()) is not None:
+                found.append(plan)
+                if plan.taken_bytes <= LOOSE * plan.peak_bytes or plan.slowdown <= NEAR:
+                    break
+                if self.hoped is not None and plan.step_seconds <= GAIN * self.hoped.step_seconds:
+                    break
+        return min(found, key=lambda plan: plan.step_seconds, default=None)
+
+
+class _Search:
+    """Plans for `tensor_bytes`, each placed as `account` does; `made` makes them, with an effort."""
+
+    def __init__(
+        self, made: Callable[[int, float], Plan], account: Account, tensor_bytes: int, effort: float = 1.0
+    ) -> None:
+        self.made = made
+        self._account = account
+        self._bytes = tensor_bytes
+        self._full, self._little = effort, FIRST_EFFORT * effort
+        self._tried: dict[tuple[int, float], Plan] = {}
+
+    @property
+    def first_bytes(self) -> int:
+        """The live bytes that are tried first: all of the budget."""
+        return self._near(self._bytes)
+
+    def fastest(self) -> Plan | None:
+        """The fastest plan tried that fits, or None."""
+        try:
+            low = self._largest_that_fits()
+        except InfeasibleBudget:
+            low = 0
+        if not low:
+            least, *_ = self.from_floor(alone=True)
+            if not self._account.is_steady and least.taken_bytes <= HOPE * self._bytes:
+                self.from_floor()
+        elif (found := self._at(low, self._little)).slowdown > (NEAR if len(found.graph.ops) > MANY_OPS else 1):
+            more = 0 if self._account.is_steady else UPWARDS
+            self._at_all([low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)])
+        # In the order of live bytes, because threads add them in any.
+        fitting = [
+            plan for _, plan in sorted(self._tried.items(), key=itemgetter(0)) if plan.taken_bytes <= self._bytes
+        ]
+        return min(fitting, key=lambda plan: plan.step_seconds, default=None)
+
+    def from_floor(self, *, alone: bool = False) -> tuple[Plan, Plan, str]:
+        """The plan that takes the least, that with the fewest live bytes, and what holds these up.
+
+        `alone`: only the second is made. The plans tried do not depend on the budget: so the one that an error names
+        will do.
+        """
+        floor, fewest, cause = least_of(lambda live: self._at(live, self._full))
+        if alone:
+            return fewest, fewest, cause
+        # Beyond what the first takes, nothing smaller can come.
+        most = min(fewest.taken_bytes, fewest.unmanaged_peak_bytes)
+        beyond = (live for live in islice(upwards_from(max(floor, fewest.peak_bytes)), FROM_FLOOR) if live < most)
+        return min([fewest, *self._at_all(beyond)], key=lambda plan: plan.taken_bytes), fewest, cause
+
+    def _largest_that_fits(self) -> int:
+        """The most live bytes found with which a plan fits, or 0. Raises InfeasibleBudget below the fewest."""
+        asked, low, over = self.first_bytes, 0, self._bytes
+        for _ in range(TRIES):
+            plan = self._at(asked, self._little)
+            excess = plan.taken_bytes - self._bytes
+            if excess <= 0:
+                low = max(low, asked)
+            else:
+                over = asked
+            if low and self._account.is_steady:
+                break
+            # Bisect; before anything fits, go down by the excess.
+            asked = self._near((low + over) // 2 if low else min(asked, plan.peak_bytes) - excess)
+            if asked <= low:
+                break
+        return low
+
+    def _near(self, nbytes: int) -> int:
+        return max(1, nbytes) if self._account.is_steady else on_grid(nbytes)
+
+    def _at_all(self, asked: Iterable[int]) -> list[Plan]:
+        """The plans for these live bytes, made at once; the search frees Python's lock."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = [pool.submit(copy_context().run, self._at, live, self._full) for live in asked]
+            try:
+                return [one.result() for one in made]
+            finally:  # after an error, or Ctrl-C, none begins
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _at(self, live_bytes: int, effort: float) -> Plan:
+        if (live_bytes, effort) not in self._tried:
+            self._tried[live_bytes, effort] = self._account.placed(self.made(live_bytes, effort))
+        return self._tried[live_bytes, effort]
+
+
+def least_of(make: Callable[[int], R], asked: int = 1) -> tuple[int, R, str]:
+    """The fewest live bytes from `asked` on that `make` does not refuse, what it gives, and why for no fewer.
+
+    A graph whose surroundings depend on its plan may refuse a floor that it named, and name another. Raises the last of
+    MOST_FLOORS refusals.
+    """
+    cause = "the policy has no smaller plan"
+    for _ in range(MOST_FLOORS):
+        try:
+            return asked, make(asked), cause
+        except InfeasibleBudget as error:
+            asked, cause = error.floor_bytes, error.cause
+    return asked, make(asked), cause
+
+
+def on_grid(nbytes: int) -> int:
+    """The largest grid size up to `nbytes`; at least 1."""
+    return _size(math.floor(GRID * math.log2(max(1, nbytes)) + 1e-9))
+
+
+def upwards_from(nbytes: int) -> Iterator[int]:
+    """Grid sizes above `nbytes`, ascending."""
+    number = math.floor(GRID * math.log2(max(1, nbytes)) + 1e-9)
+    while True:
+        number += 1
+        yield _size(number)
+
+
+def _size(number: int) -> int:
+    return math.ceil(2 ** (number / GRID))

@@ -1,0 +1,42 @@
+"""What an error says of a budget that is too small: which graph it is of, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from overspill.capture.compiled.graph import REST, UPDATE
+from overspill.core.errors import InfeasibleBudget
+
+
+def split_update(error: InfeasibleBudget) -> str:
+    """What would help a step by calls, if it is its update that takes the memory."""
+    if f"at {UPDATE} of" not in error.cause:
+        return ""
+    return "; the optimizer's update takes it, which overspill.train_step (--whole-step) would split"
+
+
+@contextmanager
+def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False) -> Iterator[None]:
+    """An InfeasibleBudget that is raised inside says which graph it is of and on which inputs, and what else would do.
+
+    Of a `whole_step` nothing else would.
+    """
+    try:
+        yield
+    except InfeasibleBudget as error:
+        shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
+        instead = "" if whole_step else split_update(error)
+        if f"at {REST} of" in error.cause:
+            instead = "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with reserve="
+        would_do = f"budget={error.floor_bytes} would do"
+        if whole_step:
+            would_do += " for steps on such inputs"
+        elif what == "training":
+            would_do += (
+                ', if no other calls or graphs need room beside it: budget="smallest" finds what is enough for all'
+            )
+        raise error.told(f"{instead} (the {what} graph, on inputs of {shapes}); {would_do}") from None
