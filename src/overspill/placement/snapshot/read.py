@@ -17,7 +17,7 @@ import msgspec
 from overspill.core.errors import RequestError
 from overspill.core.files import read_whole
 
-from .plain_pickle import MOST_SHOWN, BombError, ForbiddenError, load_plain
+from .plain_pickle import MOST_SHOWN, ForbiddenError, load_plain
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=1)]
@@ -156,8 +156,6 @@ def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
             f"{path} is not a memory snapshot but could run code: it asks for {error}; a snapshot holds numbers, texts"
             " and lists of them"
         ) from None
-    except BombError as error:
-        raise RequestError(f"{path} is not a memory snapshot but would do harm: {error}") from None
     except Exception as error:  # noqa: BLE001 - a broken pickle fails in many ways, which all mean the same
         reason = " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
         raise RequestError(f"{path} is not a whole pickle, as _dump_snapshot writes it ({reason})") from None
