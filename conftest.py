@@ -5,11 +5,14 @@ changes.
 
 Where it does not matter how good plans are, `auto` searches with a tenth of its effort; tests of their quality give an
 `Effort` themselves. Random examples are the same in every run; `HYPOTHESIS_PROFILE=default make test` draws new ones.
+
+`pytest --shuffle SEED` runs the tests in a random order, for no test may depend on one that ran before it.
 """
 
 import gc
 import logging
 import os
+import random
 import sys
 from collections.abc import Iterator
 
@@ -51,9 +54,15 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # The longest ones first: begun last, they would run alone.
     items.sort(key=lambda item: item.path.name != "test_real_size.py")
+    if config.option.shuffle is not None:
+        random.Random(config.option.shuffle).shuffle(items)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

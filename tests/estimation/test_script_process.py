@@ -285,7 +285,8 @@ def test_whoever_interrupts_an_estimate_ends_all_of_it() -> None:
         MODEL + f"subprocess.Popen(['sh', '-c', 'sleep 1000; : {marker}'], start_new_session=True)\n"
         "print('ready', flush=True)\nwhile True: time.sleep(1)\n"
     )
-    command = [sys.executable, "-m", "overspill", "estimate", "--script", "train.py", "--json"]
+    # What starts the tests may ignore Ctrl-C, and its children would too.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "overspill", "estimate", "--script", "train.py", "--json"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as stack,

@@ -26,7 +26,7 @@ SECONDS = 400
 
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-SHARDED = ("sharded", "sharded, accumulated half", "sharded, compiled", "sharded, told")
+SHARDED = ("sharded", "sharded, told")
 FSDP = (*SHARDED, "settings", "budgets", "refusals", "checkpoints", "full disk")
 QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", *FSDP)
 

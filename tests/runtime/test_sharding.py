@@ -14,6 +14,7 @@ FOUR = (
     "sharded, roomy",
     "sharded, accumulated",
     "sharded, accumulated half",
+    "sharded, compiled",
     "sharded, all half",
     "sharded, placed",
     "sharded, replicated",
@@ -120,6 +121,6 @@ def test_a_full_disk_on_one_rank_is_a_line_on_all_and_nobody_hangs(ranks: list[d
     assert "the store is full" in waiting
     assert full.startswith("StoreError: ")
     assert "the store is full" in full
-    assert seconds < 10  # the group's timeout is 3
+    assert seconds < 25  # the group's timeout is 3, a collective's is 30
     assert there
     assert there_too

@@ -168,6 +168,7 @@ def test_micro_batches_have_one_partition() -> None:
     assert step.partitions[0] is not None
 
 
+@pytest.mark.long
 def test_what_the_loss_reads_from_outside_is_read_as_it_is_in_each_step() -> None:
     torch.manual_seed(0)
     model, target, scale = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False), torch.tensor(1.0)

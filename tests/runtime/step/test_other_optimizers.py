@@ -23,8 +23,16 @@ import optimizer_habits
 import optimizers
 from optimizer_habits import HABITS, Each, Late
 
+SHORT = {
+    "counter on the class", "counter in a key of the state that is no parameter",
+    "momenta in a dictionary, a list and a deque of the state", "momenta on the object, by parameter",
+    "new tensors for its state at each step", "noise", "the norm of all gradients, from its fifth step on",
+    "brings large parameters together", "averages the model that it holds", "a wrapper that delegates",
+}  # fmt: skip
+"""One habit of each kind: where the state is, and what an update reads."""
 
-@pytest.mark.parametrize("what", HABITS)
+
+@pytest.mark.parametrize("what", [w if w in SHORT else pytest.param(w, marks=pytest.mark.long) for w in HABITS])
 def test_whatever_users_write_trains_with_the_plain_loop_s_numbers_within_the_budget(what: str) -> None:
     row = optimizers.tried("habits", what, [HABITS[what]])
     assert (row.outcome, row.note) == ("identical", "")
