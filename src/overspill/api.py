@@ -74,10 +74,9 @@ def plan(
     from .runtime.preview import preview  # noqa: PLC0415
 
     options = Options(
-        budget, policy, device=_device(device), placement=placement, times=times, backend=backend,
-        software=software_named(torch, cuda), whole_step=whole_step,
-    )  # fmt: skip
-    return preview(_job(build, inputs, loss, batch, optimizer, how), options)
+        budget, policy, device=_device(device), placement=placement, times=times, backend=backend, whole_step=whole_step
+    )
+    return preview(_job(build, inputs, loss, batch, optimizer, how), options, software_named(torch, cuda))
 
 
 def compare(
@@ -130,10 +129,10 @@ def compare(
 
     names = tuple(map(policy_named, POLICIES.loaded()[0] if policies is None else policies))
     options = Options(
-        budget, device=_device(device), placement=placement, times=times, software=software_named(torch, cuda),
-        whole_step=whole_step, backend=backend,
-    )  # fmt: skip
-    return compare_job(_job(build, inputs, loss, batch, optimizer, how), options, names)
+        budget, device=_device(device), placement=placement, times=times, whole_step=whole_step, backend=backend
+    )
+    software = software_named(torch, cuda)
+    return compare_job(_job(build, inputs, loss, batch, optimizer, how), options, names, software=software)
 
 
 def sweep(
@@ -183,10 +182,9 @@ def sweep(
 
     names, asked = tuple(map(policy_named, policies)), POINTS if points is None else points
     check_points(asked)
-    options = Options(
-        device=_device(device), software=software_named(torch, cuda), whole_step=whole_step, backend=backend
-    )
-    return sweep_job(_job(build, inputs, loss, batch, optimizer, how), options, names, asked)
+    options = Options(device=_device(device), whole_step=whole_step, backend=backend)
+    software = software_named(torch, cuda)
+    return sweep_job(_job(build, inputs, loss, batch, optimizer, how), options, names, asked, software=software)
 
 
 def advise(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from overspill.core.errors import RequestError
+from overspill.pytorch.modules import ORIGINAL
 from overspill.report.recording import Recording
 from overspill.runtime.recording.attach import recording
 from overspill.runtime.recording.recorder import RunRecorder
@@ -51,7 +52,7 @@ def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Ite
         raise RequestError(f"steps={steps} is not a positive number of steps to record")
     # What to record, and what it is called.
     found = figures_source(model)
-    name = "" if isinstance(found, TrainStep) and found is model else type(getattr(model, "_orig_mod", model)).__name__
+    name = "" if isinstance(found, TrainStep) and found is model else type(getattr(model, ORIGINAL, model)).__name__
     options = found.options
     recorded = Recording(f"{name or 'train step'}, policy {options.policy}, {options.backend} backend")
     recorder = RunRecorder(steps, snapshot=snapshot)

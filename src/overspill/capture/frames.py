@@ -19,10 +19,10 @@ from types import CodeType, FrameType
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
 
 from overspill.core import Frame
 from overspill.core.frames import FrameTable
+from overspill.pytorch.autograd import engine_run_backward
 
 TORCH = tuple(str(Path(torch.__file__).parents[1] / name) + os.sep for name in ("torch", "functorch"))
 STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -52,7 +52,7 @@ _OUTERMOST = tuple(
     )
 )
 """Our files that call the user's program; frames outside of them are not part of it."""
-ENGINE = _engine_run_backward.__code__
+ENGINE = engine_run_backward.__code__
 """The code from which Python goes into autograd's engine."""
 _CALLS_MODULES = nn.Module.__call__.__code__.co_filename
 _MOST_UPWARDS = 2

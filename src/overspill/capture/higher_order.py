@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch._higher_order_ops.utils import registered_hop_fake_fns
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
+from overspill.pytorch.dispatch import HigherOrderOperator
+from overspill.pytorch.fake_tensors import FakeTensorMode
+from overspill.pytorch.higher_order import registered_hop_fake_fns
 
 
 def fake_rule(func: Any) -> Callable[..., Any] | None:

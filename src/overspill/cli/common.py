@@ -162,7 +162,7 @@ def quiet_torch() -> None:
 
     What matters of it comes as an exception.
     """
-    import torch
+    from overspill.pytorch.logs import set_logs
 
     if not os.environ.get("OVERSPILL_DEBUG") and not os.environ.get("TORCH_LOGS"):
-        torch._logging.set_logs(all=logging.CRITICAL)
+        set_logs(all=logging.CRITICAL)

@@ -108,13 +108,11 @@ def compare(
         from overspill.runtime.preview import compare_job
 
         # Capture once, and plan with each policy.
-        options = Options(
-            budget=limit, device=device, placement=placement, software=software_named(torch, cuda),
-            whole_step=whole_step, backend=backend,
-        )  # fmt: skip
+        options = Options(budget=limit, device=device, placement=placement, whole_step=whole_step, backend=backend)
         narrator.now(f"capturing {job.name} for {device.name}")
         narrator.parts(len(names))
-        rows = compare_job(job, options, names, lambda name: narrator.part(f"planning {name}"))
+        software = software_named(torch, cuda)
+        rows = compare_job(job, options, names, lambda name: narrator.part(f"planning {name}"), software)
         crossings = _crossings(rows, placing, narrator)
     # What was asked, for the JSON.
     request = job.request() | {

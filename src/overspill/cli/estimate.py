@@ -23,7 +23,6 @@ from .job import with_job
 from .software import Cuda, Torch
 
 if TYPE_CHECKING:
-    from overspill.core import Device
     from overspill.estimation import Estimate
     from overspill.estimation.api import Setting
     from overspill.plans.plan import Plan
@@ -104,7 +103,7 @@ def estimate(
         within = None
         if limit is not None:
             narrator.now(f"planning {job.name} as torch.compile has it")
-            within = _plan(job, limit, setting.device)
+            within = _plan(job, limit, made)
         parallel = job.parallel
         request |= {
             "gpus": 1 if parallel is None else parallel.gpus,
@@ -200,15 +199,13 @@ def _budget(text: str | None, job: Job, *, compiled: bool) -> Budget | None:
     return Budget.parse(text)
 
 
-def _plan(job: Job, limit: Budget, device: Device) -> Plan | InfeasibleBudget:
-    """The plan of the compiled step, or why there is none.
-
-    It is within `limit` on `device`.
-    """
+def _plan(job: Job, limit: Budget, made: Estimate) -> Plan | InfeasibleBudget:
+    """The plan of the compiled step within `limit` on the device of the job's estimate, or why there is none."""
     from overspill.runtime.options import Options
     from overspill.runtime.preview import preview
 
     try:
-        return preview(job, Options(limit, device=device, backend="inductor"))
+        options = Options(limit, device=made.device, backend="inductor")
+        return preview(job, options, made.software, None if made.compiled is None else made.compiled.total_bytes)
     except InfeasibleBudget as error:
         return error

@@ -104,11 +104,10 @@ def plan(
                 device=device,
                 times=measured,
                 placement=placement,
-                software=software,
                 whole_step=whole_step,
                 backend=backend,
             )
-            made = preview(job, options)
+            made = preview(job, options, software)
         except InfeasibleBudget as error:
             return _infeasible(request, error, title, report)
     # The plan itself, then all that was asked for about it.

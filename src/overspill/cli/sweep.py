@@ -66,9 +66,9 @@ def sweep(
         from overspill.runtime.preview import sweep_job
 
         # Capture once, and plan for many budgets.
-        options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend)
+        options = Options(device=device, whole_step=whole_step, backend=backend)
         narrator.now(f"capturing {job.name} for {device.name}")
-        found = sweep_job(job, options, names, points, narrator.now)
+        found = sweep_job(job, options, names, points, narrator.now, software_named(torch, cuda))
     request = job.request() | {"whole_step": whole_step, "backend": backend, "gpu": device.name}
     title = f"{job.titled} on {device.name}{job.manner(whole_step=whole_step)}, at every budget: simulated"
     return _outcome(request, found, title, begun, report)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.core.errors import RequestError
+from overspill.pytorch.fake_tensors import FakeTensor
 
 
 class Inputs:

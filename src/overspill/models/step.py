@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
+from overspill.pytorch.modules import buffers_of, parameters_of
 
 from .built_model import BuiltModel
 
@@ -118,13 +119,13 @@ def convert(module: nn.Module, dtype: torch.dtype | None, memory_format: torch.m
     """
     made: dict[int, Tensor] = {}
     for part in module.modules():
-        for of in (part._parameters, part._buffers):
+        for of in (parameters_of(part), buffers_of(part)):
             for name, value in of.items():
                 if value is not None and id(value) not in made:
                     new = cast(value.detach(), dtype)
                     if memory_format is not None and value.dim() == 4:
                         new = new.contiguous(memory_format=memory_format)
-                    made[id(value)] = nn.Parameter(new, value.requires_grad) if of is part._parameters else new
+                    made[id(value)] = nn.Parameter(new, value.requires_grad) if of is parameters_of(part) else new
                 of[name] = None if value is None else made[id(value)]
 
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from overspill.pytorch import cuda
+
 KINDS = ("cuda",)
 """Device types that can train within a budget, besides the CPU."""
 
@@ -97,7 +99,7 @@ class RawStreams:
 
 def raw_streams(device: torch.device) -> RawStreams | None:
     """The raw streams of `device`, or None."""
-    current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    current = cuda.raw_stream_getter()
     if device.type != "cuda" or current is None:
         return None
     index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -215,17 +217,15 @@ class MemoryHistory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_ours = not torch._C._cuda_isHistoryEnabled()
-        self._said_before = torch.cuda.memory._get_memory_metadata()
+        self._is_ours = not cuda.is_history_recorded()
+        self._said_before = cuda.label()
         self._steps: list[dict[str, Any]] = []
         if self._is_ours:
-            torch.cuda.memory._record_memory_history(
-                "all", context="alloc", stacks="python", max_entries=MOST_HISTORY, clear_history=True
-            )
+            cuda.record_history(MOST_HISTORY)
 
     def annotate(self, text: str) -> None:
         """Annotate the allocations from now on with `text`."""
-        torch.cuda.memory._set_memory_metadata(text)
+        cuda.set_label(text)
 
     def step(self, name: str, stage: str) -> None:
         """Mark a step's `START` or `END`."""
@@ -234,10 +234,10 @@ class MemoryHistory:
 
     def taken(self) -> dict[str, Any]:
         """The snapshot, with the steps among its annotations, as `torch.cuda.memory._dump_snapshot` would write it."""
-        found: dict[str, Any] = torch.cuda.memory._snapshot()
-        torch.cuda.memory._set_memory_metadata(self._said_before)
+        found: dict[str, Any] = cuda.history()
+        cuda.set_label(self._said_before)
         if self._is_ours:
-            torch.cuda.memory._record_memory_history(None)
+            cuda.end_history()
         annotations = [*found.get("external_annotations", ()), *self._steps]
         found["external_annotations"] = sorted(annotations, key=itemgetter("time_us"))
         return found

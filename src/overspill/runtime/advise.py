@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from overspill.core.errors import InfeasibleBudget, OverspillError
@@ -29,8 +28,7 @@ def advise(
     """
     planner = None
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
-        options = Options(device=estimate.device, software=estimate.software, estimated_bytes=estimate.total_bytes)
-        planner = partial(_planned, job, options)
+        planner = partial(_planned, job, estimate)
     return advice(estimate, planner, progress, vain=vain)
 
 
@@ -43,7 +41,7 @@ def _can_plan(job: Job) -> bool:
     return job.batch is not None
 
 
-def _planned(job: Job, options: Options) -> Advice | None:
+def _planned(job: Job, estimate: Estimate) -> Advice | None:
     """The plan of the job within all of the device; where feature maps are not enough, with parameters and their update too.
 
     Of a sharded job the plan of a rank. Where that is not enough either, what the smallest plan needs.
@@ -52,7 +50,8 @@ def _planned(job: Job, options: Options) -> Advice | None:
     ways = ((False, _COMPILE), (True, _TRAIN_STEP)) if job.parallel is None else ((True, _SHARDED),)
     for whole_step, what in ways:
         try:
-            return _as_advice(preview(job, replace(options, whole_step=whole_step)), what)
+            options = Options(device=estimate.device, whole_step=whole_step)
+            return _as_advice(preview(job, options, estimate.software, estimate.total_bytes), what)
         except InfeasibleBudget as error:
             found = Advice(what, "time; the same numbers", Price.TIME, error.floor_bytes, error.floor_bytes, fits=False)
             least = min(least or found, found, key=lambda advice: advice.minimum_capacity_bytes or 0)

@@ -19,6 +19,7 @@ from torch import Tensor
 from overspill.core import Graph, Places, Schedule
 from overspill.placement.arena import first_backward
 from overspill.plans.plan import Plan
+from overspill.pytorch.storages import storage_over, storage_uses
 
 from .accelerator import empty_cache
 from .transfer.forks import ForkedLock
@@ -97,7 +98,7 @@ class Arenas:
 
 
 def _is_taken(memory: Tensor) -> bool:
-    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata) > _OURS
+    return storage_uses(memory.untyped_storage()) > _OURS
 
 
 class StepArena:
@@ -141,9 +142,7 @@ class StepArena:
 
 def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
     """A storage for bytes at `offset` of the arena, kept alive by the caller."""
-    at = arena.data_ptr() + offset
-    found: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(at, arena.device, nbytes)
-    return found
+    return storage_over(arena.data_ptr() + offset, arena.device, nbytes)
 
 
 def kept_storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:

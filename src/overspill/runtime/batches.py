@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.core.errors import RequestError
+from overspill.pytorch.trees import tree_flatten, tree_unflatten
 
 from .step.opened import Constant
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from overspill.capture.compiled.batch_norm import (
     call_without_statistics,
@@ -35,6 +32,8 @@ from overspill.capture.compiled.whole_step import MUTATION
 from overspill.capture.programs.functions import ProgramFunction, allocated_as, compile_functions
 from overspill.core import Instruction, Op, Phase, Verb
 from overspill.core.errors import InvalidSchedule
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.graphs import LazyGraphModule, SavedForBackwardsAOTOutput
 
 from .arena import Arena, kept_storage_at, storage_at, tensor_at
 from .transfer import ops
@@ -162,7 +161,7 @@ class Emitter:
         self.graph.output(tuple(outputs)).meta["desc"] = descs
         self.graph.lint()
         compile_functions(self.graph)
-        return _LazyGraphModule(self.joint.module, self.graph)  # a LoweredProgram reads it, and nobody calls it
+        return LazyGraphModule(self.joint.module, self.graph)  # a LoweredProgram reads it, and nobody calls it
 
     # -- instructions
 

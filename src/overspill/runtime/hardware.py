@@ -105,7 +105,13 @@ def device_named(asked: str | Device | None, where: torch.device) -> Device:
     return load_device(asked) if asked is not None else device_noun(where)
 
 
-def account_of(options: Options, device: Device, where: torch.device) -> Account:
+def account_of(
+    options: Options,
+    device: Device,
+    where: torch.device,
+    software: Software | None = None,
+    estimated_bytes: int | None = None,
+) -> Account:
     """What of `device` a budget of `options` counts, for tensors on `where`. Raises UnsupportedError.
 
     On CUDA that is the size of a card, and of an allocator of a paper the card of a GPU that is elsewhere. Else an
@@ -120,9 +126,7 @@ def account_of(options: Options, device: Device, where: torch.device) -> Account
         if placer is None:
             return Account(device, available_bytes=available)
         return Card(device, pool=placer, available_bytes=available)
-    card = replace(
-        card_of(device, options.software), available_bytes=card_bytes(device), estimated_bytes=options.estimated_bytes
-    )
+    card = replace(card_of(device, software), available_bytes=card_bytes(device), estimated_bytes=estimated_bytes)
     if of_paper:
         return replace(card, pool=placer)
     return replace(card, solver=None if asked == PYTORCH else DEFAULT, always=asked == PLANNED)

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.pytorch.optimizers import OF_OPTIMIZER
+from overspill.pytorch.storages import storage_key, version_of
+
 from .reachable import OPAQUE, same, tensors_in
 
 _HARMLESS = (logging.Logger, re.Pattern, range, slice, Enum, type(print), property, weakref.ref)
@@ -67,7 +70,7 @@ class Outside:
     @property
     def nbytes(self) -> int:
         """Bytes of their storages, each once."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.tensors}
+        storages = {storage_key(t): t.untyped_storage().nbytes() for t in self.tensors}
         return sum(storages.values())
 
     def changes(self) -> Changes:
@@ -81,7 +84,7 @@ class Outside:
                 elif key not in before or not _unchanged(before[key], now[key]):
                     found.values[number, key] = now[key]
         for number, (tensor, version, _) in enumerate(self._tensors):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 found.tensors[number] = tensor.detach().clone()
         for number, (generator, state) in enumerate(self._generators):
             if not torch.equal(now_is := generator.get_state(), state):
@@ -109,7 +112,7 @@ class Outside:
             for number, (tensor, version, kept) in enumerate(self._tensors):
                 if (value := changes.tensors.get(number)) is not None:
                     tensor.copy_(value)
-                elif tensor._version != version and kept is not None:
+                elif version_of(tensor) != version and kept is not None:
                     tensor.copy_(kept)
         for number, (generator, state) in enumerate(self._generators):
             generator.set_state(changes.generators.get(number, state))
@@ -138,7 +141,7 @@ class Outside:
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             # Where there is a larger one, all parameters are updated at once, and nothing has to be put back.
-            self._tensors.append((value, value._version, value.detach().clone() if value.numel() <= MANY else None))
+            self._tensors.append((value, version_of(value), value.detach().clone() if value.numel() <= MANY else None))
         elif isinstance(value, torch.Generator):
             self._generators.append((value, value.get_state()))
         elif isinstance(value, (tuple, frozenset)):
@@ -165,7 +168,7 @@ class Outside:
                     self._look_into(getattr(method, "__func__", method))
         self._seen.add(id(optimizer.state))
         self._keep(_of_state(optimizer.state))
-        self._keep(_of_dict(own, tuple(key for key in own if key.startswith("_optimizer_"))))
+        self._keep(_of_dict(own, tuple(key for key in own if key.startswith(OF_OPTIMIZER))))
         for value in [*own.values()]:
             if isinstance(value, nn.Module):
                 self.unknown = self.unknown or type(value).__name__

@@ -20,15 +20,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from overspill.pytorch.fake_tensors import FakeTensorMode
+from overspill.pytorch.optimizers import (
+    BY_SCHEDULER,
+    OF_OPTIMIZER,
+    STEP_HOOKS,
+    global_step_post_hooks,
+    global_step_pre_hooks,
+)
 
 from .optimizer_outside import FEW, Outside
 from .reachable import tensors_in
 from .tracker import LiveBytes
-
-_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 def is_own(optimizer: Optimizer) -> bool:
@@ -37,7 +42,7 @@ def is_own(optimizer: Optimizer) -> bool:
     if any(of.__module__.split(".")[:2] != ["torch", "optim"] for of in (kind, inspect.unwrap(kind.step))):
         return False
     patched = vars(optimizer).get("step")
-    while patched is not None and getattr(patched, "_wrapped_by_lr_sched", False):
+    while patched is not None and getattr(patched, BY_SCHEDULER, False):
         patched = getattr(patched, "__wrapped__", None)
     return patched is None or patched is kind.step
 
@@ -58,8 +63,8 @@ def own_step(optimizer: Optimizer) -> None:
 @contextmanager
 def no_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Context without step hooks of `optimizer`, and of all."""
-    tables: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    tables += [getattr(optimizer, name) for name in _HOOKS if hasattr(optimizer, name)]
+    tables: list[dict[int, Any]] = [global_step_pre_hooks, global_step_post_hooks]
+    tables += [getattr(optimizer, name) for name in STEP_HOOKS if hasattr(optimizer, name)]
     kept = [dict(table) for table in tables]
     for table in tables:
         table.clear()
@@ -125,11 +130,11 @@ def copied(optimizer: Optimizer, mode: FakeTensorMode) -> Optimizer:
     memo |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
     memo |= {id(t): mode.from_tensor(t.detach()) for t in Outside(optimizer).tensors if t.numel() > FEW}
     for key, value in vars(optimizer).items():
-        if key == "step" and getattr(value, "_wrapped_by_lr_sched", False):
+        if key == "step" and getattr(value, BY_SCHEDULER, False):
             continue  # which would step the optimizer that the scheduler was made for
         if isinstance(value, (FunctionType, nn.Module)):
             raise TypeError(f"its {key} may lead back to it")
-        if not key.startswith("_optimizer_"):
+        if not key.startswith(OF_OPTIMIZER):
             vars(made)[key] = copy.deepcopy(value, memo)
     Optimizer.__setstate__(made, {})
     return made

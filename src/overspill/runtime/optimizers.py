@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.units import format_bytes
 from overspill.models.eight_bit import Blockwise8bit
+from overspill.pytorch.dispatch import disable_current_modes
 
 from .optimizer_step import own_step, temporary_bytes, tried
 from .reachable import tensors_in
@@ -78,7 +78,7 @@ def optimizer_needs(optimizers: Iterable[Optimizer], trained: Container[int] = (
     Frozen parameters that have state, or are among the `trained` by their identity, keep it.
     """
     total = OptimizerNeeds(0, 0)
-    with _disable_current_modes():  # plans are made in AOTAutograd's fake mode, where foreach optimizers refuse to step
+    with disable_current_modes():  # plans are made in AOTAutograd's fake mode, where foreach optimizers refuse to step
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 total += _group_needs(optimizer, group, trained)

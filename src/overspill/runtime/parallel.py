@@ -23,10 +23,8 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from overspill.capture.compiled.graph import Captured
@@ -35,6 +33,10 @@ from overspill.capture.programs.workspaces import FUNCTIONAL
 from overspill.core import Graph
 from overspill.core.errors import OverspillError, RequestError
 from overspill.plans.plan import Plan
+from overspill.pytorch.dispatch import OpOverload
+from overspill.pytorch.distributed import active_ddp, default_store, group_names
+from overspill.pytorch.dynamo import dynamo_config
+from overspill.pytorch.storages import storage_uses, tensor_uses
 from overspill.simulate import check
 
 BROADCAST_BYTES = 1 << 20
@@ -209,7 +211,7 @@ class DataParallel(OneProcess):
         if _WAITED not in said:
             DataParallel.has_told = True
             with suppress(RuntimeError):  # the store is gone: nobody to tell
-                _get_default_store().set(_FAILURE, f"rank {dist.get_rank()} failed ({type(error).__name__}: {said})")
+                default_store().set(_FAILURE, f"rank {dist.get_rank()} failed ({type(error).__name__}: {said})")
 
     def agree(self, key: Any, *, known: bool) -> bool:
         text = _spelled(key)
@@ -222,7 +224,7 @@ class DataParallel(OneProcess):
             raise RequestError(_difference(self.rank, _Told(text, _shapes(key)), other, told[other]))
         if DataParallel.has_told:  # all go on
             DataParallel.has_told = False
-            _get_default_store().set(_FAILURE, "")
+            default_store().set(_FAILURE, "")
         return all(known for _, known in found)
 
     def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
@@ -363,7 +365,7 @@ def others_needed() -> Iterator[None]:
 def _told_failure() -> str:
     """What a rank has told before it ended, if it could."""
     with suppress(RuntimeError):  # the store is gone with the process that had it
-        if (store := _get_default_store()).check([_FAILURE]) and (told := store.get(_FAILURE)):
+        if (store := default_store()).check([_FAILURE]) and (told := store.get(_FAILURE)):
             return told.decode()
     return "it has failed, has ended, or the group's timeout was over"
 
@@ -405,8 +407,8 @@ def _holders(tensor: Tensor) -> int:
 
     Also from Python: a thread of gloo's gives its reference to the Python object back later than that to the tensor.
     """
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return sys.getrefcount(tensor) + tensor._use_count() + storage
+    storage = storage_uses(tensor.untyped_storage())
+    return sys.getrefcount(tensor) + tensor_uses(tensor) + storage
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
@@ -452,7 +454,7 @@ def processes_of_collectives(captured: Captured) -> OneProcess:
     if not (dist.is_available() and dist.is_initialized()):
         return OneProcess()
     called = {name for node in captured.joint.module.graph.nodes for name in _texts_of(node)}
-    groups = [group for group, name in _world.pg_names.items() if name in called and group.size() > 1]
+    groups = [group for group, name in group_names().items() if name in called and group.size() > 1]
     if not groups:
         return OneProcess()
     return Agreeing(groups[0] if len(groups) == 1 else dist.group.WORLD)
@@ -465,7 +467,7 @@ def _texts_of(node: fx.Node) -> Iterable[str]:
         if op.call is not None and op.call.name.startswith(FUNCTIONAL):
             constants = (n.value for line in op.call.lines for n in ast.walk(line) if isinstance(n, ast.Constant))
             return [value for value in constants if isinstance(value, str)]
-    elif isinstance(op, torch._ops.OpOverload) and op.namespace == FUNCTIONAL:
+    elif isinstance(op, OpOverload) and op.namespace == FUNCTIONAL:
         return [value for value in node.args if isinstance(value, str)]
     return ()
 
@@ -480,7 +482,7 @@ def whole_models() -> AbstractContextManager[Any]:
     backward.
     """
     distributed = dist.is_available() and dist.is_initialized()
-    return torch._dynamo.config.patch(optimize_ddp=False) if distributed else nullcontext()
+    return dynamo_config.patch(optimize_ddp=False) if distributed else nullcontext()
 
 
 def refuse_split(module: fx.GraphModule) -> None:
@@ -506,4 +508,4 @@ def bucket_bytes() -> int:
 
 def _running() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running, or None."""
-    return DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
+    return active_ddp() if dist.is_available() else None

@@ -19,10 +19,32 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
 
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs.gloo import GLOO_THREADS, gloo_bytes
+from overspill.pytorch.autograd import hooks_of
+from overspill.pytorch.distributed import (
+    LOCAL,
+    all_reduce_hook,
+    communicators,
+    fsdp_groups,
+    fsdp_handles,
+    fsdp_hooks,
+    fsdp_modules,
+    fsdp_policy,
+    fsdp_state,
+    gradient_divisors,
+    group_name,
+    initialise,
+    keep_shard,
+    kept_shard,
+    local_tensor,
+    map_tensors,
+    reduce_dtype,
+    sharded_tensor,
+    whole_size,
+)
+from overspill.pytorch.modules import forward_hooks
 
 from .parallel import Agreeing, OneProcess, all_gather, lent, reduce_scatter, started
 from .parallel import processes_of as unsharded_processes
@@ -32,7 +54,7 @@ INSTEAD = "shard it by fully_shard, by its first dimension"
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other tensor itself."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    found: Tensor = getattr(tensor, LOCAL, tensor)
     return found
 
 
@@ -64,12 +86,11 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
 
 def sharding_of(model: nn.Module) -> Sharding | None:
     """How `model` is sharded, or None. Raises UnsupportedError for what a planned step does not gather."""
-    states = list(dict.fromkeys(module._get_fsdp_state() for module in sharded_modules(model)))
+    states = list(dict.fromkeys(fsdp_state(module) for module in sharded_modules(model)))
     if not states:
         return None
     for state in states:
-        if state._is_root is None:
-            state._lazy_init()
+        initialise(state)
     return Sharding(model, states)
 
 
@@ -79,9 +100,9 @@ class ShardGroup:
     def __init__(self, group: Any, names: Mapping[int, str]) -> None:
         """`names` are those of the model's parameters, by id."""
         self._told = group
-        self.name = str(group._module_fqn or "")
+        self.name = group_name(group)
         self.parameters = {names[id(p.sharded_param)]: p for p in group.fsdp_params}
-        self.reduce_dtype: torch.dtype | None = group._reduce_dtype
+        self.reduce_dtype: torch.dtype | None = reduce_dtype(group)
         self.reshards = group.post_forward_mesh_info is not None
         self.group: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.ranks = self.group.size()
@@ -100,7 +121,7 @@ class ShardGroup:
     def _gather(self, parameter: Any, shard: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
         dtype = parameter.param_dtype or parameter.orig_dtype
         rows = parameter.padded_sharded_param_size.numel()
-        whole = shard.new_empty(parameter._orig_size, dtype=dtype) if into is None else into
+        whole = shard.new_empty(whole_size(parameter), dtype=dtype) if into is None else into
         is_even = rows * self.ranks == whole.numel()
         found = whole.view(-1) if is_even else shard.new_empty(rows * self.ranks, dtype=dtype)
         # Sent from its own place in the result, as FSDP sends it.
@@ -122,7 +143,7 @@ class ShardGroup:
         for parameter in self.parameters.values():
             itemsize = (parameter.param_dtype or parameter.orig_dtype).itemsize
             part = parameter.padded_sharded_param_size.numel() * itemsize
-            if part * self.ranks != parameter._orig_size.numel() * itemsize:
+            if part * self.ranks != whole_size(parameter).numel() * itemsize:
                 padded += part * self.ranks
             if parameter.sharded_param.device.type == "cpu":
                 copies.append(gloo_bytes("all_gather", part, self.ranks))
@@ -140,14 +161,12 @@ class ShardGroup:
 
         They are packed as FSDP packs them, on whose order the last bits of sums over more than two ranks depend.
         """
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: PLC0415 - takes half a second
-
         parameters = [self.parameters[name] for name in names]
         rows = [parameter.padded_sharded_param_size.numel() for parameter in parameters]
         dtype = self.reduce_dtype or gradients[0].dtype
         packed = self._packed(gradients, rows, dtype)
         factor, sums = self._told.gradient_divide_factor, self._told.force_sum_reduction_for_comms
-        before, after, op, over_replicas = _fsdp_collectives._get_gradient_divide_factors(
+        before, after, op, over_replicas = gradient_divisors(
             self.group, self.replicas, dtype, packed.device.type, factor, sums
         )
         if before not in (None, 1):
@@ -187,21 +206,13 @@ class ShardGroup:
         return packed
 
 
-def _groups_of(state: Any) -> Sequence[Any]:
-    """The groups of parameters of a sharded module: up to PyTorch 2.11 one at most."""
-    if hasattr(state, "_fsdp_param_groups"):
-        found: Sequence[Any] = state._fsdp_param_groups
-        return found
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
 class Sharding:
     """How a model is sharded: its groups of parameters, and their ranks."""
 
     def __init__(self, model: nn.Module, states: Sequence[Any]) -> None:
         """Raises UnsupportedError for what a planned step does not gather."""
         self._states = states
-        groups = [group for state in states for group in _groups_of(state)]
+        groups = [group for state in states for group in fsdp_groups(state)]
         self._fsdp_groups = groups
         self.reshard()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -243,9 +254,9 @@ class Sharding:
         """Have each shard in memory of its own, of which FSDP keeps nothing."""
         self._is_taken = True
         for parameter in self.parameters.values():
-            local = parameter.sharded_param._local_tensor
-            if parameter._sharded_param_data.numel():
-                parameter._sharded_param_data = local.new_empty(0)
+            local = local_tensor(parameter.sharded_param)
+            if kept_shard(parameter).numel():
+                keep_shard(parameter, local.new_empty(0))
                 if local.untyped_storage().nbytes() != local.nbytes:
                     local.data = local.clone()
 
@@ -255,20 +266,20 @@ class Sharding:
             return
         self._is_taken = False
         for parameter in self.parameters.values():
-            local = parameter.sharded_param._local_tensor
+            local = local_tensor(parameter.sharded_param)
             if local.untyped_storage().nbytes() >= local.nbytes:  # else it is a placeholder, and lost
                 parameter.reset_sharded_param()
 
     def hold(self, is_tracing: Callable[[], bool], bring: Callable[[], None]) -> None:
         """Call none of FSDP's hooks while `is_tracing`; before they run at other times, call `bring`."""
         for state in self._states:
-            before, behind = partial(_cast_inputs, state._mp_policy), partial(_cast_output, state._mp_policy)
+            before, behind = partial(_cast_inputs, fsdp_policy(state)), partial(_cast_output, fsdp_policy(state))
             # Methods of `register_fsdp_forward_method` call the state's own.
-            found = [(vars(state), "_pre_forward", state._pre_forward, before)]
-            found += [(vars(state), "_post_forward", state._post_forward, behind)]
+            methods = zip(fsdp_hooks(state).items(), (before, behind), strict=True)
+            found = [(vars(state), name, method, cast) for (name, method), cast in methods]
             handles = {handle.id for handle in _handles(state)}
-            for module in state._modules:
-                for table, cast in ((module._forward_pre_hooks, before), (module._forward_hooks, behind)):
+            for module in fsdp_modules(state):
+                for table, cast in zip(forward_hooks(module), (before, behind), strict=True):
                     found += [(table, key, table[key], cast) for key in handles & table.keys()]
             for table, key, hook, cast in found:
                 self._hooks.append((table, key, hook))
@@ -308,11 +319,11 @@ def _cast_output(policy: Any, _: nn.Module, _args: Any, output: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype, values: Any) -> Any:
-    return _apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, values)
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, values)
 
 
 def _handles(state: Any) -> Iterator[Any]:
-    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+    for handle in fsdp_handles(state):
         yield from getattr(handle, "handles", (handle,))
 
 
@@ -328,7 +339,7 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
 
 
 def _check_group(group: Any, names: Mapping[int, str]) -> None:
-    where = group._module_fqn or "the model"
+    where = group_name(group) or "the model"
     if not hasattr(group.mesh_info, "shard_process_group"):
         raise UnsupportedError(
             f"{where} is replicated and not sharded; pass it to train_step as it is, with process_group"
@@ -347,10 +358,7 @@ def _check_settings(group: Any) -> None:
     Followed are divisors and sums; others only say when FSDP gathers and into which memory, which the plan decides.
     """
     replicated = getattr(group.mesh_info, "replicate_process_group", None) is not None
-    other = [
-        not type(comm).__name__.startswith(("Default", "ProcessGroupAlloc"))
-        for comm in (group._all_gather_comm, group._reduce_scatter_comm)
-    ]
+    other = [not type(comm).__name__.startswith(("Default", "ProcessGroupAlloc")) for comm in communicators(group)]
     unsummed = group.gradient_divide_factor and not group.force_sum_reduction_for_comms and group.device.type == "cpu"
     for is_set, told in (
         (not group.reduce_grads, "set_requires_gradient_sync(False)"),
@@ -360,14 +368,14 @@ def _check_settings(group: Any) -> None:
             "set_reshard_after_backward(False)",
         ),  # FSDP then trains on with old parameters
         (getattr(group, "reduce_scatter_unused_params", False), "set_reduce_scatter_unused_params(True)"),
-        (group._all_reduce_hook is not None, "set_all_reduce_hook"),
+        (all_reduce_hook(group) is not None, "set_all_reduce_hook"),
         (other[0], "set_custom_all_gather or set_symm_mem_for_comm"),
         (other[1], "set_custom_reduce_scatter or set_symm_mem_for_comm"),
         (unsummed, "set_gradient_divide_factor without set_force_sum_reduction_for_comms(True), as gloo needs it"),
     ):
         if is_set:
             raise UnsupportedError(
-                f"{group._module_fqn or 'the model'} was told {told}, which a planned step does not do; leave it as it was "
+                f"{group_name(group) or 'the model'} was told {told}, which a planned step does not do; leave it as it was "
                 "(accumulate= adds micro-batches up)"
             )
 
@@ -384,9 +392,9 @@ def _check_parameter(parameter: Any, where: str, names: Mapping[int, str]) -> No
         raise UnsupportedError(
             f"{where} is sharded with a CPUOffloadPolicy; leave it out: the budget says what is on the device"
         )
-    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+    if hasattr(sharded_tensor(parameter), "fsdp_pre_all_gather"):
         raise UnsupportedError(f"{name} is gathered by its own fsdp_pre_all_gather, as float8 weights are; {INSTEAD}")
-    if parameter.sharded_param._backward_hooks:
+    if hooks_of(parameter.sharded_param):
         raise UnsupportedError(f"{name} has a gradient hook, which fully_shard does not call; remove it")
 
 
@@ -395,7 +403,7 @@ def _check_all_sharded(model: nn.Module, groups: Sequence[Any]) -> None:
     for name, parameter in model.named_parameters():
         if id(parameter) in known:
             continue
-        if hasattr(parameter, "_local_tensor"):
+        if hasattr(parameter, LOCAL):
             raise UnsupportedError(f"{name} is split over ranks by other means than fully_shard; {INSTEAD}")
         if parameter.requires_grad:
             raise UnsupportedError(

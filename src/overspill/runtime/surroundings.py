@@ -16,6 +16,7 @@ from overspill.capture.compiled.joint import JointGraph, storages
 from overspill.core import TensorKind
 from overspill.core.units import parse_bytes
 from overspill.job import Job
+from overspill.pytorch.storages import storage_key
 
 from .optimizers import find_optimizers, optimizer_needs
 from .parallel import bucket_bytes
@@ -129,7 +130,7 @@ class LossOutside:
         # What the graph has made into a loss itself is in no other.
         inside = joint.made_into_loss if ends_in_loss else ()
         known = {key for i in inside for key in storages(joint.differentiable[i])}
-        values = [v for v in _apart(values) if v.untyped_storage()._cdata not in known]
+        values = [v for v in _apart(values) if storage_key(v) not in known]
         if not values:
             return cls(targets_bytes=sum(beside), previous_bytes=previous)
         output, single = sum(_bytes(v) for v in values), sum(4 * _elements(v) for v in values)
@@ -144,7 +145,7 @@ class LossOutside:
 
 def _apart(values: Iterable[Tensor]) -> list[Tensor]:
     """One of those that share a storage."""
-    return list({v.untyped_storage()._cdata: v for v in values}.values())
+    return list({storage_key(v): v for v in values}.values())
 
 
 def outputs_of(joint: JointGraph) -> list[Tensor]:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from overspill.pytorch.dispatch import DisableTorchFunctionSubclass, TorchDispatchMode
+from overspill.pytorch.storages import key_of
+from overspill.pytorch.trees import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -32,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
 
     def add(self, values: Iterable[Any]) -> None:
         """Count the storages of all tensors among `values`, each once."""
-        with torch._C.DisableTorchFunctionSubclass():  # what a train step has in its store stays there
+        with DisableTorchFunctionSubclass():  # what a train step has in its store stays there
             for value in values:
                 if isinstance(value, torch.Tensor) and value.device == self.device:
                     self._count(value.untyped_storage())
@@ -40,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is counted."""
-        return storage._cdata in self._known
+        return key_of(storage) in self._known
 
     def there(self) -> Iterator[tuple[int, int]]:
         """Key and bytes of each storage counted now."""
@@ -49,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
                 yield key, storage.nbytes()
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = key_of(storage), storage.nbytes()
         if key in self._known:
             return
 

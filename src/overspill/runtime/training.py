@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Phase
@@ -27,12 +24,16 @@ from overspill.job.prepare import attention_kernel
 from overspill.models.drawing import drawing_from
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
+from overspill.pytorch.dynamo import reset_dynamo
+from overspill.pytorch.fake_tensors import FakeTensorMode
+from overspill.pytorch.functorch import functorch_config
+from overspill.pytorch.trees import tree_leaves
 
 from . import accelerator, batches
+from .capture_job import SEED, prepared_step
 from .compiled.compile import compile_in
 from .compiled.session import Session
 from .options import Options
-from .preview import SEED, prepared_step
 from .reachable import same_bits
 from .recording.attach import recording
 from .recording.record import RunRecord
@@ -108,7 +109,7 @@ def train(
         return run
     finally:
         session.close()
-        torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some sessions
+        reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some sessions
 
 
 def train_plain(
@@ -128,10 +129,10 @@ def train_plain(
     running = _running(job, options, steps, device, on_step, None, keep_state=keep_state)
     parted = {} if partition is None else {"activation_memory_budget": partition}
     try:
-        with torch._functorch.config.patch(parted):
+        with functorch_config.patch(parted):
             return _train(running, None, compiled=options.backend == "inductor")
     finally:
-        torch._dynamo.reset()
+        reset_dynamo()
 
 
 @dataclass(frozen=True)

@@ -28,23 +28,22 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.programs.checkpoints import left_as_given
 from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.pytorch.autograd import PUSH_SAVED_HOOKS, push_saved_hooks, top_saved_hooks
+from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.fake_tensors import FakeTensor, FunctionalTensor, active_fake_mode
+from overspill.pytorch.patching import patched
+from overspill.pytorch.storages import version_of
 
 from .casts import Casts
 from .joint import JointGraph, is_random
 
 Step = Callable[..., Any]
-_PUSH, _TOP = "_push_saved_tensors_default_hooks", "_top_saved_tensors_default_hooks"
-_push = getattr(torch._C._autograd, _PUSH)
 _GIVE_BACK = ("torch.autograd.", "torch.utils.checkpoint", "torch.distributed.")
 """Where PyTorch's own hooks on saved tensors are; a GraphModule of the user's is of PyTorch, too."""
 _SETTERS = ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "manual_seed"))
@@ -62,7 +61,7 @@ def check_saved_hooks() -> None:
 
     PyTorch's own (save_on_cpu, checkpoints) give back what they were given, and are as good as called.
     """
-    if (hooks := getattr(torch._C._autograd, _TOP)(True)) is not None:
+    if (hooks := top_saved_hooks(True)) is not None:
         _check_saved(hooks[0])
 
 
@@ -76,7 +75,7 @@ def _check_saved(pack: Callable[..., Any]) -> None:
 
 def _push_checked(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     _check_saved(pack)
-    _push(pack, unpack)
+    push_saved_hooks(pack, unpack)
 
 
 class GradientPositions(NamedTuple):
@@ -125,7 +124,7 @@ class Backward:
             warnings.filterwarnings("ignore", _NO_LEAF)
             stack.enter_context(self._checkpoints())
             stack.enter_context(patch.object(torch.autograd, "grad", self._gradients))
-            stack.enter_context(patch.object(torch._C._autograd, _PUSH, _push_checked))
+            stack.enter_context(patched([(*PUSH_SAVED_HOOKS, _push_checked)]))
             for where, name in _SETTERS:
                 stack.enter_context(patch.object(where, name, self._noted(getattr(where, name))))
             yield
@@ -148,7 +147,7 @@ class Backward:
                 found = step(*values)
             self._moved = moved()
             self._loss = found[0] if isinstance(found, tuple) else found
-            self._copies = self._copies or any(t._version != version for t, version in self._kept)
+            self._copies = self._copies or any(version_of(t) != version for t, version in self._kept)
             if self._kept and self._plain is None:
                 raise Unheard(_UNHEARD)
             self._awaited = True
@@ -251,7 +250,7 @@ class Backward:
                 apart = ExitStack() if self._casts is None else self._casts.apart()
                 with apart, left_as_given(function, args):
                     found = _Kept.apply(function, self._copies, *args)
-                self._kept += [(t, t._version) for t in _tuple(found) if isinstance(t, Tensor)]
+                self._kept += [(t, version_of(t)) for t in _tuple(found) if isinstance(t, Tensor)]
                 return found
 
         with patch.object(checkpoint, "CheckpointFunction", Checkpoint):
@@ -334,7 +333,7 @@ class _Accumulations:
 
 
 def _state(gradient: Tensor | None) -> tuple[Tensor | None, int]:
-    return gradient, 0 if gradient is None else gradient._version
+    return gradient, 0 if gradient is None else version_of(gradient)
 
 
 def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[int], bool]:
@@ -363,10 +362,10 @@ def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[i
 def _random_state_kept() -> Iterator[Callable[[], bool]]:
     """Restore the CPU's random state after a traced step. Yields a function that says whether the step set it."""
     moved = False
-    with _disable_current_modes():
+    with disable_current_modes():
         before = torch.get_rng_state()
     yield lambda: moved
-    with _disable_current_modes():
+    with disable_current_modes():
         moved = not torch.equal(torch.get_rng_state(), before)
         torch.random.default_generator.set_state(before)
 

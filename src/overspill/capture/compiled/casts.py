@@ -17,7 +17,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+
+from overspill.pytorch.dispatch import DispatchKey, call_kernel
 
 CAST = torch.ops.aten.to.dtype
 
@@ -76,7 +77,7 @@ class Casts:
         asked = self._is_leaf(x) and self._asks(x, dtype)
         if asked and id(x) in self._cast:
             return self._cast[id(x)][1]
-        result = CAST._op_dk(DispatchKey.CompositeImplicitAutograd, x, dtype, *options, **named)
+        result = call_kernel(CAST, DispatchKey.CompositeImplicitAutograd, x, dtype, *options, **named)
         if asked:
             self._cast[id(x)] = x, result
         return result

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from overspill.capture.frames import Stack
 from overspill.core.errors import OverspillError
+from overspill.pytorch.dispatch import check_elements
+from overspill.pytorch.fake_tensors import FakeTensor
 
 from .effects import EFFECT
 from .known_values import UnknownValue
@@ -95,7 +96,7 @@ class Checks:
             raise asked
         check = self._known[asked.lines]
         if self._values is None:
-            torch._assert_async(value != 0, f"{_MARK}{len(self.made)}")
+            check_elements(value != 0, f"{_MARK}{len(self.made)}")
         else:
             self._values.append(value.detach().clone())  # a view's base may be changed later
         self.made.append(check)

@@ -19,10 +19,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo
-import torch.fx._symbolic_trace
-from torch._dynamo import eval_frame
-from torch._dynamo.variables.torch import tracing_state_functions
+
+from overspill.pytorch.dynamo import CALLBACK, FULLGRAPH_COUNT, dynamo_config, tracing_state_functions
+from overspill.pytorch.graphs import IS_FX_TRACING
+from overspill.pytorch.patching import Target, patched
 
 
 def not_exporting() -> AbstractContextManager[Any]:
@@ -36,7 +36,7 @@ def not_exporting() -> AbstractContextManager[Any]:
 @contextmanager
 def told(*, compiles: bool) -> Iterator[None]:
     """Make `is_compiling()` return `compiles` inside the block, where nothing compiles, for code of this thread only."""
-    me, config = get_ident(), torch._dynamo.config
+    me, config = get_ident(), dynamo_config
 
     def answering(plain: Callable[..., Any], answer: Any, everywhere: bool) -> Callable[..., Any]:
         def answered(*given: Any) -> Any:
@@ -46,15 +46,16 @@ def told(*, compiles: bool) -> Iterator[None]:
         return answered
 
     asked = (
-        (torch.compiler, "is_compiling", compiles, True),
-        (torch.compiler, "is_dynamo_compiling", compiles, True),
-        (torch.fx._symbolic_trace, "is_fx_tracing", False, True),
+        (Target(torch.compiler, "is_compiling"), compiles, True),
+        (Target(torch.compiler, "is_dynamo_compiling"), compiles, True),
+        (IS_FX_TRACING, False, True),
         # Not within torch.cond and its like, which compile their branches themselves, with `allow_empty_graphs`.
-        (eval_frame, "_callback_from_stance", None, False),
-        (eval_frame, "set_fullgraph_compiled_frame_count", 0, False),
+        (CALLBACK, None, False),
+        (FULLGRAPH_COUNT, 0, False),
     )
     with ExitStack() as stack:
         stack.enter_context(config.patch(error_on_nested_fx_trace=False))
-        for where, name, answer, everywhere in asked:
-            stack.enter_context(patch.object(where, name, answering(getattr(where, name), answer, everywhere)))
+        stack.enter_context(
+            patched([(*target, answering(target.now, answer, everywhere)) for target, answer, everywhere in asked])
+        )
         yield

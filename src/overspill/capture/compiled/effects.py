@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
-from torch._library.effects import EffectType
-from torch.utils._pytree import tree_leaves
+
+from overspill.pytorch.dispatch import schema_of
+from overspill.pytorch.higher_order import EffectType, get_effect, register_effectful_op, with_effects
+from overspill.pytorch.trees import tree_leaves
 
 EFFECT = "overspill_effect"
 """Key in a node's meta: it has a side effect, and runs though nothing may read its results."""
@@ -26,13 +28,11 @@ EFFECT = "overspill_effect"
 @contextmanager
 def checks_kept() -> Iterator[None]:
     """Let traces keep the check that a matrix could be decomposed, inside the block; PyTorch up to 2.12 drops it."""
-    from torch._higher_order_ops.effects import _get_effect, _register_effectful_op  # noqa: PLC0415 - registers itself
-
     check = "aten::_linalg_check_errors"
-    if _get_effect(check) is not None:
+    if get_effect(check) is not None:
         yield
         return
-    registered = _register_effectful_op(check, EffectType.ORDERED)
+    registered = register_effectful_op(check, EffectType.ORDERED)
     try:
         yield
     finally:
@@ -41,8 +41,6 @@ def checks_kept() -> Iterator[None]:
 
 def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
     """Remove effect tokens from `graph`; returns how many of the first `outputs` remain."""
-    from torch._higher_order_ops.effects import with_effects  # noqa: PLC0415 - registers itself
-
     found = graph.find_nodes(op="call_function", target=with_effects)
     if not found:
         return outputs
@@ -52,7 +50,7 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
     for node in reversed(found):
         _, op, *args = node.args
         picks = [user for user in node.users if user.target is operator.getitem]
-        several = len(op._schema.returns) > 1
+        several = len(schema_of(op).returns) > 1
         with graph.inserting_before(node):
             plain = graph.call_function(op, tuple(args), dict(node.kwargs))
         values = node.meta["val"][1:]

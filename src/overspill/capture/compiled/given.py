@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from overspill.core import Graph, Op
+from overspill.pytorch.dispatch import OpOverload, has_kernel, schema_of
 from overspill.pytorch.schemas import node_argument
 
 from .joint import is_random
@@ -41,7 +42,7 @@ class Given(NamedTuple):
 def into_given(node: fx.Node) -> Given | None:
     """How `node` makes its result in memory that it is given; None if it cannot."""
     value, op = node.meta.get("val"), node.target
-    if not isinstance(value, Tensor) or not isinstance(op, torch._ops.OpOverload) or not _fills_its_memory(value):
+    if not isinstance(value, Tensor) or not isinstance(op, OpOverload) or not _fills_its_memory(value):
         return None
     if op in RUN_AS or is_random(node) or reduces_in_place(node):
         return None
@@ -65,7 +66,7 @@ def _with_out(node: fx.Node, backend: str) -> Given | None:
     if (out := out_overload(op, backend)) is None:
         return None
     target, name = out
-    takes = {argument.name for argument in target._schema.arguments}
+    takes = {argument.name for argument in schema_of(target).arguments}
     return Given(target, args, {key: value for key, value in node.kwargs.items() if key in takes}, name)
 
 
@@ -153,18 +154,18 @@ def _fills_its_memory(value: Tensor) -> bool:
 
 
 @cache
-def out_overload(op: torch._ops.OpOverload, backend: str) -> tuple[Any, str] | None:
+def out_overload(op: OpOverload, backend: str) -> tuple[Any, str] | None:
     """The overload of `op` whose kernel for `backend` writes into `out=`, and the argument's name."""
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
-    if len(op._schema.returns) != 1 or any(a.alias_info is not None for a in op._schema.arguments):
+    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
+    if len(schema_of(op).returns) != 1 or any(a.alias_info is not None for a in schema_of(op).arguments):
         return None
     for name in op.overloadpacket.overloads():
         other = getattr(op.overloadpacket, name)
-        given, *more = [a.name for a in other._schema.arguments if a.is_out] or [""]
-        takes = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
+        given, *more = [a.name for a in schema_of(other).arguments if a.is_out] or [""]
+        takes = [(a.name, str(a.type)) for a in schema_of(other).arguments if not a.is_out]
         # Factory arguments follow from the result.
         if given and not more and takes == [a for a in wanted if a in takes or a[0] not in _OF_RESULT]:
-            found = torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), backend)
+            found = has_kernel(other.name(), backend)
             return (other, given) if found else None
     return None
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from overspill.capture.flops import flops_of
 from overspill.capture.layers import LayerNames, op_name
 from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
+from overspill.pytorch.decompositions import is_dense
 from overspill.pytorch.schemas import node_argument
+from overspill.pytorch.storages import storage_key
+from overspill.pytorch.trees import tree_leaves
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
 from .given import into_given
@@ -193,7 +194,7 @@ class CaptureOfStep:
     def _add_storages(self, node: fx.Node, kind: TensorKind, name: str, **flags: bool) -> None:
         sizes = storage_bytes(node)
         for value in tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor) and (key := value.untyped_storage()._cdata) not in self.tensor_of:
+            if isinstance(value, torch.Tensor) and (key := storage_key(value)) not in self.tensor_of:
                 self.tensor_of[key] = self._add_tensor(sizes[key], kind, name, value, **flags)
 
     def _kind(self, key: StorageKey, phase: Phase) -> TensorKind:
@@ -231,9 +232,7 @@ class CaptureOfStep:
         if op_name(node) in CLONES_STORAGE or node.target in AS_LARGE_AS_INPUT:
             whole = sum(storage_bytes(node.args[0]).values())
             sizes = {key: max(nbytes, whole) for key, nbytes in sizes.items()}
-        values = {
-            v.untyped_storage()._cdata: v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
-        }
+        values = {storage_key(v): v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
         for key in keys:
             movable = key not in self.returned and len(self.joint.roots.get(key, ())) == 1
             self.tensor_of[key] = self._add_tensor(
@@ -289,7 +288,7 @@ class CaptureOfStep:
         if recomputes_without_statistics(node):
             sources = (node_argument(node, name) for name in ("input", "weight", "bias"))
             reads = self._ids({k for source in sources if isinstance(source, fx.Node) for k in storages(source)})
-            made_again = {v.untyped_storage()._cdata for v in results_without_statistics(node)}
+            made_again = {storage_key(v) for v in results_without_statistics(node)}
             writes = tuple(self.tensor_of[key] for key in storages(node) if key in made_again)
         mutated = {self.tensor_of[key] for key in self.joint.mutated_storages if key in self.tensor_of}
         given = {tensor for tensor in mutated if self.tensors[tensor].persistent}
@@ -391,7 +390,7 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
     (`obeys_layout_contract`, torch/csrc/autograd/utils/grad_layout_contract.h)
     """
-    if not is_non_overlapping_and_dense_or_false(parameter):
+    if not is_dense(parameter):
         return gradient.is_contiguous()
     places = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
     return all(ours == theirs for size, ours, theirs in places if size != 1)

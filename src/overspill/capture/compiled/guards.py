@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
+
+from overspill.pytorch.dispatch import DisableAutocast
+from overspill.pytorch.trees import tree_leaves
 
 DRAWS = "overspill_draws"
 """Key in the meta of a node that draws random numbers; the graph has draws in their order."""
@@ -75,7 +77,7 @@ class Guards:
         if self.program is None:
             return None
         generator = drawing(torch.get_rng_state()) if self.draws else nullcontext()
-        with torch.no_grad(), torch._C._DisableAutocast(), generator:
+        with torch.no_grad(), DisableAutocast(), generator:
             try:
                 values = self.program.forward(*(given[position] for position in self.takes))
             except (RuntimeError, IndexError):

@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.dispatch import HigherOrderOperator, OpOverload
+from overspill.pytorch.graphs import PARAMETER_SOURCES, SOURCE, LazyGraphModule
 from overspill.pytorch.schemas import argument, position_of, written_arguments
+from overspill.pytorch.storages import key_of
+from overspill.pytorch.trees import tree_leaves
 
 from .effects import EFFECT, is_token
 from .formulas import put_right
 
-SOURCES = ("_param_name_to_source", "_dynamo_source")
+SOURCES = (PARAMETER_SOURCES, SOURCE)
 """Attributes in which Dynamo keeps where a module's parameters and inputs come from."""
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 """AOTAutograd's key in a node's meta: saved for backward without autograd's check for in-place changes."""
@@ -233,14 +235,14 @@ def storages(node: fx.Node) -> list[StorageKey]:
     keys: dict[StorageKey, None] = {}
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):
-            keys[_storage(node, value)._cdata] = None
+            keys[key_of(_storage(node, value))] = None
     return list(keys)
 
 
 def storage_bytes(node: fx.Node) -> dict[StorageKey, int]:
     """Bytes of each storage in a node's value, by key."""
     values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    return {s._cdata: int(s.nbytes()) for s in (_storage(node, v) for v in values)}
+    return {key_of(s): int(s.nbytes()) for s in (_storage(node, v) for v in values)}
 
 
 def _storage(node: fx.Node, value: torch.Tensor) -> torch.UntypedStorage:
@@ -253,7 +255,7 @@ def _storage(node: fx.Node, value: torch.Tensor) -> torch.UntypedStorage:
 
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws random numbers, itself or in a graph that it calls."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         called = (
             getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"
         )
@@ -267,19 +269,19 @@ def is_repeatable(node: fx.Node) -> bool:
     Only aten ops do, whose tags can be trusted: those that draw no random numbers and change nothing in place.
     """
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+    if not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
     return torch.Tag.nondeterministic_bitwise not in op.tags and not is_random(node) and not mutated_args(node)
 
 
 def draws(node: fx.Node) -> bool:
     """Whether `node` really draws random numbers."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return call_draws(node.target, node.args, node.kwargs)
     return is_random(node)
 
 
-def call_draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def call_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `op` draws random numbers: attention is tagged random even without dropout."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
@@ -346,7 +348,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(module.graph, {}))
     output.meta = dict(module.graph.find_nodes(op="output")[0].meta)
-    found = _LazyGraphModule(module, graph)  # nobody calls it
+    found = LazyGraphModule(module, graph)  # nobody calls it
     found.meta = dict(module.meta)
     inputs = (m.graph.find_nodes(op="placeholder") for m in (module, found))
     for here, there in ((module, found), *zip(*inputs, strict=True)):

@@ -27,21 +27,27 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch._decomp  # registers the Python kernels
-import torch._functorch.config
-import torch._inductor.config
-import torch._meta_registrations
-import torch._refs  # registers more of them
+
+# registers the Python kernels
+# registers more of them
 from torch import Tensor, nn
-from torch._C import DispatchKey
-from torch._decomp import meta_table
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.fake_cuda.retarget import grouped_mm
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.decompositions import meta_table, mkldnn_rnn_layer, mkldnn_rnn_layer_backward
+from overspill.pytorch.dispatch import (
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    all_op_names,
+    call_kernel,
+    disable_current_modes,
+    forget_dispatch,
+    no_python_dispatcher,
+    schema_of,
+)
+from overspill.pytorch.fake_tensors import FunctionalTensor, functional_value, op_implementations_dict
+from overspill.pytorch.functorch import functorch_config
+from overspill.pytorch.inductor_settings import inductor_config
 
 from .casts import CAST, Casts
 from .effects import checks_kept
@@ -81,9 +87,9 @@ def eager_kernels() -> Iterator[Casts]:
         taken = _take({CAST: {DispatchKey.CompositeImplicitAutograd: casts.cast}})
         try:
             with (
-                torch._functorch.config.patch({"backward_pass_autocast": "off"}),
+                functorch_config.patch({"backward_pass_autocast": "off"}),
                 # A draw that nobody reads stays, since others then draw what they draw in eager.
-                torch._inductor.config.patch({"fallback_random": True}),
+                inductor_config.patch({"fallback_random": True}),
                 patch.dict(op_implementations_dict, FAKE),
                 patch.dict(meta_table, FAKE),  # before PyTorch's decompositions
                 patch.object(nn.RNNBase, "flatten_parameters", lambda _: None),  # it looks at addresses
@@ -98,7 +104,7 @@ def eager_kernels() -> Iterator[Casts]:
             for op, kernels in taken.items():
                 op.py_kernels.clear()
                 op.py_kernels.update(kernels)
-                op._dispatch_cache.clear()
+                forget_dispatch(op)
 
 
 def kernel_settings() -> tuple[bool, ...]:
@@ -118,21 +124,19 @@ def _take(instead: dict[Any, dict[Any, Callable[..., Any]]]) -> dict[Any, dict[A
         for key in KEYS:
             op.py_kernels.pop(key, None)
         op.py_kernels.update(REPLACED.get(op, {}) | instead.get(op, {}))
-        op._dispatch_cache.clear()
+        forget_dispatch(op)
     return taken
 
 
 @cache
 def _ops_with_python_kernels() -> tuple[Any, ...]:
-    names = {
-        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:6] == "aten::"
-    }
+    names = {name.split("::")[1].split(".")[0] for name in all_op_names() if name[:6] == "aten::"}
     found = []
     for name in sorted(names):
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            if any(key in op.py_kernels for key in KEYS) and op._schema.name not in KEPT:
+            if any(key in op.py_kernels for key in KEYS) and schema_of(op).name not in KEPT:
                 found.append(op)
     return tuple(found)
 
@@ -151,8 +155,17 @@ def _cudnn_batch_norm(
     if training and running_mean is not None and running_var is not None:
         return aten._batch_norm_with_update(x, weight, bias, running_mean, running_var, momentum, eps)
     # By the key that the derivative is registered for: under AutogradCUDA there is only the fallback that has none.
-    return aten.cudnn_batch_norm.default._op_dk(
-        DispatchKey.Autograd, x, weight, bias, running_mean, running_var, training, momentum, eps
+    return call_kernel(
+        aten.cudnn_batch_norm.default,
+        DispatchKey.Autograd,
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        training,
+        momentum,
+        eps,
     )
 
 
@@ -170,7 +183,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Any:
         and np.float32(1.0) / np.float32(kept) == np.float32(1.0 / kept)
     ):
         return aten.native_dropout(x, p, train)[0]
-    return aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, x, p, train)
+    return call_kernel(aten.dropout.default, DispatchKey.CompositeImplicitAutograd, x, p, train)
 
 
 NO_REST = 64
@@ -214,7 +227,7 @@ def _recurrent(op: Any) -> Callable[..., Any]:
                 f"{op.overloadpacket} on CUDA runs by cuDNN, which cannot be captured; PyTorch's own kernels can: "
                 "set torch.backends.cudnn.enabled = False before training"
             )
-        return op._op_dk(DispatchKey.CompositeImplicitAutograd, x, *args)
+        return call_kernel(op, DispatchKey.CompositeImplicitAutograd, x, *args)
 
     return run
 
@@ -224,12 +237,12 @@ def _packed(op: Any, position: int, kernel: Callable[..., Any] | None = None) ->
 
     These numbers are its argument at `position`. They are real ones (`known_values.py`), wrapped by what makes ops functional.
     """
-    kernel = kernel or functools.partial(op._op_dk, DispatchKey.CompositeImplicitAutograd)
+    kernel = kernel or functools.partial(call_kernel, op, DispatchKey.CompositeImplicitAutograd)
 
     def run(*args: Any) -> Any:
         sizes = args[position]
         if isinstance(sizes, FunctionalTensor):
-            sizes = torch._from_functional_tensor(sizes.elem)
+            sizes = functional_value(sizes.elem)
         return kernel(*args[:position], sizes, *args[position + 1 :])
 
     return {DispatchKey.CompositeImplicitAutograd: run}
@@ -255,7 +268,7 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths_and_how: Any) -> Any:
     """CTC loss with its lengths where the sound is: PyTorch reads them, which a trace cannot, or asks that they be there."""
     lengths = (length.to(log_probs.device) for length in lengths_and_how[:2])
     op = aten.ctc_loss.Tensor
-    return op._op_dk(DispatchKey.CompositeImplicitAutograd, log_probs, targets, *lengths, *lengths_and_how[2:])
+    return call_kernel(op, DispatchKey.CompositeImplicitAutograd, log_probs, targets, *lengths, *lengths_and_how[2:])
 
 
 RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
@@ -280,7 +293,7 @@ def run_with_gradients(op: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `op` to run below autograd with grad mode on, as in eager."""
 
     def run(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        with AutoDispatchBelowAutograd(), torch.enable_grad():
             return op(*args)
 
     run.__name__ = str(op)
@@ -295,7 +308,7 @@ def _fake_rnn_layer(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """OneDNN's RNN layer on fake tensors, with a workspace of the real size; PyTorch's own is empty."""
     with mode:
         x, *_ = args
-        output, hidden, cell, workspace = torch._meta_registrations.mkldnn_rnn_layer(*args, **kwargs)
+        output, hidden, cell, workspace = mkldnn_rnn_layer(*args, **kwargs)
         if args[-1] and x.device.type == "cpu":
             described = tuple(
                 (tuple(a.shape), tuple(a.stride()), a.dtype) if isinstance(a, Tensor) else _plain(a) for a in args
@@ -314,7 +327,7 @@ def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
 
     Only oneDNN knows them, so the layer is run once, on zeros.
     """
-    with _disable_current_modes(), no_python_dispatcher():
+    with disable_current_modes(), no_python_dispatcher():
         args = [
             torch.empty_strided(a[0], a[1], dtype=a[2], device="cpu").zero_()
             if isinstance(a, tuple) and a and isinstance(a[-1], torch.dtype)
@@ -331,7 +344,7 @@ def _fake_rnn_layer_backward(mode: Any, _: Any, *args: Any, **kwargs: Any) -> An
     cache of fake tensors, where nothing is shared: captured again, the same step would have another floor.
     """
     with mode:
-        found = torch._meta_registrations.mkldnn_rnn_layer_backward(*args, **kwargs)
+        found = mkldnn_rnn_layer_backward(*args, **kwargs)
         return tuple(torch.empty_like(gradient, dtype=torch.float32) for gradient in found)
 
 

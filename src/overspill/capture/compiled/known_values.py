@@ -21,20 +21,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import (
+
+from overspill.capture.frames import Stack, shown_path, stack_within
+from overspill.capture.higher_order import fake_rule
+from overspill.core.errors import UnsupportedError
+from overspill.pytorch.dispatch import (
+    DisableAutocast,
+    OpOverload,
+    disable_current_modes,
+    no_python_dispatcher,
+    schema_of,
+)
+from overspill.pytorch.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-from overspill.capture.frames import Stack, shown_path, stack_within
-from overspill.capture.higher_order import fake_rule
-from overspill.core.errors import UnsupportedError
 from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.storages import storage_key
+from overspill.pytorch.trees import tree_leaves, tree_map_only
 
 from .guards import DRAWS, Guards, Question, drawing, needed_for, word
 from .joint import call_draws
@@ -173,7 +179,7 @@ class KnownValues(FakeTensorMode):
             made = self._answer(func, types, args, given, error)
         finally:
             self._depth -= 1
-        if isinstance(func, torch._ops.OpOverload) and made is not NotImplemented:
+        if isinstance(func, OpOverload) and made is not NotImplemented:
             self._note(func, args, given, made)
         return made
 
@@ -222,7 +228,7 @@ class KnownValues(FakeTensorMode):
             self._note_draw(func, args, kwargs, made)
             if self._knows_draws:
                 return
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             # Nodes are of ops that change nothing; traced programs have hardly any others.
             self._changed.update(_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))
             return
@@ -465,12 +471,12 @@ def where(lines: Stack) -> str:
 @contextmanager
 def _for_real() -> Iterator[None]:
     """Compute ops for real inside the block, whatever is being traced."""
-    with _disable_current_modes(), no_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast():
+    with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), DisableAutocast():
         yield
 
 
 def _storage(value: Tensor) -> int:
-    key: int = value.untyped_storage()._cdata
+    key: int = storage_key(value)
     return key
 
 

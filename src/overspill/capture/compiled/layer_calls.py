@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 from torch.fx import traceback
+
+from overspill.pytorch.modules import CALL
+from overspill.pytorch.patching import patched
 
 _STACK = "nn_module_stack"
 
@@ -29,7 +31,7 @@ def layers_noted(module: nn.Module, named: Callable[[str], str] = str) -> Iterat
     The path is passed through `named`. Ops of modules outside of `module` count to their caller.
     """
     places = {id(m): (named(path), type(m)) for path, m in module.named_modules()}
-    plain: Callable[..., Any] = nn.Module._call_impl
+    plain: Callable[..., Any] = CALL.now
 
     def call(called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         place = places.get(id(called))
@@ -43,7 +45,7 @@ def layers_noted(module: nn.Module, named: Callable[[str], str] = str) -> Iterat
         finally:
             _put_back(before)
 
-    with patch.object(nn.Module, "_call_impl", call):
+    with patched([(*CALL, call)]):
         yield
 
 

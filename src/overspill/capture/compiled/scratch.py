@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from overspill.capture.fake_cuda.attention import CAPABILITY
 from overspill.capture.fake_cuda.retarget import SCRATCH
@@ -24,6 +23,7 @@ from overspill.capture.programs.workspaces import NO_WORKSPACE, Workspace, works
 from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
 from overspill.pytorch.schemas import arguments, node_argument
+from overspill.pytorch.trees import tree_leaves
 
 aten = torch.ops.aten
 

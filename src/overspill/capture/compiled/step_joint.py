@@ -19,14 +19,19 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_leaves
 
 from overspill.capture.frames import stack_within
 from overspill.capture.programs.checkpoints import checkpoints_marked
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.aot import aot_export_joint_with_descriptors, exported_graph
+from overspill.pytorch.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FunctionalTensor,
+    is_functional,
+)
+from overspill.pytorch.trees import tree_leaves
 
 from .backward import ONE_SIZE, Backward, Unheard
 from .casts import Casts
@@ -98,7 +103,7 @@ def _exported(
         patch.object(FunctionalTensor, "data", _Data(), create=True),
     ):
         exported = aot_export_joint_with_descriptors(stack, _Function(backward.traced(step)), tuple(values))
-        graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+        graph_module: fx.GraphModule = exported_graph(exported)
     return graph_module
 
 
@@ -150,7 +155,7 @@ def changes_strangers(error: Exception) -> bool:
 
 def is_traced(tensor: Tensor) -> bool:
     """Whether `tensor` belongs to a trace."""
-    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or is_functional(tensor)
 
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")

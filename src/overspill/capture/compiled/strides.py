@@ -21,12 +21,17 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.utils._pytree import tree_leaves
 
+from overspill.pytorch.decompositions import suggest_memory_format
+from overspill.pytorch.fake_tensors import (
+    FakeTensorMode,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    functional_value,
+    replace_value,
+)
 from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.trees import tree_leaves
 
 aten = torch.ops.aten
 
@@ -146,12 +151,12 @@ def strides_kept() -> Iterator[None]:
 def _restore(tensor: FunctionalTensor) -> None:
     """Give the traced value of `tensor` the strides that `tensor` has in eager."""
     tensor.sync()
-    value, strides = torch._from_functional_tensor(tensor.elem), tensor.stride()
+    value, strides = functional_value(tensor.elem), tensor.stride()
     if value.shape == tensor.shape and value.stride() != strides:
         value = _in_order(value, strides)
         if _same_places(value, strides):
             value = value.as_strided(value.shape, strides)
-        torch._functionalize_replace(tensor.elem, value)
+        replace_value(tensor.elem, value)
         tensor.commit_update()
         tensor.sync()
 

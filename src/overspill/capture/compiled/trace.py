@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
 
 from overspill.capture.layers import readable_path
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError
+from overspill.pytorch.aot import aot_autograd
+from overspill.pytorch.dynamo import dynamo_config, reset_dynamo
 
 from .casts import Casts
 from .graph import Captured, InputInfo, Surroundings, capture
@@ -58,12 +59,12 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
             return aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
 
     try:
-        with torch._dynamo.config.patch(allow_rnn=True):
+        with dynamo_config.patch(allow_rnn=True):
             torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
     except _Traced:
         pass  # nothing is split, compiled or run
     finally:
-        torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some of them
+        reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some of them
     if not found:
         model = getattr(step, "model", step)
         raise OverspillError(

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from overspill.capture.sharding import GATHER, SCATTER
 from overspill.core import Collective, CollectiveKind, LayerType, Op, Phase, TensorKind, numbered
+from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
+from overspill.pytorch.storages import storage_key
 
 from .backward import Backward
 from .gathers import Gather, GatheredGroup, Scatter, with_gathers
@@ -336,7 +337,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
         writes = []
         for position, value in zip(group.positions, node.meta["val"], strict=True):
-            key = value.untyped_storage()._cdata
+            key = storage_key(value)
             self.tensor_of[key] = self._add_tensor(
                 value.nbytes, TensorKind.PARAMETER, f"{self.inputs[position].name} gathered", value, movable=True
             )
@@ -451,7 +452,7 @@ class CaptureOfWholeStep(CaptureOfStep):
             self.joint.roots[storages(node)[0]] = [node]
         for made in () if value is None else (value,) if isinstance(value, Tensor) else value:
             kind = TensorKind.GRADIENT if name == SCATTER else TensorKind.TEMPORARY
-            key = made.untyped_storage()._cdata
+            key = storage_key(made)
             self.tensor_of[key] = self._add_tensor(made.nbytes, kind, node.name, made)
             writes = (*writes, self.tensor_of[key])
         self.nodes[len(self.ops)] = node

@@ -15,6 +15,16 @@ from typing import Any
 
 import torch
 
+from overspill.pytorch.dispatch import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    close_library,
+    ops_with_kernel,
+    overload_name,
+    schema_of,
+)
+
 from .fake import tensors_in
 
 _KEY = "AutocastCPU"
@@ -103,7 +113,7 @@ def _each(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _plain(op: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+    with ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
         return op(*args, **kwargs)
 
 
@@ -115,7 +125,7 @@ def _casting(op: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
 
 
 def _asking(op: Any) -> Callable[..., Any]:
-    position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+    position = next(i for i, argument in enumerate(schema_of(op).arguments) if argument.name == "dtype")
 
     def run(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         values = (x, *args)
@@ -123,7 +133,7 @@ def _asking(op: Any) -> Callable[..., Any]:
             values, dtype = values[:position], values[position]
         if dtype is None and _eligible(x):
             dtype = torch.float32
-        names = [argument.name for argument in op._schema.arguments[: len(values)]]
+        names = [argument.name for argument in schema_of(op).arguments[: len(values)]]
         named = dict(zip(names, values, strict=True)) | kwargs
         return _plain(op, (named.pop(names[0]),), named | {"dtype": dtype})
 
@@ -134,9 +144,9 @@ def _appending(op: Any, with_dtype: Any) -> Callable[..., Any]:
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _eligible(x):
             return _plain(op, (x, *args), kwargs)
-        if with_dtype._overloadname == "ScalarOpt_dtype" and not args:
+        if overload_name(with_dtype) == "ScalarOpt_dtype" and not args:
             args = (kwargs.pop("p", 2),)
-        elif len(args) < 3 and "keepdim" not in kwargs and with_dtype._overloadname == "ScalarOpt_dim_dtype":
+        elif len(args) < 3 and "keepdim" not in kwargs and overload_name(with_dtype) == "ScalarOpt_dim_dtype":
             kwargs["keepdim"] = False
         return _plain(with_dtype, (x, *args), kwargs | {"dtype": torch.float32})
 
@@ -171,7 +181,7 @@ def overload(name: str) -> Any:
 
 def _rules(casts: _Casts) -> dict[str, Callable[..., Any]]:
     """Replacements of ops for which CUDA's autocast differs from the CPU's, by name."""
-    here = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")  # a torch without CUDA has them too
+    here = ops_with_kernel("AutocastCUDA")  # a torch without CUDA has them too
     rules: dict[str, Callable[..., Any]] = {}
     for name in LOWER:
         if name not in _LOWER_ON_CPU and name != _FLASH:  # flash attention comes with inputs that are cast
@@ -190,11 +200,7 @@ def _registered(casts: _Casts) -> Iterator[None]:
     rules = _rules(casts)
     library = torch.library.Library("aten", "IMPL")
     # Ops with a rule for the CPU alone lose it.
-    others = {
-        name.removeprefix("aten::")
-        for name in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY)
-        if name.startswith("aten::")
-    }
+    others = {name.removeprefix("aten::") for name in ops_with_kernel(_KEY) if name.startswith("aten::")}
     others -= rules.keys() | _LOWER_ON_CPU
     try:
         with warnings.catch_warnings():  # torch warns of each kernel that is replaced
@@ -205,7 +211,7 @@ def _registered(casts: _Casts) -> Iterator[None]:
                 library.impl(name, torch.library.fallthrough_kernel, _KEY)
         yield
     finally:
-        library._destroy()
+        close_library(library)
 
 
 @contextmanager

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.frames import ENGINE
+from overspill.pytorch.autograd import current_backward, current_node, sequence_number
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.storages import storage_uses, tensor_uses
 
 aten = torch.ops.aten
 _FOLDER = str(Path(__file__).parents[1])
@@ -30,9 +32,9 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
     formula.
     """
     instead = _IN_PLACE.get(func)
-    if instead is None or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if instead is None or current_backward() == -1 or torch.is_grad_enabled():
         return None
-    node = torch._C._current_autograd_node()
+    node = current_node()
     if node is None or not called_by_engine():
         return None
     if func is aten.index_put.default:
@@ -41,10 +43,8 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
     old, new = args
     if not isinstance(old, FakeTensor) or not isinstance(new, FakeTensor) or old.shape != new.shape:
         return None
-    alone = (
-        old._use_count() == _ONE_TENSOR and torch._C._storage_Use_Count(old.untyped_storage()._cdata) == _ONE_STORAGE
-    )
-    if alone and made_by(old) != node._sequence_nr() and _is_dense(old):
+    alone = tensor_uses(old) == _ONE_TENSOR and storage_uses(old.untyped_storage()) == _ONE_STORAGE
+    if alone and made_by(old) != sequence_number(node) and _is_dense(old):
         return instead
     return None
 

@@ -14,12 +14,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._mode_utils import no_dispatch
 
 from overspill.capture.higher_order import fake_rule
+from overspill.pytorch.dispatch import HigherOrderOperator, has_kernel, no_dispatch
+from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.storages import as_subclass, raise_on_access, storage_key
 
 from .retarget import COMPOSITES, FAKES, composed
 from .shapes import SHAPES, contiguous_stride
@@ -101,7 +101,7 @@ def _composition(func: Any) -> Callable[..., Any] | None:
         return None
     if func in COMPOSITES:
         return COMPOSITES[func]
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    composite = has_kernel(func.name(), "CompositeImplicitAutograd")
     return partial(composed, func) if composite else None
 
 
@@ -227,10 +227,8 @@ class FastFakeMode(FakeTensorMode):
             made = FakeTensor(self, meta, _CPU)
             self._pattern = dict(made.__dict__)
             return made
-        made = torch.Tensor._make_subclass(
-            FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        made = as_subclass(FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU)
+        raise_on_access(made)
         made.__dict__.update(self._pattern)
         return made
 
@@ -303,7 +301,7 @@ def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
     if not _KEEP_OUT.isdisjoint(func.tags) or func.namespace not in {"aten", "prims"}:
         return _Uncacheable
     # Which argument has each storage; the first one counts.
-    sources = {tensor.untyped_storage()._cdata: i for i, tensor in reversed(list(enumerate(tensors)))}
+    sources = {storage_key(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
     several = isinstance(result, (list, tuple))
     made: list[_Output] = []
     for output in result if several else (result,):
@@ -312,7 +310,7 @@ def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
             return _Uncacheable
         made.append(described)
         if isinstance(described, _Fresh):  # a second output on the same storage is no view of an argument
-            sources[output.untyped_storage()._cdata] = -1
+            sources[storage_key(output)] = -1
     if any(isinstance(output, _View) for output in made) and not (func.is_view or func in _RESHAPES):
         return _Uncacheable  # its place in the storage is not in the key
     if not several:
@@ -330,7 +328,7 @@ def _describe_one(output: Any, tensors: Sequence[FakeTensor], sources: dict[int,
             return _Same(i)
     if output.fake_device != _CPU or output.is_conj() or output.is_neg() or output.is_sparse:
         return _Uncacheable
-    source = sources.get(output.untyped_storage()._cdata)
+    source = sources.get(storage_key(output))
     shape, stride = tuple(output.shape), output.stride()
     if source is None:
         return _Fresh(shape, stride, output.dtype) if output.storage_offset() == 0 else _Uncacheable

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.fake_tensors import FakeTensor
 
 aten = torch.ops.aten
 # cuDNN's numbers of the kinds of layer (cudnnRNNMode_t), and how many gates each has.
@@ -159,7 +160,7 @@ def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]
 
     Lengths are on the host, so they are known. Raises UnsupportedError for fake ones.
     """
-    if isinstance(lengths, torch._subclasses.FakeTensor):
+    if isinstance(lengths, FakeTensor):
         raise UnsupportedError("pack_padded_sequence needs its lengths; give it a list, or a tensor made on the host")
     counts = lengths.tolist()
     sizes = torch.tensor([sum(count > step for count in counts) for step in range(counts[0])], dtype=torch.int64)

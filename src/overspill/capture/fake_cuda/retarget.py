@@ -22,8 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from overspill.pytorch.dispatch import (
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    call_kernel,
+    close_library,
+    forget_dispatch,
+)
+from overspill.pytorch.fake_tensors import FakeTensor, FunctionalTensor
 
 from . import attention, recurrent, workspaces
 from .attention import CAPABILITY
@@ -34,7 +41,7 @@ aten = torch.ops.aten
 
 def composed(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a composite op by its C++ composition, not a Python decomposition."""
-    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    return call_kernel(op, DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 # --- COMPOSITES -------------------------------------------------------------------------------------------------------
@@ -77,7 +84,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
         """The op's output; saves its input and its second output, a float a row."""
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.shape = shape
@@ -96,7 +103,7 @@ def _one_kernel(op: Any) -> Callable[..., Tensor]:
     """A derivative that is one kernel on CUDA but composed for fakes (native_functions.yaml)."""
 
     def run(*args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             made: Tensor = op(*args)
         return made
 
@@ -181,12 +188,12 @@ def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITE
     try:
         for op in chosen:
             library.impl(op, _for_fakes(op, COMPOSITES[op]), "AutogradCPU")
-            op._dispatch_cache.clear()  # tracers dispatch in Python, and remember where an op went
+            forget_dispatch(op)  # tracers dispatch in Python, and remember where an op went
         yield
     finally:
-        library._destroy()
+        close_library(library)
         for op in chosen:
-            op._dispatch_cache.clear()
+            forget_dispatch(op)
         CAPABILITY.reset(token)
         workspaces.TRIED.reset(tried)
 

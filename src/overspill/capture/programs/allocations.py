@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
+from overspill.pytorch.profiler import EventType
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on standard error that it starts and ends
 
-from torch._C._profiler import _EventType
+
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "overspill: "
@@ -75,7 +77,7 @@ def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
     while left:
         event = left.pop()
         left.extend(reversed(event.children))
-        if event.tag == _EventType.Allocation:
+        if event.tag == EventType.Allocation:
             events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
     # A free counts the bytes that its block was allocated with.
     live = dict[int, tuple[int, int]]()

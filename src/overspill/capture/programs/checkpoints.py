@@ -16,15 +16,16 @@ from inspect import signature
 from itertools import count
 from types import CellType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten_with_path
 
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.autograd import CHECKPOINT, is_compiling_checkpoint
+from overspill.pytorch.patching import patched
+from overspill.pytorch.trees import tree_flatten_with_path
 
 _numbers = count()
 _AGAIN = (checkpoint.CheckpointPolicy.MUST_RECOMPUTE, checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
@@ -38,11 +39,11 @@ def checkpoint_of(node: fx.Node) -> int | None:
 @contextmanager
 def checkpoints_marked() -> Iterator[None]:
     """Mark the ops of traced checkpoints, inside the block."""
-    plain = checkpoint._checkpoint_without_reentrant_generator
+    plain = CHECKPOINT.now
     parameters = signature(plain)
 
     def marking(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        if not checkpoint._is_compiling(function, args, kwargs):
+        if not is_compiling_checkpoint(function, args, kwargs):
             yield from plain(function, *args, **kwargs)
             return
         given = parameters.bind(function, *args, **kwargs)
@@ -53,7 +54,7 @@ def checkpoints_marked() -> Iterator[None]:
         with preserve_node_meta(), left_as_given(function, given.arguments["args"], given.arguments["kwargs"]):
             yield from plain(*given.args, **given.kwargs)
 
-    with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", marking):
+    with patched([(*CHECKPOINT, marking)]):
         yield
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._dynamo.exc import BackendCompilerFailed
-
 from overspill.core.errors import OverspillError, UnsupportedError, is_out_of_memory
+from overspill.pytorch.dynamo import BackendCompilerFailed
 
 
 @contextmanager

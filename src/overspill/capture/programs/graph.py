@@ -13,10 +13,11 @@ from overspill.capture.compiled.graph import Captured, CaptureOfStep, InputInfo,
 from overspill.capture.compiled.joint import JointGraph, StorageKey
 from overspill.capture.layers import layer_type_of
 from overspill.core import Phase, TensorKind
+from overspill.pytorch.storages import storage_key
 
 from .functions import ProgramFunction
 from .joint import JointOfPrograms
-from .storages import Call, Storages, storage_key
+from .storages import Call, Storages
 
 
 def capture_programs(

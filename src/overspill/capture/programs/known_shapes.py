@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
+
+from overspill.pytorch.dispatch import OpOverload, schema_of
+from overspill.pytorch.trees import tree_map_only
 
 KNOWN_SHAPES = "overspill_known_shapes"
 """Namespace of these ops."""
@@ -47,7 +49,7 @@ def _follows(node: fx.Node) -> bool:
     return any(index is not None and index.meta["val"].dtype in _MASKS for index in node.args[1])
 
 
-def _op_of(op: torch._ops.OpOverload, values: Any) -> torch._ops.OpOverload:
+def _op_of(op: OpOverload, values: Any) -> OpOverload:
     """An op like `op` with results like `values`; its name says which, for Inductor's cache."""
     like = tree_map_only(Tensor, lambda t: (tuple(t.shape), t.stride(), t.dtype, t.device), values)
     name = f"{op.name().replace('::', '_').replace('.', '_')}_{hashlib.sha256(repr(like).encode()).hexdigest()[:16]}"
@@ -60,10 +62,10 @@ def _op_of(op: torch._ops.OpOverload, values: Any) -> torch._ops.OpOverload:
         return found
 
     if not hasattr(getattr(torch.ops, KNOWN_SHAPES), name):
-        _LIBRARY.define(name + str(op._schema)[str(op._schema).index("(") :])
+        _LIBRARY.define(name + str(schema_of(op))[str(schema_of(op)).index("(") :])
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{KNOWN_SHAPES}::{name}", lambda *_, **__: _blank(like), lib=_LIBRARY)
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops, KNOWN_SHAPES), name).default
+    found: OpOverload = getattr(getattr(torch.ops, KNOWN_SHAPES), name).default
     return found
 
 

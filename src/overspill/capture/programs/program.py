@@ -22,9 +22,9 @@ from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
-from torch._inductor.utils import align_inputs_from_check_idxs
 
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.inductor import align_inputs_from_check_idxs
 
 ALLOCATES = re.compile(r"^empty_strided_(cpu|cuda|xpu)$")
 _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "assert_tensor_metadata")

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from overspill.capture.compiled.joint import StorageKey
 from overspill.capture.flops import flops_of
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.dispatch import OpOverload, OpOverloadPacket, schema_of
+from overspill.pytorch.fake_tensors import FakeTensorMode
 from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.storages import storage_key
+from overspill.pytorch.trees import tree_leaves
 
 from .failures import inductor_failures
 from .program import Access, Program, Statement, StatementKind, not_understood
@@ -112,11 +114,6 @@ class Storages:
     def saved(self) -> list[ast.expr]:
         """The expressions of what forward saves for backward."""
         return self.forward.outputs[self.num_forward_outputs :]
-
-
-def storage_key(value: Tensor) -> StorageKey:
-    """The identity of a tensor's storage, equal for all its views."""
-    return int(value.untyped_storage()._cdata)
 
 
 def follow(
@@ -281,7 +278,7 @@ class _Follower:
     def _is_view(self, program: Program, call: ast.Call) -> bool:
         """Whether a library call only makes views of existing tensors."""
         target = self._operator(program, call.func)
-        if target is None or target._schema.is_mutable or not any(r.alias_info for r in target._schema.returns):
+        if target is None or schema_of(target).is_mutable or not any(r.alias_info for r in schema_of(target).returns):
             return False
         found = tree_leaves(self._value(program, call))
         return all(isinstance(v, Tensor) and storage_key(v) in self.found.roots for v in found)
@@ -304,7 +301,7 @@ class _Follower:
         name = ast.unparse(function).removeprefix("torch.ops.").removesuffix(".default")
         if (target := self._operator(program, function)) is not None:
             tags = target.tags
-            if target._schema.is_mutable and not written:
+            if schema_of(target).is_mutable and not written:
                 written = self._mutated(program, target, call)
             random = torch.Tag.nondeterministic_seeded in tags
             return Effects(name, written, random, not (random or torch.Tag.nondeterministic_bitwise in tags))
@@ -315,9 +312,9 @@ class _Follower:
     def _operator(self, program: Program, function: ast.expr) -> Any:
         """The operator that a library call runs; None for other functions."""
         target = self._plain(program, function)
-        if isinstance(target, torch._ops.OpOverloadPacket) and "default" in target.overloads():
+        if isinstance(target, OpOverloadPacket) and "default" in target.overloads():
             target = target.default  # `aten.index_put_(…)`, as deterministic mode has it for an embedding
-        return target if isinstance(target, torch._ops.OpOverload) else None
+        return target if isinstance(target, OpOverload) else None
 
     def _mutated(self, program: Program, target: Any, call: ast.Call) -> dict[str, Access]:
         named = {k.arg: k.value for k in call.keywords if k.arg}

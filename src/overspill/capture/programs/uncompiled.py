@@ -45,7 +45,7 @@ def compiled(namespace: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def kernels_later() -> Iterator[None]:
     """Inside the block, what this thread compiles with Inductor gets kernels that are not compiled yet."""
-    from torch._inductor.codecache import PyCodeCache  # noqa: PLC0415 - Inductor takes seconds to import
+    from overspill.pytorch.inductor import PyCodeCache  # noqa: PLC0415 - Inductor takes seconds to import
 
     with _one_at_a_time:
         load, thread = PyCodeCache.load_by_key_path, threading.get_ident()

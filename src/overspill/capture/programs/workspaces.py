@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import UnsupportedError
 from overspill.costs.gloo import gloo_bytes
+from overspill.pytorch.autograd import profiler_enabled
+from overspill.pytorch.dispatch import disable_current_modes
 
 from .allocations import allocations, peak_of
 from .known_shapes import values_made_up
@@ -80,14 +81,14 @@ def workspaces(calls: Sequence[Library], namespace: Mapping[str, Any], values: M
             _known[signature] = Workspace(_of_collective(call, values))
         elif signature not in _known:
             new[signature] = call
-    if new and torch.autograd._profiler_enabled():
+    if new and profiler_enabled():
         warnings.warn(
             "a profiler runs while a model is compiled: what its library calls allocate for themselves is not planned for",
             stacklevel=2,
         )
         return [_known.get(signature, NO_WORKSPACE) for signature, _ in signed]
     if new:
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(), values_made_up():
+        with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(), values_made_up():
             _known.update(zip(new, _measured(list(new.values()), namespace, values), strict=True))
     return [_known[signature] for signature, _ in signed]
 

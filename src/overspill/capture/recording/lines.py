@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 
-import torch
-
 from overspill.capture.frames import NOBODYS, FrameNumbers
 from overspill.core import Frame
+from overspill.pytorch.autograd import next_sequence_number
 
 
 class OpLines:
@@ -51,7 +50,7 @@ class OpLines:
             frame = self._frames.backward_of(self._maker(node))
             if frame < 0:  # a gradient that is added up, say: the line that called backward
                 frame = self._frames.running(sys._getframe(2))
-        number = torch.autograd._get_sequence_nr()
+        number = next_sequence_number()
         if number > self._nodes[-1]:
             self._nodes.append(number)
             self._made_by.append(frame)

@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.fake_cuda import retarget
 from overspill.capture.fake_cuda.engine import called_by_engine, in_place
 from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
 from overspill.core import Phase, TensorKind
 from overspill.costs.scratch import Scratch
+from overspill.pytorch.autograd import current_backward, current_node, next_sequence_number, sequence_number
+from overspill.pytorch.dispatch import schema_of
+from overspill.pytorch.distributed import LOCAL
+from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.schemas import arguments
+from overspill.pytorch.storages import key_of, storage_key
 
 from .lines import OpLines
 from .recording import Allocation, RecordedOp, Recording
@@ -90,7 +94,7 @@ class Recorder:
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` is on the device."""
         tensor = _local(tensor)
-        return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._live
+        return isinstance(tensor, FakeTensor) and storage_key(tensor) in self._live
 
     def placing(self, *, on_device: bool) -> AbstractContextManager[None]:
         """Put tensors made inside the block on the device, or on the host."""
@@ -121,7 +125,7 @@ class Recorder:
         """The phase of an op that runs now."""
         if self._updating:
             return Phase.UPDATE
-        return Phase.BACKWARD if torch._C._current_graph_task_id() != -1 else Phase.FORWARD
+        return Phase.BACKWARD if current_backward() != -1 else Phase.FORWARD
 
     # Reported by the fake mode
 
@@ -148,7 +152,7 @@ class Recorder:
         reads: list[int] = []
         for tensor in inputs:
             if isinstance(tensor, FakeTensor):
-                found = self._live.get(tensor.untyped_storage()._cdata)
+                found = self._live.get(storage_key(tensor))
                 if found is not None and found not in reads:
                     reads.append(found)
         # Whether its results are on the device.
@@ -168,7 +172,7 @@ class Recorder:
         return result
 
     def _made_by(self, tensor: torch.Tensor) -> int | None:
-        position = self._live.get(tensor.untyped_storage()._cdata)
+        position = self._live.get(storage_key(tensor))
         return None if position is None else self._lives[position].node
 
     def _placed(self, device: Any, dtype: torch.dtype | None, *, made_from_nothing: bool) -> bool | None:
@@ -187,11 +191,11 @@ class Recorder:
         layer, phase, node = self._where()
         frame = self._lines.now(node, in_backward=phase is Phase.BACKWARD)
         op = len(self._ops)
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         if name in _GEMM:
             self._library_handle("gemm_handle", layer, phase, op)
         # Its results and scratch, in the order in which the kernel allocates them.
-        keys = [tensor.untyped_storage()._cdata for tensor in written_tensors(func, args, kwargs)]
+        keys = [storage_key(tensor) for tensor in written_tensors(func, args, kwargs)]
         writes = [self._live[key] for key in keys if key in self._live]
         scratch = retarget.SCRATCH.get(func)
         wanted = scratch(arguments(func, args, kwargs), result) if scratch is not None else ()
@@ -217,7 +221,7 @@ class Recorder:
     ) -> int:
         """Position of an output's storage among the allocations: new, or one that may have grown."""
         storage = output.untyped_storage()
-        key = storage._cdata
+        key = key_of(storage)
         if key in self._live:
             self.resized(storage)
             return self._live[key]
@@ -233,7 +237,7 @@ class Recorder:
         phase = self.phase
         if phase is not Phase.BACKWARD:
             return self._modules[-1] if self._modules else "", phase, None
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return self._modules[-1] if self._modules else "", phase, None
         if self._modules:  # a checkpointed layer, run again inside backward
@@ -242,7 +246,7 @@ class Recorder:
         if node.name() == _ACCUMULATE_GRAD:
             name = self._parameters.get(_place(node.variable), "")
             return name.rpartition(".")[0], phase, -1
-        number = node._sequence_nr()
+        number = sequence_number(node)
         return self._boundary_layers[bisect_right(self._boundaries, number) - 1], phase, number
 
     def _birth(self, storage: Any, key: int, nbytes: int, layer: str, phase: Phase, op: int, node: int | None) -> int:
@@ -273,15 +277,15 @@ class Recorder:
 
         As in c10/cuda's resize, new memory is allocated before the old is freed.
         """
-        position = self._live.get(storage._cdata)
+        position = self._live.get(key_of(storage))
         if position is None or self._lives[position].nbytes == storage.nbytes():
             return
         before = self._lives[position]
         layer, phase, node = self._where()
-        new = self._lives[self._birth(storage, storage._cdata, storage.nbytes(), layer, phase, before.op, node)]
+        new = self._lives[self._birth(storage, key_of(storage), storage.nbytes(), layer, phase, before.op, node)]
         new.kind, new.name, new.stream = before.kind, before.name, self.stream
         new.frame = self._lines.now(node, in_backward=phase is Phase.BACKWARD)
-        self._death(storage._cdata, position)
+        self._death(key_of(storage), position)
 
     def _scratch(self, request: Scratch, layer: str, phase: Phase, op: int) -> None:
         life = _Life(self._tick(), 0, layer, phase, op, None)
@@ -336,7 +340,7 @@ class Recorder:
         self._boundary()
 
     def _boundary(self) -> None:
-        number = torch.autograd._get_sequence_nr()
+        number = next_sequence_number()
         if number < self._boundaries[-1]:  # another thread's numbers
             return
         if number == self._boundaries[-1]:
@@ -368,7 +372,7 @@ class Recorder:
         tensor = _local(tensor)
         if not isinstance(tensor, FakeTensor):
             return False
-        position = self._live.get(tensor.untyped_storage()._cdata)
+        position = self._live.get(storage_key(tensor))
         if position is None:
             return False
         life = self._lives[position]
@@ -476,13 +480,13 @@ def _block_of(nbytes: int) -> int:
 
 def _local(tensor: Any) -> Any:
     """The local shard of a DTensor; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, LOCAL, tensor)
 
 
 def _place(tensor: Any) -> tuple[int, int]:
     """Storage and offset of `tensor`: several parameters may share a storage."""
     tensor = _local(tensor)
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return storage_key(tensor), tensor.storage_offset()
 
 
 @cache

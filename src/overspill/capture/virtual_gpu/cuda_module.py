@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from overspill.capture.recording.recorder import Recorder
+from overspill.pytorch.cuda import EMPTY_HOST_CACHE, LAZY_INIT, RAW_STREAM
 
 _GRAPHS = (0, 1)  # the memory pool of CUDA graphs
 _POOL = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPool: streams of one priority; then they are handed out again
@@ -162,7 +163,7 @@ class CudaFunctions:
             "get_rng_state_all": lambda *_, **__: [torch.get_rng_state()],
         }
         ignored = (
-            "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "seed",
+            "init", LAZY_INIT, "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "seed",
             "seed_all", "set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction", "ipc_collect",
         )  # fmt: skip
         answers |= dict.fromkeys(ignored, nothing)
@@ -191,8 +192,8 @@ class CudaFunctions:
             (torch.backends.cudnn, "is_available", constant(True)),
             (torch.backends.cudnn, "is_acceptable", constant(True)),
             (torch, "Generator", _Generator),
-            (torch._C, "_host_emptyCache", nothing),
-            (torch._C, "_cuda_getCurrentRawStream", constant(0)),  # kernels of libraries ask for it when imported
+            (*EMPTY_HOST_CACHE, nothing),
+            (*RAW_STREAM, constant(0)),  # kernels of libraries ask for it when imported
             (torch, "compile", lambda model=None, *_, **__: model if model is not None else (lambda f: f)),
         ]
         return found

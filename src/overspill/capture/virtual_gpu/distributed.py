@@ -18,20 +18,33 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.fake_cuda import retarget
 from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
+from overspill.pytorch.distributed import (
+    bucket_targets,
+    done_work,
+    fake_store,
+    forget_meshes,
+    fsdp_functions,
+    fsdp_modules_of_torch,
+    local_tensor,
+    parameter_path,
+    process_group_targets,
+    propagation_targets,
+    sync_batch_norm,
+)
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.modules import buffers_of
 from overspill.pytorch.patching import Patches
 
 aten = torch.ops.aten
@@ -53,7 +66,7 @@ def no_network() -> Iterator[None]:
         if not others:
             sys.excepthook = hook  # init_process_group wraps it, destroy_process_group leaves it wrapped
             if "torch.distributed.tensor" in sys.modules:
-                _forget_meshes()
+                forget_meshes()
 
 
 def replacements(recorder: Recorder, mode: FastFakeMode, replace: Callable[[Patches], None]) -> Patches:
@@ -91,16 +104,13 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
     `on_group` is called before a group is made.
     """
     from torch.cuda import nccl  # noqa: PLC0415
-    from torch.distributed import device_mesh, distributed_c10d  # noqa: PLC0415 - only where torch has them
-    from torch.nn.parallel import distributed as ddp  # noqa: PLC0415
 
-    make, default_group = distributed_c10d._new_process_group_helper, distributed_c10d._get_default_group
+    targets = process_group_targets()
+    make, default_group = targets.make.now, targets.default[0].now
     others = dist.is_initialized()
 
     # Rank and world size come from arguments, the URL or torchrun's environment.
     def rendezvous(url: str, rank: int = _UNSET, world_size: int = _UNSET, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - its import registers "fake"
-
         query = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
         size = world_size if world_size != _UNSET else _from_environment("WORLD_SIZE", query.get("world_size"))
         if size is None:
@@ -110,12 +120,11 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
         place = rank if rank != _UNSET else _from_environment("RANK", query.get("rank", 0)) or 0
         if not 0 <= place < size:
             raise RequestError(f"rank {place} is outside a world of {size} processes")
-        yield FakeStore(), place, size
+        yield fake_store(), place, size
 
     # Every backend is torch's fake one.
     def fake_group(size: int, rank: int, ranks: list[int], _backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415 - its import registers "fake"
-
+        fake_store()
         on_group()
         kwargs = {**kwargs, "backend_options": None, "device_id": None}
         return make(size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
@@ -130,26 +139,15 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
         return default_group()
 
     return [
-        (distributed_c10d, "rendezvous", rendezvous),
-        (distributed_c10d, "_new_process_group_helper", fake_group),
-        (distributed_c10d, "_get_default_timeout", lambda _: timedelta(minutes=10)),
-        (device_mesh, "_get_default_group", group),
-        (ddp, "_get_default_group", group),
-        (torch._C, "_get_accelerator", lambda *_: torch.device("cuda")),
+        (*targets.rendezvous, rendezvous),
+        (*targets.make, fake_group),
+        (*targets.timeout, lambda _: timedelta(minutes=10)),
+        *((*target, group) for target in targets.default[1:]),
+        (*targets.accelerator, lambda *_: torch.device("cuda")),
         # NCCL is there for programs, in a version of torch's wheels; torch itself has no class of its groups.
         (dist, "is_nccl_available", lambda: True),
         (nccl, "version", lambda: (2, 20, 5)),
     ]
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches of sharded ops, which refer to meshes of a destroyed process group."""
-    from torch.distributed.tensor import DTensor, _random  # noqa: PLC0415
-
-    _random._rng_tracker = None
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
-        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _from_environment(name: str, default: int | None) -> int | None:
@@ -166,7 +164,7 @@ def _all_reduce(tensors: list[torch.Tensor], *_: Any, **__: Any) -> tuple[list[t
     """c10d::allreduce_: in place, with the tensors as the work's result, as in ProcessGroupNCCL."""
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result(tensors)
-    return tensors, torch._C._distributed_c10d._create_work_from_future(done).boxed()
+    return tensors, done_work(done)
 
 
 @contextmanager
@@ -189,12 +187,7 @@ def answered_ops() -> Iterator[None]:
 
 def _ddp(recorder: Recorder) -> Patches:
     """Patches for what makes buckets: the reducer, at first and once it knows the gradients' order."""
-    reducer = dist.Reducer
-    return [
-        (reducer, "__init__", _communicating(recorder, reducer.__init__)),
-        (reducer, "_rebuild_buckets", _communicating(recorder, reducer._rebuild_buckets)),
-        (dist, "_broadcast_coalesced", _communicating(recorder, dist._broadcast_coalesced)),
-    ]
+    return [(*target, _communicating(recorder, target.now)) for target in bucket_targets()]
 
 
 # --- SyncBatchNorm ----------------------------------------------------------------------------------------------------
@@ -229,9 +222,8 @@ def _sync_batch_norm() -> Patches:
 
     torch/nn/modules/_functions.py; here every GPU has samples.
     """
-    from torch.nn.modules._functions import SyncBatchNorm  # noqa: PLC0415
-
-    forward = SyncBatchNorm.forward
+    target = sync_batch_norm()
+    forward = target.now
 
     def with_all(*args: Any, **kwargs: Any) -> Any:
         capturing = torch.cuda.is_current_stream_capturing
@@ -241,7 +233,7 @@ def _sync_batch_norm() -> Patches:
         finally:
             torch.cuda.is_current_stream_capturing = capturing
 
-    return [(SyncBatchNorm, "forward", staticmethod(with_all))]
+    return [(*target, staticmethod(with_all))]
 
 
 # --- DTensor and fully_shard ------------------------------------------------------------------------------------------
@@ -249,12 +241,12 @@ def _sync_batch_norm() -> Patches:
 
 def _dtensor(mode: FastFakeMode) -> Patches:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: PLC0415
 
-    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+    meta, sharding = propagation_targets()
+    shapes = meta.now
 
     def device(tensor: Any) -> torch.device:
-        return tensor._local_tensor.device
+        return local_tensor(tensor).device
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         """Infer shapes of whole tensors on tensors that are not recorded."""
@@ -267,19 +259,18 @@ def _dtensor(mode: FastFakeMode) -> Patches:
     # A DTensor is where its shard is.
     return [
         (DTensor, "device", property(device)),
-        (DTensor, "is_cuda", property(lambda tensor: tensor._local_tensor.is_cuda)),
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
-        (ShardingPropagator, "propagate_op_sharding_non_cached", _each_once(ShardingPropagator)),
+        (DTensor, "is_cuda", property(lambda tensor: local_tensor(tensor).is_cuda)),
+        (*meta, unseen),
+        (*sharding, _each_once(sharding.now)),
     ]
 
 
-def _each_once(propagator: Any) -> Callable[..., Any]:
+def _each_once(propagate: Callable[..., Any]) -> Callable[..., Any]:
     """Propagate the sharding of an op on lists once for each distinct element.
 
     Optimizers have lists of all parameters. torch does it for every element and searches the whole list for each, which
     is quadratic in the number of layers.
     """
-    propagate = propagator.propagate_op_sharding_non_cached
 
     def propagate_once(self: Any, schema: Any) -> Any:
         lists = [value for value in schema.args_schema if isinstance(value, (list, tuple)) and value]
@@ -306,33 +297,29 @@ def _each_once(propagator: Any) -> Callable[..., Any]:
 
 def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
     """Patches for torch/distributed/fsdp/_fully_shard: kinds of its buffers, parameters and gradients."""
-    from torch.distributed.fsdp import _fully_shard  # noqa: PLC0415
-
-    # Functions to replace, in whichever module of this torch they are.
-    names = ("_fsdp_collectives", "_fsdp_param", "_fsdp_param_group", "_fsdp_init", "_fully_shard")
-    found = [import_module(f"{_fully_shard.__name__}.{name}") for name in names]
+    found = fsdp_modules_of_torch()
     mixins = [getattr(found[0], name, None) for name in ("DefaultAllocMixin", "ProcessGroupAllocMixin")]
     parameter_class = found[1].FSDPParam
     unsharded, reduce = parameter_class.init_all_gather_outputs, found[2].foreach_reduce
-    casts, managed = found[0]._get_param_all_gather_inputs, found[3]._get_managed_states
+    casts, managed = fsdp_functions(found)
 
     # The recorder learns which tensors are whole parameters and which are gradients.
     def init_all_gather_outputs(parameter: Any, *args: Any, **kwargs: Any) -> None:
         unsharded(parameter, *args, **kwargs)
         for tensor in parameter.all_gather_outputs:
-            recorder.mark(tensor, TensorKind.PARAMETER, parameter._param_fqn or "")
+            recorder.mark(tensor, TensorKind.PARAMETER, parameter_path(parameter))
 
     def foreach_reduce(parameters: list[Any], gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            recorder.mark(gradient, TensorKind.GRADIENT, parameter._param_fqn or "")
+            recorder.mark(gradient, TensorKind.GRADIENT, parameter_path(parameter))
         return reduce(parameters, gradients, *args, **kwargs)
 
     def managed_states(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Make buffers on the host fake, so that they can be moved to the device in place."""
         for module in modules:
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_of(module).items():
                 if buffer is not None and not isinstance(buffer, FakeTensor):
-                    module._buffers[name] = mode.from_tensor(buffer, static_shapes=True)
+                    buffers_of(module)[name] = mode.from_tensor(buffer, static_shapes=True)
         return managed(modules, *args, **kwargs)
 
     return [

@@ -11,16 +11,18 @@ import io
 import os
 import pickle
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from .patching import Patches
+from overspill.pytorch.dispatch import DisableTorchDispatch
+from overspill.pytorch.fake_tensors import FakeTensor, unset_fake_temporarily
+from overspill.pytorch.patching import Patches
+from overspill.pytorch.storages import key_of, rebuilt_parameter, storage_key
+
 from .values.followed import values_of
 from .values.invented import value_of
 
@@ -38,12 +40,12 @@ class _ShapesPickler(pickle.Pickler):
         """How to rebuild a fake tensor; everything else is pickled as usual."""
         if not isinstance(found, FakeTensor):
             return NotImplemented
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             known = values_of(found)
             one = torch.full((), value_of(found), dtype=found.dtype, device="cpu")
             made = one.expand(found.shape) if known is None else known.clone()
         if isinstance(found, nn.Parameter):  # whose class makes fake ones here
-            return torch._utils._rebuild_parameter, (made, found.requires_grad, OrderedDict())
+            return rebuilt_parameter(made, found.requires_grad)
         return made.__reduce_ex__(2)
 
 
@@ -133,7 +135,7 @@ def _load(load: Callable[..., Any]) -> Callable[..., Any]:
             elif asked is not None:
                 location = str(asked)
             if location.startswith("cuda"):
-                on_device.add(storage._cdata)
+                on_device.add(key_of(storage))
             return storage
 
         if str(asked) == "meta":
@@ -152,7 +154,7 @@ def _moved(value: Any, on_device: set[int]) -> Any:
     if isinstance(value, nn.Module):
         return value._apply(lambda tensor: _moved(tensor, on_device))
     if isinstance(value, torch.Tensor):
-        there = isinstance(value, FakeTensor) or value.untyped_storage()._cdata in on_device
+        there = isinstance(value, FakeTensor) or storage_key(value) in on_device
         return value.cuda() if there else value
     if isinstance(value, dict):
         for name in value:

@@ -15,21 +15,21 @@ from types import FunctionType
 from typing import Any, Self
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_hooks
-from torch.utils import _foreach_utils
 
 from overspill.capture.fake_cuda.autocast import cuda_autocast
 from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.fake_cuda.retarget import retargeted
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
+from overspill.pytorch.dynamo_stand_in import no_compiler
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.optimizers import SCALED_STEP, foreach_types
+from overspill.pytorch.patching import Patches, patched
 
 from . import distributed
-from .compiler import no_compiler
 from .cuda_module import CudaFunctions
 from .files import file_patches
-from .patching import Patches, patched
 from .tensor_methods import TensorMethods
 from .torch_patches import factories, torch_patches
 from .triton_kernels import no_launches
@@ -113,7 +113,7 @@ class VirtualGpu:
 def _scalers(invented: Invented | None) -> Patches:
     """Patches for code that reads values of gradients and losses."""
     return [
-        (torch.amp.GradScaler, "_maybe_opt_step", _step),
+        (*SCALED_STEP, _step),
         (torch.amp.GradScaler, "get_scale", initial_scale),
         (lbfgs, "float", lambda _: UnknownNumber(invented=invented)),
     ]
@@ -173,8 +173,7 @@ def _collecting_only_what_is_new() -> Iterator[None]:
 @contextmanager
 def _foreach_for_fakes() -> Iterator[None]:
     """Let optimizers take their foreach path for fake parameters, as for plain CUDA ones."""
-    lists = [optimizer_hooks._foreach_supported_types, _foreach_utils._foreach_supported_types]
-    added = [types for types in {id(types): types for types in lists}.values() if FakeTensor not in types]
+    added = [types for types in foreach_types() if FakeTensor not in types]
     for types in added:
         types.append(FakeTensor)
     try:

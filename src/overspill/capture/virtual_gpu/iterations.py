@@ -16,9 +16,9 @@ from torch.nn.modules import module as module_hooks
 from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.core import Phase
+from overspill.pytorch.patching import patched
 
 from .gpu import optimizer_hooks
-from .patching import patched
 
 # Most steps of one optimizer in a round, before optimizers without a step are given up. The critic of a GAN takes about
 # five for each of the generator.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from traceback import walk_tb
 
-from torch._subclasses.fake_tensor import (
+from overspill.capture.recording.recorder import Recorder
+from overspill.capture.recording.recording import Recording
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
+from overspill.pytorch.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-
-from overspill.capture.recording.recorder import Recorder
-from overspill.capture.recording.recording import Recording
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 
 from .gpu import VirtualGpu
 from .values.frames import user_line

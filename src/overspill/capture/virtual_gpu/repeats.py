@@ -19,14 +19,17 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.data
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import Phase
+from overspill.pytorch.autograd import accumulate_hooks_of, hooks_of
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.modules import has_hooks
+from overspill.pytorch.patching import patched
+from overspill.pytorch.storages import key_of
+from overspill.pytorch.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .gpu import optimizer_hooks
-from .patching import patched
 
 _REPEATS = 4  # calls that are run before one is not: the allocator's cache is as it will be after two
 _MICRO_STEPS = 2  # the same of calls with gradients, each of which has a backward too
@@ -70,9 +73,9 @@ class _Outputs:
             storage, trained = leaf.untyped_storage(), leaf.requires_grad
             if leaf.layout is not torch.strided or leaf.constant is not None or not leaf.is_cuda:
                 return None
-            if trained and (leaf.is_leaf or storage.nbytes() != leaf.nbytes or storage._cdata in storages):
+            if trained and (leaf.is_leaf or storage.nbytes() != leaf.nbytes or key_of(storage) in storages):
                 return None
-            index, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
+            index, _ = storages.setdefault(key_of(storage), (len(storages), storage.nbytes()))
             leaves.append(_Output(index, trained, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype))
         return cls(tuple(leaves), spec, tuple(nbytes for _, nbytes in storages.values()))
 
@@ -251,10 +254,7 @@ def _casts(module: nn.Module) -> int:
 
 def _is_observed(module: nn.Module) -> bool:
     """Whether the script has hooks inside `module`, or it has no weights and is not worth skipping."""
-    if any(
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        for part in module.modules()
-    ):
+    if any(has_hooks(part) for part in module.modules()):
         return True
     return next(module.parameters(), None) is None
 
@@ -264,7 +264,7 @@ def _is_closed(module: nn.Module) -> bool:
     weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if distributed.is_initialized() or all(weight.grad is None for weight in weights):
         return False
-    if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights):
+    if any(hooks_of(weight) or accumulate_hooks_of(weight) for weight in weights):
         return False
     kept = (value for part in module.modules() for value in tree_leaves(vars(part)))
     return not any(isinstance(value, Tensor) and value.grad_fn is not None for value in kept)

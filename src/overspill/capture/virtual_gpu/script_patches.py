@@ -23,13 +23,15 @@ import torch
 import torch.multiprocessing
 import torch.utils.data
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
-from torch.utils.data import dataloader
-from torch.utils.data._utils import fetch, worker
 
-from .patching import Patches, patched
+from overspill.pytorch.data_loading import BATCHES, FETCH, NEXT, WORKER, WorkerInfo
+from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.graphs import JitGraph
+from overspill.pytorch.patching import Patches, patched
+from overspill.pytorch.storages import key_of
+from overspill.pytorch.trees import tree_map
+
 from .values import followed
 
 _WORKER = "_overspill_worker"  # on a data loader: what its first worker knows of itself
@@ -47,14 +49,13 @@ _IN_PROCESS: dict[str, Any] = {
 def script_patches() -> AbstractContextManager[None]:
     """Patch data loaders, profilers and `spawn` to work in this process."""
     loader, sampler = torch.utils.data.DataLoader, torch.utils.data.RandomSampler
-    batches, samples = dataloader._SingleProcessDataLoaderIter, fetch._MapDatasetFetcher
     return patched(
         [
             # Data loading.
             (loader, "__init__", _in_process(loader.__init__)),
-            (batches, "__init__", _as_worker(batches.__init__, lambda _, loader: loader)),
-            (batches, "_next_data", _as_worker(batches._next_data, lambda loading: loading)),
-            (samples, "fetch", _without_device(samples.fetch)),
+            (BATCHES, "__init__", _as_worker(BATCHES.__init__, lambda _, loader: loader)),
+            (*NEXT, _as_worker(NEXT.now, lambda loading: loading)),
+            (*FETCH, _without_device(FETCH.now)),
             (sampler, "__iter__", _on_host(sampler.__iter__)),
             # Processes and GPUs of which there is one.
             (torch.multiprocessing, "spawn", _spawn),
@@ -90,7 +91,7 @@ def _in_process(init: Callable[..., None]) -> Callable[..., None]:
         # The data set may ask which worker it is in.
         if workers:
             loader = args[0]
-            loader.__dict__[_WORKER] = worker.WorkerInfo(
+            loader.__dict__[_WORKER] = WorkerInfo(
                 id=0, num_workers=workers, seed=torch.initial_seed(), dataset=loader.dataset
             )
             if first is not None:
@@ -105,7 +106,7 @@ def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Calla
     def run(*args: Any) -> Any:
         loading = args[0]
         loading.__dict__.setdefault(_WORKER, getattr(loader_of(*args), _WORKER, None))
-        with patched([(worker, "_worker_info", loading.__dict__[_WORKER])]):
+        with patched([(*WORKER, loading.__dict__[_WORKER])]):
             return load(*args)
 
     return run
@@ -125,9 +126,9 @@ def _without_device(fetch: Callable[..., Any]) -> Callable[..., Any]:
         raise _FakeSample
 
     def run(*args: Any) -> Any:
-        if worker._worker_info is not None and not followed.is_any_unknown():
+        if WORKER.now is not None and not followed.is_any_unknown():
             try:
-                with _disable_current_modes(), patched([(FakeTensor, "__torch_dispatch__", classmethod(met))]):
+                with disable_current_modes(), patched([(FakeTensor, "__torch_dispatch__", classmethod(met))]):
                     return fetch(*args)
             except _FakeSample:
                 pass
@@ -198,7 +199,7 @@ class _Traced:
     """A model in the place of its trace, with a graph of no ops."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self.graph = model, torch._C.Graph()
+        self._model, self.graph = model, JitGraph()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
@@ -248,7 +249,7 @@ def _files_of_bytes() -> Patches:
         try:
             return pointer(storage)
         except RuntimeError:  # a fake tensor's, which is known by its own object
-            return storage._cdata
+            return key_of(storage)
 
     # Addresses tell storages apart; nothing is read from them.
     patches: Patches = [

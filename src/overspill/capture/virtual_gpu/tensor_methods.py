@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.dispatch import is_traceable_wrapper_subclass
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.modules import PARSE_TO
+from overspill.pytorch.patching import Patches
+from overspill.pytorch.storages import AS_SUBCLASS
 
-from .patching import Patches
 from .torch_patches import GPU, UninitializedTensorMixin, fake_class
 from .values.frames import user_line
 
@@ -61,7 +63,7 @@ class TensorMethods:
             (Tensor, "record_stream", lambda _tensor, _stream: None),
             (nn.Parameter, "__new__", staticmethod(self._parameter)),
             (FakeTensor, "__new__", staticmethod(_again(FakeTensor.__new__))),
-            (Tensor, "_make_subclass", staticmethod(_as_subclass(Tensor._make_subclass))),
+            (*AS_SUBCLASS, staticmethod(_as_subclass(AS_SUBCLASS.now))),
         ]
 
     def moved(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -165,5 +167,5 @@ def _parse_to(
         return other.device, other.dtype, kwargs.get("memory_format"), copy
     if len(args) == 4 or (len(args) == 3 and isinstance(args[0], torch.dtype)):  # ... non_blocking, copy
         args, copy = args[:-1], bool(args[-1])
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = PARSE_TO.now(*args, **kwargs)
     return device, dtype, memory_format, copy

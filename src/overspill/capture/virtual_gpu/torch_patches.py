@@ -12,18 +12,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import parameter
-from torch.nn.utils import parametrizations
-from torch.utils import _device
-from torch.utils._pytree import tree_map_only
 
 from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
-
-from .patching import Patches, patched
+from overspill.pytorch import fake_tensors
+from overspill.pytorch.dispatch import disabled_torch_function
+from overspill.pytorch.distributed import LOCAL
+from overspill.pytorch.fake_tensors import FakeTensor, current_fake_mode
+from overspill.pytorch.modules import (
+    APPLY,
+    FROM_MASK,
+    IS_ORTHOGONAL,
+    PARSE_TO,
+    TRUNC_NORMAL,
+    apply_to,
+    as_buffer,
+    buffers_of,
+    device_constructors,
+    flat_weights,
+    parameters_of,
+    torchscript_ops,
+)
+from overspill.pytorch.patching import Patches, patched
+from overspill.pytorch.trees import tree_map_only
 
 GPU = torch.device("cuda", 0)
 _DEVICE = torch.device
@@ -42,13 +55,13 @@ _TYPES = {
 
 def fake_weights() -> Patches:
     """Skip torch's rejection sampling for fake weights and their shards, since it reads what it drew."""
-    original = nn.init._no_grad_trunc_normal_
+    original = TRUNC_NORMAL.now
 
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        fake = isinstance(getattr(tensor, "_local_tensor", tensor), FakeTensor)
+        fake = isinstance(getattr(tensor, LOCAL, tensor), FakeTensor)
         return tensor if fake else original(tensor, *args, **kwargs)
 
-    return [(nn.init, "_no_grad_trunc_normal_", fill)]
+    return [(*TRUNC_NORMAL, fill)]
 
 
 def torch_patches(recorder: Recorder) -> Patches:
@@ -63,21 +76,25 @@ def torch_patches(recorder: Recorder) -> Patches:
         (Tensor, "type", _as_type(Tensor.type, recorder)),
         *_lazy(),
         (FakeTensor, "__deepcopy__", _deep_copy),
-        (fake_tensor, "init_gpu_context", nothing),
+        (*fake_tensors.GPU_CONTEXT, nothing),
         # Transformers, which asks whether it is traced, makes other masks then.
-        (torch._subclasses, "FakeTensor", _FakeToTorch),
+        (*fake_tensors.CLASS, _FakeToTorch),
         *((torch.cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "range_start", "range_end", "mark")),
         # Modules and initialisation.
         (nn.DataParallel, "scatter", _scatter),
         (nn.RNNBase, "flatten_parameters", _flatten(recorder)),
-        (nn.Module, "_apply", _apply),
+        (*APPLY, _apply),
         *fake_weights(),
-        (fake_tensor.log, "disabled", not os.environ.get("OVERSPILL_DEBUG")),  # the error itself says what is wrong
+        (
+            fake_tensors.fake_log,
+            "disabled",
+            not os.environ.get("OVERSPILL_DEBUG"),
+        ),  # the error itself says what is wrong
         # Devices by number, and tests of values.
         (torch, "device", _Device),
-        (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
-        (torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False),  # padded batches stay as they are
-        (parametrizations, "_is_orthogonal", lambda *_, **__: False),  # no random matrix is
+        (*PARSE_TO, _parse_to(PARSE_TO.now)),
+        (*FROM_MASK, lambda *_: False),  # padded batches stay as they are
+        (*IS_ORTHOGONAL, lambda *_, **__: False),  # no random matrix is
     ]
 
 
@@ -102,10 +119,9 @@ class _FakeToTorch(FakeTensor, metaclass=_Disguised):
 @contextmanager
 def factories() -> Iterator[None]:
     """Let torch's factories take GPUs by number and ignore pinning, inside the block."""
-    builtins = torch.jit._builtins
     originals = {name: getattr(torch, name) for name in _FACTORIES}
-    _device._device_constructors()  # torch keeps this set: it must not be made of the replacements
-    table = builtins._get_builtin_table()
+    device_constructors()  # torch keeps this set: it must not be made of the replacements
+    table = torchscript_ops()
     replacements = {name: _factory(original) for name, original in originals.items()}
     known = {id(new): table.get(id(originals[name])) for name, new in replacements.items()}
     table.update({key: op for key, op in known.items() if op is not None})  # TorchScript goes by identity
@@ -207,7 +223,7 @@ def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 @cache
 def fake_class(kind: type) -> type:
     """A subclass of both `kind` (of parameters or buffers) and FakeTensor."""
-    own = {"__module__": kind.__module__, "__torch_function__": torch._C._disabled_torch_function_impl}
+    own = {"__module__": kind.__module__, "__torch_function__": disabled_torch_function}
     return type(kind)(kind.__name__, (kind, FakeTensor), own)
 
 
@@ -223,7 +239,7 @@ def _lazy() -> Patches:
         _: type, requires_grad: bool = False, device: Any = None, dtype: Any = None, persistent: bool = True
     ) -> Any:
         made: Any = nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad).detach()
-        made.persistent, made._is_buffer = persistent, True
+        as_buffer(made, persistent=persistent)
         made.__class__ = fake_class(parameter.UninitializedBuffer)
         return made
 
@@ -262,14 +278,14 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     """`nn.Module._apply` as for plain tensors; torch would swap fake ones, which their weak references forbid."""
     if recurse:
         for child in self.children():
-            child._apply(fn)  # as torch: a module of the script may take no more
-    for name, own in self._parameters.items():
+            apply_to(child, fn)  # as torch: a module of the script may take no more
+    for name, own in parameters_of(self).items():
         if own is not None:
             with torch.no_grad():
-                self._parameters[name] = _applied_to_parameter(own, fn, f"{name} of {type(self).__name__}")
-    for key, buffer in self._buffers.items():
+                parameters_of(self)[name] = _applied_to_parameter(own, fn, f"{name} of {type(self).__name__}")
+    for key, buffer in buffers_of(self).items():
         if buffer is not None:
-            self._buffers[key] = _applied_to_buffer(buffer, fn)
+            buffers_of(self)[key] = _applied_to_buffer(buffer, fn)
     return self
 
 
@@ -294,7 +310,7 @@ def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
     """`fn(buffer)`; on the device the result is fake, and its value is not kept."""
     if isinstance(buffer, FakeTensor) or type(buffer) is not Tensor:
         return fn(buffer)
-    mode: FastFakeMode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode: FastFakeMode = current_fake_mode()
     applied = fn(mode.like(buffer))
     return applied if applied.device.type == "cuda" else fn(buffer)
 
@@ -315,7 +331,7 @@ def _flatten(recorder: Recorder) -> Callable[..., None]:
     """torch/nn/modules/rnn.py, `flatten_parameters`: copy all weights to one buffer and make them views of it."""
 
     def flatten_parameters(module: nn.RNNBase) -> None:
-        weights = [weight for weight in module._flat_weights if isinstance(weight, FakeTensor)]
+        weights = [weight for weight in flat_weights(module) if isinstance(weight, FakeTensor)]
         there = weights and all(recorder.on_device(weight) and weight.is_floating_point() for weight in weights)
         if not there or not torch.backends.cudnn.enabled:
             return

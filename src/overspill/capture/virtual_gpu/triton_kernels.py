@@ -14,7 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from .patching import Patches, patched
+from overspill.pytorch.patching import Patches, patched
+
 from .values import followed
 
 _LAUNCHER = "triton.runtime.jit"

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
 from overspill.models.step import cast, convert
+from overspill.pytorch.fake_tensors import FakeTensorMode
+from overspill.pytorch.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 Call = Callable[[nn.Module, Any], Any]
 
@@ -31,7 +31,7 @@ def compiled_step(
 
     `arguments` makes of a batch what `call` is given in its place. Raises as `write` does.
     """
-    from overspill.capture.programs.unrun import write_programs  # noqa: PLC0415 - Inductor takes seconds to import
+    from overspill.capture.programs.unrun import WrittenStep  # noqa: PLC0415 - Inductor takes seconds to import
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
         module = build().train(trains)
@@ -41,14 +41,14 @@ def compiled_step(
             inputs = tree_map_only(Tensor, partial(cast, dtype=dtype), inputs)
         # Inductor writes the programs; nothing is run.
         batch, spec = tree_flatten(arguments(module, inputs))
-        written = write_programs(lambda *leaves: call(module, tree_unflatten(leaves, spec)), module, batch)
+        written = WrittenStep(lambda *leaves: call(module, tree_unflatten(leaves, spec)), module, batch)
 
     def on(recorder: Recorder) -> Call:
         def run(module: nn.Module, inputs: Any) -> Any:
             batch = tree_leaves(arguments(module, inputs))
             recorder.enter(module)
             try:
-                return written.step(
+                return written(
                     module, batch, partial(recorder.placing, on_device=True),
                     lambda saved: recorder.mark(saved, TensorKind.ACTIVATION),
                 )  # fmt: skip

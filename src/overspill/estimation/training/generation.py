@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from overspill.core.errors import RequestError
+from overspill.pytorch.trees import tree_map_only
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

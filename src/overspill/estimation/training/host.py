@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.job import Job, MakeOptimizer
+from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.distributed import LOCAL
 
 from .optimizers import SMALLEST_OFFLOADED
 
@@ -34,7 +35,7 @@ def host_bytes(job: Job, module: nn.Module) -> int:
 
 def _state_share(make: MakeOptimizer) -> float:
     """Bytes of an optimizer's state over those of its parameter."""
-    with _disable_current_modes():
+    with disable_current_modes():
         parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
         parameter.grad = torch.zeros_like(parameter)
         optimizer = make([parameter])
@@ -45,5 +46,5 @@ def _state_share(make: MakeOptimizer) -> float:
 
 def _local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, or the tensor itself."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    local: Tensor = getattr(tensor, LOCAL, tensor)
     return local

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
@@ -22,6 +21,7 @@ from overspill.core.errors import RequestError
 from overspill.job import Parallel
 from overspill.job.prepare.checkpointing import repeated_blocks
 from overspill.models.gpt2 import Gpt2
+from overspill.pytorch.trees import tree_map_only
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -15,14 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor, fx
-from torch._C._dynamo.guards import compute_overlapping_tensors
-from torch._guards import CompileContext
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from overspill.capture.compiled.known_values import nested
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.pytorch.dynamo import CompileContext, compute_overlapping_tensors
+from overspill.pytorch.fake_tensors import DataDependentOutputException
+from overspill.pytorch.storages import storage_key
 from overspill.runtime.batches import kind
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
@@ -100,7 +99,7 @@ class _PerKind:
         sharing: dict[int, list[int]] = {}
         for position, value in enumerate(args if self.changed else ()):
             if isinstance(value, Tensor):
-                sharing.setdefault(value.untyped_storage()._cdata, []).append(position)
+                sharing.setdefault(storage_key(value), []).append(position)
         overlaps = []
         for positions in sharing.values():
             if len(positions) > 1 and not self.changed.isdisjoint(positions):

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from overspill.core.errors import UnplannedError
+from overspill.pytorch.dynamo import OptimizedModule, TorchCompileWrapper, innermost_backend
+from overspill.pytorch.modules import COMPILED_CALL, ORIGINAL
 
 from .backend import overspill_backend, was_asked_for_plans
 
@@ -77,7 +78,7 @@ def _runs_as_another(model: nn.Module, options: dict[str, Any] | None) -> bool:
 
 
 def _inside(model: nn.Module) -> Any:
-    return getattr(model, "_orig_mod", model)
+    return getattr(model, ORIGINAL, model)
 
 
 def _tell(model: nn.Module, options: dict[str, Any]) -> None:
@@ -99,11 +100,11 @@ def _compiled_models() -> Iterator[tuple[nn.Module, dict[str, Any] | None]]:
         if issubclass(type(thing), OptimizedModule):
             callbacks = [getattr(thing.dynamo_ctx, "callback", None)]
         else:  # module.compile(...)
-            cells = getattr(thing.__dict__.get("_compiled_call_impl"), "__closure__", None) or ()
+            cells = getattr(thing.__dict__.get(COMPILED_CALL), "__closure__", None) or ()
             callbacks = [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
         for callback in callbacks:
             backend = innermost_backend(callback) if callable(callback) else None
-            if isinstance(backend, torch._TorchCompileWrapper) and backend.compiler_fn is overspill_backend:
+            if isinstance(backend, TorchCompileWrapper) and backend.compiler_fn is overspill_backend:
                 yield thing, backend.kwargs.get("options")
 
 

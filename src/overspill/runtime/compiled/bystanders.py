@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.pytorch.fake_tensors import is_functional
+from overspill.pytorch.functorch import is_wrapped
+from overspill.pytorch.storages import key_of, storage_key
+
 
 class Bystanders:
     """Storages of batches that were on the device when a graph was last planned."""
@@ -32,7 +36,7 @@ class Bystanders:
         self._seen.clear()
         for tensor in [*ours, *(t for t in _data(ours[0].device) if t.dim() and t.shape[0] in first)]:
             storage = tensor.untyped_storage()
-            self._seen[storage._cdata] = weakref.ref(storage, partial(self._gone, storage._cdata))
+            self._seen[key_of(storage)] = weakref.ref(storage, partial(self._gone, key_of(storage)))
 
     def _gone(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
         if self._seen.get(key) is ref:
@@ -40,13 +44,13 @@ class Bystanders:
 
     def sizes(self, besides: Iterable[Tensor]) -> list[int]:
         """Bytes of each batch that is still alive, without those in `besides`."""
-        known = {t.untyped_storage()._cdata for t in besides}
+        known = {storage_key(t) for t in besides}
         alive = ((key, ref()) for key, ref in self._seen.copy().items())  # any may be dropped at any moment
         return [storage.nbytes() for key, storage in alive if storage is not None and key not in known]
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether the tensor was found by the last `look`."""
-        return tensor.untyped_storage()._cdata in self._seen
+        return storage_key(tensor) in self._seen
 
 
 def _data(device: torch.device) -> list[Tensor]:
@@ -72,4 +76,4 @@ def _data(device: torch.device) -> list[Tensor]:
 
 def _has_bytes(tensor: Tensor) -> bool:
     """Whether it has its own storage; tensors of traces and vmap only wrap others."""
-    return not (torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return not (is_functional(tensor) or is_wrapped(tensor))

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, mutated_args, storages
 from overspill.core.errors import InvalidSchedule, UnsupportedError
+from overspill.pytorch.autograd import keeps_graph
 from overspill.runtime.arena import storage_at, tensor_at
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.recording.recorder import RunRecorder
@@ -61,7 +62,7 @@ class CallsOfPlan:
 
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> tuple[Any, ...]:
         """The gradients. Raises UnsupportedError where it would run twice, and cannot."""
-        if self._cure and torch._C._autograd._get_current_graph_task_keep_graph():
+        if self._cure and keeps_graph():
             raise UnsupportedError(WRITES_OVER.format(self._cure))
         del args[self._saved : self._saved + len(self._padding)]
         return run(self._programs[1], self._graph, recorder, args)

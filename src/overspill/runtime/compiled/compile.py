@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.exc import InternalTorchDynamoError
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,6 +19,7 @@ from overspill.capture.compiled.kernels import kernel_settings
 from overspill.core import Device
 from overspill.core.errors import OverspillError, UnsupportedError
 from overspill.costs import MeasuredTimes
+from overspill.pytorch.dynamo import InternalTorchDynamoError
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.trees import tree_leaves
 
 COMPILED = "CompiledFunctionBackward"
 """The name of a compiled graph's autograd node."""

@@ -22,18 +22,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import counters
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.compiling import not_exporting
 from overspill.capture.frames import shown_path
 from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
+from overspill.pytorch.autograd import SAVED
+from overspill.pytorch.dynamo import FailOnRecompileLimitHit, TorchDynamoException, counters, dynamo_config
+from overspill.pytorch.trees import tree_leaves
 
 from .double_backward import COMPILED
 from .unseen import OF_EAGER, OWN_BACKWARD, PATCHES
@@ -75,7 +74,7 @@ def plans_needed(backend: str) -> Iterator[None]:
     is_eager = backend == "eager"
     settings = SETTINGS | (EAGER_SETTINGS if is_eager else {})
     # Not config.patch, which takes longer; this is around every call of a model.
-    places = [(torch._dynamo.config, *setting) for setting in settings.items()]
+    places = [(dynamo_config, *setting) for setting in settings.items()]
     places += PATCHES + (OF_EAGER if is_eager else [])
     before = [(where, name, getattr(where, name)) for where, name, _ in places]
     for where, name, value in places:
@@ -174,7 +173,7 @@ class Watch:
 
     def _reason(self) -> str:
         """Dynamo's last message on what it could not trace."""
-        if torch._dynamo.config.disable:
+        if dynamo_config.disable:
             return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
         said = [text for kind in SAID for text in counters[kind] - self._said_before[kind]]
         said.sort(key=lambda text: text.startswith(OWN_BACKWARD))  # of which others follow
@@ -221,7 +220,7 @@ def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
 
 def _saved_bytes(node: Node, theirs: set[int]) -> int:
     """Bytes of the tensors that `node` saves, without parameters and the caller's storages."""
-    saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    saved = [getattr(node, name) for name in dir(node) if name.startswith(SAVED)]
     if hasattr(node, "saved_tensors"):
         saved += node.saved_tensors
     kept = [t for t in tree_leaves(saved) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]

@@ -19,16 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-import torch._functorch.config
 from torch import Tensor, fx
-from torch._dynamo.utils import count_calls
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext, detect_fake_mode
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.utils import ALIGNMENT, clone_preserve_strides
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import without_tokens
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
@@ -41,6 +32,17 @@ from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.capture.programs.uncompiled import kernels_later
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.aot import min_cut_rematerialization_partition
+from overspill.pytorch.dynamo import TracingContext, count_calls
+from overspill.pytorch.fake_tensors import FakeTensorMode, detect_fake_mode
+from overspill.pytorch.functorch import functorch_config
+from overspill.pytorch.inductor import (
+    ALIGNMENT,
+    CustomPartitionerFn,
+    clone_preserve_strides,
+    compile_fx,
+    compile_fx_inner,
+)
 from overspill.runtime.recording.recorder import RunRecorder
 
 from .calls import CallsOfPlan, Lowered
@@ -221,7 +223,7 @@ class _Partitioner(CustomPartitionerFn):
 
         It includes a setting that the cache forgets: whether backward may overwrite saved tensors.
         """
-        return f"overspill: min-cut, donated_buffer={torch._functorch.config.donated_buffer}"
+        return f"overspill: min-cut, donated_buffer={functorch_config.donated_buffer}"
 
 
 class _SeenBefore(UnsupportedError):
@@ -245,7 +247,7 @@ class _Compiler:
     def __init__(self, begin: Begin, seen: set[Any], partition: float | None, lasting: list[int] | None = None) -> None:
         self._begin = begin
         self.seen = seen
-        set_by_user = float(torch._functorch.config.activation_memory_budget)
+        set_by_user = float(functorch_config.activation_memory_budget)
         self.partition = set_by_user if partition is None else partition
         self.lasting = lasting
         self.joint: JointGraph | None = None
@@ -272,7 +274,7 @@ class _Compiler:
             "activation_memory_budget": self.partition,
             "backward_pass_autocast": "off",  # users call backward outside of autocast's region
         }
-        with inductor_failures('; use backend="eager"'), torch._functorch.config.patch(functorch):
+        with inductor_failures('; use backend="eager"'), functorch_config.patch(functorch):
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
 
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
@@ -296,7 +298,7 @@ class _Compiler:
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
         # Of a graph without ops Inductor writes a program only for this cache, which is off.
-        with kernels_later(), torch._functorch.config.patch(bundled_autograd_cache=not count_calls(module.graph)):
+        with kernels_later(), functorch_config.patch(bundled_autograd_cache=not count_calls(module.graph)):
             compiled = compile_fx_inner(module, inputs, **options)
         traced = module if self.joint is None else self.joint.module
         program = _program_of(compiled, BACKWARD if is_backward else FORWARD, traced)

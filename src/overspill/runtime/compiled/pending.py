@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch.autograd.graph import Node
+
+from overspill.pytorch.autograd import keeps_graph
 
 Part = tuple[int, ...]
 """Key of a part of the job that survives recompilation: its model, and the parameters that it reads."""
@@ -61,7 +62,7 @@ class PendingCalls:
 
         def before(_given: Any) -> None:
             before_backward(call)
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
+            if not keeps_graph():
                 self._over(call)
 
         node.register_prehook(before)

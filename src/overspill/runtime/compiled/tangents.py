@@ -27,13 +27,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd import collect_metadata_analysis
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import is_token
 from overspill.capture.compiled.joint import ABSENT, JointGraph
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.aot import collect_metadata_analysis
+from overspill.pytorch.fake_tensors import FakeTensorMode, detect_fake_mode
 
 Layout = tuple[tuple[int, ...] | None, ...]
 """Strides of the gradients of a graph's outputs, in their order; None where the gradient is None."""

@@ -24,17 +24,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import variables
-from torch._dynamo.exc import BackendCompilerFailed, unimplemented
-from torch._dynamo.guards import install_guard
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.source import is_from_global_source, is_from_local_source
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import builder, builtin, nn_module, object_protocol
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.pytorch.dynamo import (
+    APPLY_FUNCTION,
+    CHECK_LEAVES,
+    DUPLICATE,
+    IDENTITY,
+    INITIALIZE_LAZY,
+    BackendCompilerFailed,
+    InstructionTranslator,
+    OutputGraph,
+    install_guard,
+    is_from_global_source,
+    is_from_local_source,
+    unimplemented,
+    variables,
+)
+from overspill.pytorch.functorch import TransformType, active_transforms
+from overspill.pytorch.modules import LAZY
+from overspill.pytorch.patching import Patches, Target
+from overspill.pytorch.trees import tree_leaves
 
 OWN_BACKWARD = "a Function under torch.func"
 """What Dynamo says where a graph ends before one."""
@@ -106,14 +116,14 @@ def _duplicate(plain: Plain, here: Any, before: Any) -> Any:
 
 
 def _apply(plain: Plain, function: Any, tx: Any, *args: Any) -> Any:
-    if any(i.key() != torch._C._functorch.TransformType.Vmap for i in retrieve_all_functorch_interpreters()):
+    if any(i.key() != TransformType.Vmap for i in active_transforms()):
         lost = f"it would lose the backward of {function.fn_cls.__name__}"
         unimplemented(gb_type=OWN_BACKWARD, context="", explanation=lost, hints=[])
     return plain(function, tx, *args)
 
 
 def _initialize(plain: Plain, tx: Any, module: nn.Module, *args: Any) -> None:
-    if hasattr(module, "_initialize_hook"):
+    if hasattr(module, LAZY):
         name = type(module).__name__
         raise Refused(RequestError(f"{name} is not initialised yet; call the model once on an example first"))
     plain(tx, module, *args)
@@ -129,18 +139,17 @@ def _leaves(plain: Plain, graph: OutputGraph, outputs: Sequence[Any], tx: Any) -
     plain(graph, left, tx)
 
 
-def _patch(where: Any, name: str, ours: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
-    plain = getattr(where, name, None)
-    return [] if plain is None else [(where, name, lambda *args: ours(plain, *args))]
+def _patch(target: Target, ours: Callable[..., Any]) -> Patches:
+    plain = getattr(*target, None)
+    return [] if plain is None else [(*target, lambda *args: ours(plain, *args))]
 
 
 PATCHES = [
-    *_patch(builtin, "vt_identity_compare", _identity),
-    *_patch(object_protocol, "vt_identity_compare", _identity),
-    *_patch(builder, "make_dupe_guard", _duplicate),
-    *_patch(variables.AutogradFunctionVariable, "call_apply", _apply),
-    *_patch(nn_module, "initialize_lazy_module", _initialize),
+    *(patch for target in IDENTITY for patch in _patch(target, _identity)),
+    *_patch(DUPLICATE, _duplicate),
+    *_patch(APPLY_FUNCTION, _apply),
+    *_patch(INITIALIZE_LAZY, _initialize),
 ]
 """Attributes of Dynamo's modules and classes, and what they are while a model is called."""
-OF_EAGER = _patch(OutputGraph, "_check_requires_grad_intermediate_outputs", _leaves)
+OF_EAGER = _patch(CHECK_LEAVES, _leaves)
 """Further ones with eager kernels. Stock torch.compile, whose bits Inductor's kernels must give, ends graphs there."""

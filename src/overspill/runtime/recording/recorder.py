@@ -16,6 +16,7 @@ from torch import Tensor
 
 from overspill.core import Graph, TensorKind, Verb
 from overspill.plans.plan import Plan
+from overspill.pytorch.storages import key_of, storage_key
 from overspill.runtime import accelerator
 from overspill.runtime.tracker import LiveBytes
 
@@ -267,12 +268,12 @@ class RunRecorder:
             # Name storages seen before; count new ones as this graph's input.
             storage = value.untyped_storage()
             known = tracker.knows(storage)
-            if known and storage._cdata not in self._unnamed:
+            if known and key_of(storage) not in self._unnamed:
                 continue
             if storage.nbytes() != graph.tensors[tensor].nbytes:  # a part of it is given, as of a batch that was split
                 self.there((value,), graph.tensors[tensor].kind)
             elif known:
-                self._comings.name(self._unnamed.pop(storage._cdata), Label(graph, None, tensor))
+                self._comings.name(self._unnamed.pop(key_of(storage)), Label(graph, None, tensor))
             else:
                 self._current = Label(graph, None, tensor)
                 tracker.add((value,))
@@ -286,7 +287,7 @@ class RunRecorder:
         self.tracker.add(values)
         self._kind = None
         for value in values:
-            if isinstance(value, Tensor) and (row := self._unnamed.get(value.untyped_storage()._cdata)) is not None:
+            if isinstance(value, Tensor) and (row := self._unnamed.get(storage_key(value))) is not None:
                 self._comings.be(row, kind)
 
     def begin(self, label: Label) -> None:

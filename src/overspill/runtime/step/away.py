@@ -15,7 +15,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from overspill.pytorch.dispatch import TensorBase, disabled_torch_function
+from overspill.pytorch.trees import tree_leaves
 
 GUARDS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """The guard of each watched tensor, by the tensor's id: what has a `fetch()`, which brings it back."""
@@ -25,7 +27,7 @@ _METHODS = (
     "numel nelement size dim ndimension stride storage_offset element_size is_floating_point is_complex is_signed is_contiguous get_device "
     "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__"
 )
-_OF_C = {name: of for name, of in vars(torch._C.TensorBase).items() if isgetsetdescriptor(of)}
+_OF_C = {name: of for name, of in vars(TensorBase).items() if isgetsetdescriptor(of)}
 _WITHOUT_VALUES = {torch.numel, torch.is_floating_point, torch.is_complex} | {
     *(getattr(Tensor, name) for name in _METHODS.split()),
     *(way for name, of in _OF_C.items() if name not in _VALUES for way in (of.__get__, of.__set__)),
@@ -47,7 +49,7 @@ class Away(Tensor):
                 readings.clear()
                 return result
         # The placeholder will do, also where a capture is about to put another tensor in its place.
-        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+        return disabled_torch_function(function, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _bring(self)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch._dispatch.python import no_python_dispatcher
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from overspill.core.errors import OverspillError, StoreError, is_out_of_memory
+from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.runtime.driver import Form, ProgramRun
 from overspill.runtime.transfer.engine import first_line
 
@@ -167,7 +166,7 @@ def _dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequ
     owners = [weakref.ref(state.module.model), *map(weakref.ref, state.optimizers)]
     try:
         # A collection may come in the middle of another model's trace, of which these tensors are no part.
-        with _disable_current_modes(), no_python_dispatcher():
+        with disable_current_modes(), no_python_dispatcher():
             try:
                 underway.abandon(state)
                 plans.clear()

@@ -11,10 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.compiling import told
@@ -36,6 +33,9 @@ from overspill.core import TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.core.garbage import without_collection
 from overspill.job import GradientOptions
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.functorch import functorch_config
+from overspill.pytorch.trees import tree_flatten, tree_unflatten
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
@@ -206,7 +206,7 @@ class StepCaptures:
         Several processes, which have to agree, use one partition. Also returns the Python state it read.
         """
         if partition is None and self.processes.size > 1:
-            partition = float(torch._functorch.config.activation_memory_budget)
+            partition = float(functorch_config.activation_memory_budget)
         lasting = len(self.state.parameters) + len(self.state.buffers)
         backward = Backward([i.name for i in infos], inlined=True, several=self.gradients.accumulate > 1)
         made, python, checks = step_programs(function, self.state.module, values, lasting, partition, backward)

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from overspill.capture.compiled.known_values import is_sparse, nested, sparse
 from overspill.core.errors import RequestError, UnsupportedError
+from overspill.pytorch.autograd import accumulate_hooks_of, hooks_of
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.modules import parameters_of
+from overspill.pytorch.optimizers import global_step_post_hooks, global_step_pre_hooks, is_initialised, step_hooks
 
 from .followed import advances
 from .residency import Guarded, Spec, readable
@@ -39,7 +41,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded
     """
     # The modules: not in another step, no sparse gradients.
     for path, module in step.named_modules():
-        if isinstance(module._parameters, Guarded):
+        if isinstance(parameters_of(module), Guarded):
             raise RequestError("another train_step has this model; call its close() first")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UnsupportedError(
@@ -85,15 +87,15 @@ def _check_values(step: nn.Module) -> None:
 
 def check_hooks(parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
     """Raise UnsupportedError for parameter hooks that a planned step does not call."""
-    hooked = any(parameter._backward_hooks for parameter in parameters.values())
+    hooked = any(hooks_of(parameter) for parameter in parameters.values())
     trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]} if hooked else ()
     for name, parameter in parameters.items():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if accumulate_hooks_of(parameter):
             raise UnsupportedError(
                 f"{readable(name)} has a hook behind its gradient's accumulation (register_post_accumulate_grad_hook), and a planned step keeps "
                 "no .grad; use register_hook, or clip_norm, clip_value or weight_decay for what it does"
             )
-        if parameter._backward_hooks and parameter.requires_grad and id(parameter) not in trained:
+        if hooks_of(parameter) and parameter.requires_grad and id(parameter) not in trained:
             raise UnsupportedError(
                 f"{readable(name)} has a gradient hook, and a planned step makes gradients only of what the optimizer has; give it to the "
                 "optimizer, or freeze it with requires_grad_(False)"
@@ -127,7 +129,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise RequestError(
             f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a list of them"
         )
-    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper that has not called Optimizer.__init__
+    if not is_initialised(optimizer):  # a wrapper that has not called Optimizer.__init__
         Optimizer.__setstate__(optimizer, {})
     # Those that evaluate the model, cannot be called alone, or look at parameters of others.
     name = type(optimizer).__name__
@@ -170,10 +172,10 @@ def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
     for key in ("capturable", "differentiable"):
         if any(group.get(key) for group in optimizer.param_groups):
             raise UnsupportedError(f"{name} was made with {key}=True; a planned step needs {key}=False")
-    ours = [_is_ours(hook) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    ours = [_is_ours(hook) for hook in step_hooks(optimizer)[0].values()]
     if sum(ours) > own_hooks:
         raise RequestError("another train_step has this optimizer; call its close() first")
-    if not all((*ours, *map(_is_ours, _global_optimizer_pre_hooks.values()))):
+    if not all((*ours, *map(_is_ours, global_step_pre_hooks.values()))):
         raise UnsupportedError(
             f"{name} or all optimizers have step pre-hooks, and a planned step is never where all gradients are there; "
             "remove them, or use clip_norm, clip_value or a post-hook for what they do"
@@ -185,8 +187,8 @@ def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
     Ours, which need nothing of it, are left out.
     """
-    of_all = (hook for hook in _global_optimizer_post_hooks.values() if not _is_ours(hook))
-    return [*optimizer._optimizer_step_post_hooks.values(), *of_all]
+    of_all = (hook for hook in global_step_post_hooks.values() if not _is_ours(hook))
+    return [*step_hooks(optimizer)[1].values(), *of_all]
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:

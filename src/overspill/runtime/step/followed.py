@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._ops import OperatorBase, OpOverloadPacket
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
+
+from overspill.pytorch.dispatch import OperatorBase, OpOverloadPacket
 
 from .compared import same
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.fake_tensors import FakeTensorMode
 from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.storages import key_of, storage_key
+from overspill.pytorch.trees import tree_leaves
 from overspill.runtime.optimizer_outside import FEW, Outside
 from overspill.runtime.optimizer_step import copied, lent, temporary_bytes
 from overspill.runtime.reachable import tensors_in
@@ -82,7 +83,7 @@ def learned(
     fakes: list[Tensor] = []
     try:
         outside, mode = Outside(optimizer), FakeTensorMode(allow_non_fake_inputs=True)
-        with _disable_current_modes():  # an op on real tensors alone is real in this mode too
+        with disable_current_modes():  # an op on real tensors alone is real in this mode too
             if outside.unknown or any(tensor.numel() > FEW for tensor in outside.tensors):
                 optimizer = copied(optimizer, mode)
         with quietly(optimizer), mode:
@@ -127,26 +128,18 @@ def _learned(
             peak = temporary_bytes(optimizer, tracker)
             draws = draws or tracker.draws
             coupled = coupled or tracker.coupled
-            shared = {t.untyped_storage()._cdata for t in Outside(optimizer).tensors}
+            shared = {storage_key(t) for t in Outside(optimizer).tensors}
             _check_apart(optimizer, fakes, shared)
             for number, fake in enumerate(fakes):
                 found = tensors_in(optimizer.state.get(fake, {}))
                 moving = {path: t for path, t in found.items() if moves(t, fake, shared)}
                 leaves[number] |= {path: (t.dtype, Spec.of(t)) for path, t in moving.items()}
-                rest = {
-                    t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                    for p, t in found.items()
-                    if p not in moving
-                }
+                rest = {storage_key(t): t.untyped_storage().nbytes() for p, t in found.items() if p not in moving}
                 # What is made anew at each step is there twice until the step ends.
                 anew = sum(nbytes for key, nbytes in rest.items() if places[number] and key not in places[number])
                 rests[number] = max(rests[number], sum(rest.values()) + anew)
                 # What now lies where another tensor of the state was is copied to go where it is planned.
-                peak += sum(
-                    t.nbytes
-                    for path, t in moving.items()
-                    if places[number].get(t.untyped_storage()._cdata, path) != path
-                )
+                peak += sum(t.nbytes for path, t in moving.items() if places[number].get(storage_key(t), path) != path)
             peaks.append(peak)
     first, later = peaks[0], max(peaks[1:], default=0)
     each = [Needs(of, rest, first, later) for of, rest in zip(leaves, rests, strict=True)]
@@ -158,16 +151,16 @@ def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, in
     found: dict[int, int] = {}
     for number, fake in enumerate(fakes):
         for tensor in (fake, fake.grad, *tensors_in(optimizer.state.get(fake, {})).values()):
-            found[tensor.untyped_storage()._cdata] = 1 << number
+            found[storage_key(tensor)] = 1 << number
     return found
 
 
 def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]) -> None:
     """Raise UnsupportedError where parameters have state in common, or a weight is part of its own state."""
-    name, owners = type(optimizer).__name__, {fake.untyped_storage()._cdata: -1 for fake in fakes}
+    name, owners = type(optimizer).__name__, {storage_key(fake): -1 for fake in fakes}
     for number, fake in enumerate(fakes):
         for path, tensor in tensors_in(optimizer.state.get(fake, {})).items():
-            key = tensor.untyped_storage()._cdata
+            key = storage_key(tensor)
             large = tensor.shape == fake.shape or tensor.nbytes >= LEAST_MOVED_BYTES
             if large and key not in shared and owners.setdefault(key, number) != number:
                 what = "a weight itself" if owners[key] < 0 else "one tensor for several parameters"
@@ -183,7 +176,7 @@ def moves(tensor: Tensor, parameter: Tensor, shared: set[int]) -> bool:
     It is on the parameter's device, dense, alone in its storage, and large, or of the parameter's shape.
     """
     storage = tensor.untyped_storage()
-    if tensor.device != parameter.device or tensor.nbytes != storage.nbytes() or storage._cdata in shared:
+    if tensor.device != parameter.device or tensor.nbytes != storage.nbytes() or key_of(storage) in shared:
         return False
     if type(tensor) not in (Tensor, nn.Parameter, type(parameter)):
         return False
@@ -192,7 +185,7 @@ def moves(tensor: Tensor, parameter: Tensor, shared: set[int]) -> bool:
 
 
 def _by_storage(state: Any) -> dict[int, str]:
-    return {tensor.untyped_storage()._cdata: path for path, tensor in tensors_in(state).items()}
+    return {storage_key(tensor): path for path, tensor in tensors_in(state).items()}
 
 
 class Watching(LiveBytes):
@@ -218,7 +211,7 @@ class _OnFakes(Watching):
 
     def _owner(self, tensor: Tensor) -> int | tuple[int, ...]:
         """The parameters that a tensor comes from; of one stacked of single ones', those of each row."""
-        owners = self._owners.get(tensor.untyped_storage()._cdata, 0)
+        owners = self._owners.get(storage_key(tensor), 0)
         if isinstance(owners, int) or tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize:
             return owners
         row = tensor.untyped_storage().nbytes() // tensor.itemsize // len(owners)
@@ -247,7 +240,7 @@ class _OnFakes(Watching):
         self.coupled = self.coupled or any(of & (of - 1) for of in each)
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):  # where nothing is owned too: memory is used again
-                self._owners[tensor.untyped_storage()._cdata] = found
+                self._owners[storage_key(tensor)] = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ITEM:

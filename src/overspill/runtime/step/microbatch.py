@@ -9,11 +9,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from overspill.core import TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.core.units import format_apart
+from overspill.pytorch.dispatch import DisableAutocast
+from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
 from overspill.runtime.compiled.inductor import align
 from overspill.runtime.driver import ProgramRun
@@ -47,7 +48,7 @@ class MicrobatchRunner:
         assert compiled is not None
         assert run is not None
         told = None if recorder is None else told_instructions(compiled.program, compiled.plan.graph, recorder)
-        with torch.no_grad(), torch._C._DisableAutocast(), tracker or nullcontext():
+        with torch.no_grad(), DisableAutocast(), tracker or nullcontext():
             loss, *results = run.go_on(self._state.gate.may_go_on, told)
         # Put the results where they belong: residents, then the loss and other outputs.
         count = len(compiled.results.places)

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from overspill.pytorch.trees import tree_leaves, tree_map
 
 from .compared import array_kind
 from .followed import BY_IDENTITY, is_open

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from overspill.pytorch.storages import storage_key
 from overspill.runtime.reachable import replace_in, tensors_in
 
 from .learned import Leaves, Needs, moves
@@ -54,7 +55,7 @@ class ParameterState:
             self.updates.check_state(self.group, like, self.content)
         known = {} if before is None else before.leaves | before.parked
         found = tensors_in(self.content)
-        shared = {t.untyped_storage()._cdata for t in self.updates.kept_outside()} if found else set()
+        shared = {storage_key(t) for t in self.updates.kept_outside()} if found else set()
         there: Leaves = {}
         for path, tensor in found.items():
             if path in known and before is not None and before.resident(path).tensor is tensor:
@@ -143,9 +144,9 @@ class Loan:
         self._take_state(tensors_in(owned.content))
 
     def _take_state(self, found: dict[str, Tensor]) -> None:
-        owned, homes = self.owned, {t.untyped_storage()._cdata: path for path, t in self.given.items()}
+        owned, homes = self.owned, {storage_key(t): path for path, t in self.given.items()}
         # Copy what is new to where it is planned; first what lies where another tensor of the state belongs.
-        apart = {path: t.clone() for path, t in found.items() if homes.get(t.untyped_storage()._cdata, path) != path}
+        apart = {path: t.clone() for path, t in found.items() if homes.get(storage_key(t), path) != path}
         placed = {
             path: t for path, t in found.items() if path in self.given and Spec.of(t) == Spec.of(self.given[path])
         }

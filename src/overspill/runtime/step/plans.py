@@ -130,16 +130,6 @@ class StepPlans:
         *_, part = batches.split(inputs, self.gradients.accumulate)
         return self._capture(part, self._elsewhere(part, inputs), last=True).steps
 
-    def preview(self, inputs: tuple[Any, ...]) -> Plan:
-        """The plan of a step on `inputs`, without lowering it.
-
-        Of several micro-batches, that of the last.
-        """
-        *_, part = batches.split(inputs, self.gradients.accumulate)
-        found = self._capture(part, self._elsewhere(part, inputs), last=True)
-        planned = self._planner(found.steps)
-        return self._gathered(found.steps, planned(self._budget(found.steps.graph, planned)))
-
     def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
         """The smallest feasible budget in bytes for a step on `inputs`."""
         *_, part = batches.split(inputs, self.gradients.accumulate)

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.checks import Check, Checks
 from overspill.capture.compiled.compiling import told
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.capture.programs.checkpoints import checkpoints_marked
+from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.runtime.compiled.inductor import PartitionPrograms, programs_of
 
 from .python_state import PythonState

@@ -40,11 +40,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules import module as torch_module
-from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.step_joint import is_traced
 from overspill.core.errors import UnsupportedError
 from overspill.models.drawing import python_randomness, set_python_randomness
+from overspill.pytorch.modules import BUFFERS, FLAT_WEIGHTS, GLOBAL_HOOKS, MODULES, PARAMETERS, TABLES
+from overspill.pytorch.trees import tree_leaves
 
 from .compared import (
     DESCRIBE,
@@ -75,7 +76,6 @@ from .followed import (
     slots_of,
     within,
 )
-from .structure import TABLES
 
 MOST_VALUES = 50_000
 """Most Python values that are compared before each step."""
@@ -84,17 +84,8 @@ _ATOMS = (int, float, complex, bool, str, bytes, type(None), type(...), Enum, to
 _CALLED = frozenset({"__call__", "__getattr__", "__getitem__", "__len__", "__bool__", "__iter__", "__contains__"})
 """Methods of an object that a function may call without naming them."""
 _CALLED_BY_AUTOGRAD = {"forward", "backward", "setup_context"}
-_NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
+_NOT_STATE = frozenset({"__class__", PARAMETERS, BUFFERS, *FLAT_WEIGHTS})
 """Attributes compared as the model's structure (`structure.py`); the last two list a recurrent layer's parameters."""
-_GLOBAL_HOOKS = tuple(
-    getattr(torch_module, name)
-    for name in (
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-    )
-)
 
 
 class PythonState:
@@ -118,7 +109,7 @@ class PythonState:
         self._created: dict[int, nn.Module] = {}
         self._registered: dict[tuple[int, str], tuple[nn.Module, dict[str, Any], Any]] = {}
         self._randomness = python_randomness()
-        for hooks in _GLOBAL_HOOKS:
+        for hooks in GLOBAL_HOOKS:
             self._watch(hooks, "the hooks of all modules")
 
     def changed(self) -> str:
@@ -277,7 +268,7 @@ class PythonState:
 
     def _compare_attributes(self, module: nn.Module, names: dict[str, Any]) -> None:
         own = object.__getattribute__(module, "__dict__")
-        for table, values in ((own, names), (own["_modules"], own["_modules"])):
+        for table, values in ((own, names), (own[MODULES], own[MODULES])):
             if here := tuple(n for n in names if n in table):
                 self._compared.append(compared(table, here, tuple(values[n] for n in here), type(module).__name__))
         # Attributes that were missing, or have gone, are compared too.

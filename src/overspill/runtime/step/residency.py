@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import StoreError
+from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.fake_tensors import FakeTensor, current_fake_mode
+from overspill.pytorch.storages import raise_on_access, storage_key
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.transfer.engine import TransferEngine
 
@@ -69,18 +70,17 @@ class Spec:
         return _stand_in(self.dtype, self.device).expand(self.size).data
 
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The single element that placeholders are views of: NaN, or 0 for integers."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    if torch._C._get_dispatch_mode(_FAKE) is not None:  # the model is fake, and so is this
+    if current_fake_mode() is not None:  # the model is fake, and so is this
         return torch.full((), value, dtype=dtype, device=device)
     if (dtype, device) not in _STAND_INS:
         _STAND_INS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
-        torch._C._set_throw_on_mutable_data_ptr(_STAND_INS[dtype, device])
+        raise_on_access(_STAND_INS[dtype, device])
     return _STAND_INS[dtype, device]
 
 
@@ -94,7 +94,7 @@ class Alias:
     def shares(self, resident: Tensor) -> bool:
         """Whether it is still there, and over the memory of `resident`."""
         tensor = self.tensor()
-        return tensor is not None and tensor.untyped_storage()._cdata == resident.untyped_storage()._cdata
+        return tensor is not None and storage_key(tensor) == storage_key(resident)
 
     def leave(self, guard: Any) -> None:
         """Give it its placeholder as data; the resident's `guard` brings it back."""
@@ -142,7 +142,7 @@ class Resident:
         if guard is not None and self.count_aliases():
             for alias in self.aliases:
                 alias.leave(guard)
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
+        if current_fake_mode() is not None:
             tensor.data = self.spec.placeholder()
         else:
             if self._placeholder is None:  # made once, for this happens at every step
@@ -280,7 +280,7 @@ class Residency:
                 if data.nbytes != memory.nbytes() and is_dense(
                     data
                 ):  # a part of larger memory, of which no mode counts a view
-                    with _disable_current_modes():
+                    with disable_current_modes():
                         data = resident.spec.within(memory[begin : begin + data.nbytes])
                 going.append((resident, engine.offload(data)))
             elif resident.handle is None:
@@ -313,7 +313,7 @@ def _is_placeholder(tensor: Tensor) -> bool:
     if isinstance(tensor, FakeTensor) or not tensor.numel():  # which have no bytes to tell them by
         return True
     stand_in = _STAND_INS.get((tensor.dtype, tensor.device))
-    return stand_in is not None and tensor.untyped_storage()._cdata == stand_in.untyped_storage()._cdata
+    return stand_in is not None and storage_key(tensor) == storage_key(stand_in)
 
 
 def readable(name: str) -> str:

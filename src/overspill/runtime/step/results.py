@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from overspill.core.errors import RequestError, UnsupportedError
+from overspill.pytorch.trees import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.core.errors import RequestError, UnsupportedError
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.storages import has_storage, key_of, storage_key, tensor_uses, uses_of_key
 
 from .away import Away
 from .gate import GRACE_SECONDS
@@ -86,15 +87,15 @@ class Holders:
     ) -> None:
         groups: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in (*weights.items(), *buffers.items()):
-            if not isinstance(tensor, FakeTensor) and tensor.numel() and torch._C._has_storage(tensor):
-                groups[tensor.untyped_storage()._cdata][name] = tensor
+            if not isinstance(tensor, FakeTensor) and tensor.numel() and has_storage(tensor):
+                groups[storage_key(tensor)][name] = tensor
         self.held, self.overlapping, self.apart, unknown = {}, set(), set(), {}
         for key, tensors in groups.items():
             if not (names := [name for name in tensors if name in weights]):
                 continue
             first, known = weights[names[0]], residents.get(names[0])
             storage = first.untyped_storage()
-            holders = torch._C._storage_Use_Count(key) - 1 - len(names)  # one is `storage`
+            holders = uses_of_key(key) - 1 - len(names)  # one is `storage`
             holders -= 0 if known is None else known.count_aliases()
             if len(tensors) > 1 and _overlap(tensors.values()):
                 self.overlapping.update(tensors)
@@ -111,7 +112,7 @@ class Holders:
     def _is_foreign(self, storage: UntypedStorage, tensor: Tensor) -> bool:
         if storage.device.type != "cpu":
             return False  # all say that they are shared
-        at = storage._cdata, storage.data_ptr()
+        at = key_of(storage), storage.data_ptr()
         if not storage.resizable() and at not in self._foreign:
             self._foreign[at] = not (self.in_arena(tensor) or _is_mapped_alone(at[1]))
         return storage.is_shared() or (not storage.resizable() and self._foreign[at])
@@ -125,11 +126,11 @@ class Holders:
         known |= {id(alias.tensor()) for name in names.values() for alias in residents[name].aliases}
         found = defaultdict(list)
         for tensor in gc.get_objects():
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided and torch._C._has_storage(tensor):
-                name = names.get(tensor.untyped_storage()._cdata)
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided and has_storage(tensor):
+                name = names.get(storage_key(tensor))
                 if name is None or id(tensor) in known or is_guarded(tensor) or tensor.grad_fn is not None:
                     continue
-                if tensor._use_count() == 1:  # else C++ has it too
+                if tensor_uses(tensor) == 1:  # else C++ has it too
                     found[name].append(tensor)
         followed = [name for name, tensors in found.items() if len(tensors) == self.held[name][1]]
         for name in followed:
@@ -139,9 +140,9 @@ class Holders:
 
 def check_inputs_apart(inputs: Iterable[Any], weights: Iterable[Tensor]) -> None:
     """Raise UnsupportedError for an input in the memory of a weight, which the step may change before it reads that."""
-    keys = {weight.untyped_storage()._cdata for weight in weights if not isinstance(weight, (Away, FakeTensor))}
+    keys = {storage_key(weight) for weight in weights if not isinstance(weight, (Away, FakeTensor))}
     for number, leaf in enumerate(inputs):
-        if isinstance(leaf, Away) or (type(leaf) in _PLAIN and leaf.untyped_storage()._cdata in keys):
+        if isinstance(leaf, Away) or (type(leaf) in _PLAIN and storage_key(leaf) in keys):
             raise UnsupportedError(f"input {number} shares memory with a weight of the model; give the step a clone()")
 
 

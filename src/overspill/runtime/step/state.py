@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.models.step import StepLoss
+from overspill.pytorch.autograd import hooks_of
+from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.distributed import whole_size, whole_stride
+from overspill.pytorch.modules import PARAMETERS, buffers_of
+from overspill.pytorch.storages import key_of, storage_key
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.sharding import local_of, sharding_of
 from overspill.runtime.transfer.engine import TransferEngine
@@ -102,10 +106,10 @@ class StepState:
         A read of a buffer looks among the parameters first.
         """
         for module in self.module.modules():
-            own = module.__dict__["_parameters"]
-            if (own or module._buffers) and self.guards.get(module) is not own:
+            own = module.__dict__[PARAMETERS]
+            if (own or buffers_of(module)) and self.guards.get(module) is not own:
                 guard = Guarded(dict(dict.items(own)), self.gate)
-                self.guards[module] = module.__dict__["_parameters"] = guard
+                self.guards[module] = module.__dict__[PARAMETERS] = guard
         self.structure = Structure(self.module)
 
     def _look_again(self) -> None:
@@ -124,7 +128,7 @@ class StepState:
         for optimizer in self.optimizers:
             check_optimizer_settings(optimizer, own_hooks=1)
         check_hooks(self.parameters, self.optimizers)
-        hooks = {n: tuple(p._backward_hooks.values()) for n, p in self.parameters.items() if p._backward_hooks}
+        hooks = {n: tuple(hooks_of(p).values()) for n, p in self.parameters.items() if hooks_of(p)}
         if hooks != self.module.gradient_hooks:
             self.module.gradient_hooks = hooks
         if not self.structure.holds():
@@ -339,7 +343,7 @@ class StepState:
         if self.sharding is None or name not in self.sharding.parameters:
             return spec
         of = self.sharding.parameters[name]
-        return Spec(of._orig_size, of._contiguous_orig_stride, of.param_dtype or of.orig_dtype, spec.device)
+        return Spec(whole_size(of), whole_stride(of), of.param_dtype or of.orig_dtype, spec.device)
 
     def overlapping(self) -> dict[str, Tensor]:
         """Weights and buffers that overlap one another, on fake memory that they share: updates of one wait for reads of all."""
@@ -348,16 +352,16 @@ class StepState:
         for name in self.holders.overlapping:
             real = self.parameters[name] if name in self.parameters else self.buffers[name]
             storage = real.untyped_storage()
-            if storage._cdata not in memory:
-                memory[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=real.device)
-            found[name] = Spec.of(real).within(memory[storage._cdata].untyped_storage(), real.storage_offset())
+            if key_of(storage) not in memory:
+                memory[key_of(storage)] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=real.device)
+            found[name] = Spec.of(real).within(memory[key_of(storage)].untyped_storage(), real.storage_offset())
         return found
 
     def whole_bytes(self) -> int:
         """Bytes of parameters, buffers and optimizer state, all on the device."""
         moving = sum(of.spec.nbytes for name, of in self.residency.residents.items() if name not in self.sums)
         fixed = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            storage_key(t): t.untyped_storage().nbytes()
             for t in (
                 *(local_of(p) for n, p in self.parameters.items() if n not in self.residency),
                 *self.buffers.values(),
@@ -402,8 +406,8 @@ class StepState:
         """Remove the guards; model and optimizer get plain dictionaries."""
         for module, guard in self.guards.items():
             guard.disarm()
-            if module.__dict__["_parameters"] is guard:
-                module.__dict__["_parameters"] = dict(guard)
+            if module.__dict__[PARAMETERS] is guard:
+                module.__dict__[PARAMETERS] = dict(guard)
         for name, guard in self.state_guards.items():
             self._unguard_state(name, self.owned[name].updates, guard)
         self.guards.clear()
@@ -464,7 +468,7 @@ class StepState:
         if advice := self.advice():
             raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
         names = list(names)
-        with _disable_current_modes():  # a finalizer may bring them while something else runs on fake tensors
+        with disable_current_modes():  # a finalizer may bring them while something else runs on fake tensors
             self.residency.take_over(names)
             if found := [name for name in names if self.residency[name].handle is not None]:
                 assert self.engine is not None

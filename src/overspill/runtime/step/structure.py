@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-TABLES = "_parameters", "_buffers", "_modules"
+from overspill.pytorch.modules import TABLES
+
 """Dictionaries in which a module keeps them."""
 
 

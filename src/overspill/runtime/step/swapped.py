@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overspill.capture.compiled.step_joint import changes_strangers, is_traced
 from overspill.core.errors import UnsupportedError
+from overspill.pytorch.functorch import WRAP_FOR_GRAD
+from overspill.pytorch.modules import TABLES, as_parameter
+from overspill.pytorch.patching import patched
+from overspill.pytorch.trees import tree_leaves, tree_map_only
 
 from .opened import holding
 from .residency import readable
 from .state import StepState
-from .structure import TABLES
 
 
 class Swapped:
@@ -59,7 +59,7 @@ class Swapped:
             if id(tensor) in names
         ]
         for name in self._state.parameters:
-            tensors[name]._is_param = True  # so that it is an nn.Parameter
+            as_parameter(tensors[name])
         for table, key, name in places:
             dict.__setitem__(table, key, tensors[name])
             self._open.callback(dict.__setitem__, table, key, own[name])
@@ -164,12 +164,12 @@ _IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 @contextmanager
 def _in_place(instead: Mapping[int, Tensor]) -> Iterator[None]:
     """Context in which torch functions and transforms get other tensors for some. `instead` has them by id."""
-    wrap = eager_transforms._wrap_for_grad
+    wrap = WRAP_FOR_GRAD.now
 
     def wrapped(tensor: Any, level: int) -> Any:
         return wrap(instead.get(id(tensor), tensor), level)
 
-    with _Instead(instead), patch.object(eager_transforms, "_wrap_for_grad", wrapped):
+    with _Instead(instead), patched([(*WRAP_FOR_GRAD, wrapped)]):
         yield
 
 

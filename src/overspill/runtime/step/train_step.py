@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 
 from overspill.capture.compiled.backward import check_saved_hooks
 from overspill.capture.compiled.whole_step import CapturedStep
@@ -23,6 +21,10 @@ from overspill.costs import MeasuredTimes
 from overspill.job import GradientOptions
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
+from overspill.pytorch.dynamo import OptimizedModule
+from overspill.pytorch.modules import ORIGINAL
+from overspill.pytorch.optimizers import note_step
+from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
@@ -185,7 +187,7 @@ class TrainStep(PlannedPeaks):
         for updates in self._state.updates:
             updates.finish()
             optimizer = updates.optimizer
-            optimizer._opt_called = True  # else schedulers warn that it never stepped
+            note_step(optimizer)  # else schedulers warn that it never stepped
             if hooks := step_post_hooks(optimizer):
                 self._state.synchronize()
                 with self._state.gate.opened():
@@ -307,13 +309,6 @@ class TrainStep(PlannedPeaks):
         """The captures of a step on `inputs`, among which a plan may choose."""
         return self._state.gate.alone(lambda: self._plans.captures(opened(inputs)))
 
-    def preview(self, *inputs: Any) -> Plan:
-        """The plan of a step on `inputs`, which may be fake like the model.
-
-        Of several micro-batches, that of the last. Raises InfeasibleBudget and UnsupportedError.
-        """
-        return self._state.gate.alone(lambda: self._plans.preview(opened(inputs)))
-
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device.
 
@@ -421,8 +416,8 @@ def train_step(
     )  # fmt: skip
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
-    if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already
-        model = model._orig_mod
+    if isinstance(model, OptimizedModule):  # the whole step is one graph already
+        model = getattr(model, ORIGINAL)
     if session is None:
         return TrainStep(
             model, loss_fn, optimizers, options, gradients, processes_of(model, process_group),

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
+from overspill.pytorch.dispatch import disable_current_modes
 from overspill.runtime.optimizer_outside import MANY, Changes, Outside
 from overspill.runtime.optimizer_step import lent, own_step, temporary_bytes
 from overspill.runtime.reachable import same
@@ -177,7 +177,7 @@ def quietly(optimizer: Optimizer) -> Iterator[None]:
     outside, drawn = Outside(optimizer), random.getstate()
     by_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
-        with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        with disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             yield
     finally:
         outside.restore_states()

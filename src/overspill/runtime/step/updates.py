@@ -23,6 +23,7 @@ from overspill.capture.compiled.whole_step import AtOnce
 from overspill.capture.fake_cuda.attention import CAPABILITY
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.core.units import format_bytes
+from overspill.pytorch.optimizers import foreach_norm
 from overspill.runtime.optimizer_outside import Changes, Outside
 from overspill.runtime.optimizer_step import is_own, lent, own_step, temporary_bytes, tried
 from overspill.runtime.optimizers import PROBE_STEPS, scaled
@@ -512,7 +513,7 @@ class NormClipping:
         """The gradient's norm, by the kernel that torch uses for it."""
         if gradient.device.type == "cpu":
             return torch.linalg.vector_norm(gradient, 2.0)
-        (norm,) = torch._foreach_norm([gradient], 2.0)
+        (norm,) = foreach_norm([gradient], 2.0)
         return norm
 
     def factor(self, *norms: Tensor) -> Tensor:

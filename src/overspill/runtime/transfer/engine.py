@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
+from overspill.pytorch.storages import key_of, storage_key
 from overspill.runtime.recording.recorder import RunRecorder
 
 from .checksums import Checksums
@@ -174,7 +175,7 @@ class TransferEngine:
         storage = tensor.untyped_storage()
         ticket = self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))
         stored.readers += 1
-        self._arriving[storage._cdata] = (ticket, stored)
+        self._arriving[key_of(storage)] = (ticket, stored)
         self.prefetched_bytes += stored.nbytes
         return tensor
 
@@ -184,7 +185,7 @@ class TransferEngine:
         Raises StoreError if that failed; it can then be awaited again, or cancelled.
         """
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = key_of(storage)
         ticket, stored = self._arriving[key]
         begun = time.perf_counter()
         try:
@@ -216,14 +217,14 @@ class TransferEngine:
 
         Nothing will be written to it afterwards.
         """
-        if arriving := self._arriving.get(key := tensor.untyped_storage()._cdata):
+        if arriving := self._arriving.get(key := storage_key(tensor)):
             if arriving[0] is not None:
                 _failed(arriving[0])  # a cancelled read may fail
             self._arrived(key)
 
     def sent_back(self, tensor: Tensor) -> Tensor:
         """Exchange `tensor`, whose prefetch is cancelled, for a new handle."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         _, stored = self._arriving[key]
         again = _Stored(
             stored.slot, stored.nbytes, stored.size, stored.stride, stored.offset, stored.dtype, stored.device

@@ -274,7 +274,7 @@ def _made_in(graph: Graph, tensor: Tensor) -> Phase | None:
 
 def _captured(setting: Setting) -> Graph:
     from overspill.job import Job  # noqa: PLC0415  # imports torch with what it runs
-    from overspill.runtime.preview import step_graph  # noqa: PLC0415
+    from overspill.runtime.capture_job import step_graph  # noqa: PLC0415
 
     job = Job(lambda: _job(setting), setting.batch, setting.optimizer)
     return step_graph(job, whole_step=setting.whole_step)

@@ -16,9 +16,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.fake_cuda.fake import FastFakeMode
+from overspill.pytorch.dispatch import DisableTorchDispatch
+from overspill.pytorch.fake_tensors import FakeTensor
+from overspill.pytorch.optimizers import scale_settings
 
 aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -49,7 +51,7 @@ def finite(observe: Callable[..., Any], fake_mode: Callable[[], Any]) -> Callabl
 
 def _make_constant(tensor: FakeTensor, value: float, mode: Any) -> None:
     """Make the single value of `tensor` known to torch's constant propagation and `item`."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         tensor.constant = torch.full(tuple(tensor.shape), value, dtype=tensor.dtype, device="cpu")
     mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
 
@@ -162,4 +164,5 @@ def _for_lbfgs() -> bool:
 
 def initial_scale(scaler: torch.amp.GradScaler) -> float:
     """`GradScaler.get_scale` as if no gradient has overflowed."""
-    return scaler._init_scale if scaler._enabled else 1.0
+    scales, first = scale_settings(scaler)
+    return first if scales else 1.0

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.fake_cuda.fake import FastFakeMode, tensors_in, written_tensors
+from overspill.pytorch.dispatch import DisableTorchDispatch, schema_of
+from overspill.pytorch.fake_tensors import FakeTensor
 
 aten = torch.ops.aten
 _BYTES = "_overspill_bytes"  # on a fake tensor's storage: a host storage with its values
@@ -131,7 +132,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Te
     tensors = tensors_in(kwargs.values(), tensors_in(args, []))
     if not all(map(_is_known, tensors)):
         return False, None
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if func.namespace not in {"aten", "prims"} or (
         torch.Tag.nondeterministic_seeded in func.tags and not _is_data(func, kwargs)
     ):
@@ -144,7 +145,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Te
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     try:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return True, func(*_real(args, written), **{key: _real(value, written) for key, value in kwargs.items()})
     except Exception:  # noqa: BLE001 - the op itself is run by others, and raises what it raises there
         return False, None
@@ -200,7 +201,7 @@ def _values(tensor: Tensor) -> Tensor | None:
         return None if is_unknown(tensor) else tensor
     if (found := _bytes(tensor)) is None:
         return None
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return plain.set_(found, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -238,7 +239,7 @@ def _fill(tensor: Tensor, values: Tensor | None) -> None:
     _kept_bytes += nbytes
     weakref.finalize(made, _gone, nbytes)
     if values is not None and (target := _values(tensor)) is not None:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             target.copy_(values)
 
 

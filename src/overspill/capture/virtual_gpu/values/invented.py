@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
-from torch.utils._pytree import tree_map
 
+from overspill.pytorch.dispatch import DisableTorchDispatch, schema_of
+from overspill.pytorch.fake_tensors import DynamicOutputShapeException, FakeTensor
 from overspill.pytorch.schemas import argument, arguments
+from overspill.pytorch.trees import tree_map
 
 from . import followed
 from .assumptions import known
@@ -78,7 +79,7 @@ class Invented:
     def array(self, tensor: Tensor, frame: FrameType | None) -> Tensor:
         """A host tensor like `tensor` with invented values, read by `frame`."""
         self.read(frame)
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return torch.full(tuple(tensor.shape), value_of(tensor), dtype=tensor.dtype, device="cpu")
 
 
@@ -131,7 +132,7 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
     """Wrap `observe` to answer ops whose result or shape depends on values: known ones, or `invented`."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
-        if followed.touches_unknown(func, args, kwargs) and not func._schema.is_mutable:
+        if followed.touches_unknown(func, args, kwargs) and not schema_of(func).is_mutable:
             args, kwargs = tree_map(lambda one: followed.without_values(one, fake_mode()), (args, kwargs))
         # A value: known, or invented.
         if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
@@ -173,7 +174,7 @@ def _shaped(observe: Observe, invented: Invented | None, func: Any, args: Any, k
         return result
     if invented is None or (largest := _LARGEST.get(func)) is None:
         return observe(func, args, kwargs, compute)
-    invented.shaped(sys._getframe(2), func._schema.name.partition("::")[2].lstrip("_"))
+    invented.shaped(sys._getframe(2), schema_of(func).name.partition("::")[2].lstrip("_"))
     return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
 
 
@@ -204,7 +205,7 @@ def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
 
     aten/src/ATen/native/TensorAdvancedIndexingUtils.h, `expandTensors`.
     """
-    if func.namespace == "torchvision" and func._schema.name == "torchvision::nms":
+    if func.namespace == "torchvision" and schema_of(func).name == "torchvision::nms":
         return lambda: _suppressed(*args[:2])
     if func is aten.masked_select.default:
         if not any(isinstance(tensor, FakeTensor) for tensor in args):
@@ -330,7 +331,7 @@ def _guess(func: Any, args: Any, result: Any) -> None:
     if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
         return
     answer: bool | None = None
-    if (name := func._schema.name.partition("::")[2]) in _COMPARISONS:
+    if (name := schema_of(func).name.partition("::")[2]) in _COMPARISONS:
         compared = isinstance(args[0], Tensor) and isinstance(args[1], (int, float))
         answer = _COMPARISONS[name](value_of(args[0]), args[1]) if compared else name == "ne"
     elif func in _HANDED_ON and args[0].dtype is torch.bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from overspill.capture.virtual_gpu.patching import Patches
+from overspill.pytorch.fake_tensors import DataDependentOutputException, FakeTensor
+from overspill.pytorch.patching import Patches
 
 from .assumptions import goes_on
 from .followed import is_unknown, values_of

@@ -1,0 +1,31 @@
+"""AOTAutograd: a joint graph of forward and backward. Its import takes a second and a half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch._dynamo.backends.common
+import torch._functorch._aot_autograd.collect_metadata_analysis
+import torch._functorch.aot_autograd
+import torch._functorch.partitioners
+from torch import fx
+
+aot_autograd = torch._dynamo.backends.common.aot_autograd
+"""A backend of torch.compile from compilers of forward and backward."""
+aot_export_joint_with_descriptors = torch._functorch.aot_autograd.aot_export_joint_with_descriptors
+"""The joint graph of a module; since 2.8."""
+collect_metadata_analysis = torch._functorch._aot_autograd.collect_metadata_analysis
+"""What it learns of outputs: `coerce_tangent_and_suggest_memory_format`."""
+min_cut_rematerialization_partition = torch._functorch.partitioners.min_cut_rematerialization_partition
+"""The partition of stock torch.compile."""
+
+
+def exported_graph(exported: Any) -> fx.GraphModule:
+    """Return the joint graph of what `aot_export_joint_with_descriptors` gave."""
+    return exported._aot_graph_capture.graph_module
+
+
+def boxed(function: Any) -> Any:
+    """Mark a compiled function as one that takes its arguments in one list, which it may empty."""
+    function._boxed_call = True
+    return function

@@ -1,0 +1,74 @@
+"""TorchDynamo: what torch.compile traces with. Its import takes a second."""
+
+from __future__ import annotations
+
+import torch
+import torch._dynamo
+import torch._dynamo.config
+import torch._dynamo.eval_frame
+import torch._dynamo.exc
+import torch._dynamo.guards
+import torch._dynamo.source
+import torch._dynamo.utils
+import torch._dynamo.variables
+import torch._dynamo.variables.builder
+import torch._dynamo.variables.builtin
+import torch._dynamo.variables.nn_module
+import torch._dynamo.variables.torch
+from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule  # what torch.compile makes of a module
+from torch._dynamo.exc import (
+    BackendCompilerFailed as BackendCompilerFailed,  # an error of the backend, in `inner_exception`
+)
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit  # too many versions of one function
+from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError  # an error inside Dynamo
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # what all its errors are
+from torch._dynamo.output_graph import OutputGraph as OutputGraph  # the graph that is being traced
+from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator  # the interpreter that traces
+from torch._guards import CompileContext as CompileContext  # the compilation that runs
+from torch._guards import TracingContext as TracingContext  # the trace that runs
+
+from .patching import Target
+
+TorchCompileWrapper = torch._TorchCompileWrapper
+"""What a backend of torch.compile is wrapped in."""
+dynamo_config = torch._dynamo.config
+"""Its settings."""
+reset_dynamo = torch._dynamo.reset
+"""Forget all that was compiled."""
+CALLBACK = Target(torch._dynamo.eval_frame, "_callback_from_stance")
+"""What compiles a call, None for nothing."""
+FULLGRAPH_COUNT = Target(torch._dynamo.eval_frame, "set_fullgraph_compiled_frame_count")
+"""What counts compiled frames for `fullgraph=True`, which wants one."""
+innermost_backend = torch._dynamo.eval_frame.innermost_backend
+"""The backend within the wrappers around it."""
+unimplemented = torch._dynamo.exc.unimplemented
+"""End the graph here, and say why."""
+install_guard = torch._dynamo.guards.install_guard
+"""What is to hold before a compiled call."""
+is_from_global_source = torch._dynamo.source.is_from_global_source
+"""Whether an object was read from a global."""
+is_from_local_source = torch._dynamo.source.is_from_local_source
+"""Whether it was read from an argument."""
+count_calls = torch._dynamo.utils.count_calls
+"""How many calls a graph has."""
+counters = torch._dynamo.utils.counters
+"""What Dynamo counts: frames, breaks, reasons."""
+variables = torch._dynamo.variables
+"""What it knows of each object."""
+IDENTITY = (
+    Target(torch._dynamo.variables.builtin, "vt_identity_compare"),
+    Target(getattr(torch._dynamo.variables, "object_protocol", None), "vt_identity_compare"),
+)
+"""What `is` gives; in the second module since 2.13."""
+DUPLICATE = Target(torch._dynamo.variables.builder, "make_dupe_guard")
+"""The guard on an object that is read at two places."""
+APPLY_FUNCTION = Target(torch._dynamo.variables.AutogradFunctionVariable, "call_apply")
+"""What traces an autograd.Function."""
+INITIALIZE_LAZY = Target(torch._dynamo.variables.nn_module, "initialize_lazy_module")
+"""What initialises a lazy module before it is traced."""
+CHECK_LEAVES = Target(OutputGraph, "_check_requires_grad_intermediate_outputs")
+"""What ends a graph whose output was given requires_grad inside it."""
+tracing_state_functions = torch._dynamo.variables.torch.tracing_state_functions
+"""What is_compiling() and the like answer."""
+compute_overlapping_tensors = torch._C._dynamo.guards.compute_overlapping_tensors
+"""Which inputs share memory in part."""

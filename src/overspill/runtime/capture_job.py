@@ -1,0 +1,165 @@
+"""Capture one step of a job on fake tensors: with eager's kernels, or as Inductor's programs. Nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from overspill.capture.compiled.elsewhere import captured_for
+from overspill.capture.compiled.graph import Captured
+from overspill.capture.compiled.known_values import KnownValues
+from overspill.capture.compiled.trace import trace
+from overspill.capture.sharding import Group, Sharding, sharded
+from overspill.capture.virtual_gpu.torch_patches import fake_weights
+from overspill.core import Device, Graph
+from overspill.costs import with_algorithms
+from overspill.job import Job, Parallel
+from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch, sharded_blocks
+from overspill.models.drawing import drawing_from
+from overspill.models.step import TrainingStep, under_autocast, whole_dtype
+from overspill.pytorch.patching import patched
+
+from . import batches
+from .compiled.partitions import Partitioned
+from .options import Options
+from .step.train_step import TrainStep
+from .step.updates import as_on
+from .surroundings import surroundings_of_job
+
+T = TypeVar("T")
+SEED = 0
+ROOT = "root"
+"""The group of parameters that are in no block."""
+
+
+def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
+    """The Graph of one step of a job as PyTorch runs it here.
+
+    Of several micro-batches it is that of the last, which has the update.
+    """
+    return next(_eager_captures(job, Options(whole_step=whole_step), None)).graph
+
+
+def captures_of(job: Job, options: Options, device: Device) -> Partitioned[Captured]:
+    """The captures of one step of a job for `device`, the one that PyTorch runs first.
+
+    With eager's kernels the others are in pieces of rows, if `options` have these, and ops of a GPU have their menu of
+    algorithms. With Inductor's there are no others.
+    """
+    if options.backend != "eager":
+        return with_programs(job, options, device, lambda captures: Partitioned([next(iter(captures))]))
+
+    def found() -> Iterator[Captured]:
+        made = _eager_captures(job, options, device)
+        while True:
+            with captured_for(device):
+                if (step := next(made, None)) is None:
+                    return
+            yield replace(step, graph=with_algorithms(step.graph, device)) if device.kind == "cuda" else step
+            if not options.in_pieces:
+                return
+
+    return Partitioned(found())
+
+
+def with_programs(job: Job, options: Options, device: Device, use: Callable[[Partitioned[Any]], T]) -> T:
+    """The result of `use` on the captures of a step as Inductor's programs, each of which is written when `use` asks for it.
+
+    Library calls have no workspaces in them.
+    """
+    # Inductor takes seconds to import.
+    from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415
+
+    from .compiled.unrun import of_unrun  # noqa: PLC0415
+
+    if options.whole_step:
+        with _whole_step(job, options, device) as (step, batch, _), nothing_compiled():
+            return use(step.captures(*batch))
+    with _fakes(job, device) as (model, batch, optimizer):
+        return of_unrun(model, next(batches.split(batch, job.accumulate)), optimizer, options, use, job)
+
+
+def _eager_captures(job: Job, options: Options, device: Device | None) -> Iterator[Captured]:
+    """Captures of one step: as PyTorch runs it, with the update as on `device` (None: as here), then in pieces of rows."""
+    if options.whole_step:
+        with _whole_step(_of_one_rank(job), options, device) as (step, batch, module):
+            made: Iterator[Captured] = iter(step.captures(*batch))
+            if job.parallel is not None:
+                sharding = _sharding(job, job.parallel, module)
+                made = (replace(found, graph=sharded(found.graph, sharding)) for found in made)
+    else:
+        with _fakes(job, device) as (model, batch, optimizer):
+            around = partial(
+                surroundings_of_job, job, parameters=model.parameters(), optimizer=optimizer, reserve=options.reserve
+            )
+            steps = Partitioned(trace(model, next(batches.split(batch, job.accumulate)), around))
+        made = iter(steps)
+    yield from made
+
+
+@contextmanager
+def _fakes(
+    job: Job, device: Device | None, *, whole_step: bool = False
+) -> Iterator[tuple[TrainingStep, Any, Optimizer]]:
+    """Model with loss, batch and optimizer on fake tensors, to be planned for `device`. Raises RequestError."""
+    job.check_planned(whole_step=whole_step)
+    with KnownValues(), patched(fake_weights()), attention_kernel(job):
+        model, (batch, *_) = prepared_step(job, device)
+        optimizer = job.make_optimizer(model.parameters())
+        if device is not None:
+            for group in optimizer.param_groups:
+                group.update(as_on(torch.device(device.kind), group))
+        yield model, batch, optimizer
+
+
+@contextmanager
+def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any, nn.Module]]:
+    """The whole step of a job, its batch and its module, on fake tensors, to be planned for `device`."""
+    with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
+        pass  # what is made stays; the step makes a fake mode of its own
+    with attention_kernel(job):
+        yield TrainStep(model.model, model.loss, (optimizer,), options, job.gradients), batch, model.model
+
+
+def _of_one_rank(job: Job) -> Job:
+    """The job as one rank of several computes it: in the dtype of gathered parameters, on whole ones."""
+    if job.parallel is None:
+        return job
+    job.check_planned(whole_step=True)
+    return replace(job, parallel=None, dtype=job.parallel.param_dtype or job.dtype)
+
+
+def _sharding(job: Job, parallel: Parallel, module: nn.Module) -> Sharding:
+    """The groups of parameters that `fully_shard` makes of the model's blocks, and of the rest."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    paths = {part: path for path, part in module.named_modules()}
+    groups = []
+    for block in sharded_blocks(module, parallel):
+        own = tuple(names.pop(p) for p in block.parameters() if p in names)
+        groups.append(Group(paths[block], own, parallel.reshard_after_forward))
+    groups.append(Group(ROOT, tuple(names.values()), again=False))  # with which backward begins
+    return Sharding(parallel.gpus, tuple(groups), (whole_dtype(job.dtype) or torch.float32).itemsize)
+
+
+def prepared_step(
+    job: Job, device: Device | None = None, steps: int = 1
+) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
+    """The model with its loss as the job has it, and what a step reads; with a `device`, to be planned for it."""
+    samples = (job.batch or 1) * job.accumulate
+    with drawing_from(SEED):
+        built = job.build()
+        prepare(built.module, job)
+        given = [prepared_batch(built.make_batch(samples), job) for _ in range(steps if built.varied else 1)]
+    if job.dtype.startswith("amp"):
+        built = replace(built, loss=partial(under_autocast, built.loss))
+    step = TrainingStep(built)
+    if device is not None and job.attention is not None:
+        check_attention(job, device, lambda: step(*given[0]))
+    return step, given
