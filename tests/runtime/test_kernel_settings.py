@@ -47,7 +47,7 @@ def trained(settings: list[Setting], model: nn.Module, step: Callable[[Tensor], 
     found = []
     for setting in settings:
         with setting():
-            found.append(step(torch.randn(4, 24, 32)))
+            found.append(step(torch.randn(4, 8, 32)))
         found += [value.clone() for value in model.state_dict().values()]
     return found
 

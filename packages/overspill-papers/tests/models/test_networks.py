@@ -188,7 +188,7 @@ def test_batch_norm_refuses_a_batch_of_one_where_every_image_has_maps_of_one_pix
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["googlenet-aux", "inception-v3-aux"])
 def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> None:
-    """The others train compiled, in one graph, in tests/runtime/compiled/test_exactness.py."""
+    """The others train compiled, in one graph, in tests/runtime/test_models.py."""
     job = load(name, small=True)
     step = TrainingStep(job)
     compiled = torch.compile(TrainingStep(job), fullgraph=True, dynamic=False, backend="aot_eager")
