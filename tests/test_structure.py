@@ -18,7 +18,7 @@ PAPERS = ROOT / "packages" / "overspill-papers" / "src" / "overspill_papers"
 # A folder may import itself and those of earlier ranks; folders of one rank do not know one another. Those of
 # overspill_papers may import from the folders of overspill by the same order.
 ORDER = (
-    ("core",),
+    ("core", "pytorch"),
     ("devices", "costs", "models"),
     ("job",),
     ("capture",),

@@ -9,6 +9,7 @@ import torch
 from tests.cli.commands import Overspill
 
 from overspill.cli import doctor
+from overspill.pytorch import names
 
 
 def test_here_all_that_everything_needs_works(overspill: Overspill) -> None:
@@ -42,3 +43,13 @@ def test_what_everything_needs_and_is_broken_is_a_clear_no(
     assert done.code == 1
     assert "overspill: cannot load solvers" in done.err
     assert 'pip install "torch>=2.11' in done.err
+
+
+def test_a_release_that_has_moved_a_private_name_is_broken(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "moved", lambda: [names.Name("torch._ops.OpOverload", "_op_dk", "dispatch")])
+    done = overspill("doctor --json")
+    found = {finding["what"]: finding for finding in done.answer["findings"]}
+    assert done.code == 1
+    assert "torch._ops.OpOverload._op_dk" in found["torch"]["meaning"]

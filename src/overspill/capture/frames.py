@@ -3,9 +3,7 @@
 The user's lines are those of his program and of the packages that it uses. Left out are frames of torch, of Overspill
 (but for its networks), of Python's standard library, and everything outside of what is captured.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd.graph._engine_run_backward`, from
-which Python goes into autograd's engine; and that a module's hooks and its forward are called from the file of
-`nn.Module`.
+Relies on a module's hooks and forward being called from the file of `nn.Module`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Higher-order operators on fake tensors of our own modes.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `registered_hop_fake_fns`, and `python_key_table` of operators
-with functions among their arguments.
-"""
+"""Higher-order operators on fake tensors of our own modes."""
 
 from __future__ import annotations
 

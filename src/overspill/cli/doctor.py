@@ -30,6 +30,8 @@ EXTENSIONS = {
 }
 TESTED_TORCH = ((2, 11), (2, 14))
 """The first and the last release of PyTorch that Overspill is tested with."""
+MOST_NAMES = 3
+"""How many of the names that a release has moved are shown."""
 EXTRAS = {
     "plot": (("matplotlib",), "plots: --plot"),
     "bert": (("transformers",), "models of transformers: bert-base, hf:config.json"),
@@ -113,11 +115,19 @@ def _torch() -> Iterable[Finding]:
     import torch
 
     from overspill.costs.releases import release_of
+    from overspill.pytorch.names import moved
 
     found = str(torch.__version__)
     release = release_of(found, "PyTorch", "2.13")
     first, last = (".".join(map(str, end)) for end in TESTED_TORCH)
-    if TESTED_TORCH[0] <= release <= TESTED_TORCH[1]:
+    if gone := moved():
+        others = f", and {len(gone) - MOST_NAMES} more" if len(gone) > MOST_NAMES else ""
+        yield Finding(
+            "torch", "broken", found,
+            f"it has moved {', '.join(map(str, gone[:MOST_NAMES]))}{others}, which Overspill uses",
+            f'pip install "torch>={first},<={last}.*"',
+        )  # fmt: skip
+    elif TESTED_TORCH[0] <= release <= TESTED_TORCH[1]:
         yield Finding("torch", "works", found, f"tested with {first} to {last}")
     else:
         state = "broken" if release < TESTED_TORCH[0] else "works"

@@ -66,10 +66,9 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
 
-def as_parameter(tensor: Tensor) -> Tensor:
+def as_parameter(tensor: Any) -> None:
     """Mark a tensor, in place, as one that `isinstance(tensor, nn.Parameter)` accepts."""
     tensor._is_param = True
-    return tensor
 
 
 def as_buffer(tensor: Any, *, persistent: bool) -> None:

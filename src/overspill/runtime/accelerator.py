@@ -1,11 +1,7 @@
 """Streams, events and memory of the accelerator; other device kinds go here.
 
-By `torch.accelerator` where it has them (2.11 to 2.14), else by the device's own module, which ROCm calls `torch.cuda`
+By `torch.accelerator` where it has them, else by the device's own module, which ROCm calls `torch.cuda`
 too. Nothing but CUDA has been thought through: that another device works is not claimed.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._cuda_getCurrentRawStream`,
-`torch._C._cuda_isHistoryEnabled`, and of torch.cuda.memory `_record_memory_history`, `_snapshot`, `_get_memory_metadata` and
-`_set_memory_metadata`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The memory of planned addresses: one arena for a call, or a step, in which its blocks lie.
 
 `placement/arena.py` says which blocks those are, and where. The arena is memory of PyTorch's allocator.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._construct_storage_from_data_pointer`, so
-that each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Run copies the captured node, Recompute copies it again, transfers are calls of `runtime/transfer/ops.py`. Free needs no
 node: a value is dropped after its last use, and `hold` marks a later use where the schedule keeps it longer.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `SavedForBackwardsAOTOutput` and the output node's
-`desc`; the order of the backward's inputs (saved tensors, those with `saved_tensor_with_no_vc_check` last, tangents).
+Relies on the order of backward's inputs: saved tensors, those with `saved_tensor_with_no_vc_check` last, tangents.
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 No copy of an optimizer updates a weight: what a class keeps on the object, in groups or on the class would be lost. What
 one step changes there must change once a step, in however many calls it is taken, and not at all by a trial.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): the tables `_global_optimizer_pre_hooks` and
-`_global_optimizer_post_hooks` of torch.optim.optimizer, `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` of
-an optimizer; what `Optimizer.profile_hook_step` wraps; `_wrapped_by_lr_sched` of a scheduler's wrapper.
 """
 
 from __future__ import annotations

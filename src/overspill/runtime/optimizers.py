@@ -1,7 +1,4 @@
-"""Bytes of an optimizer's state and temporaries, from steps on tiny parameters.
-
-Name private to PyTorch that this file relies on (2.11 to 2.14): `_disable_current_modes`.
-"""
+"""Bytes of an optimizer's state and temporaries, from steps on tiny parameters."""
 
 from __future__ import annotations
 

@@ -3,10 +3,6 @@
 Each rank trains on a batch of its own, and gradients are averaged as DistributedDataParallel does it (Li et al.,
 "PyTorch Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds
 one rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `_dynamo.config.optimize_ddp`,
-`DistributedDataParallel._get_active_ddp_module`, `torch._C._storage_Use_Count`, `_world.pg_names`, the process groups by name,
-and `_get_default_store`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Their groups, mesh and precision are read off FSDP's own state. FSDP's hooks do not run in a planned step: gathers and
 scatters are ops of its graph. The model's parameters stay FSDP's, DTensors of which each rank has a part; what moves
 between device and store is that part.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FSDPState` with its hooks and their handles, `_lazy_init`, `_fsdp_param_groups`
-or `_fsdp_param_group`, `_mp_policy` and `_modules`, the attributes of `FSDPParamGroup` and `FSDPParam` that are read here, `DTensor._local_tensor`,
-`_get_gradient_divide_factors`, by what gradients are divided and how they are summed, and `_apply_to_tensors`.
 """
 
 from __future__ import annotations

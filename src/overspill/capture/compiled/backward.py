@@ -11,10 +11,7 @@ A trace keeps the activations that a reentrant checkpoint would recompute, for t
 stays one autograd node, whose backward accumulates into `.grad`. With Inductor it is a plain call, as under
 `torch.compile`.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): that AOTAutograd calls `torch.autograd.grad` behind
-the step, `CheckpointFunction` and `detach_variable` of torch.utils.checkpoint, `BackwardCFunction`, a node's
-`variable`, `torch._guards.active_fake_mode` and `_disable_current_modes`, and the two functions of `torch._C._autograd` that
-set and tell hooks on saved tensors.
+Relies on AOTAutograd calling `torch.autograd.grad` behind the step.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ In eager, a parameter that several ops of one autocast region read is cast at th
 behind the cast, in the lower precision. PyTorch's cast cache works on leaf tensors, of which a trace has none: without
 this each op would cast anew.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `_op_dk`. While a step is traced,
-`torch.set_autocast_enabled` and `torch.clear_autocast_cache` are replaced, to learn where regions begin and end.
+While a step is traced, `torch.set_autocast_enabled` and `torch.clear_autocast_cache` are replaced, to learn where
+regions begin and end.
 """
 
 from __future__ import annotations

@@ -3,11 +3,6 @@
 A capture promises the numbers of a reference, plain eager PyTorch or stock `torch.compile`, and models may branch on
 whether they are compiled. So they get the answer that they would get from the reference. Blocks and functions that the
 user has compiled run as they are written meanwhile, for the capture follows Python that runs.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): that `torch._utils` and `torch._dynamo` ask
-`torch.compiler.is_compiling`, Dynamo's table `tracing_state_functions`, `torch.fx._symbolic_trace.is_fx_tracing`,
-which Dynamo answers with no, and two functions of `torch._dynamo.eval_frame`: `_callback_from_stance` says what compiles a
-call, None for nothing, and `set_fullgraph_compiled_frame_count` counts for `fullgraph=True`, which wants something compiled.
 """
 
 from __future__ import annotations

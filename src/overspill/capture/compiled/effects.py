@@ -3,9 +3,7 @@
 An example is the check that a matrix can be inverted. In the graph of a whole step the order of nodes is kept anyway,
 and no caller passes tokens.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.ops.higher_order.with_effects`, which calls an
-op as `with_effects(token, op, *args)` and returns the next token before the results, `_get_effect` and
-`_register_effectful_op`, and the descriptors' class names.
+Relies on `with_effects(token, op, *args)` returning the next token before the results of `op`.
 """
 
 from __future__ import annotations

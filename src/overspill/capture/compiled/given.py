@@ -3,8 +3,6 @@
 Of most ops that is the overload with `out=`, where the kernel itself is registered for it: it computes the same, and
 takes no memory of the result's size besides. An overload that PyTorch generates, which copies what the op has returned,
 is not. What copies or fills a tensor does so with any other.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._dispatch_has_kernel_for_dispatch_key`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Read AOTAutograd's joint forward-backward graph: storages, views, mutations and phases.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `val`, `desc` and
-`partitioner_tag`, the descriptors' class names, `SOURCES`, and `_LazyGraphModule`, which writes Python when it is called.
-"""
+"""Read AOTAutograd's joint forward-backward graph: storages, views, mutations and phases."""
 
 from __future__ import annotations
 

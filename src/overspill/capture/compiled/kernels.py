@@ -9,9 +9,7 @@ and autograd's own formulas behind them.
 Autocast too is followed as in eager: each cast is made once (`casts.py`), and backward is traced without it, as when
 the user calls `loss.backward()` outside of its region.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `py_kernels`, `_dispatch_cache` and `_op_dk`,
-`torch._functorch.config.backward_pass_autocast`, that `fx.Graph.eliminate_dead_code` asks `torch._inductor.config.fallback_random`,
-the fake implementations of `torch._subclasses.fake_impls`, `torch._decomp.meta_table`, and `torch._C._AutoDispatchBelowAutograd`.
+Relies on `fx.Graph.eliminate_dead_code` asking the setting `fallback_random` of Inductor.
 """
 
 from __future__ import annotations

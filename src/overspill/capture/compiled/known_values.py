@@ -5,9 +5,6 @@ inputs, buffers and constants is known when the step is captured. So the mode re
 computes an answer from the real tensors. Random numbers of the CPU's generator are known too: they are drawn, with all
 that the step draws before, and the generator is restored. Reads become `Guards` (`guards.py`), checked before each
 later step. What follows from parameters has no value before the step runs; reading it is refused.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, the exceptions of fake tensors,
-`torch._C._DisableAutocast`, `_disable_current_modes`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ replaced. Not `__call__`: the tracer calls the one that it knew when it was impo
 they are Python state, which a capture of a training step restores before it runs the model
 (`runtime/step/python_state.py`), so that they would never be called.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `nn.Module._call_impl`, by which all modules are
-called, and `fx.traceback.current_meta`, of which tracers give each node `nn_module_stack`.
+Relies on tracers giving each node `nn_module_stack` of `fx.traceback.current_meta`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Find the line of the user's Python that each traced node comes from.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `stack_trace`, which of Dynamo's
-nodes AOTAutograd hands on to those of forward and to those of their backward, `from_node`, `seq_nr` and
-`partitioner_tag`; that tracers make nodes by `fx.Graph.create_node`; the names of functions that Dynamo makes of the
-rest of one behind a break.
+Relies on the node metadata `stack_trace`, which AOTAutograd hands on from Dynamo's nodes to those of forward and of
+their backward; on tracers making nodes by `fx.Graph.create_node`; and on the names of functions that Dynamo makes of
+the rest of a function behind a break.
 """
 
 from __future__ import annotations

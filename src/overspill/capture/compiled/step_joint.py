@@ -1,9 +1,6 @@
 """Trace a whole training step to a joint forward-backward graph with AOTAutograd.
 
 On fake tensors: nothing is computed. The step is a function of its parameters and buffers; backward starts from ones.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_export_joint_with_descriptors` and its result's
-`_aot_graph_capture`, the descriptors' class names, and FakeTensor's exceptions.
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ Where eager updates a tensor in place, a trace makes a new one. That has the str
 differ, and then ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and
 one with sizes of 1 loses the strides by which a convolution picks its layout. Elements with gaps between them would
 become dense.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FunctionalTensorMode.__torch_dispatch__`,
-`FakeTensorMode.dispatch`, a FunctionalTensor's `elem`, `commit_update` and `sync`, and `torch._functionalize_replace`.
 """
 
 from __future__ import annotations

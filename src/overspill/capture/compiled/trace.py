@@ -1,9 +1,6 @@
 """Trace a module's training step to a Graph with Dynamo and AOTAutograd.
 
 On fake tensors: nothing is computed.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_autograd`'s `partition_fn`, a placeholder's
-`grapharg`, and Dynamo's `reset` and `config.allow_rnn`.
 """
 
 from __future__ import annotations

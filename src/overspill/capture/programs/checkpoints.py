@@ -2,10 +2,6 @@
 
 Dynamo marks each op of a checkpoint while AOTAutograd traces it, and the partitioner recomputes these. A trace that
 runs the user's Python itself has to do the same: otherwise the partition differs, and so do the last bits.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `_checkpoint_without_reentrant_generator` of
-torch.utils.checkpoint and its parameters, `noop_context_fn`, the attribute `ac_graph_id` of the mode that marks, and
-`torch.fx.traceback.preserve_node_meta`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Turn errors of Inductor and Dynamo into Overspill's own.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `BackendCompilerFailed` and its `inner_exception`;
-`InductorError` is one of these.
-"""
+"""Turn errors of Inductor and Dynamo into Overspill's own."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ For every graph Inductor writes a Python function `call(args)`: a straight line 
 or ones that allocate their results), aliases (`reinterpret_tensor(...)`, `buf4 = buf3`), checks, and `del`. It is read
 as text because that is what PyTorch's compile caches keep: a program from a cache is read like a new one.
 
-Relies on the text that Inductor writes (2.11 to 2.14): the statements above, `async_compile.cpp_pybinding(types,
-source)` and `async_compile.triton(name, source)`, `current_callable` of what is compiled, and the parameters' names in
-kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A statement of any other kind is refused by name. Comments `Source Nodes:
-[a, b]` above calls are read where they are: C++ kernels have none.
+Relies on the text that Inductor writes: the statements above, `async_compile.cpp_pybinding(types, source)` and
+`async_compile.triton(name, source)`, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
+statement of any other kind is refused by name. Comments `Source Nodes: [a, b]` above calls are read where they are: C++
+kernels have none.
 """
 
 from __future__ import annotations

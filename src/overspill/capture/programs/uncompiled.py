@@ -2,9 +2,6 @@
 
 Inductor first writes a program's text, and has its kernels compiled while it imports that text as a module. Of several
 partitions only one runs, and compilers take most of the time; so kernels wait until a plan has been chosen.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of Inductor's code
-cache, through which every program is imported.
 """
 
 from __future__ import annotations

@@ -4,10 +4,7 @@ Inductor compiles kernels when it imports a program (`uncompiled.py`). Here that
 every kernel does nothing. Allocations and frees of the step are in the program itself, so running it on fake tensors
 shows them (`WrittenStep`).
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of its code cache,
-through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the
-processor; `compile_fx` with its `inner_compile`; `current_callable` of what that returns; of AOTAutograd
-`force_non_lazy_backward_lowering` and, in its metadata, `num_forward_returns` and `mutated_inp_runtime_indices`.
+Relies on the setting `cpp.vec_isa_ok`, without which Inductor runs the compiler to know the processor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Find the user's Python line behind each recorded op; backward ops get forward's.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd._get_sequence_nr`, the number of the
-next autograd node, which is made before its op runs.
+Relies on the next autograd node being made, and numbered, before its op runs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 The host side of a script works for real. Three things cannot: worker processes, which would have no virtual GPU; pinned
 memory, which needs a driver; and profilers, which would ask one.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `_SingleProcessDataLoaderIter` and its `_next_data`,
-the fetcher of samples by index, and `_worker_info` of its module of workers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The torch.compile backend: what Dynamo calls with each graph, and the session that this belongs to.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `gm.compile_subgraph_reason`, the compile id, and
-`compute_overlapping_tensors`.
-"""
+"""The torch.compile backend: what Dynamo calls with each graph, and the session that this belongs to."""
 
 from __future__ import annotations
 

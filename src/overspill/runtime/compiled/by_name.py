@@ -3,9 +3,6 @@
 Where Dynamo skips a whole model, no code of ours runs. So before an optimizer steps, each model compiled with this
 backend that has gradients must also have a plan. Importing this file, which PyTorch does when a user names the backend,
 registers that check.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `OptimizedModule` and its `dynamo_ctx`, `innermost_backend`,
-`_TorchCompileWrapper`, and `_compiled_call_impl` of modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Planned forward and backward of Inductor's programs, as AOTAutograd calls them.
 
-Relies on AOTAutograd (2.11 to 2.14): all outputs of forward after its own are saved, and come before the gradients
-among backward's arguments; the last ones, as many as its metadata says, are not checked for changes.
+Relies on AOTAutograd: all outputs of forward after its own are saved, and come before the gradients among backward's
+arguments; the last ones, as many as its metadata says, are not checked for changes.
 """
 
 from __future__ import annotations

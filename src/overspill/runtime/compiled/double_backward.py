@@ -1,8 +1,4 @@
-"""Refuses a second derivative through a compiled graph, which has none.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `CompiledFunctionBackward`, what AOTAutograd calls the
-autograd node of a compiled graph.
-"""
+"""Refuses a second derivative through a compiled graph, which has none."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Compiles one graph of Dynamo's: through AOTAutograd, by the session's plan, to lowered graphs that run.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_autograd`'s `partition_fn`,
-`torch._C._DisableAutocast` and `_disable_current_modes`.
-"""
+"""Compiles one graph of Dynamo's: through AOTAutograd, by the session's plan, to lowered graphs that run."""
 
 from __future__ import annotations
 

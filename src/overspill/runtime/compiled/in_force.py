@@ -4,11 +4,6 @@ Dynamo falls back silently: what it cannot trace, or has recompiled too often, r
 call is checked afterwards. A counter tells whether any planned graph ran; the autograd graph of the result tells
 whether other ops ran too, since these have nodes of their own. What they keep for backward must fit in the budget
 alongside the plans.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._dynamo.config` and its `recompile_limit`,
-`accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn`, `skip_nnmodule_hook_guards`,
-`skip_tensor_guards_with_matching_dict_tags` and `trace_autograd_ops`,
-`torch._dynamo.utils.counters`, `FailOnRecompileLimitHit`, `TorchDynamoException`, and the name of AOTAutograd's node in the autograd graph.
 """
 
 from __future__ import annotations

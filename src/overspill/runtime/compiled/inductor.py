@@ -3,11 +3,6 @@
 Inductor compiles a graph as `torch.compile` has it, partition and kernels alike; the bits are those of stock
 `torch.compile`. Both programs are known before the first call, so one plan is made for both, and what PyTorch calls is
 then the graph of their calls that carries it out (`runtime/lower.py`).
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
-with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the settings
-`donated_buffer` and `activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` and
-`saved_tensor_is_graph_input` of AOTAutograd's metadata.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A call is known by its node in the autograd graph. It is over when that node begins to run, unless autograd was asked to
 retain the graph, or when the node is dropped with the call's outputs. Not when the node has run: a hook at that time
 would make autograd keep the incoming gradients.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `_get_current_graph_task_keep_graph`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@ strides, or None, backward is traced again, and follows the first plan as far as
 
 A model that returns its loss, and the logits that it made it from, is planned without the gradients of these: zeros would
 take as much memory as they do. If they get gradients after all, backward is traced again, and the model planned anew.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): `desc` of tangents, and its `output`, and where AOTAutograd
-takes the order from, `coerce_tangent_and_suggest_memory_format`.
 """
 
 from __future__ import annotations

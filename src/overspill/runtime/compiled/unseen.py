@@ -12,8 +12,7 @@ In place while a model of `overspill.compile` is called (`PATCHES`), and `looked
 - `requires_grad_()` on a value that forward computes, as peft does: with eager kernels the graph goes on where an
   output depends on a parameter too, whose gradient is the same.
 
-Names private to PyTorch that this file relies on (2.13 and 2.14; where one is missing, Dynamo does as it always does):
-those that are patched, variables, sources and guards of Dynamo, and functorch's stack of interpreters.
+Where a name is missing in a release, Dynamo does as it always does.
 """
 
 from __future__ import annotations

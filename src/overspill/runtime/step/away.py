@@ -2,8 +2,6 @@
 
 Its class is then a subclass with a `__torch_function__`, as PyTorch has it for parameters that are not initialised yet. What
 needs no values (shapes, gradients, hooks) moves nothing. C++ that has the tensor itself reads NaN.
-
-Private to PyTorch (2.11 to 2.14): `torch._C.TensorBase`, `torch._C._disabled_torch_function_impl`.
 """
 
 from __future__ import annotations

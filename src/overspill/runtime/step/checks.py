@@ -1,9 +1,6 @@
 """What `train_step` refuses: models, optimizers, hooks and inputs.
 
 Each error is one line that says what was wrong and what would work.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): the hook tables `_optimizer_step_pre_hooks` and
-`_optimizer_step_post_hooks` of optimizers and those of all optimizers, `_backward_hooks` and `_post_accumulate_grad_hooks` of tensors.
 """
 
 from __future__ import annotations

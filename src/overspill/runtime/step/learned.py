@@ -1,7 +1,4 @@
-"""Learn what an optimizer's updates take, and where values of several parameters meet, on fake tensors of the real sizes.
-
-Private to PyTorch (2.11 to 2.14): `FakeTensorMode`, `_disable_current_modes`, `aten._local_scalar_dense`, an op's `_schema`.
-"""
+"""Learn what an optimizer's updates take, and where values of several parameters meet, on fake tensors of the real sizes."""
 
 from __future__ import annotations
 

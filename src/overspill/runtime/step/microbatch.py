@@ -1,6 +1,6 @@
 """Runs one micro-batch of a train step: brings everything to where its plan begins, runs it, and puts the results away.
 
-Private to PyTorch (2.11 to 2.14): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
+What autocast casts is cast in the captured graph.
 """
 
 from __future__ import annotations

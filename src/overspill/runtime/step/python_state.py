@@ -17,9 +17,6 @@ has under a name that a function uses is compared.
 
 Not noticed: reads by Python's own functions, torch's and NumPy's, apart from attributes of modules (`followed.py`), names
 that are made as the code runs, and clocks, files and the like.
-
-Names private to PyTorch that this file relies on (2.11 to 2.14): the instance dictionaries `_modules`, `_parameters`
-and `_buffers` of modules, the tables of hooks of all modules, and the classes of `torch.ops`.
 """
 
 from __future__ import annotations

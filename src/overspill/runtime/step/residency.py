@@ -5,8 +5,6 @@ NaN, expanded to its shape, so that a read that bypasses all guards sees NaN, no
 error of PyTorch's. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
 one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read, or when the
 tensor is, by whatever reference (`away.py`).
-
-Private to PyTorch (2.11 to 2.14): `torch._C._get_dispatch_mode`, `torch._C._set_throw_on_mutable_data_ptr`, `FakeTensor`, `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Tensors that Python has follow the weight to the store and back (`Alias`). With other holders it stays on the device, for they
 would keep old numbers, and its bytes. Memory that PyTorch did not allocate, or that NumPy has got, has holders that cannot be
 asked; not so a file mapped for this process alone, as checkpoints are.
-
-Private to PyTorch (2.11 to 2.14): `torch._C._storage_Use_Count`, `torch._C._has_storage`, `UntypedStorage._cdata`, `Tensor._use_count`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Tensors that outlive a step: parameters, buffers and optimizer state.
 
 Where they are, and the guards on them.
-
-Private to PyTorch (2.11 to 2.14): `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 from __future__ import annotations

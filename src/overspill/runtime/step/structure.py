@@ -1,7 +1,4 @@
-"""A model's modules, parameters and buffers, and where they stand.
-
-Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary.
-"""
+"""A model's modules, parameters and buffers, and where they stand."""
 
 from __future__ import annotations
 

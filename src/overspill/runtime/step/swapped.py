@@ -1,9 +1,6 @@
 """Runs a model with other tensors as its parameters and buffers.
 
 Also where backward runs parts of it again, as checkpointing does.
-
-Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary, `_wrap_for_grad`, by which transforms take a tensor in,
-and `_is_param`, which makes a tensor an instance of nn.Parameter.
 """
 
 from __future__ import annotations

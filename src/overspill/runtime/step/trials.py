@@ -3,8 +3,6 @@
 An optimizer from outside torch.optim may do anything. So one step on all tiny parameters is compared with steps on each
 of them, bit by bit, some steps before training, and again before each step of training, with the settings and counters
 that the user's optimizer has then.
-
-Private to PyTorch (2.11 to 2.14): `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 from __future__ import annotations

@@ -466,8 +466,7 @@ def _kind_of_device(parameter: Tensor) -> str:
 def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
     """`group` with `foreach` set as the optimizer chooses for `device`.
 
-    All together on CUDA. So torch.optim.optimizer, `_default_to_fused_or_foreach`, and what calls it, decide (PyTorch
-    2.11 to 2.14).
+    All together on CUDA, as `_default_to_fused_or_foreach` of torch.optim.optimizer and what calls it decide.
     """
     unasked = "foreach" in group and group["foreach"] is None and not group.get("fused")
     asks = "beta2_decay" not in group  # Adafactor does not: for it None is no
