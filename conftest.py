@@ -62,7 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # The longest ones first: begun last, they would run alone.
     items.sort(key=lambda item: item.path.name != "test_real_size.py")
     if config.option.shuffle is not None:
-        random.Random(config.option.shuffle).shuffle(items)
+        # Files in a random order, and in each its tests: fixtures of a file are made once.
+        drawn = random.Random(config.option.shuffle)
+        places = {path: drawn.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (places[item.path], drawn.random()))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

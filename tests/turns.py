@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any
 
 import pytest
+
+
+def rest_long(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
+    """All `values`: those in `short` in the short suite, the others in the long suite."""
+    return [value if value in short else pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 def by_turns(*axes: Iterable[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.turns import rest_long
 from torch import Tensor, nn
 
 import overspill
@@ -99,7 +100,7 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Ten
 SHORT = "mse", "cross-entropy", "dice and bce"
 
 
-@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in OUTSIDE])
+@pytest.mark.parametrize("name", rest_long(OUTSIDE, SHORT))
 def test_a_loss_outside_of_the_model_fits_with_its_targets(name: str) -> None:
     make, batch, loss_of = OUTSIDE[name]
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step.whole_steps import Mlp, Pair
+from tests.turns import rest_long
 from torch import Tensor, fx, nn
 
 FACTOR = [1.0]
@@ -41,22 +42,24 @@ class Net(Mlp):
         return super().forward(x + self.function(x) + without_gradient(x)) + branches.mean()
 
 
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "a block": lambda model: model.middle.compile(backend=noted, fullgraph=True),
+    "a block that is put there": lambda model: setattr(
+        model, "middle", torch.compile(model.middle, backend=noted, fullgraph=True)
+    ),
+    "a forward": lambda model: setattr(model.middle, "forward", torch.compile(model.middle.forward, backend=noted)),
+    "a function": lambda model: setattr(model, "function", torch.compile(scaled, backend=noted)),
+    "the model": lambda model: model.compile(backend=noted),
+}
+
+
 @pytest.mark.usefixtures("forget_compiled_code")
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda model: model.middle.compile(backend=noted, fullgraph=True),
-        lambda model: setattr(model, "middle", torch.compile(model.middle, backend=noted, fullgraph=True)),
-        lambda model: setattr(model.middle, "forward", torch.compile(model.middle.forward, backend=noted)),
-        lambda model: setattr(model, "function", torch.compile(scaled, backend=noted)),
-        lambda model: model.compile(backend=noted),
-    ],
-)
-def test_what_is_compiled_inside_trains_as_plain_and_stays_compiled(way: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("way", rest_long(WAYS, ["a block", "a function"]))
+def test_what_is_compiled_inside_trains_as_plain_and_stays_compiled(way: str) -> None:
     FACTOR[0] = 1.0
     pair = Pair(Net)
     pair.step.close()
-    way(pair.model)
+    WAYS[way](pair.model)
     pair.unseen = True  # no dispatch mode takes torch.cond
     pair.make_step()
     pair.train(2)

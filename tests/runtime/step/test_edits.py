@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tests.runtime.step.edits import EDITS, Job, draw
+from tests.turns import rest_long
 from torch import Tensor
 
 import overspill
@@ -133,7 +134,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("away", [pytest.param(False, marks=pytest.mark.long), True], ids=["there", "away"])
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in EDITS])
+@pytest.mark.parametrize("name", rest_long(EDITS, QUICK))
 def test_an_edit_is_followed_or_refused(name: str, away: bool) -> None:
     found = outcome([(name,)], away=away)
     assert found.startswith("followed" if name in FOLLOWED else ("followed", "refused")), found

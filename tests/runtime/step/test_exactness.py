@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step.whole_steps import OPTIMIZERS, SMALLEST, Cnn, Lm, Mlp, Pair, cross_entropy, made, planned_peak
+from tests.turns import rest_long
 from torch import nn
 
 import overspill
@@ -38,10 +39,7 @@ def test_every_optimizer_gives_the_bits_of_the_plain_loop(optimizer: str, way: s
     assert 0.98 * planned_peak(pair.step) - 4608 <= pair.step.tracker.peak_bytes <= planned_peak(pair.step)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [p if p in ("auto", "checkpoint", "vdnn-conv") else pytest.param(p, marks=pytest.mark.long) for p in POLICIES],
-)
+@pytest.mark.parametrize("policy", rest_long(POLICIES, ["auto", "checkpoint", "vdnn-conv"]))
 def test_every_policy_does_what_it_can_and_gives_the_bits_of_the_plain_loop(policy: str) -> None:
     model = Cnn if policy in ("superneurons-offload", "vdnn-conv") else Lm  # they move what convolutions read
     budget = SMALLEST if POLICIES[policy].plans_for_budget else "1GiB"

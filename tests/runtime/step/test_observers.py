@@ -20,6 +20,7 @@ import torch
 from tests.runtime.step import observers
 from tests.runtime.step.observers import READS, Values, expected, explore, in_child, same, small, values
 from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, batch_for
+from tests.turns import rest_long
 from torch import Tensor, nn
 
 from overspill.core.errors import OverspillError, RequestError
@@ -90,7 +91,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("defect", [d if d == "no lock" else pytest.param(d, marks=pytest.mark.long) for d in DEFECTS])
+@pytest.mark.parametrize("defect", rest_long(DEFECTS, ["no lock"]))
 def test_planted_defects_are_found(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, bad, who = DEFECTS[defect]
     monkeypatch.setattr(observers, "PATIENCE", 2.0)
@@ -328,7 +329,7 @@ def test_collections_during_a_step_cannot_see_half_of_it_and_finalizers_of_other
             assert "\n" not in str(outcome)
 
 
-@pytest.mark.parametrize("read", [r if r == "state_dict" else pytest.param(r, marks=pytest.mark.long) for r in READS])
+@pytest.mark.parametrize("read", rest_long(READS, ["state_dict"]))
 def test_an_unfinished_step_says_so_to_all_and_a_closed_or_dropped_one_shows_its_values(read: str) -> None:
     pair = small()
     pair.step.synchronize()  # nothing is away, and no guard would ask for that reason

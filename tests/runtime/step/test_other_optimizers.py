@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step.whole_steps import SMALLEST, Cnn, Mlp, Pair
+from tests.turns import rest_long
 from torch import Tensor, nn
 
 import overspill
@@ -32,7 +33,7 @@ SHORT = {
 """One habit of each kind: where the state is, and what an update reads."""
 
 
-@pytest.mark.parametrize("what", [w if w in SHORT else pytest.param(w, marks=pytest.mark.long) for w in HABITS])
+@pytest.mark.parametrize("what", rest_long(HABITS, SHORT))
 def test_whatever_users_write_trains_with_the_plain_loop_s_numbers_within_the_budget(what: str) -> None:
     row = optimizers.tried("habits", what, [HABITS[what]])
     assert (row.outcome, row.note) == ("identical", "")
@@ -61,7 +62,15 @@ def differ(pair: Pair) -> bool:
 )
 @pytest.mark.parametrize(
     "what",
-    ["a norm of the whole parameter", "noise", "changes its gradients in place", "momenta on the object, by parameter"],
+    rest_long(
+        [
+            "a norm of the whole parameter",
+            "noise",
+            "changes its gradients in place",
+            "momenta on the object, by parameter",
+        ],
+        ["a norm of the whole parameter", "changes its gradients in place"],
+    ),
 )
 def test_gradients_are_clipped_and_added_up_before(what: str, gradients: dict[str, Any]) -> None:
     pair = Pair(Mlp, lambda p: HABITS[what](_Holding(p)), gradients)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.runtime.step.whole_steps import Mlp, Pair, cross_entropy, planned_peak
+from tests.turns import rest_long
 from torch import nn
 
 import overspill
@@ -50,7 +51,7 @@ HOLDERS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize("name", rest_long(HOLDERS, ["DLPack", "a larger tensor", "a graph of autograd"]))
 def test_a_weight_that_others_hold_stays_where_it_is_and_counts(name: str) -> None:
     pair = Pair(Mlp)
     pair.train()
@@ -110,7 +111,9 @@ SHARED: dict[str, tuple[Change, bool]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "name", rest_long(SHARED, ["a file that is mapped", "another weight", "a part of another weight"])
+)
 def test_what_shares_memory_with_a_weight_is_as_in_plain_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
