@@ -1,5 +1,7 @@
-// PyTorch's caching allocator: cached segments, best fit by stream, split and joined blocks.
-// In Python: src/overspill/placement/allocators/caching.py, which cites the rules.
+// PyTorch's caching allocator: cached segments, best fit by stream, split and joined blocks; without graph capture and
+// record_stream. Rules: c10/cuda/CUDACachingAllocator.cpp, pytorch 001074d2 and later; constants of
+// c10/core/AllocatorConfig.h, torch 2.13. Each function names the one there that it follows.
+// The oracle in Python: tests/placement/allocators/caching_oracle.py.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +38,7 @@ struct CachingConfig {
     enum class TieBreak { kAddress, kOldest, kFalling } tie_break = TieBreak::kAddress;
 };
 
+// Bytes of a block: to 512 bytes, or to a division of a power of 2 (round_size).
 inline Bytes round_size(Bytes nbytes, const std::array<std::int64_t, kDivisionIntervals>& divisions) {
     if (nbytes < kMinBlockBytes) return kMinBlockBytes;
     const int floor = std::bit_width(static_cast<std::uint64_t>(nbytes)) - 1;
@@ -45,6 +48,7 @@ inline Bytes round_size(Bytes nbytes, const std::array<std::int64_t, kDivisionIn
     return round_up(nbytes, kMinBlockBytes);
 }
 
+// Bytes of a new segment for a block of `size` (get_allocation_size).
 inline Bytes segment_size(Bytes size, Bytes large_segment_bytes) {
     if (size <= kSmallBytes) return kSmallSegmentBytes;
     if (size < kMinLargeSegmentBytes) return large_segment_bytes;
@@ -58,6 +62,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
           config_(config),
           small_(kSmallSegmentBytes, true),
           large_(config.large_segment_bytes, false) {
+        // A limit exists only for a fraction below 1 (setMemoryFraction), and garbage is collected only with a limit.
         const auto capacity = device.capacity_bytes();
         if (capacity && config.per_process_memory_fraction < 1)
             limit_ = static_cast<Bytes>(config.per_process_memory_fraction * static_cast<double>(*capacity));
@@ -74,6 +79,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
         return all;
     }
 
+    // Release all segments without live blocks, the large ones first (release_cached_blocks).
     void release_cached() override {
         for (Pool* pool : {&large_, &small_}) {
             if (expandable_) {
@@ -85,10 +91,60 @@ class CachingAllocator : public Allocator, private PoolOwner {
         }
     }
 
+    // Whether the cache could serve an allocation; nothing changes.
+    bool finds(Bytes nbytes, std::int32_t stream) {
+        const Bytes size = round_size(nbytes, config_.roundup_power2_divisions);
+        Pool& pool = pool_for(size);
+        return best(pool, size, stream) != pool.free.end();
+    }
+
+    // A block of a segment that is there before the first event.
+    struct Piece {
+        Address address;
+        Bytes size, requested;
+        bool free, mapped;
+    };
+
+    // Begin with a segment that holds `pieces` in the order of their addresses: its live blocks. An expandable one has
+    // unmapped address space behind them.
+    std::vector<PoolBlock*> adopt(Address base, std::int32_t stream, bool small, bool expandable,
+                                  const std::vector<Piece>& pieces) {
+        Pool& pool = small ? small_ : large_;
+        std::vector<PoolBlock*> live;
+        PoolBlock* before = nullptr;
+        Address end = base;
+        const auto add = [&](const Piece& piece) {
+            PoolBlock* block = blocks_.make(piece.address, piece.size, stream);
+            block->in_small = small;
+            block->base = base;
+            block->born = birth();
+            block->requested = piece.requested;
+            block->free = piece.free;
+            block->mapped = piece.mapped;
+            block->splice(before, nullptr);
+            before = block;
+            end = piece.address + piece.size;
+            if (piece.mapped) reserved.add(piece.size, -1);
+            if (!piece.free) {
+                requested.add(piece.requested, -1);
+                allocated.add(piece.size, -1);
+                live.push_back(block);
+            } else if (piece.mapped) {
+                put(block);
+            } else {
+                pool.unmapped.emplace(Key{stream, piece.address}, block);
+            }
+        };
+        for (const Piece& piece : pieces) add(piece);
+        const Bytes left = expandable && expandable_ ? expandable_->reservation() - (end - base) : 0;
+        if (left > 0) add({end, left, 0, true, false});
+        return live;
+    }
+
   protected:
     PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = round_size(nbytes, config_.roundup_power2_divisions);
-        Pool& pool = size <= kSmallBytes ? small_ : large_;
+        Pool& pool = pool_for(size);
         PoolBlock* block = find_free(pool, size, stream);
         if (block == nullptr) block = new_block(pool, size, stream);
         if (block != nullptr && splits(pool, block->size - size, size)) {
@@ -107,6 +163,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
     }
 
   private:
+    Pool& pool_for(Bytes size) { return size <= kSmallBytes ? small_ : large_; }
     Pool& pool_of(const PoolBlock* block) override { return block->in_small ? small_ : large_; }
     std::int64_t birth() override { return ++births_; }
 
@@ -117,12 +174,14 @@ class CachingAllocator : public Allocator, private PoolOwner {
         return {block->stream, block->size, rank, block->address};
     }
 
+    // Put `block` among the free ones of its pool (insert_into_blocks).
     void put(PoolBlock* block) override {
         Pool& pool = pool_of(block);
         block->indexed_at = pool.searches;
         pool.free.emplace(key(block), block);
     }
 
+    // Merge a free neighbour of the same kind into `block` (try_merge_blocks).
     void join(PoolBlock* block, PoolBlock* other) override {
         if (other == nullptr || !other->free || other->mapped != block->mapped) return;
         Pool& pool = pool_of(other);
@@ -138,20 +197,31 @@ class CachingAllocator : public Allocator, private PoolOwner {
         log_exchange(action, address, nbytes, stream);
     }
 
+    // The best free block of the stream, or the end of the index (get_free_block).
+    FreeBlocks::iterator best(Pool& pool, Bytes size, std::int32_t stream) {
+        const auto none = pool.free.end();
+        auto it = pool.free.lower_bound(Key{stream, size});
+        if (it == none || it->second->stream != stream) return none;
+        if (expandable_) it = expandable_->best_of(pool.free, it);
+        // Large blocks are not split, and serve only requests of nearly their size.
+        if (const auto most = config_.max_split_bytes) {
+            const Bytes found = it->second->size;
+            if (size < *most && found >= *most) return none;
+            if (size >= *most && found >= size + config_.max_non_split_rounding_bytes) return none;
+        }
+        return it;
+    }
+
     PoolBlock* find_free(Pool& pool, Bytes size, std::int32_t stream) {
         if (collects_) ++pool.searches;
-        auto it = pool.free.lower_bound(Key{stream, size});
-        if (it == pool.free.end() || it->second->stream != stream) return nullptr;
-        if (expandable_) it = expandable_->best_of(pool.free, it);
+        const auto it = best(pool, size, stream);
+        if (it == pool.free.end()) return nullptr;
         PoolBlock* block = it->second;
-        if (const auto most = config_.max_split_bytes) {
-            if (size < *most && block->size >= *most) return nullptr;
-            if (size >= *most && block->size >= size + config_.max_non_split_rounding_bytes) return nullptr;
-        }
         pool.free.erase(it);
         return block;
     }
 
+    // A block of new memory; where the device has none, after releasing cached segments, in PyTorch's order.
     PoolBlock* new_block(Pool& pool, Bytes size, std::int32_t stream) {
         if (collects_) collect_garbage();
         PoolBlock* block = grow(pool, size, stream);
@@ -164,6 +234,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
         return block;
     }
 
+    // A block of at least `size` bytes of new memory (alloc_block).
     PoolBlock* grow(Pool& pool, Bytes size, std::int32_t stream) {
         const Bytes nbytes = segment_size(size, config_.large_segment_bytes);
         if (limit_ && reserved.now + nbytes > *limit_) return nullptr;
@@ -177,11 +248,13 @@ class CachingAllocator : public Allocator, private PoolOwner {
         return block;
     }
 
+    // Whether the rest of a block is split off (should_split).
     bool splits(const Pool& pool, Bytes rest, Bytes size) const {
         if (pool.small || expandable_) return rest >= kMinBlockBytes;
         return rest > kSmallBytes && (!config_.max_split_bytes || size < *config_.max_split_bytes);
     }
 
+    // Release blocks that are never split; whether they are enough (release_available_cached_blocks).
     bool release_oversize(Pool& pool, Bytes size, std::int32_t stream) {
         if (!config_.max_split_bytes || expandable_) return false;
         const Bytes most = *config_.max_split_bytes;
@@ -191,6 +264,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
             release(it->second);
             return true;
         }
+        // No single block is enough: release several, the largest first.
         Bytes released = 0;
         while (it != pool.free.begin() && released < wanted) {
             --it;
@@ -203,6 +277,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
         return released >= wanted;
     }
 
+    // Release large segments of at least average age until the threshold is met (garbage_collect_cached_blocks).
     void collect_garbage() {
         const auto threshold = static_cast<Bytes>(config_.garbage_collection_threshold * static_cast<double>(*limit_));
         const Bytes target = reserved.now - threshold;

@@ -115,9 +115,13 @@ class SharedPages {
     std::unordered_map<Address, Address> starts_by_end_;
 };
 
-// A simulated device.
+// A simulated device. A subclass may answer otherwise.
 class Device {
   public:
+    virtual ~Device() = default;
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+
     explicit Device(std::optional<Bytes> capacity_bytes)
         : capacity_bytes_(capacity_bytes), space_(kFirstAddress, kAddressSpaceBytes) {
         if (capacity_bytes && *capacity_bytes < 0)
@@ -125,7 +129,7 @@ class Device {
     }
 
     // The address of new memory (cudaMalloc), or nothing when there is no room.
-    std::optional<Address> malloc(Bytes nbytes) {
+    virtual std::optional<Address> malloc(Bytes nbytes) {
         if (nbytes < kSmallRequestBytes) return malloc_small(round_up(nbytes, kSmallStepBytes));
         const Bytes size = round_up(nbytes, kPageBytes);
         const auto address = take_pages(size);
@@ -133,7 +137,7 @@ class Device {
         return address;
     }
 
-    void free(Address address) {
+    virtual void free(Address address) {
         const auto found = sizes_.find(address);
         const Bytes size = found->second;
         sizes_.erase(found);
@@ -145,17 +149,17 @@ class Device {
     }
 
     // Address space without memory (cuMemAddressReserve), and memory for whole pages of it (cuMemCreate, cuMemMap).
-    std::optional<Address> reserve(Bytes nbytes) { return space_.take(round_up(nbytes, kPageBytes)); }
+    virtual std::optional<Address> reserve(Bytes nbytes) { return space_.take(round_up(nbytes, kPageBytes)); }
 
-    void unreserve(Address address, Bytes nbytes) { space_.give(address, round_up(nbytes, kPageBytes)); }
+    virtual void unreserve(Address address, Bytes nbytes) { space_.give(address, round_up(nbytes, kPageBytes)); }
 
-    bool map(Address, Bytes nbytes) {
+    virtual bool map(Address, Bytes nbytes) {
         if (capacity_bytes_ && used_bytes_ + nbytes > *capacity_bytes_) return false;
         used_bytes_ += nbytes;
         return true;
     }
 
-    void unmap(Address, Bytes nbytes) { used_bytes_ -= nbytes; }
+    virtual void unmap(Address, Bytes nbytes) { used_bytes_ -= nbytes; }
 
     std::optional<Bytes> capacity_bytes() const { return capacity_bytes_; }
     Bytes used_bytes() const { return used_bytes_; }

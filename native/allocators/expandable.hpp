@@ -1,5 +1,10 @@
 // Expandable segments of PyTorch's caching allocator: address space reserved at once, memory mapped page by page.
-// In Python: src/overspill/placement/allocators/expandable.py, which cites the rules.
+//
+//     segment   | live | free ......| unmapped ...................................|
+//               ^base               ^always a whole number of pages from the base
+//
+// Rules: c10/cuda/CUDACachingAllocator.cpp (pytorch 001074d2), find_expandable_block, map_block, unmap_block.
+// The oracle in Python: tests/placement/allocators/expandable_oracle.py.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +45,12 @@ class ExpandableSegments {
   public:
     ExpandableSegments(PoolOwner& owner, Device& device, BlockStore& blocks)
         : owner_(owner), device_(device), blocks_(blocks), reservation_(kUnlimitedReservationBytes) {
+        // Nine eighths of the device's memory, so that unmapped pages can come back at the end of the segment.
         if (const auto total = device.capacity_bytes()) reservation_ = *total + *total / 8;
     }
+
+    // Bytes of address space of one segment.
+    Bytes reservation() const { return reservation_; }
 
     // The block at `it` or one behind it that leaves more of the segment's end to grow into.
     static FreeBlocks::iterator best_of(FreeBlocks& free, FreeBlocks::iterator it) {

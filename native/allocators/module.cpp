@@ -2,15 +2,21 @@
 // Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -59,6 +65,132 @@ std::vector<std::string> names() {
     return found;
 }
 
+// A device in Python, which answers in place of the simulated one. Whoever has the allocator keeps it alive: a
+// reference from here would be one that Python's garbage collection does not see.
+class DeviceInPython final : public Device {
+  public:
+    DeviceInPython(std::optional<Bytes> capacity_bytes, nb::handle device) : Device(capacity_bytes), device_(device) {}
+
+    std::optional<Address> malloc(Bytes nbytes) override { return address_of(device_.attr("malloc")(nbytes)); }
+    void free(Address address) override { device_.attr("free")(address); }
+    std::optional<Address> reserve(Bytes nbytes) override { return address_of(device_.attr("reserve")(nbytes)); }
+    void unreserve(Address address, Bytes nbytes) override { device_.attr("unreserve")(address, nbytes); }
+    bool map(Address address, Bytes nbytes) override { return nb::cast<bool>(device_.attr("map")(address, nbytes)); }
+    void unmap(Address address, Bytes nbytes) override { device_.attr("unmap")(address, nbytes); }
+
+  private:
+    static std::optional<Address> address_of(const nb::object& answer) {
+        return nb::cast<std::optional<Address>>(answer);
+    }
+
+    nb::handle device_;
+};
+
+using GaugeTuple = std::tuple<Bytes, Bytes, std::int64_t>;
+using ExchangeTuple = std::tuple<std::int64_t, std::int64_t, Address, Bytes, std::int32_t>;
+using BlockTuple = std::tuple<Address, Bytes, Bytes, int>;  // address, size, requested, state
+enum BlockState { kLive = 0, kFreeBlock = 1, kUnmapped = 2 };
+
+GaugeTuple tuple_of(const Gauge& gauge) { return {gauge.now, gauge.peak, gauge.peak_at}; }
+
+// An allocator, to be called event by event.
+class Stepper {
+  public:
+    Stepper(const std::string& name, const nb::dict& config, std::optional<Bytes> capacity_bytes, nb::handle device)
+        : device_(device.is_none() ? std::make_unique<Device>(capacity_bytes)
+                                   : std::make_unique<DeviceInPython>(capacity_bytes, device)),
+          allocator_(make_allocator(name, config, *device_)) {}
+
+    std::optional<Address> allocate(std::int64_t at, Bytes nbytes, std::int32_t stream, int mobility) {
+        allocator_->clock = at;
+        PoolBlock* block = allocator_->allocate_block(nbytes, stream, static_cast<Mobility>(mobility));
+        if (block == nullptr) return std::nullopt;
+        live_[block->address] = block;
+        return block->address;
+    }
+
+    // Whether a block was allocated there.
+    bool free(std::int64_t at, Address address) {
+        const auto found = live_.find(address);
+        if (found == live_.end()) return false;
+        allocator_->clock = at;
+        PoolBlock* block = found->second;
+        live_.erase(found);
+        allocator_->free_block(block);
+        return true;
+    }
+
+    void empty_cache(std::int64_t at) {
+        allocator_->clock = at;
+        allocator_->release_cached();
+    }
+
+    // What only PyTorch's can: begin with a segment, and say whether its cache could serve an allocation.
+    void adopt(Address base, std::int32_t stream, bool small, bool expandable, const std::vector<BlockTuple>& blocks) {
+        std::vector<CachingAllocator::Piece> pieces;
+        for (const auto& [address, size, requested, state] : blocks)
+            pieces.push_back({address, size, requested, state != kLive, state != kUnmapped});
+        for (PoolBlock* block : caching().adopt(base, stream, small, expandable, pieces)) live_[block->address] = block;
+    }
+
+    bool finds(Bytes nbytes, std::int32_t stream) { return caching().finds(nbytes, stream); }
+
+    std::array<GaugeTuple, 3> gauges() const {
+        return {tuple_of(allocator_->requested), tuple_of(allocator_->allocated), tuple_of(allocator_->reserved)};
+    }
+    std::int64_t retries() const { return allocator_->retries; }
+    Bytes used_bytes() const { return device_->used_bytes(); }
+    Bytes spread_bytes() const { return allocator_->spread_bytes(); }
+    Bytes usable_bytes(Bytes request) const { return allocator_->usable_bytes(request); }
+    std::size_t exchanged() const { return allocator_->segment_log.size(); }
+
+    // The exchanges with the device from the number `first` on.
+    std::vector<ExchangeTuple> exchanges(std::size_t first) const {
+        std::vector<ExchangeTuple> found;
+        for (std::size_t i = first; i < allocator_->segment_log.size(); ++i) {
+            const SegmentEvent& event = allocator_->segment_log[i];
+            found.emplace_back(event.at, static_cast<std::int64_t>(event.action), event.address, event.nbytes, event.stream);
+        }
+        return found;
+    }
+
+    std::vector<Address> live_addresses() const {
+        std::vector<Address> found;
+        for (const auto& entry : live_) found.push_back(entry.first);
+        return found;
+    }
+    std::size_t idle_count() const { return allocator_->idle_blocks().size(); }
+
+    // All segments by address, each as its stream and its blocks.
+    std::vector<std::pair<std::int32_t, std::vector<BlockTuple>>> segments() const {
+        std::vector<PoolBlock*> firsts = allocator_->idle_blocks();
+        for (const auto& entry : live_) firsts.push_back(entry.second);
+        std::erase_if(firsts, [](const PoolBlock* block) { return block->prev != nullptr; });
+        std::sort(firsts.begin(), firsts.end(),
+                  [](const PoolBlock* a, const PoolBlock* b) { return a->address < b->address; });
+        std::vector<std::pair<std::int32_t, std::vector<BlockTuple>>> found;
+        for (const PoolBlock* first : firsts) {
+            std::vector<BlockTuple> blocks;
+            for (const PoolBlock* block = first; block != nullptr; block = block->next)
+                blocks.emplace_back(block->address, block->size, block->requested,
+                                    !block->mapped ? kUnmapped : block->free ? kFreeBlock : kLive);
+            found.emplace_back(first->stream, std::move(blocks));
+        }
+        return found;
+    }
+
+  private:
+    CachingAllocator& caching() const { return dynamic_cast<CachingAllocator&>(*allocator_); }
+
+    std::unique_ptr<Device> device_;
+    std::unique_ptr<Allocator> allocator_;
+    std::unordered_map<Address, PoolBlock*> live_;
+};
+
+Bytes rounded(Bytes nbytes, const std::array<std::int64_t, kDivisionIntervals>& divisions) {
+    return round_size(nbytes, divisions);
+}
+
 // A numpy array that owns `values`.
 Array array_of(std::vector<std::int64_t>&& values, std::vector<std::size_t> shape) {
     auto* kept = new std::vector<std::int64_t>(std::move(values));
@@ -94,9 +226,8 @@ nb::tuple replay(const std::string& name, const nb::dict& config, std::optional<
     for (const SegmentEvent& event : allocator->segment_log)
         table.insert(table.end(), {event.at, static_cast<std::int64_t>(event.action), event.address, event.nbytes,
                                    static_cast<std::int64_t>(event.stream)});
-    std::vector<std::tuple<Bytes, Bytes, std::int64_t>> gauges;
-    for (const Gauge* gauge : {&allocator->requested, &allocator->allocated, &allocator->reserved})
-        gauges.emplace_back(gauge->now, gauge->peak, gauge->peak_at);
+    const std::array<GaugeTuple, 3> gauges{tuple_of(allocator->requested), tuple_of(allocator->allocated),
+                                           tuple_of(allocator->reserved)};
     std::vector<Array> kept;
     for (auto& curve : result.curves) kept.push_back(column_of(std::move(curve)));
     return nb::make_tuple(result.failed_at, result.skipped, allocator->retries, column_of(std::move(result.addresses)),
@@ -112,4 +243,24 @@ NB_MODULE(_native, module) {
     module.def("replay", &overspill::replay, nb::arg("name"), nb::arg("config"), nb::arg("capacity_bytes").none(),
                nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"), nb::arg("mobility"),
                nb::arg("block_count"), nb::arg("curves"), nb::arg("request_bytes").none());
+    module.def("round_size", &overspill::rounded, nb::arg("nbytes"), nb::arg("divisions"));
+    using overspill::Stepper;
+    nb::class_<Stepper>(module, "Stepper")
+        .def(nb::init<const std::string&, const nb::dict&, std::optional<overspill::Bytes>, nb::handle>(),
+             nb::arg("name"), nb::arg("config"), nb::arg("capacity_bytes").none(), nb::arg("device").none())
+        .def("allocate", &Stepper::allocate)
+        .def("free", &Stepper::free)
+        .def("empty_cache", &Stepper::empty_cache)
+        .def("adopt", &Stepper::adopt)
+        .def("finds", &Stepper::finds)
+        .def("gauges", &Stepper::gauges)
+        .def("retries", &Stepper::retries)
+        .def("used_bytes", &Stepper::used_bytes)
+        .def("spread_bytes", &Stepper::spread_bytes)
+        .def("usable_bytes", &Stepper::usable_bytes)
+        .def("exchanged", &Stepper::exchanged)
+        .def("exchanges", &Stepper::exchanges)
+        .def("live_addresses", &Stepper::live_addresses)
+        .def("idle_count", &Stepper::idle_count)
+        .def("segments", &Stepper::segments);
 }

@@ -1,4 +1,4 @@
-// Replaying events on an allocator. In Python: replay_in_python in src/overspill/placement/replay.py.
+// Replaying events on an allocator. In Python: replay_on in src/overspill/placement/replay.py.
 #pragma once
 
 #include <cstdint>

@@ -21,29 +21,12 @@ from overspill_papers.placement import (
 )
 
 MIB = 1 << 20
-IN_BOTH = ("pytorch",)
-"""Allocators that have a native counterpart."""
-
-
-@pytest.fixture(params=[False, True], ids=["python", "native"])
-def native(request: pytest.FixtureRequest) -> bool:
-    """Whether the test is about the native core."""
-    return request.param
 
 
 @pytest.fixture(params=ALLOCATORS)
 def name(request: pytest.FixtureRequest) -> str:
     """The name of an allocator."""
     return request.param
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of allocators that are in Python alone nothing is asked of the native core."""
-    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in items]
-    items[:] = [
-        item for item, given in zip(items, params, strict=True)
-        if not (given.get("native") and given.get("name", "pytorch") not in IN_BOTH)
-    ]  # fmt: skip
 
 
 @pytest.fixture

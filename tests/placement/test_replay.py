@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.placement.conftest import IN_BOTH
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
@@ -33,20 +32,20 @@ def trace_of(pieces: list[tuple[int, int, int, int]]) -> Trace:
     )
 
 
-def test_an_empty_trace_needs_nothing(name: str, native: bool) -> None:
-    result = replay(Events.of(Trace(())), name, native=native, curves=True)
+def test_an_empty_trace_needs_nothing(name: str) -> None:
+    result = replay(Events.of(Trace(())), name, curves=True)
     assert result.fits
     assert (result.peak_requested_bytes, result.peak_reserved_bytes, result.peak_reserved_at) == (0, 0, -1)
     assert result.segment_events == ()
     assert result.addresses.size == 0
     assert result.requested is not None
     assert result.requested.size == 0
-    assert minimum_capacity(Events.of(Trace(())), name, native=native) == 0
+    assert minimum_capacity(Events.of(Trace(())), name) == 0
 
 
-def test_the_peaks_and_where_they_are(native: bool) -> None:
+def test_the_peaks_and_where_they_are() -> None:
     events = events_of((ALLOCATE, 0, 12), (ALLOCATE, 1, 19), (FREE, 0), (ALLOCATE, 2, 11), (FREE, 1), (FREE, 2))
-    result = replay(events, native=native, curves=True)
+    result = replay(events, curves=True)
     assert (result.peak_requested_bytes, result.peak_requested_at) == (31 * MIB, 1)
     assert (result.peak_allocated_bytes, result.peak_allocated_at) == (32 * MIB, 1)
     assert (result.peak_reserved_bytes, result.peak_reserved_at) == (32 * MIB, 1)
@@ -63,9 +62,9 @@ def test_the_peaks_and_where_they_are(native: bool) -> None:
     ]
 
 
-def test_a_replay_stops_at_the_first_allocation_without_room(name: str, native: bool) -> None:
+def test_a_replay_stops_at_the_first_allocation_without_room(name: str) -> None:
     events = events_of((ALLOCATE, 0, 12), (ALLOCATE, 1, 30), (FREE, 0))
-    result = replay(events, name, capacity_bytes=30 * MIB, native=native, curves=True)
+    result = replay(events, name, capacity_bytes=30 * MIB, curves=True)
     assert not result.fits
     assert result.failed_at == 1
     assert result.addresses[1] == -1
@@ -73,38 +72,36 @@ def test_a_replay_stops_at_the_first_allocation_without_room(name: str, native: 
     assert result.requested.tolist() == [12 * MIB]
 
 
-def test_an_emptied_cache_is_the_device_s_again(native: bool) -> None:
+def test_an_emptied_cache_is_the_device_s_again() -> None:
     rows = ((ALLOCATE, 0, 12), (ALLOCATE, 1, 30), (FREE, 0)), ((EMPTY, 2), (ALLOCATE, 3, 40))
     events = events_of(*rows[0], *rows[1], (FREE, 1))
-    result = replay(events, native=native, curves=True)
+    result = replay(events, curves=True)
     assert result.reserved is not None
     assert (result.reserved // MIB).tolist() == [12, 42, 42, 30, 70, 70]
     assert events.peak_requested_bytes == 70 * MIB
-    assert replay(events_of(*rows[0], rows[1][1]), native=native).peak_reserved_bytes == 82 * MIB
+    assert replay(events_of(*rows[0], rows[1][1])).peak_reserved_bytes == 82 * MIB
 
 
-def test_an_elastic_allocation_without_room_is_skipped_with_its_free(name: str, native: bool) -> None:
+def test_an_elastic_allocation_without_room_is_skipped_with_its_free(name: str) -> None:
     events = events_of((ALLOCATE, 0, 12), (TRY, 1, 30), (FREE, 1), (FREE, 0), (TRY, 1, 5), (FREE, 1))
-    result = replay(events, name, capacity_bytes=30 * MIB, native=native)
+    result = replay(events, name, capacity_bytes=30 * MIB)
     assert result.fits
     assert result.skipped == 1
     assert result.peak_requested_bytes == 12 * MIB
     assert result.addresses[1] > 0
 
 
-def test_blocks_of_no_bytes_lie_nowhere(name: str, native: bool) -> None:
-    result = replay(
-        events_of((ALLOCATE, 0, 0), (TRY, 1, 0), (FREE, 0), (FREE, 1)), name, capacity_bytes=0, native=native
-    )
+def test_blocks_of_no_bytes_lie_nowhere(name: str) -> None:
+    result = replay(events_of((ALLOCATE, 0, 0), (TRY, 1, 0), (FREE, 0), (FREE, 1)), name, capacity_bytes=0)
     assert result.fits
     assert result.addresses.tolist() == [0, 0]
 
 
-def test_two_to_the_62_bytes_fail_on_every_device(name: str, native: bool) -> None:
+def test_two_to_the_62_bytes_fail_on_every_device(name: str) -> None:
     events = Events.from_rows([(ALLOCATE, 0, 2**62, 0)])
-    assert replay(events, name, native=native).failed_at == 0
+    assert replay(events, name).failed_at == 0
     with pytest.raises(OutOfMemory, match="any size"):
-        minimum_capacity(events, name, native=native)
+        minimum_capacity(events, name)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +113,9 @@ def test_two_to_the_62_bytes_fail_on_every_device(name: str, native: bool) -> No
         ([(TRY, 0, 1000), (TRY, 0, 1)], "event 1 allocates"),
     ],
 )
-def test_events_in_the_wrong_order_are_refused(rows: list[Any], message: str, native: bool) -> None:
+def test_events_in_the_wrong_order_are_refused(rows: list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        replay(events_of(*rows), capacity_bytes=100 * MIB, native=native)
+        replay(events_of(*rows), capacity_bytes=100 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +159,11 @@ def test_a_block_of_no_time_is_freed_at_once() -> None:
 @relaxed
 @given(pieces=st.lists(spans, max_size=12), expandable=st.booleans())
 def test_a_layout_is_valid_and_no_higher_than_what_was_reserved(
-    name: str, native: bool, pieces: list[tuple[int, int, int, int]], expandable: bool
+    name: str, pieces: list[tuple[int, int, int, int]], expandable: bool
 ) -> None:
     trace = trace_of(pieces)
     config = CachingConfig(expandable_segments=expandable) if name == "pytorch" else None
-    layout = layout_of(trace, name, config, native=native)
+    layout = layout_of(trace, name, config)
     layout.validate(trace)
     assert layout.solver == name
     result = replay(Events.of(trace), name, config=config)
@@ -189,12 +186,6 @@ def test_the_minimum_capacity_survives_and_one_page_less_does_not(name: str, see
     assert least >= events.peak_requested_bytes
     assert replay(events, name, capacity_bytes=least, config=config).fits
     assert least == 0 or not replay(events, name, capacity_bytes=least - PAGE_BYTES, config=config).fits
-
-
-@pytest.mark.parametrize("name", IN_BOTH)
-def test_the_minimum_capacity_is_the_same_in_python_and_native(name: str, random_case: Case) -> None:
-    events, _, _ = random_case(name, 3)
-    assert minimum_capacity(events, name, native=True) == minimum_capacity(events, name, native=False)
 
 
 def test_the_minimum_capacity_can_be_below_what_is_reserved_without_a_limit() -> None:
@@ -233,15 +224,15 @@ def test_a_pool_that_gives_nothing_back_survives_on_every_larger_device(seed: in
 
 
 @pytest.mark.parametrize("allocator", ["pytorch", "chainer"])
-def test_a_larger_device_can_fail_where_a_smaller_one_survives(allocator: str, native: bool) -> None:
+def test_a_larger_device_can_fail_where_a_smaller_one_survives(allocator: str) -> None:
     # At 120 MiB the first 60 must go back for the 70, and the 40 get a segment of their own. At 130 MiB the 60 stay
     # cached, the 40 are split off them, and so pin 60 MiB when the 80 are wanted.
     events = events_of(
         (ALLOCATE, 0, 60), (FREE, 0), (ALLOCATE, 1, 70), (ALLOCATE, 2, 40), (FREE, 1), (ALLOCATE, 3, 80)
     )  # fmt: skip
-    survives = {n: replay(events, allocator, capacity_bytes=n * MIB, native=native).fits for n in range(110, 150, 10)}
+    survives = {n: replay(events, allocator, capacity_bytes=n * MIB).fits for n in range(110, 150, 10)}
     assert survives == {110: False, 120: True, 130: False, 140: True}
-    assert minimum_capacity(events, allocator, native=native) == 140 * MIB
+    assert minimum_capacity(events, allocator) == 140 * MIB
 
 
 def test_the_minimum_capacity_of_an_allocator_that_takes_the_whole_device() -> None:

@@ -15,7 +15,8 @@ from overspill.core.units import format_bytes
 
 from .allocators import _native
 from .allocators.base import SEGMENT_ACTIONS, Allocator, Gauge, config_or_default
-from .allocators.registry import allocator_named, allocator_type
+from .allocators.native_allocator import NativeAllocator
+from .allocators.registry import allocator_type
 from .allocators.result import NOT_PLACED, Replay
 from .events import ALLOCATE, COLUMNS, EMPTY, FREE, Events
 from .simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
@@ -32,41 +33,35 @@ def replay(
     *,
     capacity_bytes: int | None = None,
     config: Any = None,
-    native: bool = True,
     curves: bool = False,
     request_bytes: int | None = None,
 ) -> Replay:
     """Replay `events` with `allocator` on an empty simulated device.
 
     The device has `capacity_bytes` (None: unlimited). Replay stops at the first allocation that is not elastic and
-    finds no room. `native` uses the counterpart in C++ where there is one. An allocator that sizes itself by a first
+    finds no room. An allocator that sizes itself by a first
     run makes that on the same events. `curves` and `request_bytes` (which takes longer) say what is kept of every
     event. Raises RequestError when the events free or allocate a block in the wrong state.
     """
-    run = replay_natively if native and allocator in _native.names() else replay_in_python
-    config = _settled(events, allocator, config, native=native)
-    return run(events, allocator, capacity_bytes, config, curves, request_bytes)
+    kind, config = allocator_type(allocator), _settled(events, allocator, config)
+    if issubclass(kind, NativeAllocator):
+        return _replay_natively(events, kind, capacity_bytes, config, curves, request_bytes)
+    return replay_on(kind(config, capacity_bytes=capacity_bytes), events, curves=curves, request_bytes=request_bytes)
 
 
-def _settled(events: Events, allocator: str, config: Any, *, native: bool) -> Any:
+def _settled(events: Events, allocator: str, config: Any) -> Any:
     """`config` with what `allocator` learns from a first run without limit."""
 
     def trial(first: Any) -> Replay:
-        return replay(events, allocator, config=first, native=native, request_bytes=0)
+        return replay(events, allocator, config=first, request_bytes=0)
 
     return allocator_type(allocator).settled(config, trial)
 
 
-def replay_in_python(
-    events: Events,
-    name: str,
-    capacity_bytes: int | None,
-    config: Any = None,
-    curves: bool = False,
-    request_bytes: int | None = None,
+def replay_on(
+    allocator: Allocator, events: Events, *, curves: bool = False, request_bytes: int | None = None
 ) -> Replay:
-    """As `replay`, on the Python allocator."""
-    allocator = allocator_named(name, config, capacity_bytes=capacity_bytes)
+    """Replay `events` on `allocator`, call by call."""
     addresses = np.full(events.block_count, NOT_PLACED, dtype=np.int64)
     live: dict[int, int] = {}
     without_room: set[int] = set()
@@ -103,8 +98,8 @@ def replay_in_python(
     # As arrays, like the native core's.
     table = [(e.at, SEGMENT_ACTIONS.index(e.action), e.address, e.nbytes, e.stream) for e in allocator.segment_log]
     return _result(
-        allocator=name,
-        capacity_bytes=capacity_bytes,
+        allocator=allocator.name,
+        capacity_bytes=allocator.capacity_bytes,
         failed_at=failed_at,
         skipped=skipped,
         retries=allocator.retries,
@@ -120,27 +115,26 @@ def _figures(allocator: Allocator, request_bytes: int | None) -> list[int]:
     return found if request_bytes is None else [*found, allocator.usable_bytes(request_bytes), allocator.spread_bytes]
 
 
-def replay_natively(
+def _replay_natively(
     events: Events,
-    name: str,
+    kind: type[NativeAllocator],
     capacity_bytes: int | None,
-    config: Any = None,
-    curves: bool = False,
-    request_bytes: int | None = None,
+    config: Any,
+    curves: bool,
+    request_bytes: int | None,
 ) -> Replay:
-    """As `replay`, on the native core."""
-    settings = asdict(config_or_default(name, allocator_type(name).config_type, config))
+    settings = asdict(config_or_default(kind.name, kind.config_type, config))
     columns = (events.action, events.block, events.nbytes, events.stream, events.mobility)
     try:
         failed_at, skipped, retries, addresses, table, gauges, histories = _native.replay(
-            name, settings, capacity_bytes, *columns, events.block_count, curves, request_bytes
+            kind.core, settings, capacity_bytes, *columns, events.block_count, curves, request_bytes
         )
     except ValueError as error:
         raise RequestError(str(error)) from None
     # The answer in the form that both kinds share.
     requested, allocated, reserved = (Gauge(*gauge) for gauge in gauges)
     return _result(
-        allocator=name,
+        allocator=kind.name,
         capacity_bytes=capacity_bytes,
         failed_at=None if failed_at < 0 else failed_at,
         skipped=skipped,
@@ -162,7 +156,7 @@ def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Sequence[NDArray[np.i
     return Replay(**fields)
 
 
-def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = None, *, native: bool = True) -> int:
+def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = None) -> int:
     """The least capacity in bytes on which `events` survive, in 2 MiB steps.
 
     Elastic allocations may fail. Found by bisection between the peak of requested bytes and a capacity known to do.
@@ -172,12 +166,12 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
     """
 
     def survives(pages: int) -> bool:
-        return replay(events, allocator, capacity_bytes=pages * PAGE_BYTES, config=config, native=native).fits
+        return replay(events, allocator, capacity_bytes=pages * PAGE_BYTES, config=config).fits
 
-    config = _settled(events, allocator, config, native=native)
+    config = _settled(events, allocator, config)
     # A capacity that is enough.
     requested = round_up(events.peak_requested_bytes, PAGE_BYTES) // PAGE_BYTES
-    too_little, enough = requested - 1, max(requested, _reserved_pages(events, allocator, config, native=native))
+    too_little, enough = requested - 1, max(requested, _reserved_pages(events, allocator, config))
     while not survives(enough):
         too_little, enough = max(too_little, enough), enough + max(enough, 1)
         if enough * PAGE_BYTES > ADDRESS_SPACE_BYTES:
@@ -201,23 +195,23 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
         too_little, enough = failed[-1], ceiling
 
 
-def _reserved_pages(events: Events, allocator: str, config: Any, *, native: bool) -> int:
+def _reserved_pages(events: Events, allocator: str, config: Any) -> int:
     """Pages that `allocator` reserves without a limit. 0 if its settings make no sense without one."""
     try:
-        peak = replay(events, allocator, config=config, native=native).peak_reserved_bytes
+        peak = replay(events, allocator, config=config).peak_reserved_bytes
     except RequestError:
         return 0
     return round_up(peak, PAGE_BYTES) // PAGE_BYTES
 
 
-def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None, *, native: bool = True) -> Layout:
+def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None) -> Layout:
     """The Layout that `allocator` gives `trace` on an unlimited device.
 
     Offsets count only addresses that were ever backed by memory, so that the peak is what the allocator needed. Those of
     an allocator that maps memory to one address after another are virtual, and the peak can be more.
     """
     events = Events.of(trace, by_references=allocator_type(allocator).by_references)
-    result = replay(events, allocator, config=config, native=native)
+    result = replay(events, allocator, config=config)
     if result.failed_at is not None:
         raise RequestError(f"the {allocator} allocator cannot place this trace in its address space")
     # Number the bytes that were ever backed by memory.

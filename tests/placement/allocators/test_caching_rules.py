@@ -3,21 +3,23 @@
 from typing import Any
 
 import pytest
+from tests.placement.allocators import caching_oracle
+from tests.placement.allocators.caching_oracle import segment_size
 
 from overspill.core.errors import OutOfMemory
-from overspill.placement import CachingConfig, allocator_named
+from overspill.placement import ALLOCATORS, CachingConfig
 from overspill.placement.allocators.base import Allocator, SegmentView
-from overspill.placement.allocators.caching import round_size, segment_size
+from overspill.placement.allocators.caching import round_size
 
 MIB = 1 << 20
 EXPANDABLE = CachingConfig(expandable_segments=True)
 
 
-@pytest.fixture
-def make() -> Any:
+@pytest.fixture(params=[ALLOCATORS["pytorch"], caching_oracle.CachingAllocator], ids=["native", "oracle"])
+def make(request: pytest.FixtureRequest) -> Any:
     def build(capacity_mib: int | None = None, **settings: Any) -> Allocator:
         capacity = None if capacity_mib is None else capacity_mib * MIB
-        return allocator_named("pytorch", CachingConfig(**settings), capacity_bytes=capacity)
+        return request.param(CachingConfig(**settings), capacity_bytes=capacity)
 
     return build
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.placement.allocators.caching_oracle import CachingAllocator
 
 from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
 from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
 from overspill.placement.allocators.base import Allocator
-from overspill.placement.allocators.caching import CachingAllocator
 from overspill_papers.placement import CnmemConfig
 
 MIB = 1 << 20

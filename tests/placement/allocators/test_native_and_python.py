@@ -1,4 +1,4 @@
-"""The native core does exactly what the Python twin does: 5 000 random traces (a quarter of them in the short suite), compared in every number."""
+"""The native core does exactly what its oracle in Python does: 5 000 random traces (a quarter of them in the short suite), compared in every number."""
 
 import ast
 from collections.abc import Callable
@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.placement.conftest import IN_BOTH
+from tests.placement.allocators.caching_oracle import CachingAllocator
 
-from overspill.placement import Events, Replay
+from overspill.placement import ALLOCATORS, Events, Replay, replay
 from overspill.placement.allocators import _native, base
-from overspill.placement.replay import replay_in_python, replay_natively
+from overspill.placement.allocators.base import Allocator
+from overspill.placement.allocators.native_allocator import NativeAllocator
+from overspill.placement.replay import replay_on
 
 MIB = 1 << 20
 TRACES = 5_000
 PARTS = 4
+ORACLES: dict[str, type[Allocator]] = {"pytorch": CachingAllocator}
 Case = Callable[[str, int], tuple[Events, Any, int | None]]
 
 
@@ -25,17 +28,22 @@ def differences(one: Replay, other: Replay) -> list[str]:
     return [f.name for f in fields(Replay) if not np.array_equal(getattr(one, f.name), getattr(other, f.name))]
 
 
-@pytest.mark.parametrize("name", IN_BOTH)
+@pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
-def test_the_twins_agree_in_addresses_statistics_logs_and_failures(name: str, part: int, random_case: Case) -> None:
-    each = TRACES // len(IN_BOTH) // PARTS
+def test_the_two_agree_in_addresses_statistics_logs_and_failures(name: str, part: int, random_case: Case) -> None:
+    each = TRACES // len(ORACLES) // PARTS
     failures = skipped = retries = 0
     for seed in range(part * each, (part + 1) * each):
         events, config, capacity = random_case(name, seed)
         request = 2**20 if seed % 2 else None
-        python = replay_in_python(events, name, capacity, config, curves=True, request_bytes=request)
-        core = replay_natively(events, name, capacity, config, curves=True, request_bytes=request)
+        oracle = ORACLES[name](config, capacity_bytes=capacity)
+        python = replay_on(oracle, events, curves=True, request_bytes=request)
+        core = replay(events, name, capacity_bytes=capacity, config=config, curves=True, request_bytes=request)
         assert differences(python, core) == [], seed
+        # Call by call it is the same, and so are the segments in the end.
+        stepped = ALLOCATORS[name](config, capacity_bytes=capacity)
+        assert differences(replay_on(stepped, events, curves=True, request_bytes=request), core) == [], seed
+        assert stepped.segments() == oracle.segments()
         failures += not python.fits
         skipped += python.skipped
         retries += python.retries
@@ -47,5 +55,11 @@ def test_the_twins_agree_in_addresses_statistics_logs_and_failures(name: str, pa
 
 def test_the_native_core_has_what_its_stub_has() -> None:
     stub = ast.parse(Path(base.__file__).with_name("_native.pyi").read_text(encoding="utf-8"))
-    assert {node.name for node in stub.body if isinstance(node, ast.FunctionDef)} <= vars(_native).keys()
-    assert set(_native.names()) == set(IN_BOTH)
+    assert {node.name for node in stub.body if isinstance(node, ast.FunctionDef | ast.ClassDef)} <= vars(_native).keys()
+    (stepper,) = (node for node in stub.body if isinstance(node, ast.ClassDef))
+    assert {node.name for node in stepper.body if isinstance(node, ast.FunctionDef)} <= vars(_native.Stepper).keys()
+
+
+def test_every_native_allocator_has_an_oracle_and_a_name() -> None:
+    native = {kind.core for kind in ALLOCATORS.values() if issubclass(kind, NativeAllocator)}
+    assert set(_native.names()) == native == ORACLES.keys()

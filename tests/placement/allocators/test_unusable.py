@@ -55,10 +55,10 @@ def test_chunks_leave_no_free_space_unusable_but_for_what_is_too_little() -> Non
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_curves_are_what_the_segments_say(name: str, native: bool, seed: int, random_case: Case) -> None:
+def test_the_curves_are_what_the_segments_say(name: str, seed: int, random_case: Case) -> None:
     events, config, capacity = random_case(name, seed)
     allocator = allocator_named(name, config, capacity_bytes=capacity)
-    done = replay(events, name, capacity_bytes=capacity, config=config, native=native, request_bytes=MIB)
+    done = replay(events, name, capacity_bytes=capacity, config=config, request_bytes=MIB)
     assert done.usable is not None
     assert done.spread is not None
     assert done.reserved is not None

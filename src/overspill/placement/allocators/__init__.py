@@ -1,4 +1,1 @@
-"""Online allocators of frameworks and papers, one file each.
-
-Each is the oracle of its native counterpart.
-"""
+"""Online allocators, one file each: PyTorch's, whose rules are native, and the base of those in Python."""

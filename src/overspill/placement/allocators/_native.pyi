@@ -1,5 +1,6 @@
 """The Python face of the native core (native/allocators/module.cpp)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,44 @@ from numpy.typing import NDArray
 
 def names() -> list[str]:
     """The allocators that there are."""
+
+def round_size(nbytes: int, divisions: Sequence[int]) -> int:
+    """Bytes of the block that PyTorch's allocator makes for a request."""
+
+class Stepper:
+    """An allocator, to be called event by event; `at` is the number of the event."""
+
+    def __init__(self, name: str, config: dict[str, Any], capacity_bytes: int | None, device: Any) -> None: ...
+    def allocate(self, at: int, nbytes: int, stream: int, mobility: int) -> int | None: ...
+    def free(self, at: int, address: int) -> bool:
+        """Whether a block was allocated at `address`."""
+
+    def empty_cache(self, at: int) -> None: ...
+    def adopt(
+        self, base: int, stream: int, small: bool, expandable: bool, blocks: list[tuple[int, int, int, int]]
+    ) -> None:
+        """Begin with a segment of PyTorch's: of each block address, size, requested bytes and state."""
+
+    def finds(self, nbytes: int, stream: int) -> bool:
+        """Whether PyTorch's cache could serve an allocation."""
+
+    def gauges(self) -> list[tuple[int, int, int]]:
+        """Of requested, allocated and reserved bytes: now, the peak, and its event."""
+
+    def retries(self) -> int: ...
+    def used_bytes(self) -> int: ...
+    def spread_bytes(self) -> int: ...
+    def usable_bytes(self, request: int) -> int: ...
+    def exchanged(self) -> int:
+        """The number of exchanges with the device."""
+
+    def exchanges(self, first: int) -> list[tuple[int, int, int, int, int]]:
+        """Of each exchange from the number `first` on: event, action, address, bytes, stream."""
+
+    def live_addresses(self) -> list[int]: ...
+    def idle_count(self) -> int: ...
+    def segments(self) -> list[tuple[int, list[tuple[int, int, int, int]]]]:
+        """Of each segment, by address, its stream and its blocks as in `adopt`."""
 
 def replay(
     name: str,

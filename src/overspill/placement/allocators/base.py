@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -72,11 +71,12 @@ class SegmentView(NamedTuple):
     blocks: tuple[BlockView, ...]
 
 
-class Allocator(ABC):
+class Allocator:
     """A framework's allocator over a simulated device.
 
     The device has `capacity_bytes` (None: unlimited). `clock` numbers the calls; the log and the peaks refer to it.
-    Subclasses find blocks in `_find_block`. Free ones are in one index, `_idle`, in the order of their `_key`s.
+    Subclasses find blocks in `_find_block`, or are a NativeAllocator. Free blocks are in one index, `_idle`, in the
+    order of their `_key`s.
     """
 
     name: ClassVar[str]
@@ -110,40 +110,47 @@ class Allocator(ABC):
         """
         if nbytes < 0:
             raise RequestError(f"cannot allocate {nbytes} bytes")
-        address, at = NOWHERE, self.clock
-        if nbytes:
-            block = self._find_grouped_block(nbytes, stream, mobility) if nbytes <= ADDRESS_SPACE_BYTES else None
-            if block is None:
-                raise self._out_of_memory(nbytes)
-            block.free, block.requested = False, nbytes
-            self._live[block.address] = block
-            self.requested.add(nbytes, at)
-            self.allocated.add(block.size, at)
-            address = block.address
-        self.clock = at + 1
+        address = self._allocate(nbytes, stream, mobility) if nbytes else NOWHERE
+        if address is None:
+            raise self._out_of_memory(nbytes)
+        self.clock += 1
         return address
 
     def free(self, address: int) -> None:
         """Free the block at `address`. Raises RequestError when none is allocated there."""
-        if address != NOWHERE:
-            block = self._live.pop(address, None)
-            if block is None:
-                raise RequestError(
-                    f"nothing is allocated at address {address:#x}: it was freed before, or never given out"
-                )
-            self.requested.add(-block.requested, self.clock)
-            self.allocated.add(-block.size, self.clock)
-            block.free, block.requested = True, 0
-            self._return_block(block)
+        if address != NOWHERE and not self._free(address):
+            raise RequestError(f"nothing is allocated at address {address:#x}: it was freed before, or never given out")
         self.clock += 1
+
+    def _allocate(self, nbytes: int, stream: int, mobility: int) -> int | None:
+        """The address of a block of at least `nbytes`, or None."""
+        block = self._find_grouped_block(nbytes, stream, mobility) if nbytes <= ADDRESS_SPACE_BYTES else None
+        if block is None:
+            return None
+        block.free, block.requested = False, nbytes
+        self._live[block.address] = block
+        self.requested.add(nbytes, self.clock)
+        self.allocated.add(block.size, self.clock)
+        return block.address
+
+    def _free(self, address: int) -> bool:
+        """Free the block at `address`; whether there was one."""
+        block = self._live.pop(address, None)
+        if block is None:
+            return False
+        self.requested.add(-block.requested, self.clock)
+        self.allocated.add(-block.size, self.clock)
+        block.free, block.requested = True, 0
+        self._return_block(block)
+        return True
 
     def empty_cache(self) -> None:
         """Give all memory without live blocks back to the device; most allocators never do."""
         return
 
-    @abstractmethod
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         """A block of at least `nbytes`, taken out of the free indexes, or None. None when all attempts failed."""
+        raise NotImplementedError
 
     def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> PoolBlock | None:  # noqa: ARG002
         """As `_find_block`, for allocators that group blocks by `mobility`."""
@@ -251,26 +258,27 @@ class Allocator(ABC):
         segments = self.segments()
         blocks = [block for segment in segments for block in segment.blocks]
         live = [block for block in blocks if block.state == "live"]
-        self._equal(
-            "blocks in segments",
-            len(blocks),
-            "live + idle",
-            len(self.live_addresses()) + sum(1 for _ in self._idle_blocks()),
-        )
+        self._equal("blocks in segments", len(blocks), "live + idle", len(self.live_addresses()) + self._idle_count())
         self._equal("live addresses", sorted(b.address for b in live), "given out", sorted(self.live_addresses()))
         self._equal("sum of requests", sum(b.requested_bytes for b in live), "requested", self.requested.now)
         self._equal("sum of live blocks", sum(b.nbytes for b in live), "allocated", self.allocated.now)
         self._equal("sum of segments", sum(s.mapped_bytes for s in segments), "reserved", self.reserved.now)
         exchanged = sum(event.nbytes if event.action in GAINS else -event.nbytes for event in self.segment_log)
         self._equal("sum of the segment log", exchanged, "reserved", self.reserved.now)
-        if self.reserved.now > self.device.used_bytes:
-            raise InvalidLayout(f"{self.name}: reserved {self.reserved.now} > used on device {self.device.used_bytes}")
+        if self.reserved.now > (used := self._used_bytes()):
+            raise InvalidLayout(f"{self.name}: reserved {self.reserved.now} > used on device {used}")
         # Segments do not overlap, and are full of blocks.
         for segment, following in pairwise(segments):
             if segment.address + segment.nbytes > following.address:
                 raise InvalidLayout(f"{self.name}: segments at {segment.address} and {following.address} overlap")
         for segment in segments:
             self._check_segment(segment)
+
+    def _idle_count(self) -> int:
+        return sum(1 for _ in self._idle_blocks())
+
+    def _used_bytes(self) -> int:
+        return self.device.used_bytes
 
     def _check_segment(self, segment: SegmentView) -> None:
         end = segment.address

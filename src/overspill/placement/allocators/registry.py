@@ -1,6 +1,6 @@
 """Allocators by name.
 
-An allocator is one file here, or of another package. Some have a header of the native core too, by which `replay` is fast.
+An allocator is one file here, or of another package. Its rules are in Python, or in a header of the native core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .base import Allocator
 ALLOCATORS: Registry[type[Allocator]] = Registry(
     "allocator",
     "allocators",
-    classes_in(__name__.rpartition(".")[0], Allocator),  # type: ignore[type-abstract]
+    classes_in(__name__.rpartition(".")[0], Allocator),
     papers=("best-fit", "buddy", "chainer", "chunked", "cnmem", "gtbm", "mxnet", "tensorflow"),
     by_name=True,
 )

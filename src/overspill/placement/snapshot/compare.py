@@ -108,7 +108,7 @@ class _Comparison:
     def __post_init__(self) -> None:
         self.device = RecordedDevice(self.capacity_bytes)
         self.allocator = RecordedAllocator(self.config, self.device)
-        self.device.exchanged = lambda: len(self.allocator.segment_log) - self._before
+        self.device.exchanged = lambda: self.allocator.exchanged - self._before
         self._before = 0
         self._numbers = stream_numbers(self.recording)
         self._addresses = {b.address: b.address for s in self.start for b in s.view.blocks if b.state == "live"}
@@ -116,7 +116,7 @@ class _Comparison:
         for segment in self.start:
             view = segment.view
             self.device.adopt(view.address, view.mapped_bytes, plain=not segment.expandable)
-            self.allocator.adopt(segment, self._numbers[view.stream], self.allocator.reservation)
+            self.allocator.adopt(segment, self._numbers[view.stream])
         self.reserved_at_start = self.device.used_bytes
         self._most_reserved = self._recorded_peak()
 

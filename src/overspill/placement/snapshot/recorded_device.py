@@ -8,11 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 
-from overspill.placement.allocators.base import SegmentView
-from overspill.placement.allocators.blocks import PoolBlock
 from overspill.placement.allocators.caching import SMALL_BYTES, CachingAllocator, round_size
 from overspill.placement.allocators.caching_config import CachingConfig
-from overspill.placement.allocators.expandable import ExpandableSegments
+from overspill.placement.allocators.native_allocator import BLOCK_STATES
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SimulatedDevice
 
 from .device_trace import LOSSES
@@ -133,59 +131,28 @@ class RecordedDevice(SimulatedDevice):
 
 
 class RecordedAllocator(CachingAllocator):
-    """PyTorch's allocator over a recorded device.
-
-    It can begin with segments and can empty its cache.
-    """
+    """PyTorch's allocator over a recorded device, which can begin with segments."""
 
     def __init__(self, config: CachingConfig, device: RecordedDevice) -> None:
-        super().__init__(config, capacity_bytes=device.capacity_bytes)
-        self.device = device
-        if config.expandable_segments:
-            self._expandable = ExpandableSegments(self)
+        super().__init__(config, capacity_bytes=device.capacity_bytes, device=device)
 
-    def adopt(self, segment: StartSegment, stream: int, reservation: int) -> None:
-        """Begin with `segment`. An expandable one has `reservation` bytes of address space."""
-        view, pool = segment.view, self._small if segment.small else self._large
-        before: PoolBlock | None = None
-        for piece in view.blocks:
-            mapped, free = piece.state != "unmapped", piece.state != "live"
-            block = PoolBlock(piece.address, piece.nbytes, stream, piece.requested_bytes, free, mapped, prev=before)
-            block.pool, block.base, block.born = pool, view.address, self.birth()
-            if before is not None:
-                before.next = block
-            before = block
-            # Live blocks are counted, others go into the free indexes.
-            if not free:
-                self._live[block.address] = block
-                self.requested.add(piece.requested_bytes, -1)
-                self.allocated.add(piece.nbytes, -1)
-            elif mapped:
-                self.put(block)
-            else:
-                pool.unmapped.add((stream, block.address), block)
-        self.reserved.add(view.mapped_bytes, -1)
-        if segment.expandable and view.nbytes < reservation:
-            self._add_tail(view, stream, reservation, before)
-
-    def _add_tail(self, view: SegmentView, stream: int, reservation: int, before: PoolBlock | None) -> None:
-        """Add the unmapped rest of an expandable segment after its last block."""
-        tail = PoolBlock(view.address + view.nbytes, reservation - view.nbytes, stream, mapped=False, prev=before)
-        tail.base, tail.born = view.address, self.birth()
-        if before is not None:
-            tail.pool = before.pool
-            before.next = tail
-            before.pool.unmapped.add((stream, tail.address), tail)
+    def adopt(self, segment: StartSegment, stream: int) -> None:
+        """Begin with `segment`. An expandable one gets address space to grow into."""
+        view = segment.view
+        blocks = [(b.address, b.nbytes, b.requested_bytes, BLOCK_STATES.index(b.state)) for b in view.blocks]
+        self._core.adopt(view.address, stream, segment.small, segment.expandable, blocks)
+        self._follow()
 
     @property
-    def reservation(self) -> int:
-        """Address space bytes of one expandable segment."""
-        return self._expandable._reservation if self._expandable is not None else 0
+    def exchanged(self) -> int:
+        """The number of exchanges with the device, also while a call makes them."""
+        return self._core.exchanged()
 
     @property
     def collects_garbage(self) -> bool:
         """Whether cached segments are released before memory runs out."""
-        return self._collects
+        limited = self.capacity_bytes is not None and self.config.per_process_memory_fraction < 1
+        return limited and self.config.garbage_collection_threshold > 0
 
     def is_small(self, nbytes: int) -> bool:
         """Whether an allocation of `nbytes` goes to the small pool."""
@@ -193,11 +160,4 @@ class RecordedAllocator(CachingAllocator):
 
     def finds(self, nbytes: int, stream: int) -> bool:
         """Whether the cache could serve an allocation; changes nothing."""
-        size = round_size(nbytes, self.config.roundup_power2_divisions)
-        pool = self._small if self.is_small(nbytes) else self._large
-        searches = pool.searches
-        block = self._find(pool, size, stream)
-        if block is not None:
-            pool.free.add(self.key(block), block)
-        pool.searches = searches
-        return block is not None
+        return self._core.finds(nbytes, stream)

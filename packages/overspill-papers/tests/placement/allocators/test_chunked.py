@@ -1,12 +1,14 @@
 """Chunked virtual addressing: any chunks serve any request, and what is wasted is bounded (section 4 of the paper)."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import ALLOCATE, FREE, Events, allocator_named, replay
+from overspill.placement import ALLOCATE, FREE, TRY, Events, allocator_named, replay
 from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import ChunkedConfig
 
@@ -139,3 +141,22 @@ def test_it_survives_on_what_its_blocks_take_where_best_fit_does_not() -> None:
     events = Events.from_rows(rows)
     assert replay(events, "chunked", capacity_bytes=120 * MIB).fits
     assert not replay(events, "best-fit", capacity_bytes=120 * MIB).fits
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_blocks_are_placed_as_in_pytorchs_allocator_with_its_default_settings(seed: int) -> None:
+    draw = random.Random(seed)
+    rows: list[Row] = []
+    live: list[int] = []
+    for block in range(150):
+        if live and draw.random() < 0.45:
+            rows.append((FREE, live.pop(draw.randrange(len(live))), 0, 0))
+        rows.append((TRY, block, int(2 ** draw.uniform(0, 24)), draw.choice([0, 0, 1])))
+        live.append(block)
+    capacity = draw.choice([None, 60 * MIB, 101 * MIB])
+    events, chunks = Events.from_rows(rows), ChunkedConfig(40 * MIB)
+    ours = replay(events, "chunked", capacity_bytes=capacity, config=chunks)
+    theirs = replay(events, capacity_bytes=capacity)
+    assert ours.addresses.tolist() == theirs.addresses.tolist()
+    assert ours.segment_events == theirs.segment_events
+    assert (ours.skipped, ours.retries) == (theirs.skipped, theirs.retries)

@@ -8,8 +8,10 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import Key, PoolBlock
-from overspill.placement.allocators.expandable import UNLIMITED_RESERVATION_BYTES
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
+
+UNLIMITED_RESERVATION_BYTES = 1 << 46
+"""Address space of the pool on an unlimited device."""
 
 
 @dataclass(frozen=True)

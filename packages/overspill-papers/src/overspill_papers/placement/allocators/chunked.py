@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
-from overspill.placement.allocators.base import GAINS, Allocator, SegmentAction
-from overspill.placement.allocators.blocks import PoolBlock
-from overspill.placement.allocators.caching import CachingAllocator
+from overspill.placement.allocators.base import Allocator, SegmentAction
+from overspill.placement.allocators.blocks import Key, PoolBlock
+from overspill.placement.allocators.caching import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
+LARGE_SEGMENT_BYTES, MIN_LARGE_SEGMENT_BYTES = 20 << 20, 10 << 20  # of c10/core/AllocatorConfig.h, torch 2.13
 SMALL_SHARE = 2
 """Requests up to a chunk divided by this get no chunks, which would be mostly empty."""
 
@@ -118,17 +119,31 @@ class ChunkedAllocator(Allocator):
                 self._put(block)
 
 
-class _SmallBlocks(CachingAllocator):
-    """PyTorch's caching allocator for small blocks, on the owner's device. Its segments count among the owner's."""
+class _SmallBlocks(Allocator):
+    """Small blocks on the owner's device, by the rules of PyTorch's caching allocator with its default settings.
+
+    Its segments count among the owner's.
+    """
+
+    name = "chunked"
+    config_type: ClassVar = ChunkedConfig
 
     def __init__(self, owner: Allocator) -> None:
-        super().__init__(capacity_bytes=owner.capacity_bytes)
+        super().__init__(owner.config, capacity_bytes=owner.capacity_bytes)
         self.device = owner.device
         self._owner = owner
 
     def find(self, nbytes: int, stream: int) -> PoolBlock | None:
         """A block of at least `nbytes`, or None."""
-        return self._find_block(nbytes, stream)
+        size = round_up(nbytes, MIN_BLOCK_BYTES)
+        small = size <= SMALL_BYTES
+        block = self._first(small, stream, size)
+        if block is not None and (block.pool, block.stream) == (small, stream):
+            self._take(block)
+        elif (block := self._grown(size, stream, small=small)) is None:
+            return None
+        least = MIN_BLOCK_BYTES if small else SMALL_BYTES + 1
+        return self._cut_off(block, size) if block.size - size >= least else block
 
     def give_back(self, block: PoolBlock) -> None:
         """Free `block`."""
@@ -139,5 +154,21 @@ class _SmallBlocks(CachingAllocator):
         return self._idle_blocks()
 
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
-        self.reserved.add(nbytes if action in GAINS else -nbytes, self._owner.clock)
         self._owner.log_exchange(action, address, nbytes, stream)
+
+    def _key(self, block: PoolBlock) -> Key:
+        return block.pool, block.stream, block.size, block.address
+
+    def _grown(self, size: int, stream: int, *, small: bool) -> PoolBlock | None:
+        """A new segment; where the device has no memory, after releasing all cached ones."""
+        nbytes = LARGE_SEGMENT_BYTES if size < MIN_LARGE_SEGMENT_BYTES else round_up(size, PAGE_BYTES)
+        nbytes = SMALL_SEGMENT_BYTES if small else nbytes
+        block = self._segment_malloc(nbytes, stream)
+        if block is None:
+            for idle in [block for block in self._idle if not block.split]:
+                self._segment_free(self._take(idle))
+            self.retries += 1
+            block = self._segment_malloc(nbytes, stream)
+        if block is not None:
+            block.pool = small
+        return block

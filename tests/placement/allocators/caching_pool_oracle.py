@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from overspill.placement.allocators.base import SegmentAction
+from overspill.placement.allocators.blocks import FreeBlocks, Key, PoolBlock
 from overspill.placement.simulated_device import SimulatedDevice
-
-from .base import SegmentAction
-from .blocks import FreeBlocks, Key, PoolBlock
 
 
 class CachingPool:

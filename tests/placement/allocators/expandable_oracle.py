@@ -1,4 +1,4 @@
-"""PyTorch's expandable segments: address space reserved once, memory mapped by page.
+"""The oracle of native/allocators/expandable.hpp: address space reserved once, memory mapped by page.
 
     segment   | live | free ......| unmapped ...................................|
               ^base               ^always a whole number of pages from the base
@@ -8,10 +8,10 @@ Rules: c10/cuda/CUDACachingAllocator.cpp (pytorch 001074d2), find_expandable_blo
 
 from __future__ import annotations
 
-from overspill.placement.simulated_device import round_up
+from tests.placement.allocators.caching_pool_oracle import CachingPool, PoolOwner
 
-from .blocks import FreeBlocks, PoolBlock
-from .caching_pool import CachingPool, PoolOwner
+from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.simulated_device import round_up
 
 UNLIMITED_RESERVATION_BYTES = 1 << 46
 """Address space of one segment on an unlimited device."""
