@@ -86,7 +86,7 @@ def _predict(
     return estimate, time.perf_counter() - started
 
 
-def _run_dnnmem(row: dnnmem.Row, recorder: Recorder) -> None:
+def _run_dnnmem(row: dnnmem.TableRow, recorder: Recorder) -> None:
     dnnmem.run(row, "cuda", started=recorder.start_iteration)
 
 

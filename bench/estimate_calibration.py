@@ -25,7 +25,7 @@ from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.estimation import Estimate
 from overspill.estimation.demand import served
-from overspill.estimation.draws import Draws, interval
+from overspill.estimation.engine_samples import EngineSamples, interval
 
 _GPUS = {"NVIDIA GeForce RTX 3060": "rtx3060", "NVIDIA GeForce RTX 4060": "rtx4060"}
 _FAMILIES = ("ConvNeXt", "MnasNet", "Mob", "RegNet", "ResNet", "VGG", "distilgpt2", "gpt-neo", "opt", "T5")
@@ -66,7 +66,7 @@ class Reading:
         started = time.perf_counter()
         recording = record(job, capability=capability_of(device.compute_capability))
         estimate = Estimate("", recording, device, software=_NEW_CODE if row.zero_grad_recorded else _OLD_CODE)
-        self._demand, self._draws = estimate.demand, Draws(recording, device, estimate.demand)
+        self._demand, self._draws = estimate.demand, EngineSamples(recording, device, estimate.demand)
         self.fits = estimate.fits()
         self.seconds = time.perf_counter() - started
         self._room = device.memory_bytes - estimate.outside_bytes

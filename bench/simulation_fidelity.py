@@ -35,8 +35,8 @@ from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.policies import policy_named
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
-from overspill.runtime.compiled.beside import GraphProblem
 from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.concurrent_plans import GraphProblem
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.compiled.session_budget import SessionBudget
 from overspill.runtime.options import Options
@@ -117,7 +117,7 @@ class HalfwayBudget(SessionBudget):
     """A budget halfway between the policy's floor and the unmanaged peak, for policies that plan for one."""
 
     def bytes_for(self, problem: GraphProblem[Any], *_: object, **__: object) -> int:
-        graph, device = problem.alone, problem.device
+        graph, device = problem.alone, problem.account.device
         unmanaged = unmanaged_peak(graph, device)
         policy = policy_named(problem.options.policy)
         if not policy.plans_for_budget:

@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lists and dictionaries that forward reads are compared by identity only",
-        "runtime/step/followed.py",
+        "runtime/step/tracked_values.py",
         "BY_IDENTITY = (\n",
         "BY_IDENTITY = (list, dict,\n",
         ("tests/runtime/step/test_python_state.py", "tests/runtime/step/test_edits.py"),

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill_papers.papers.dnnmem_tables import FRAMEWORKS, LSTM_WIDTH, P40_GB, Row, load
+from overspill_papers.papers.dnnmem_tables import FRAMEWORKS, LSTM_WIDTH, P40_GB, TableRow, load
 
 from . import torchvision_models, transformer_models
 from .jobs import Started, move, nothing
 
-__all__ = ["FRAMEWORKS", "P40_GB", "Row", "build", "load", "run", "train"]
+__all__ = ["FRAMEWORKS", "P40_GB", "TableRow", "build", "load", "run", "train"]
 
 ITERATIONS = 3
 _LEARNING_RATE = 0.001
@@ -32,12 +32,12 @@ _CLASSES = {"BERT": 2}
 _IMAGE_CLASSES = 1000
 
 
-def run(row: Row, device: str, iterations: int = ITERATIONS, started: Started = nothing) -> None:
+def run(row: TableRow, device: str, iterations: int = ITERATIONS, started: Started = nothing) -> None:
     """Train the PyTorch job of one row on `device`; `started` is called when an iteration starts."""
     train(row, build(row), device, iterations, started)
 
 
-def build(row: Row) -> nn.Module:
+def build(row: TableRow) -> nn.Module:
     """Returns the model on the host, with random weights, in training mode."""
     if row.framework != "PyTorch":
         raise SystemExit(f"only the PyTorch jobs can be run, not {row.model} in {row.framework}")
@@ -87,7 +87,9 @@ def _bert() -> nn.Module:
     return model
 
 
-def train(row: Row, model: nn.Module, device: str, iterations: int = ITERATIONS, started: Started = nothing) -> None:
+def train(
+    row: TableRow, model: nn.Module, device: str, iterations: int = ITERATIONS, started: Started = nothing
+) -> None:
     """Move a model that `build` returned to `device` and train it there."""
     move(model, device)
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if row.model == "BERT" else torch.optim.SGD
@@ -117,12 +119,12 @@ def _lstm_loss(model: nn.Module, steps: Tensor) -> Tensor:
 _LOSSES: dict[str, Callable[..., Tensor]] = {"BERT": _bert_loss, "LSTM": _lstm_loss}
 
 
-def _batches(row: Row, iterations: int) -> Iterator[tuple[Tensor, ...]]:
+def _batches(row: TableRow, iterations: int) -> Iterator[tuple[Tensor, ...]]:
     for _ in range(iterations):
         yield _batch(row)
 
 
-def _batch(row: Row) -> tuple[Tensor, ...]:
+def _batch(row: TableRow) -> tuple[Tensor, ...]:
     labels = torch.randint(_CLASSES.get(row.model, _IMAGE_CLASSES), (row.batch_size,))
     if row.image_side is not None:
         return torch.randn(row.batch_size, 3, row.image_side, row.image_side), labels

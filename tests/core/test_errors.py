@@ -32,7 +32,7 @@ def test_other_errors_are_not_of_memory(text: str) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        InfeasibleBudget("too small", budget_bytes=1, floor_bytes=2, cause="an op").told("; else"),
+        InfeasibleBudget("too small", budget_bytes=1, floor_bytes=2, cause="an op").with_help("; else"),
         OutOfMemory("full", requested_bytes=1, reserved_bytes=2, capacity_bytes=None),
         RequestError("wrong"),
     ],

@@ -9,7 +9,7 @@ from tests.simulate.graphs import DEVICE, Layer, network
 
 from overspill.core import Device, Graph, LayerType
 from overspill.core.budget import Budget
-from overspill.core.device import ELSEWHERE
+from overspill.core.device import ABSENT
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.placement.card import Card
 from overspill.plans.fit import search
@@ -67,11 +67,11 @@ def test_the_share_of_a_row_to_one_decimal_is_a_budget_that_gives_its_plan(graph
 
 
 def test_on_a_card_budgets_are_sizes_of_it_and_rows_are_what_such_a_card_gives(graph: Graph) -> None:
-    gpu = replace(DEVICE, memory_bytes=1 << 40, context_bytes=1 << 20, index=ELSEWHERE)
+    gpu = replace(DEVICE, memory_bytes=1 << 40, context_bytes=1 << 20, index=ABSENT)
     card = Card(gpu, (4096,))
     large = replace(graph, tensors=tuple(replace(t, nbytes=256 * t.nbytes) for t in graph.tensors))
     found = sweep(large, gpu, ("auto", "vdnn-all"), POINTS, account=card)
-    assert found.unmanaged_needed_bytes == found.unmanaged_device_bytes == card.unmanaged(large)
+    assert found.unmanaged_bytes == found.unmanaged_device_bytes == card.unmanaged(large)
     budgets = [budget for budget, _, _ in of(found, "auto")]
     assert budgets[0] == found.unmanaged_device_bytes > found.unmanaged_peak_bytes
     for point in found.points:

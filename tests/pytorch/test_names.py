@@ -50,10 +50,14 @@ def uses(text: str) -> Iterator[str]:
             yield from (a.name for a in node.names if is_private(a.name))
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
             yield from (name for a in node.names if is_private(name := f"{node.module}.{a.name}"))
-        elif isinstance(node, ast.Attribute) and PRIVATE.match(node.attr):
-            # An op's name is PyTorch's vocabulary, which every kernel and graph has: `aten._to_copy`.
-            if node.attr not in own and not re.search(r"\b(aten|ops|prims)\b", ast.unparse(node.value)):
-                yield ast.unparse(node)
+        elif (
+            isinstance(node, ast.Attribute)
+            and PRIVATE.match(node.attr)
+            and node.attr not in own
+            # The name of an op is the vocabulary of all kernels and graphs: `aten._to_copy`.
+            and not re.search(r"\b(aten|ops|prims)\b", ast.unparse(node.value))
+        ):
+            yield ast.unparse(node)
 
 
 def owner(node: ast.Attribute) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.simulate.graphs import DEVICE, Build, Layer, network
 
 from overspill.core import Device, Graph, LayerType, Phase, TensorKind
-from overspill.core.device import ELSEWHERE
+from overspill.core.device import ABSENT
 from overspill.core.units import format_bytes
 from overspill.placement.card import Card
 from overspill.plans.comparison import Row, compare
@@ -49,7 +49,7 @@ def test_a_rows_figures_are_its_plans() -> None:
 
 def test_where_the_card_is_known_the_row_has_what_it_must_have() -> None:
     budget = (320 << 20) + 3 * GRAPH.bytes_of(TensorKind.ACTIVATION) // 4  # of it a segment of 20 MiB for handles
-    gpu = replace(DEVICE, index=ELSEWHERE, context_bytes=300 << 20)
+    gpu = replace(DEVICE, index=ABSENT, context_bytes=300 << 20)
     card = Card(gpu, (8 << 20,))
     rows = compare(GRAPH, gpu, ("auto", "in-core"), budget, account_for=lambda _: card)
     for row in rows:

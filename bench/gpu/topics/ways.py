@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overspill
 from gpu.experiment import Figures
-from overspill.models.gpt2 import Block
+from overspill.models.gpt2 import TransformerBlock
 from overspill.models.resnet import Residual
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
@@ -144,7 +144,7 @@ def _checkpoint_blocks(model: TrainingStep) -> None:
     if hasattr(model.model, "gradient_checkpointing_enable"):  # one of transformers'
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
-        if isinstance(module, Block | Residual):
+        if isinstance(module, TransformerBlock | Residual):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 

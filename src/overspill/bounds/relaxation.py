@@ -33,7 +33,7 @@ Transfers = dict[int, Terms]
 
 
 @dataclass
-class Group:
+class GapGroup:
     """Gaps that cover the same sample points, `points`, those before the step's end first.
 
     They begin in the interval `begins`. `copied`: the copy to the store is paid for here, from the interval `since` on.
@@ -121,7 +121,7 @@ class Relaxation(ABC):
         self.over = self.live > self.limits
 
         self.at = self._sample_points(SAMPLE_POINTS)
-        self.groups: dict[tuple[object, ...], Group] = {}
+        self.groups: dict[tuple[object, ...], GapGroup] = {}
         self.whole: set[Gap] = set()  # gaps whose tensors count as away only as a whole
         self.choices: list[int] = []  # columns of algorithms, which are 0 or 1
         self.absent: list[int] = []  # columns of such tensors at a sample point
@@ -246,14 +246,14 @@ class Relaxation(ABC):
             return (*range(first, len(self.at)), *range(last))
         return tuple(range(first, last))
 
-    def _group(self, gap: Gap, written: int | None, *, copied: bool) -> Group | None:
+    def _group(self, gap: Gap, written: int | None, *, copied: bool) -> GapGroup | None:
         points = self._covered(gap)
         if not any(self.over[self.at[k]] for k in points):
             return None
         begins = self._interval_of(gap.start)
         since = begins if written is None else self._interval_of(written)
         key = (points, copied, gap.wraps, begins, since, gap if gap in self.whole else None)
-        return self.groups.setdefault(key, Group(points, copied, gap.wraps, begins, since))
+        return self.groups.setdefault(key, GapGroup(points, copied, gap.wraps, begins, since))
 
     def _make_groups(self) -> None:
         tensors = self.graph.tensors
@@ -273,7 +273,7 @@ class Relaxation(ABC):
         for group in self.groups.values():
             self._limit(group)
 
-    def _limit(self, group: Group) -> None:
+    def _limit(self, group: GapGroup) -> None:
         """Limit what may leave over the link to what is neither recomputed nor held for recomputations."""
         terms = [
             (again, self.graph.tensors[gap.tensor].nbytes / self.unit)
@@ -287,7 +287,7 @@ class Relaxation(ABC):
 
     # -- transfers
 
-    def _flow(self, group: Group, leaving: Transfers, coming: Transfers) -> None:
+    def _flow(self, group: GapGroup, leaving: Transfers, coming: Transfers) -> None:
         """Balance bytes away at each sample point: those before, plus what left, minus what came back.
 
         Bytes that a wrapping gap has away at the end of one step, it has at the start of the next.
@@ -312,7 +312,7 @@ class Relaxation(ABC):
             coming[-1 if start == end_of_step else start].append((previous, 1.0))
 
     def _move(
-        self, group: Group, intervals: range, before: int | None, after: int, leaving: Transfers, coming: Transfers
+        self, group: GapGroup, intervals: range, before: int | None, after: int, leaving: Transfers, coming: Transfers
     ) -> None:
         """Balance one stretch: `after` is `before` plus what leaves minus what comes back in `intervals`."""
         terms = [(after, 1.0), *minus(before)]

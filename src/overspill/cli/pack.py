@@ -20,7 +20,7 @@ from .common import AsJson, Outcome, ReportFile, check_report, check_writable, n
 if TYPE_CHECKING:
     from overspill.placement.packing.base import Solution
     from overspill.placement.packing.files import TraceFile
-    from overspill.placement.packing.verdict import Verdict
+    from overspill.placement.packing.verdict import PackingVerdict
 
 BlocksFile = Annotated[
     Path,
@@ -144,7 +144,7 @@ def _remarks(read: TraceFile) -> list[str]:
     return found
 
 
-def _answer(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes: int | None) -> dict[str, Any]:
+def _answer(read: TraceFile, solution: Solution, found: PackingVerdict, capacity_bytes: int | None) -> dict[str, Any]:
     layout = solution.layout
     blame = {"blame": [read.label(position) for position in found.infeasible_core]} if found.infeasible else {}
     return {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .saved import Saved
 
-ELSEWHERE = -1
+ABSENT = -1
 """The index of a GPU that plans are made for but this machine does not have."""
 
 

@@ -78,7 +78,7 @@ class InfeasibleBudget(OverspillError):
         self.crowded = crowded
         self.most_bytes = most_bytes
 
-    def told(self, more: str) -> InfeasibleBudget:
+    def with_help(self, more: str) -> InfeasibleBudget:
         """The same error with `more` appended to its message."""
         return InfeasibleBudget(f"{self}{more}", **_given(self) | {"hints": (*self.hints, more.strip("; "))})
 

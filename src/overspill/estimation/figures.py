@@ -20,10 +20,10 @@ from overspill.placement.replay import minimum_capacity
 
 from .advice.change import Retrace
 from .demand import Demand, demand_of, served, survives
-from .draws import Draws, interval
+from .engine_samples import EngineSamples, interval
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
-from .unsaid import LOADING, Unsaid, unsaid
+from .unspecified import LOADING, Unspecified, unspecified
 
 # The ops of PyTorch, MXNet and TensorFlow that load cuDNN.
 _CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "Convolution", "Conv2D"})
@@ -61,9 +61,9 @@ class Figures:
         return demand_of(self.recording, self.device, self.software)
 
     @cached_property
-    def draws(self) -> Draws:
+    def draws(self) -> EngineSamples:
         """The job's allocations if cuDNN takes other engines."""
-        return Draws(self.recording, self.device, self.demand)
+        return EngineSamples(self.recording, self.device, self.demand)
 
     @cached_property
     def replayed(self) -> Replay:
@@ -147,11 +147,11 @@ class Figures:
         return replace(found, low=found.low - less, high=found.high + more + int(LOADING * found.central))
 
     @cached_property
-    def unsaid(self) -> Unsaid | None:
+    def unsaid(self) -> Unspecified | None:
         """Settings of a fine-tune that were not given, and what they may move; None where there are none."""
         if self.retrace is None:
             return None
-        return unsaid(
+        return unspecified(
             self.retrace,
             self.replayed.peak_device_bytes,
             lambda other: self._served(demand_of(other, self.device, self.software)).peak_device_bytes,

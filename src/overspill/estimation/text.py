@@ -9,7 +9,7 @@ from overspill.core.units import format_bytes
 from .advice import Advice
 from .figures import Figures
 from .peak import Peak
-from .unsaid import Unsaid
+from .unspecified import Unspecified
 
 _BAR = 32
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -132,7 +132,7 @@ def figures(estimate: Figures) -> Iterator[str]:
         yield f"  {open_settings(estimate.unsaid)}"
 
 
-def open_settings(unsaid: Unsaid) -> str:
+def open_settings(unsaid: Unspecified) -> str:
     """Settings that were not given, how far they move the figure, and that giving them helps."""
     more, less = format_bytes(unsaid.more), format_bytes(unsaid.less)
     return f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: {', '.join(unsaid.options)}"

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, positions, -1))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block: attention and an MLP four times as wide.
 
     Each reads a normalised copy of the residual stream.
@@ -106,7 +106,7 @@ class Gpt2(nn.Module):
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.positions, shape.width)
         self.dropout = nn.Dropout(_DROPOUT)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(shape) for _ in range(shape.depth)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.tokens.weight

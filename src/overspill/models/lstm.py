@@ -22,14 +22,14 @@ State = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _LstmShape:
     vocabulary: int
     width: int
     layers: int
 
 
-_FULL = _Shape(vocabulary=10_000, width=650, layers=2)
-_SMALL = _Shape(vocabulary=97, width=16, layers=2)
+_FULL = _LstmShape(vocabulary=10_000, width=650, layers=2)
+_SMALL = _LstmShape(vocabulary=97, width=16, layers=2)
 
 
 class LstmStack(nn.Module):
@@ -67,7 +67,7 @@ class LstmStack(nn.Module):
 class LanguageModel(nn.Module):
     """Embedding, LSTM layers, and logits of the next word."""
 
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: _LstmShape) -> None:
         super().__init__()
         self.words = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = LstmStack(shape.width, shape.width, shape.layers, _DROPOUT)

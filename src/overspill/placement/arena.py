@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from overspill.capture.compiled.given import scratch_in_pieces
 from overspill.capture.compiled.graph import GRADIENTS
+from overspill.capture.compiled.result_memory import scratch_in_pieces
 from overspill.capture.compiled.whole_step import ACCUMULATE
 from overspill.core import Block, Graph, Phase, Places, Schedule, Trace, Verb
 from overspill.core.errors import RequestError

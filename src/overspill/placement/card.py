@@ -11,7 +11,7 @@ from itertools import product
 from typing import Literal
 
 from overspill.core import Graph, Phase
-from overspill.core.device import ELSEWHERE
+from overspill.core.device import ABSENT
 from overspill.core.errors import Amount, InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes
 from overspill.plans.account import Account
@@ -58,8 +58,6 @@ class Card(Account):
     """The allocator or solver that has all blocks, in place of PyTorch's."""
     is_measured: bool = False
     """Whether workspaces of libraries are measured on this GPU, and not what is likely."""
-    estimated_bytes: int | None = None
-    """What the unmanaged job is estimated to take of the card; None: not estimated."""
 
     @property
     def placed_by(self) -> str:
@@ -74,7 +72,7 @@ class Card(Account):
     @property
     def is_card(self) -> bool:
         """Whether a budget is the size of the card."""
-        return self.pool is None or self.device.index == ELSEWHERE
+        return self.pool is None or self.device.index == ABSENT
 
     @property
     def has_arena(self) -> bool:
@@ -130,7 +128,6 @@ class Card(Account):
             device_budget_bytes=budget_bytes,
             library_bytes=self._kept_bytes(plan.graph),
             unmanaged_device_bytes=self.unmanaged(plan.graph),
-            estimated_bytes=self.estimated_bytes,
         )
 
     def measured(self, plan: Plan) -> Plan:
@@ -140,6 +137,8 @@ class Card(Account):
 
     def unmanaged(self, graph: Graph) -> int:
         """Return the card bytes of a step of `graph` with nothing moved or recomputed; budgets are shares of it."""
+        if self.estimated_bytes is not None:
+            return self.estimated_bytes
         unmanaged = make_plan(graph, self.device, Liveness.name, NO_LIMIT_BYTES)
         return self.reserved_bytes(unmanaged) + self.context_bytes
 

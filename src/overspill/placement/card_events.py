@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import zip_longest
 
-from overspill.capture.compiled.given import scratch_in_pieces
+from overspill.capture.compiled.result_memory import scratch_in_pieces
 from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, Tensor, TensorKind, Verb
 
 from .events import ALLOCATE, EMPTY, FREE, Events

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from overspill.core import Device, Graph
 from overspill.core.budget import Budget
-from overspill.core.device import ELSEWHERE
+from overspill.core.device import ABSENT
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_apart
 
@@ -25,6 +25,8 @@ class Account:
     _: KW_ONLY
     available_bytes: int | None = None
     """Bytes that the machine can give now; None: all that the device has."""
+    estimated_bytes: int | None = None
+    """What plain PyTorch is estimated to take of the card for the job; None: the captured graph says it."""
 
     @property
     def placed_by(self) -> str | None:
@@ -129,4 +131,4 @@ class Account:
             return self.fixed(limit)
         nbytes = limit.bytes_of(lambda: self.unmanaged(graph), 0, lambda: smallest_budget(plan))
         # A share may be more than a GPU elsewhere has: then the plan says so.
-        return min(nbytes, self.whole_bytes) if self.is_card and self.device.index != ELSEWHERE else nbytes
+        return min(nbytes, self.whole_bytes) if self.is_card and self.device.index != ABSENT else nbytes

@@ -109,7 +109,8 @@ def _names_in(tree: ast.Module, where: str) -> Iterator[Name]:
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
             yield from (Name(str(node.module), alias.name, where) for alias in node.names)
         elif isinstance(node, ast.Attribute) and _DOTTED.fullmatch(dotted := ast.unparse(node)):
-            yield Name(*dotted.rsplit(".", 1), where)
+            path, _, attribute = dotted.rpartition(".")
+            yield Name(path, attribute, where)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Target" and len(node.args) == 2:
             owner, name = ast.unparse(node.args[0]), node.args[1]
             if owner.startswith("torch.") and isinstance(name, ast.Constant):
@@ -153,7 +154,7 @@ def _found(path: str) -> Any:
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found = import_module(".".join(parts[:count]))
+            found: Any = import_module(".".join(parts[:count]))
         except ImportError:
             continue
         for part in parts[count:]:

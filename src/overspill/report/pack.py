@@ -10,7 +10,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing.base import Solution, Solver
 from overspill.placement.packing.columns import ANYWHERE
 from overspill.placement.packing.files import TraceFile
-from overspill.placement.packing.verdict import Verdict, space_peaks
+from overspill.placement.packing.verdict import PackingVerdict, space_peaks
 
 from .listing import listing
 
@@ -22,7 +22,7 @@ def pack_report(
     read: TraceFile,
     solver: Solver,
     solution: Solution,
-    found: Verdict,
+    found: PackingVerdict,
     capacity_bytes: int | None,
     notes: tuple[str, ...] = (),
 ) -> RenderableType:
@@ -51,7 +51,7 @@ def pack_report(
     return Group(listing(("packing", read.path.name), rows), *([Text(""), *lines] if lines else []))
 
 
-def refusal(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes: int | None) -> str:
+def refusal(read: TraceFile, solution: Solution, found: PackingVerdict, capacity_bytes: int | None) -> str:
     """Why no layout fits the capacity, and what would, in one line."""
     within = "" if capacity_bytes is None else f" within {_exact(capacity_bytes)}"
     layout = solution.layout
@@ -100,7 +100,7 @@ def _gap(solution: Solution) -> str:
     )
 
 
-def _fits(found: Verdict) -> str:
+def _fits(found: PackingVerdict) -> str:
     if found.fits:
         return "fits"
     return "does not fit, and no layout does" if found.infeasible else "does not fit"

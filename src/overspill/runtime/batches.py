@@ -11,7 +11,7 @@ from torch import Tensor
 from overspill.core.errors import RequestError
 from overspill.pytorch.trees import tree_flatten, tree_unflatten
 
-from .step.opened import Constant
+from .step.unpacked import Constant
 
 
 def kind(leaf: Any) -> Any:

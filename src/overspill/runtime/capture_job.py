@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overspill.capture.compiled.elsewhere import captured_for
+from overspill.capture.compiled.absent_gpu import captured_for
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.trace import trace

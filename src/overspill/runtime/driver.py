@@ -23,7 +23,7 @@ from overspill.runtime.emitter import HANDLE_PREFIX, HOLDS
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
 
-from .generated import Generated, Instruction, generated
+from .generated import Generated, Line, generated
 
 aten = torch.ops.aten
 DIRECT: dict[Any, Callable[..., Any]] = {
@@ -49,10 +49,10 @@ class Form(Enum):
     ARRIVING = "arriving"
 
 
-class Instructions(list[Instruction]):
+class Instructions(list[Line]):
     """Instructions, and the function that was written last to carry them out from the first one on."""
 
-    def __init__(self, each: Iterable[Instruction]) -> None:
+    def __init__(self, each: Iterable[Line]) -> None:
         super().__init__(each)
         self._generated: Generated | None = None
 
@@ -83,7 +83,7 @@ class LoweredProgram:
                 done_with.setdefault(last_user.get(node, node), []).append(node)
         # One instruction for each call.
         self.instructions = Instructions(
-            Instruction(n, _called(n), n.args, dict(n.kwargs), tuple(done_with.get(n, ())), n.meta.get(MUTATION))
+            Line(n, _called(n), n.args, dict(n.kwargs), tuple(done_with.get(n, ())), n.meta.get(MUTATION))
             for n in nodes
             if callable(n.target)
         )

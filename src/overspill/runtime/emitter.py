@@ -22,10 +22,10 @@ from overspill.capture.compiled.batch_norm import (
     results_without_statistics,
 )
 from overspill.capture.compiled.gathers import Gather, StartCollective, wait
-from overspill.capture.compiled.given import into_given
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, storages
 from overspill.capture.compiled.kernels import RUN_AS
+from overspill.capture.compiled.result_memory import into_memory
 from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import MUTATION
 from overspill.capture.programs.functions import ProgramFunction, allocated_as, compile_functions
@@ -298,7 +298,7 @@ class Emitter:
         offsets, keys = self.arena.places.offsets, storages(node)
         if len(keys) != 1 or (self.captured.tensor_of.get(keys[0]), self.position) not in offsets:
             return None
-        if (how := into_given(node)) is None:
+        if (how := into_memory(node)) is None:
             return None
         (memory,) = self._given(node)
         args, kwargs = fx.node.map_arg((how.args, how.kwargs), self.values.resolve)

@@ -23,7 +23,7 @@ from overspill.runtime.emitter import DOES
 _LITERALS = (int, bool, str, type(None))
 
 
-class Instruction(NamedTuple):
+class Line(NamedTuple):
     """One node: what is called with what, and the values dead after it."""
 
     node: fx.Node
@@ -34,7 +34,7 @@ class Instruction(NamedTuple):
     mutation: Mutation | None
 
 
-class Program(Protocol):
+class LineSource(Protocol):
     """What is around a program's instructions: constants, inputs that none of them uses, and results."""
 
     constants: dict[fx.Node, Any]
@@ -51,8 +51,8 @@ class Generated:
     before each op and transfer.
     """
 
-    program: Program
-    instructions: list[Instruction]
+    program: LineSource
+    instructions: list[Line]
     first: int
     live: Sequence[fx.Node]
     asks: bool
@@ -87,7 +87,7 @@ class Generated:
 
 
 def generated(
-    program: Program, instructions: Iterable[Instruction], first: int, live: Sequence[fx.Node], *, asks: bool
+    program: LineSource, instructions: Iterable[Line], first: int, live: Sequence[fx.Node], *, asks: bool
 ) -> Generated:
     """`instructions` of `program` from `first` on, as a function of the values of the nodes `live`."""
     kept = list(instructions)
@@ -113,7 +113,7 @@ def generated(
 class _Writer:
     """Spells instructions; `names` are the variables of the values there are, and `constants` what is no variable."""
 
-    def __init__(self, program: Program, live: Iterable[fx.Node]) -> None:
+    def __init__(self, program: LineSource, live: Iterable[fx.Node]) -> None:
         self.constants: dict[str, Any] = {}
         self._constant_names: dict[int, str] = {}
         self._program = program
@@ -122,7 +122,7 @@ class _Writer:
         for node in live:
             self._name(node)
 
-    def write(self, instruction: Instruction, *, asks: bool) -> tuple[list[str], list[str]]:
+    def write(self, instruction: Line, *, asks: bool) -> tuple[list[str], list[str]]:
         """The lines of an instruction: to the end of its call, and behind it."""
         node, target, args, kwargs, done_with, mutation = instruction
         before, after = [], []

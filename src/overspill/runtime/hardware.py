@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from overspill.core import Device
-from overspill.core.device import ELSEWHERE
+from overspill.core.device import ABSENT
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs import (
     Interval,
@@ -74,7 +74,7 @@ def held_bytes(device: torch.device) -> int:
     return accelerator.reserved_bytes(device)
 
 
-def elsewhere(device: Device, software: Software | None = None) -> Device:
+def as_absent(device: Device, software: Software | None = None) -> Device:
     """A device as a job would meet it on its own machine.
 
     For a GPU, budgets are its card's, and kernels count in its context. There it runs with `software`; None: the
@@ -84,7 +84,7 @@ def elsewhere(device: Device, software: Software | None = None) -> Device:
         return device
     software = software or software_named()
     context = context_bytes(device, software.cuda_version) + _to_come(software, device)
-    return replace(device, index=ELSEWHERE, context_bytes=context.central, context_low_bytes=0, context_high_bytes=0)
+    return replace(device, index=ABSENT, context_bytes=context.central, context_low_bytes=0, context_high_bytes=0)
 
 
 def card_bytes(device: Device) -> int:
@@ -92,7 +92,7 @@ def card_bytes(device: Device) -> int:
 
     What the driver leaves, what is ours, and the context.
     """
-    if device.index == ELSEWHERE:
+    if device.index == ABSENT:
         return device.memory_bytes
     where = torch.device("cuda", device.index)
     return usable_bytes(where) - _to_come(software_named(), device).central + device.context_bytes
@@ -119,7 +119,7 @@ def account_of(
     """
     placer, asked = options.placer, options.placement
     of_paper = placer is not None and asked not in (PLANNED, PYTORCH)
-    if device.index is None or (of_paper and device.index != ELSEWHERE):
+    if device.index is None or (of_paper and device.index != ABSENT):
         available = None if options.device is not None else usable_bytes(where)
         if asked == PLANNED:
             return ArenaAccount(device, available_bytes=available)
@@ -145,7 +145,7 @@ def card_of(device: Device, software: Software | None = None) -> Card:
         blas.own_bytes,
         lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
     )  # in the order in which they come up
-    is_measured = device.index not in (None, ELSEWHERE)
+    is_measured = device.index not in (None, ABSENT)
     return Card(device, tuple(filter(None, handles)), allocator_config(), is_measured=is_measured)
 
 

@@ -39,4 +39,4 @@ def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False
             would_do += (
                 ', if no other calls or graphs need room beside it: budget="smallest" finds what is enough for all'
             )
-        raise error.told(f"{instead} (the {what} graph, on inputs of {shapes}); {would_do}") from None
+        raise error.with_help(f"{instead} (the {what} graph, on inputs of {shapes}); {would_do}") from None

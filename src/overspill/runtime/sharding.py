@@ -80,14 +80,14 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
     return Agreeing(sharding.group) if sharding.group.size() > 1 else OneProcess()
 
 
-def sharding_of(model: nn.Module) -> Sharding | None:
+def sharding_of(model: nn.Module) -> ModelSharding | None:
     """How `model` is sharded, or None. Raises UnsupportedError for what a planned step does not gather."""
     states = list(dict.fromkeys(fsdp_state(module) for module in sharded_modules(model)))
     if not states:
         return None
     for state in states:
         initialise(state)
-    return Sharding(model, states)
+    return ModelSharding(model, states)
 
 
 class ShardGroup:
@@ -202,7 +202,7 @@ class ShardGroup:
         return packed
 
 
-class Sharding:
+class ModelSharding:
     """How a model is sharded: its groups of parameters, and their ranks."""
 
     def __init__(self, model: nn.Module, states: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from tests.placement.packing.first_fit import FirstFit
 
 from overspill.core import Block, Layout, Trace
 from overspill.placement.packing.base import Solution
-from overspill.placement.packing.verdict import Verdict, crowd_above, space_peaks, verdict
+from overspill.placement.packing.verdict import PackingVerdict, crowd_above, space_peaks, verdict
 
 sizes = st.integers(1, 20)
 traces = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5), sizes, st.sampled_from([0, 0, 1])), max_size=7).map(
@@ -47,16 +47,16 @@ PAIR = Trace((Block(0, 0, 2, 10), Block(1, 1, 3, 20)))
 
 def test_a_layout_within_the_capacity_fits_and_one_above_is_not_yet_proof() -> None:
     loose = Solution(Layout("s", (0, 30), 50, 30), 30, 0.1)
-    assert verdict(PAIR, loose, None) == verdict(PAIR, loose, 50) == Verdict(fits=True, infeasible=False)
-    assert verdict(PAIR, loose, 49) == Verdict(fits=False, infeasible=False)
-    assert verdict(PAIR, loose, 29) == Verdict(fits=False, infeasible=True, infeasible_core=(0, 1))
+    assert verdict(PAIR, loose, None) == verdict(PAIR, loose, 50) == PackingVerdict(fits=True, infeasible=False)
+    assert verdict(PAIR, loose, 49) == PackingVerdict(fits=False, infeasible=False)
+    assert verdict(PAIR, loose, 29) == PackingVerdict(fits=False, infeasible=True, infeasible_core=(0, 1))
 
 
 def test_a_bound_or_a_blame_above_the_capacity_is_proof() -> None:
     none = Solution(None, 40, 0.1)
-    assert verdict(PAIR, none, None) == Verdict(fits=False, infeasible=False)
-    assert verdict(PAIR, none, 35) == Verdict(fits=False, infeasible=True)
-    assert verdict(PAIR, Solution(None, 30, 0.1, (0, 1)), None) == Verdict(
+    assert verdict(PAIR, none, None) == PackingVerdict(fits=False, infeasible=False)
+    assert verdict(PAIR, none, 35) == PackingVerdict(fits=False, infeasible=True)
+    assert verdict(PAIR, Solution(None, 30, 0.1, (0, 1)), None) == PackingVerdict(
         fits=False, infeasible=True, infeasible_core=(0, 1)
     )
     assert verdict(PAIR, Solution(None, 30, 0.1, (0, 1)), 15).infeasible_core == (1,)
@@ -68,4 +68,4 @@ def test_every_space_may_take_the_whole_capacity() -> None:
     assert solution.layout is not None
     assert space_peaks(trace, solution.layout.offsets) == {0: 10, 1: 20}
     assert verdict(trace, solution, 20).fits
-    assert verdict(trace, solution, 19) == Verdict(fits=False, infeasible=True, infeasible_core=(1,))
+    assert verdict(trace, solution, 19) == PackingVerdict(fits=False, infeasible=True, infeasible_core=(1,))

@@ -33,13 +33,13 @@ from overspill.policies import POLICIES
 from overspill.runtime.arena import Arena, Arenas
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.partitions import Partitioned
-from overspill.runtime.compiled.pending import GraphFrame
+from overspill.runtime.compiled.pending_calls import GraphFrame
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import NO_ARENA, lower
 from overspill.runtime.options import Options
 from overspill.runtime.reachable import same_bits
-from overspill.runtime.recording.told import run as run_program
+from overspill.runtime.recording.instrument import run as run_program
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.ops import register_engine

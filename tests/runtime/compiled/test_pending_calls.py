@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import InfeasibleBudget
-from overspill.runtime.compiled.bystanders import Bystanders
-from overspill.runtime.compiled.pending import GraphKey, PendingCalls
+from overspill.runtime.compiled.other_batches import OtherBatches
+from overspill.runtime.compiled.pending_calls import GraphKey, PendingCalls
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
@@ -380,7 +380,7 @@ def test_a_call_may_be_dropped_while_calls_are_counted() -> None:
 
 
 def test_tensors_of_a_transform_are_no_batches_beside_a_model() -> None:
-    beside = Bystanders()
+    beside = OtherBatches()
     batch, target = torch.zeros(6, 3), torch.zeros(6)
 
     def looked(row: torch.Tensor) -> torch.Tensor:

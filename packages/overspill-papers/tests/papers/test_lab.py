@@ -11,12 +11,12 @@ from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.devices import load_device
 from overspill.job import Job
-from overspill.runtime.preview import step_graph
+from overspill.runtime.capture_job import step_graph
 from overspill.simulate import check
 from overspill_papers.papers.lab import (
     IMAGES,
     Lab,
-    Setting,
+    LabSetting,
     at_batch,
     feature_extraction,
     network_wide_bytes,
@@ -45,7 +45,7 @@ def test_a_step_captured_at_a_huge_batch_is_that_of_any_other(name: str, *, whol
 
 
 def test_another_policy_stands_in_the_place_of_the_mechanism_and_is_not_asked_to_fit() -> None:
-    lab, setting = Lab(), Setting("alexnet", 4)
+    lab, setting = Lab(), LabSetting("alexnet", 4)
     lab._graphs[setting] = small("alexnet", 4)
     without = lab.instead_of({"vdnn-all": "liveness"})
     assert without.run(setting, "vdnn-all:m").schedule.policy == "liveness:m"
@@ -82,7 +82,7 @@ def test_without_the_classifier_its_weights_and_times_count_nothing() -> None:
 def test_a_run_is_made_once_and_its_pool_holds_at_least_its_live_bytes() -> None:
     said: list[str] = []
     lab = Lab(said.append)
-    setting = Setting("resnet32-cifar", 2, batch_norm=False)
+    setting = LabSetting("resnet32-cifar", 2, batch_norm=False)
     run = lab.run(setting, "vdnn-all:m")
     assert lab.run(setting, "vdnn-all:m") is run
     assert said == ["capturing resnet32-cifar", "resnet32-cifar (2): vdnn-all:m"]
@@ -103,7 +103,7 @@ def test_gradients_that_are_applied_at_once_take_nothing() -> None:
 @pytest.mark.long
 def test_dymems_pool_holds_at_least_the_live_bytes_and_a_step_that_repeats_no_more_than_chunks() -> None:
     lab = Lab()
-    run = lab.run(Setting("resnet32-cifar", 2, batch_norm=False), "dymem:m")
+    run = lab.run(LabSetting("resnet32-cifar", 2, batch_norm=False), "dymem:m")
     assert run.peak_bytes <= run.two_ended_bytes
     chunks = PaperPool("chunked", ChunkedConfig(2 * MIB))
     assert run.peak_bytes <= run.reserved_bytes(chunks)
@@ -114,7 +114,7 @@ def test_dymems_pool_holds_at_least_the_live_bytes_and_a_step_that_repeats_no_mo
 
 def test_the_largest_budget_is_one_whose_replay_fits() -> None:
     lab = Lab()
-    setting = Setting("alexnet", 2, whole_step=True)
+    setting = LabSetting("alexnet", 2, whole_step=True)
     policy, pool = Window(every_step=True), PaperPool("pytorch")
     run, budget = lab.run_within(setting, policy, pool)
     assert run.fits(pool)

@@ -236,7 +236,7 @@ class Backward:
         """Let reentrant checkpoints on fake tensors compute nothing twice, inside the block."""
         plain = checkpoint.CheckpointFunction
 
-        class Checkpoint:
+        class TracedCheckpoint:
             @staticmethod
             def apply(function: Step, preserve_rng_state: bool, *args: Any) -> Any:
                 if active_fake_mode() is None:
@@ -250,7 +250,7 @@ class Backward:
                 self._kept += [(t, version_of(t)) for t in _tuple(found) if isinstance(t, Tensor)]
                 return found
 
-        with patch.object(checkpoint, "CheckpointFunction", Checkpoint):
+        with patch.object(checkpoint, "CheckpointFunction", TracedCheckpoint):
             yield
 
 

@@ -29,7 +29,7 @@ def not_exporting() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def told(*, compiles: bool) -> Iterator[None]:
+def answering_is_compiling(*, compiles: bool) -> Iterator[None]:
     """Make `is_compiling()` return `compiles` inside the block, where nothing compiles, for code of this thread only."""
     me, config = get_ident(), dynamo_config
 

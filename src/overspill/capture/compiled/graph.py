@@ -20,9 +20,9 @@ from overspill.pytorch.storages import storage_key
 from overspill.pytorch.trees import tree_leaves
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
-from .given import into_given
 from .joint import JointGraph, StorageKey, is_random, is_repeatable, mutated_args, storage_bytes, storages
 from .lines import NodeLines
+from .result_memory import into_memory
 from .scratch import AS_LARGE_AS_INPUT, measure, scratch_of
 
 GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, CLIP, UPDATE = (
@@ -251,7 +251,7 @@ class CaptureOfStep:
             flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=workspace.nbytes, workspaces=workspace.blocks,
             recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
             frames=frames, checkpoint=self._checkpoint(node) if in_forward else 0,
-            given=() if into_given(node) is None else tuple(self.tensor_of[key] for key in keys if sizes[key] == values[key].nbytes),
+            given=() if into_memory(node) is None else tuple(self.tensor_of[key] for key in keys if sizes[key] == values[key].nbytes),
         )  # fmt: skip
 
     def _checkpoint(self, node: fx.Node) -> int:

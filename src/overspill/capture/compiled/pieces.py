@@ -249,7 +249,7 @@ class _Chain:
         for is_backward in (False, True):
             ends = [n for n in self.nodes if (n in backward) is is_backward and self._is_end(n)]
             part = sorted(self._behind(ends), key=order.__getitem__)
-            if ends and _Part(self, part, ends, order, is_backward).split():
+            if ends and _ChainPart(self, part, ends, order, is_backward).split():
                 done = True
         for node in sorted(self.nodes, key=order.__getitem__, reverse=True):
             if not node.users:
@@ -270,7 +270,7 @@ class _Chain:
         return found
 
 
-class _Part:
+class _ChainPart:
     """The nodes of a chain that run in forward or in backward, in order, with the `ends` that others read."""
 
     def __init__(
@@ -309,7 +309,7 @@ class _Part:
         ends = sum(_nbytes(n) for n in self.ends if n.target is not LOSS)
         if self.tag == "is_forward" and ends * SHARE > self.temporary_bytes:
             return False
-        _Loop(self, at.next, size).unroll()
+        _RowLoop(self, at.next, size).unroll()
         return True
 
     def _size(self) -> int:
@@ -325,10 +325,10 @@ def _alignment(node: fx.Node, rows: int) -> int:
     return ALIGNED_BYTES // gcd(ALIGNED_BYTES, _nbytes(node) // rows)
 
 
-class _Loop:
+class _RowLoop:
     """The unrolled loop over pieces of one part, in front of node `at`."""
 
-    def __init__(self, part: _Part, at: fx.Node, size: int) -> None:
+    def __init__(self, part: _ChainPart, at: fx.Node, size: int) -> None:
         self.part = part
         self.graph = part.graph
         self.rows = part.rows

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from overspill.capture.fake_cuda.attention import CAPABILITY
 from overspill.capture.fake_cuda.retarget import SCRATCH
-from overspill.capture.programs.workspaces import NO_WORKSPACE, Workspace, workspaces_of
+from overspill.capture.programs.workspaces import NO_WORKSPACE, CallWorkspace, workspaces_of
 from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
 from overspill.pytorch.schemas import arguments, node_argument
@@ -69,7 +69,7 @@ def reduces_in_place(node: fx.Node) -> bool:
     return node.target in LOSSES and node.meta["val"].dim() == 0
 
 
-def scratch_of(node: fx.Node) -> Workspace:
+def scratch_of(node: fx.Node) -> CallWorkspace:
     """What `node` takes while it runs, besides its results.
 
     On the CPU that is the loss of every element, for reduced LOSSES, and what dropouts and attention take.
@@ -82,11 +82,11 @@ def scratch_of(node: fx.Node) -> Workspace:
     if capability := CAPABILITY.get():
         return _most(node, capability, lambda *request: library_bytes(*request).central)
     if (taken := TAKEN_ON_CPU.get(node.target)) is not None and where.type == "cpu":
-        return Workspace(taken(*fx.node.map_arg(node.args, lambda n: n.meta["val"])))
+        return CallWorkspace(taken(*fx.node.map_arg(node.args, lambda n: n.meta["val"])))
     if not reduces_in_place(node):
         return NO_WORKSPACE
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
-    return Workspace(prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size())
+    return CallWorkspace(prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size())
 
 
 def measure(nodes: Iterable[fx.Node]) -> None:
@@ -101,7 +101,7 @@ def _is_cudnns(node: fx.Node) -> bool:
     return node.target in CONVOLUTIONS or quiet
 
 
-def _most(node: fx.Node, capability: tuple[int, int], taken: Callable[[Scratch, str, Software], int]) -> Workspace:
+def _most(node: fx.Node, capability: tuple[int, int], taken: Callable[[Scratch, str, Software], int]) -> CallWorkspace:
     """The scratch of `node` on a GPU of this capability: a convolution's blocks in turn, of others the largest."""
     if (wanted := SCRATCH.get(node.target)) is None:
         return NO_WORKSPACE
@@ -109,7 +109,7 @@ def _most(node: fx.Node, capability: tuple[int, int], taken: Callable[[Scratch, 
     software = Software(torch.__version__)
     scratch = (request for _, request in wanted(arguments(node.target, args, kwargs), node.meta["val"]))
     blocks = tuple(taken(request, "{}.{}".format(*capability), software) for request in scratch)
-    return Workspace(max(blocks, default=0), blocks if node.target in CONVOLUTIONS else ())
+    return CallWorkspace(max(blocks, default=0), blocks if node.target in CONVOLUTIONS else ())
 
 
 def _device_of(node: fx.Node) -> torch.device:

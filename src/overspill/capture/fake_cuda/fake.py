@@ -48,7 +48,7 @@ class _Fresh:
 
 
 @dataclass(frozen=True)
-class _View:
+class _FakeView:
     """An output that is a view of argument tensor number `source`."""
 
     source: int
@@ -65,7 +65,7 @@ class _Same:
     source: int
 
 
-_Output = _Fresh | _View | _Same | float | None  # a number itself, as the lengths that attention returns
+_Output = _Fresh | _FakeView | _Same | float | None  # a number itself, as the lengths that attention returns
 # Results by op and arguments, for all modes of this process: another batch size repeats many of them.
 _MEMORY: dict[tuple[Any, ...], Any] = {}
 _MOST_REMEMBERED = 1 << 18
@@ -275,17 +275,17 @@ def _foretold(func: Any, args: Any, kwargs: Any) -> Any:
     return made[0] if len(made) == 1 else (tuple, tuple(made))
 
 
-def _selected(x: FakeTensor, dim: int, index: int) -> _View | None:
+def _selected(x: FakeTensor, dim: int, index: int) -> _FakeView | None:
     """One row of a tensor; None where torch has to complain."""
     if not (-x.dim() <= dim < x.dim() and -x.shape[dim] <= index < x.shape[dim]):
         return None
     dim, index = dim % x.dim(), index % x.shape[dim]
     shape, stride = x.shape, x.stride()
     offset = x.storage_offset() + index * stride[dim]
-    return _View(0, (*shape[:dim], *shape[dim + 1 :]), (*stride[:dim], *stride[dim + 1 :]), offset, x.dtype)
+    return _FakeView(0, (*shape[:dim], *shape[dim + 1 :]), (*stride[:dim], *stride[dim + 1 :]), offset, x.dtype)
 
 
-def _reshaped(x: FakeTensor, size: Sequence[int]) -> _View | None:
+def _reshaped(x: FakeTensor, size: Sequence[int]) -> _FakeView | None:
     """The view of a contiguous tensor in another shape; None if torch has to say, or to complain."""
     count, known = x.numel(), math.prod(n for n in size if n != -1)
     if count == 0 or known <= 0 or x.stride() != contiguous_stride(x.shape):
@@ -293,7 +293,7 @@ def _reshaped(x: FakeTensor, size: Sequence[int]) -> _View | None:
     shape = tuple(count // known if n == -1 else n for n in size)
     if size.count(-1) > 1 or min(shape, default=1) < 1 or math.prod(shape) != count:
         return None
-    return _View(0, shape, contiguous_stride(shape), x.storage_offset(), x.dtype)
+    return _FakeView(0, shape, contiguous_stride(shape), x.storage_offset(), x.dtype)
 
 
 def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
@@ -311,7 +311,7 @@ def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
         made.append(described)
         if isinstance(described, _Fresh):  # a second output on the same storage is no view of an argument
             sources[storage_key(output)] = -1
-    if any(isinstance(output, _View) for output in made) and not (func.is_view or func in _RESHAPES):
+    if any(isinstance(output, _FakeView) for output in made) and not (func.is_view or func in _RESHAPES):
         return _Uncacheable  # its place in the storage is not in the key
     if not several:
         return made[0]
@@ -332,4 +332,4 @@ def _describe_one(output: Any, tensors: Sequence[FakeTensor], sources: dict[int,
     shape, stride = tuple(output.shape), output.stride()
     if source is None:
         return _Fresh(shape, stride, output.dtype) if output.storage_offset() == 0 else _Uncacheable
-    return _View(source, shape, stride, output.storage_offset(), output.dtype) if source >= 0 else _Uncacheable
+    return _FakeView(source, shape, stride, output.storage_offset(), output.dtype) if source >= 0 else _Uncacheable

@@ -29,7 +29,7 @@ from overspill.pytorch.trees import tree_leaves
 from .failures import inductor_failures
 from .program import Access, Program, Statement, StatementKind, not_understood
 from .uncompiled import compiled
-from .workspaces import NO_WORKSPACE, Library, Workspace, workspaces
+from .workspaces import NO_WORKSPACE, CallWorkspace, Library, workspaces
 
 FORWARD, BACKWARD = "f_", "b_"
 """Prefixes of variables, kernels and constants of the two programs."""
@@ -53,7 +53,7 @@ class Call:
     repeatable: bool
     flops: int
     moved_bytes: int
-    workspace: Workspace = NO_WORKSPACE
+    workspace: CallWorkspace = NO_WORKSPACE
     container: str | None = None
     """The variable that holds all results, if there are several."""
     made: list[str] = field(default_factory=list)

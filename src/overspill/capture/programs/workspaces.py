@@ -32,7 +32,7 @@ from .known_shapes import values_made_up
 
 FUNCTIONAL = "_c10d_functional"
 """Namespace of the collectives in traced graphs."""
-_known: dict[str, Workspace] = {}
+_known: dict[str, CallWorkspace] = {}
 """By a call's signature, for all programs of this process."""
 _measures = ContextVar("overspill_measures", default=True)
 
@@ -47,14 +47,14 @@ def nothing_measured() -> Iterator[None]:
         _measures.reset(token)
 
 
-class Workspace(NamedTuple):
+class CallWorkspace(NamedTuple):
     """Peak bytes of a call beyond its results, and the blocks that it takes them in, where it has one after the other."""
 
     nbytes: int = 0
     blocks: tuple[int, ...] = ()
 
 
-NO_WORKSPACE = Workspace()
+NO_WORKSPACE = CallWorkspace()
 
 
 class Library(NamedTuple):
@@ -65,7 +65,9 @@ class Library(NamedTuple):
     uses: Sequence[str]
 
 
-def workspaces(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[Workspace]:
+def workspaces(
+    calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]
+) -> list[CallWorkspace]:
     """The workspace of each library call.
 
     `values` are the variables as fake tensors. Nothing can be measured while a profiler runs; the user is then warned.
@@ -78,7 +80,7 @@ def workspaces(calls: Sequence[Library], namespace: Mapping[str, Any], values: M
     new = {}
     for signature, call in signed:
         if FUNCTIONAL in signature:
-            _known[signature] = Workspace(_of_collective(call, values))
+            _known[signature] = CallWorkspace(_of_collective(call, values))
         elif signature not in _known:
             new[signature] = call
     if new and profiler_enabled():
@@ -93,7 +95,7 @@ def workspaces(calls: Sequence[Library], namespace: Mapping[str, Any], values: M
     return [_known[signature] for signature, _ in signed]
 
 
-def workspaces_of(nodes: Sequence[fx.Node]) -> list[Workspace] | None:
+def workspaces_of(nodes: Sequence[fx.Node]) -> list[CallWorkspace] | None:
     """The workspace of each op of a graph on CUDA, as of a library call; None where not all can be run, for lack of memory.
 
     What they were measured in is given back to the device, for no plan counts it.
@@ -135,7 +137,7 @@ def _signature(call: Library, values: Mapping[str, Any]) -> str:
     return f"{torch.get_num_threads()} {text} {shapes}"
 
 
-def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[Workspace]:
+def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[CallWorkspace]:
     succeeded: list[int] = []
     with allocations() as found:
         # Zeros first; samplers and solvers refuse them, and get definite inputs. Where shapes fit one count of a mask's
@@ -161,7 +163,7 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
     return [_workspace(found.by_part[part]) for part in succeeded]
 
 
-def _workspace(changes: Sequence[int]) -> Workspace:
+def _workspace(changes: Sequence[int]) -> CallWorkspace:
     """The workspace of a call that allocates (positive) and frees (negative) so many bytes, one after the other."""
     most, results = peak_of(changes)
     # Blocks that it frees itself, by what lies between their allocation and that.
@@ -173,7 +175,7 @@ def _workspace(changes: Sequence[int]) -> Workspace:
             live.remove(begins[-1])
             blocks.append((begins[-1], at))
     in_turn = all(end < begin for (_, end), (begin, _) in pairwise(blocks))
-    return Workspace(most - max(results, 0), tuple(changes[begin] for begin, _ in blocks) if in_turn else ())
+    return CallWorkspace(most - max(results, 0), tuple(changes[begin] for begin, _ in blocks) if in_turn else ())
 
 
 def _not_measured(call: Library, error: Exception | None) -> UnsupportedError:

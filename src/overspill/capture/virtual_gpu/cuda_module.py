@@ -52,7 +52,7 @@ class _Stream:
     record = wait = synchronize = wait_event = wait_stream = _nothing
 
 
-class _Graph:
+class _FakeCudaGraph:
     """A CUDA graph: what it captures runs once, as eager code on its stream, and replays need nothing more."""
 
     capturing = False  # one at a time, as the driver has it
@@ -62,11 +62,11 @@ class _Graph:
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         """From here on the current stream captures."""
-        _Graph.capturing = True
+        _FakeCudaGraph.capturing = True
 
     def capture_end(self) -> None:
         """Until here."""
-        _Graph.capturing = False
+        _FakeCudaGraph.capturing = False
 
     def pool(self) -> tuple[int, int]:
         """The one pool of all graphs."""
@@ -113,7 +113,7 @@ class CudaFunctions:
         made = {0: count(), -1: count()}
         streams = {0: _Stream()}
 
-        class Stream(_Stream):
+        class FakeStream(_Stream):
             def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
                 super().__init__(device)
                 priority = min(0, max(-1, priority))
@@ -132,8 +132,8 @@ class CudaFunctions:
         # Functions with an answer, then those to ignore.
         answers: dict[str, Any] = {
             "is_available": constant(True),
-            "is_current_stream_capturing": lambda: _Graph.capturing,
-            "CUDAGraph": _Graph,
+            "is_current_stream_capturing": lambda: _FakeCudaGraph.capturing,
+            "CUDAGraph": _FakeCudaGraph,
             "graph_pool_handle": constant(_GRAPHS),
             "is_initialized": constant(False),  # where it is true, torch asks the driver
             "device_count": constant(1),
@@ -155,7 +155,7 @@ class CudaFunctions:
             "current_stream": lambda *_, **__: streams[recorder.stream],
             "default_stream": lambda *_, **__: streams[0],
             "set_stream": lambda stream: setattr(recorder, "stream", stream.cuda_stream),
-            "Stream": Stream,
+            "Stream": FakeStream,
             "Event": _Stream,
             "stream": on_stream,
             "device": lambda *_, **__: nullcontext(),

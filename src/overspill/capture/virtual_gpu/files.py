@@ -74,7 +74,7 @@ class _FoundFake(Exception):
     pass
 
 
-class _Search(pickle.Pickler):
+class _FakeSearch(pickle.Pickler):
     """Walks through what pickle would write, up to the first tensor without values."""
 
     def persistent_id(self, found: Any) -> str | None:
@@ -91,7 +91,7 @@ class _Nowhere(io.RawIOBase):
 
 def _holds_fakes(value: Any) -> bool:
     try:
-        _Search(_Nowhere()).dump(value)
+        _FakeSearch(_Nowhere()).dump(value)
     except _FoundFake:
         return True
     except Exception:  # noqa: BLE001 - what pickle does not take is torch.save's to complain about

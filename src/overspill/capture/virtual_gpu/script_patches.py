@@ -182,17 +182,17 @@ def _trace(trace: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.jit.trace` that runs a model once and returns it, since sizes are tensors to the tracer."""
 
     def run(traced: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(traced, _Traced):
+        if isinstance(traced, _TracedModel):
             return traced
         if not isinstance(traced, nn.Module) or example_inputs is None:
             return trace(traced, example_inputs, *args, **kwargs)
         traced(*example_inputs) if isinstance(example_inputs, tuple) else traced(example_inputs)
-        return _Traced(traced)
+        return _TracedModel(traced)
 
     return run
 
 
-class _Traced:
+class _TracedModel:
     """A model in the place of its trace, with a graph of no ops."""
 
     def __init__(self, model: nn.Module) -> None:

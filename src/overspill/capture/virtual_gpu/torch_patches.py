@@ -91,7 +91,7 @@ def torch_patches(recorder: Recorder) -> Patches:
             not os.environ.get("OVERSPILL_DEBUG"),
         ),  # the error itself says what is wrong
         # Devices by number, and tests of values.
-        (torch, "device", _Device),
+        (torch, "device", _DeviceByNumber),
         (*PARSE_TO, _parse_to(PARSE_TO.now)),
         (*FROM_MASK, lambda *_: False),  # padded batches stay as they are
         (*IS_ORTHOGONAL, lambda *_, **__: False),  # no random matrix is
@@ -169,12 +169,12 @@ class _DeviceType(type):
         return isinstance(instance, _DEVICE)
 
 
-class _Device(metaclass=_DeviceType):
+class _DeviceByNumber(metaclass=_DeviceType):
     """Replaces `torch.device`; what it makes is one of torch's own."""
 
 
-_Device.__name__ = _Device.__qualname__ = "device"
-_Device.__module__ = "torch"
+_DeviceByNumber.__name__ = _DeviceByNumber.__qualname__ = "device"
+_DeviceByNumber.__module__ = "torch"
 
 
 class _TensorType(type):

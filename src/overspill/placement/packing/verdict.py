@@ -15,7 +15,7 @@ from .columns import Columns
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PackingVerdict:
     """A solution's verdict on a capacity.
 
     It `fits`, or it is `infeasible` for every layout, or neither is known. `infeasible_core` holds positions in the
@@ -27,17 +27,17 @@ class Verdict:
     infeasible_core: tuple[int, ...] = ()
 
 
-def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | None) -> Verdict:
+def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | None) -> PackingVerdict:
     """The verdict on `capacity_bytes`, which each space may take. None: unlimited."""
     if solution.layout is not None:
         tops = space_peaks(blocks, solution.layout.offsets).values() if capacity_bytes is not None else ()
         if capacity_bytes is None or max(tops, default=0) <= capacity_bytes:
-            return Verdict(fits=True, infeasible=False)
+            return PackingVerdict(fits=True, infeasible=False)
     trace = blocks if isinstance(blocks, Trace) else blocks.trace()
     crowd = crowd_above(trace, capacity_bytes) if capacity_bytes is not None else ()
     core = min((found for found in (solution.infeasible_core, crowd) if found), key=len, default=())
     above = capacity_bytes is not None and len(trace.spaces) == 1 and solution.bound_bytes > capacity_bytes
-    return Verdict(fits=False, infeasible=bool(core) or above, infeasible_core=core)
+    return PackingVerdict(fits=False, infeasible=bool(core) or above, infeasible_core=core)
 
 
 def space_peaks(blocks: Trace | Columns, offsets: Sequence[int]) -> dict[int, int]:

@@ -49,7 +49,7 @@ def start_of(recording: DeviceTrace, config: CachingConfig) -> tuple[tuple[Start
 
     Uncertain is where a block ends. Raises RequestError when trace and segments disagree.
     """
-    state = _State(recording, config)
+    state = _StartState(recording, config)
     for at in range(len(recording.trace) - 1, recording.first - 1, -1):
         state.undo(at, recording.trace[at])
     return state.segments(), state.unsure
@@ -89,7 +89,7 @@ def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = No
     return Events.from_rows(rows)
 
 
-class _State:
+class _StartState:
     """Memory held and blocks live, going back in time."""
 
     def __init__(self, recording: DeviceTrace, config: CachingConfig) -> None:

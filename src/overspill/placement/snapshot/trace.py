@@ -17,7 +17,7 @@ Open = tuple[int, int, int, str, int, int]
 """A block not yet freed: start, requested bytes, stream, name, address, frame."""
 
 
-class Recorded(NamedTuple):
+class RecordedTrace(NamedTuple):
     """The blocks of `trace_of` with addresses and the lines that allocated them.
 
     Lines are positions among `frames`; -1: unknown.
@@ -41,7 +41,7 @@ def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
     return recorded_blocks(snapshot, device).trace
 
 
-def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
+def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> RecordedTrace:
     """The blocks of `trace_of` with addresses and lines. Raises RequestError as that does."""
     device = next(iter(snapshot.devices), 0) if device is None else device
     recording = device_trace(snapshot, device)
@@ -51,7 +51,7 @@ def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
     # Blocks live at the start, then one for each allocation.
     live: dict[int, Open] = {at: (0, nbytes, numbers[stream], "", at, -1) for at, nbytes, stream in live_at(start)}
     closed: list[tuple[Open, int]] = []
-    lines = _Lines()
+    lines = _AllocatingLines()
     for position, entry in enumerate(events, start=1):
         if entry.action == "alloc":
             at = entry.address
@@ -62,10 +62,10 @@ def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
     closed += ((block, len(events) + 1) for block in live.values())
     closed.sort()
     trace = Trace(tuple(_block(i, *lived) for i, lived in enumerate(closed)))
-    return Recorded(trace, tuple(b[4] for b, _ in closed), tuple(b[5] for b, _ in closed), lines.table.found())
+    return RecordedTrace(trace, tuple(b[4] for b, _ in closed), tuple(b[5] for b, _ in closed), lines.table.found())
 
 
-class _Lines:
+class _AllocatingLines:
     """Python lines that allocated blocks, one entry per stack."""
 
     def __init__(self) -> None:

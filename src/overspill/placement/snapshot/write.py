@@ -90,7 +90,7 @@ def snapshot_of(
     spans: Sequence[Span] = (),
 ) -> dict[str, Any]:
     """The content that `write_snapshot` writes."""
-    run = _Run(allocator_named(allocator, config, capacity_bytes=capacity_bytes))
+    run = _SnapshotRun(allocator_named(allocator, config, capacity_bytes=capacity_bytes))
     run.do(events)
     settings = config if isinstance(config, CachingConfig) else CachingConfig()
     trace = _Trace(run, events, origins, settings)
@@ -104,7 +104,7 @@ def snapshot_of(
 
 
 @dataclass
-class _Run:
+class _SnapshotRun:
     """The events on the allocator: addresses, and what is live in the end.
 
     An address is None where an allocation failed. A stopped run did not do the events from `stopped_at` on.
@@ -151,7 +151,7 @@ class _Run:
 class _Trace:
     """The entries of the device's trace. An entry's time in microseconds is its position."""
 
-    def __init__(self, run: _Run, events: Events, origins: Sequence[Origin], settings: CachingConfig) -> None:
+    def __init__(self, run: _SnapshotRun, events: Events, origins: Sequence[Origin], settings: CachingConfig) -> None:
         self.entries: list[dict[str, Any]] = []
         self._run, self._events, self._origins, self._settings = run, events, origins, settings
         self._frames: dict[int, list[dict[str, Any]]] = {}
@@ -232,7 +232,7 @@ class _Trace:
         )
 
 
-def _segments(run: _Run, trace: _Trace, settings: CachingConfig) -> list[dict[str, Any]]:
+def _segments(run: _SnapshotRun, trace: _Trace, settings: CachingConfig) -> list[dict[str, Any]]:
     """The final segments. Of an expandable one, each range of mapped memory is listed as one."""
     first_maps = {e.address: e.nbytes for e in reversed(run.allocator.segment_log) if e.action == "segment_map"}
     found = []
@@ -249,7 +249,7 @@ def _segments(run: _Run, trace: _Trace, settings: CachingConfig) -> list[dict[st
     return found
 
 
-def _segment(view: SegmentView, run: _Run, trace: _Trace, *, small: bool, expandable: bool) -> dict[str, Any]:
+def _segment(view: SegmentView, run: _SnapshotRun, trace: _Trace, *, small: bool, expandable: bool) -> dict[str, Any]:
     live = [block for block in view.blocks if block.state == "live"]
     used = sum(block.nbytes for block in live)
     # With the keys of memory_snapshot.cpp.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from overspill.core import Block, Trace
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing.base import Solution
-from overspill.placement.packing.verdict import Verdict as Judged
+from overspill.placement.packing.verdict import PackingVerdict as Judged
 from overspill.placement.packing.verdict import verdict as judge
 from overspill.report.page import Column, Figure, Page, Section, Table, Unit, Verdict, addresses
 from overspill.report.tables import Cell

@@ -22,11 +22,11 @@ from overspill.runtime.batches import kind
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 
+from .dynamo_gaps import Refused, looked_at
 from .graph_compiler import Compiled, GraphCompiler
-from .in_force import MOST_PLANS, too_many_kinds
-from .pending import GraphFrame
+from .pending_calls import GraphFrame
+from .plan_check import MOST_PLANS, too_many_kinds
 from .session import Session
-from .unseen import Refused, looked_at
 
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session]) -> Compiled:

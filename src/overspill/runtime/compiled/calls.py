@@ -18,8 +18,8 @@ from overspill.core.errors import InvalidSchedule, UnsupportedError
 from overspill.pytorch.autograd import keeps_graph
 from overspill.runtime.arena import storage_at, tensor_at
 from overspill.runtime.driver import LoweredProgram
+from overspill.runtime.recording.instrument import run
 from overspill.runtime.recording.recorder import RunRecorder
-from overspill.runtime.recording.told import run
 
 Lowered = tuple[Captured, tuple[fx.GraphModule, ...]]
 """The captured step and its lowered graphs: forward, and backward where there is one."""

@@ -26,7 +26,7 @@ from overspill.runtime.parallel import whole_models
 from overspill.runtime.sharding import refuse_compiled
 
 from .backend import backend_of
-from .in_force import plans_needed
+from .plan_check import plans_needed
 from .session import Session
 
 M = TypeVar("M", bound=Callable[..., Any])

@@ -34,14 +34,14 @@ from overspill.runtime.arena import Arena
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.profile import OpTimer
+from overspill.runtime.recording.instrument import run as run_program
 from overspill.runtime.recording.recorder import RunRecorder
-from overspill.runtime.recording.told import run as run_program
 
-from .beside import GraphProblem
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
+from .concurrent_plans import GraphProblem
 from .double_backward import compiled_node, refuse_double_backward
 from .partitions import Partitioned
-from .pending import GraphFrame
+from .pending_calls import GraphFrame
 from .planned import Planned
 from .session import Session, search_in
 from .tangents import (
@@ -60,7 +60,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("overspill")
 
 
-class _Traced(Exception):
+class _TracedGraph(Exception):
     """Ends an AOTAutograd trace once the joint graph is known."""
 
 
@@ -268,10 +268,10 @@ class GraphCompiler:
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
             without_absent(joint, {number for number, strides in enumerate(layout) if strides is None})
             found.append(JointGraph(joint, num_fwd_outputs))
-            raise _Traced
+            raise _TracedGraph
 
         # Trace again with gradients of these strides.
-        with torch.enable_grad(), self.autocast, laid_out(layout), suppress(_Traced):
+        with torch.enable_grad(), self.autocast, laid_out(layout), suppress(_TracedGraph):
             self._traced(self.fakes, partition)
         # Carry the plan over, if forward is still the same.
         assert self.planned is not None

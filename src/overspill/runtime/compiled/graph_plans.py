@@ -16,9 +16,9 @@ from overspill.plans.plan import Plan
 from overspill.runtime.infeasible import infeasible_for
 from overspill.runtime.options import Options
 
-from .beside import ALONE, C, GraphProblem, Room, Settlement
-from .concurrent import ConcurrentCalls
-from .pending import GraphFrame, GraphKey
+from .concurrent_calls import ConcurrentCalls
+from .concurrent_plans import ALONE, C, GraphProblem, Room, Settlement
+from .pending_calls import GraphFrame, GraphKey
 from .planned import Planned
 from .renewal import Renewal
 from .session_budget import SessionBudget

@@ -11,7 +11,7 @@ from typing import Any
 
 from overspill.capture.compiled.joint import JointGraph
 
-from .pending import GraphFrame, Part
+from .pending_calls import GraphFrame, Part
 from .planned import Planned
 from .renewal import Renewal
 

@@ -26,7 +26,7 @@ from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
 from overspill.simulate import check, simulate
 
-from .beside import C
+from .concurrent_plans import C
 
 PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Values of `activation_memory_budget`; the first is PyTorch's own."""

@@ -11,8 +11,8 @@ from overspill.capture.compiled.graph import REST
 from overspill.core import Verb
 from overspill.plans.plan import Plan
 
-from .beside import Room
-from .pending import GraphFrame, GraphKey, Part
+from .concurrent_plans import Room
+from .pending_calls import GraphFrame, GraphKey, Part
 
 
 class SessionStep(Protocol):

@@ -43,14 +43,14 @@ from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes
 
-from .beside import C, GraphProblem, HasGraph
-from .followed import Followed
+from .concurrent_plans import C, GraphProblem, HasGraph
 from .graph_plans import GraphPlans
-from .in_force import Watch
 from .only_loss import OnlyLosses
-from .pending import GraphFrame, GraphKey, Part, PendingCalls
+from .pending_calls import GraphFrame, GraphKey, Part, PendingCalls
+from .plan_check import PlanCheck
 from .planned import Planned, SessionStep
 from .renewal import Renewal
+from .weak_references import WeakReferences
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -95,10 +95,10 @@ class Session(PlannedPeaks):
         self.recorder: RunRecorder | None = None
         """The recorder of the running `overspill.record`, or None."""
         # The models and train steps that share the budget.
-        self.followed = Followed(parameters, optimizers)
+        self.followed = WeakReferences(parameters, optimizers)
         self._steps: weakref.WeakSet[SessionStep] = weakref.WeakSet()
         self._calling = 0  # which model is called, where there are several
-        self.watch_calls = Watch(options.on_unplanned)
+        self.watch_calls = PlanCheck(options.on_unplanned)
         # Their plans, and what these are made by.
         self.renewal = Renewal()
         self._plans = GraphPlans(options, self.renewal)

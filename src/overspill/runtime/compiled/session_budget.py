@@ -13,8 +13,8 @@ from overspill.plans.fit import fit
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime.options import Options
 
-from .beside import GraphProblem, HasGraph, Room, Settlement
-from .pending import Part
+from .concurrent_plans import GraphProblem, HasGraph, Room, Settlement
+from .pending_calls import Part
 
 _LOG = logging.getLogger("overspill")
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
-from overspill.runtime.compiled.followed import state_of
+from overspill.runtime.compiled.weak_references import state_of
 from overspill.runtime.tracker import LiveBytes
 
 from .recorder import RunRecorder

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from overspill.capture.compiled.backward import Backward
-from overspill.capture.compiled.compiling import told
+from overspill.capture.compiled.compiling import answering_is_compiling
 from overspill.capture.compiled.gathers import GatheredGroup
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes
@@ -184,7 +184,7 @@ class StepCaptures:
         """
 
         def traced(step: Step) -> TracedStep:
-            with told(compiles=False):
+            with answering_is_compiling(compiles=False):
                 return trace_step(step, self.state.module, infos, values, ops, named=readable)
 
         found, python = watched(lambda begin: traced(after(begin, function)), lambda found: found.joint.module.code)

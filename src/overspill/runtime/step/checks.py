@@ -20,8 +20,8 @@ from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.modules import parameters_of
 from overspill.pytorch.optimizers import global_step_post_hooks, global_step_pre_hooks, is_initialised, step_hooks
 
-from .followed import advances
 from .residency import Guarded, Spec, readable
+from .tracked_values import advances
 
 OURS = f"{__name__.partition('.')[0]}."
 """Prefix of this package's modules, whose optimizer hooks only check for plans or notice the end of a step."""

@@ -18,8 +18,8 @@ from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
 from overspill.runtime.compiled.inductor import align
 from overspill.runtime.driver import ProgramRun
+from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
-from overspill.runtime.recording.told import told_instructions
 from overspill.runtime.sharding import local_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
@@ -47,7 +47,7 @@ class MicrobatchRunner:
         # Run the instructions.
         assert compiled is not None
         assert run is not None
-        told = None if recorder is None else told_instructions(compiled.program, compiled.plan.graph, recorder)
+        told = None if recorder is None else instrumented(compiled.program, compiled.plan.graph, recorder)
         with torch.no_grad(), DisableAutocast(), tracker or nullcontext():
             loss, *results = run.go_on(self._state.gate.may_go_on, told)
         # Put the results where they belong: residents, then the loss and other outputs.

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.checks import Check, Checks
-from overspill.capture.compiled.compiling import told
+from overspill.capture.compiled.compiling import answering_is_compiling
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.capture.programs.checkpoints import checkpoints_marked
 from overspill.pytorch.fake_tensors import FakeTensor
@@ -44,7 +44,7 @@ def step_programs(
     """
     # First trace: what the model's Python depends on.
     checks = Checks(returned=True)
-    with told(compiles=True):
+    with answering_is_compiling(compiles=True):
         watched_joint, python = watched(
             lambda begin: joint_of_step(after(begin, step), module, values, backward, checks=checks),
             lambda joint: joint.module.code,
@@ -56,7 +56,7 @@ def step_programs(
 
     def by_partition() -> Iterator[PartitionPrograms]:
         while True:
-            with told(compiles=True), backward.followed(), checkpoints_marked():
+            with answering_is_compiling(compiles=True), backward.followed(), checkpoints_marked():
                 if (found := next(made, None)) is None:
                     return
             backward.check(found.joint)

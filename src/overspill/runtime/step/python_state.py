@@ -60,14 +60,14 @@ from .compared import (
     tensor_kind,
     value_of,
 )
-from .followed import (
+from .tracked_values import (
     BY_IDENTITY,
     advances,
     beneath,
     globals_of,
     has_advanced,
-    is_followed,
     is_open,
+    is_tracked,
     names_of,
     position_of,
     slots_of,
@@ -166,7 +166,7 @@ class PythonState:
             self._watch(value, label)
         elif not any(name in own.get(table, ()) for table in TABLES):
             for owner in type(module).__mro__:
-                if name in vars(owner) and is_followed(owner.__module__):
+                if name in vars(owner) and is_tracked(owner.__module__):
                     for inner, of in self._take(owner, name):
                         self._watch(inner, of)
 
@@ -352,7 +352,7 @@ class PythonState:
         return [(inner, label) for inner in found]
 
     def _function(self, value: types.FunctionType) -> Iterable[tuple[Any, str]]:
-        if not is_followed(value.__globals__.get("__name__")):
+        if not is_tracked(value.__globals__.get("__name__")):
             return ()
         # Its defaults, its closure, and the globals that it reads.
         found: list[tuple[Any, str]] = [
@@ -367,7 +367,7 @@ class PythonState:
         where = value.__globals__
         used = names_of(code)
         found.extend(self._globals(where, globals_of(code), used, str(where.get("__name__"))))
-        for name in filter(is_followed, sorted(used & sys.modules.keys())):  # imported in the function
+        for name in filter(is_tracked, sorted(used & sys.modules.keys())):  # imported in the function
             found.extend(self._globals(vars(sys.modules[name]), used, used, name))
         return [*found, *self._use(used)]
 
@@ -408,7 +408,7 @@ class PythonState:
         for name in sorted(read & namespace.keys()):
             value = known.setdefault(name, namespace[name])
             if isinstance(value, types.ModuleType):
-                if is_followed(value.__name__):
+                if is_tracked(value.__name__):
                     found.extend(self._globals(vars(value), used, used, value.__name__))
             else:
                 found.append((value, f"{where}.{name}"))
@@ -418,7 +418,7 @@ class PythonState:
         """What a class has under names that functions use, and its `special` methods; its rest waits for a use."""
         found: list[tuple[Any, str]] = []
         for owner in kind.__mro__:
-            if (id(owner), special is _CALLED) in self._met or not is_followed(owner.__module__):
+            if (id(owner), special is _CALLED) in self._met or not is_tracked(owner.__module__):
                 continue
             self._met[id(owner), special is _CALLED] = owner
             for name in vars(owner):

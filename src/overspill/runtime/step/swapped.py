@@ -21,9 +21,9 @@ from overspill.pytorch.modules import TABLES, as_parameter
 from overspill.pytorch.patching import patched
 from overspill.pytorch.trees import tree_leaves, tree_map_only
 
-from .opened import holding
 from .residency import readable
 from .state import StepState
+from .unpacked import holding
 
 
 class Swapped:

@@ -40,11 +40,11 @@ from .call import StepCall, Underway, dropped, give_back_arena, let_go
 from .captures import StepCaptures
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .microbatch import MicrobatchRunner
-from .opened import opened
+from .optimizer_hooks import optimizer_hooks
 from .plans import StepPlans
 from .shared_memory import check_inputs_apart
-from .shown import optimizer_hooks
 from .state import StepState
+from .unpacked import unpacked
 from .updates import NormClipping, OptimizerUpdates
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class TrainStep(PlannedPeaks):
     def _step(self, inputs: tuple[Any, ...]) -> Any:
         self._state.gate.check_process()
         if (call := self._underway.call) is not None:
-            if not batches.same(call.inputs, opened(inputs)):
+            if not batches.same(call.inputs, unpacked(inputs)):
                 raise RequestError(f"these are other inputs: {call.advice}")
             return self._resume()
         return self._go_on(self._prepared(inputs))
@@ -132,7 +132,7 @@ class TrainStep(PlannedPeaks):
     def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
         with self.processes.announcing():
             self._state.check_model()
-            given = opened(inputs)
+            given = unpacked(inputs)
             check_inputs(leaves := tree_flatten(given)[0], self._state.where)
             check_saved_hooks()
             check_inputs_apart(leaves, self._state.parameters.values())
@@ -296,7 +296,7 @@ class TrainStep(PlannedPeaks):
         with allocations() as allocated:
             renewed = self._state.gate.alone(lambda: self._state.renew(arena.holds))
             yield found
-        found.append(present - renewed + batches.bytes_outside(opened(inputs), ()) + peak_of(allocated.changes)[0])
+        found.append(present - renewed + batches.bytes_outside(unpacked(inputs), ()) + peak_of(allocated.changes)[0])
 
     def graph(self, *inputs: Any) -> Graph:
         """The Graph of a step on `inputs`, which may be fake.
@@ -307,7 +307,7 @@ class TrainStep(PlannedPeaks):
 
     def captures(self, *inputs: Any) -> Partitioned[CapturedStep]:
         """The captures of a step on `inputs`, among which a plan may choose."""
-        return self._state.gate.alone(lambda: self._plans.captures(opened(inputs)))
+        return self._state.gate.alone(lambda: self._plans.captures(unpacked(inputs)))
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device.

@@ -22,15 +22,15 @@ _RATES = (6, 12, 18)  # arXiv:1706.05587, §3.3, at output stride 16
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _DeepLabShape:
     stages: tuple[int, ...]
     stem: int
     head: int
     low_level: int  # §4.1: "the channels of the low-level feature map from the encoder module" reduced to 48
 
 
-_FULL = _Shape(stages=(3, 4, 23, 3), stem=64, head=256, low_level=48)
-_SMALL = _Shape(stages=(1, 1, 1, 1), stem=8, head=16, low_level=6)
+_FULL = _DeepLabShape(stages=(3, 4, 23, 3), stem=64, head=256, low_level=48)
+_SMALL = _DeepLabShape(stages=(1, 1, 1, 1), stem=8, head=16, low_level=6)
 
 
 def _relu_conv(channels: int, width: int, kernel: int, rate: int = 1) -> nn.Sequential:
@@ -83,7 +83,7 @@ def _stage(channels: int, width: int, blocks: int, stride: int, rate: int) -> nn
 class DeepLab(nn.Module):
     """Encoder and decoder of Figure 2 for square images of one size."""
 
-    def __init__(self, shape: _Shape, image_size: int) -> None:
+    def __init__(self, shape: _DeepLabShape, image_size: int) -> None:
         super().__init__()
         one, two, three, four = shape.stages
         stem, head = shape.stem, shape.head

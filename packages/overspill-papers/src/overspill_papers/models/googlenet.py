@@ -56,7 +56,7 @@ class ResponseNorm(nn.Module):
         return x / (1 + 1e-4 / 5 * window).pow(0.75)
 
 
-class Inception(nn.Module):
+class GoogLeNetInception(nn.Module):
     """Four parallel branches, joined along channels (Figure 2b)."""
 
     def __init__(self, channels: int, widths: tuple[int, ...]) -> None:
@@ -115,7 +115,7 @@ class GoogLeNet(nn.Module):
         self.auxiliaries = nn.ModuleDict()
         channels = c2
         for name, widths in _INCEPTION.items():
-            block = Inception(channels, tuple(max(2, width // shrink) for width in widths))
+            block = GoogLeNetInception(channels, tuple(max(2, width // shrink) for width in widths))
             channels = block.channels
             self.blocks[name] = nn.Sequential(block, _pool()) if name in _POOL_AFTER else block
             if auxiliary and name in _AUXILIARY_AFTER:

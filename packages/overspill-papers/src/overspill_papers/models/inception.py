@@ -56,7 +56,7 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Residual:
+class InceptionResidual:
     """Branches whose scaled sum with the input is the output.
 
     A linear 1x1 convolution brings them back to the input's channels (§3.3).
@@ -68,13 +68,13 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Stage:
+class InceptionStage:
     """Blocks of one kind in sequence; small networks have one."""
 
     blocks: tuple[Item, ...]
 
 
-Item = Conv | Pool | Fork | Residual | Stage
+Item = Conv | Pool | Fork | InceptionResidual | InceptionStage
 _MAX, _AVERAGE = Pool("max"), Pool("average")
 
 
@@ -130,11 +130,11 @@ _V3_REDUCTION = Fork(
 _V3 = Network(
     before=(
         *_V3_STEM,
-        Stage((_v3_grid35(32), _v3_grid35(64), _v3_grid35(64))),
+        InceptionStage((_v3_grid35(32), _v3_grid35(64), _v3_grid35(64))),
         _reduction_a(64, 96, 96, 384),
-        Stage((_v3_grid17(128), _v3_grid17(160), _v3_grid17(160), _v3_grid17(192))),
+        InceptionStage((_v3_grid17(128), _v3_grid17(160), _v3_grid17(160), _v3_grid17(192))),
     ),
-    after=(_V3_REDUCTION, Stage((_V3_GRID8, _V3_GRID8))),
+    after=(_V3_REDUCTION, InceptionStage((_V3_GRID8, _V3_GRID8))),
     dropout=0.5,
 )
 
@@ -174,18 +174,23 @@ _V4_REDUCTION_B = Fork(
     ((_MAX,), (Conv(192), Conv(192, "3x3V", 2)), (Conv(256), Conv(256, "1x7"), Conv(320, "7x1"), Conv(320, "3x3V", 2)))
 )
 _V4 = Network(
-    before=(*_V4_STEM, Stage((_V4_A,) * 4), _reduction_a(192, 224, 256, 384), Stage((_V4_B,) * 7)),  # Table 1
-    after=(_V4_REDUCTION_B, Stage((_V4_C,) * 3)),
+    before=(
+        *_V4_STEM,
+        InceptionStage((_V4_A,) * 4),
+        _reduction_a(192, 224, 256, 384),
+        InceptionStage((_V4_B,) * 7),
+    ),  # Table 1
+    after=(_V4_REDUCTION_B, InceptionStage((_V4_C,) * 3)),
     dropout=0.2,  # Figure 9: "keep 0.8"
 )
 
 # Figures 16, 17 and 19; the scales are those of the release, between the 0.1 and 0.3 of §3.3
-_RESNET_A = Residual(
+_RESNET_A = InceptionResidual(
     ((Conv(32),), (Conv(32), Conv(32, "3x3")), (Conv(32), Conv(48, "3x3"), Conv(64, "3x3"))), scale=0.17
 )
-_RESNET_B = Residual(((Conv(192),), (Conv(128), Conv(160, "1x7"), Conv(192, "7x1"))), scale=0.1)
+_RESNET_B = InceptionResidual(((Conv(192),), (Conv(128), Conv(160, "1x7"), Conv(192, "7x1"))), scale=0.1)
 _RESNET_C_BRANCHES = ((Conv(192),), (Conv(192), Conv(224, "1x3"), Conv(256, "3x1")))
-_RESNET_C = Residual(_RESNET_C_BRANCHES, scale=0.2)
+_RESNET_C = InceptionResidual(_RESNET_C_BRANCHES, scale=0.2)
 # Figure 18
 _RESNET_REDUCTION_B = Fork(
     (
@@ -199,14 +204,14 @@ _RESNET = Network(
     before=(
         *_V3_STEM,
         _v3_grid35(64, one=96),
-        Stage((_RESNET_A,) * 10),
+        InceptionStage((_RESNET_A,) * 10),
         _reduction_a(256, 256, 384, 384),
-        Stage((_RESNET_B,) * 20),
+        InceptionStage((_RESNET_B,) * 20),
     ),
     after=(
         _RESNET_REDUCTION_B,
-        Stage((_RESNET_C,) * 9),
-        Residual(_RESNET_C_BRANCHES, scale=1.0, activate=False),
+        InceptionStage((_RESNET_C,) * 9),
+        InceptionResidual(_RESNET_C_BRANCHES, scale=1.0, activate=False),
         Conv(1536),
     ),
     dropout=0.2,
@@ -282,11 +287,11 @@ class _Builder:
             # Branches and blocks of further items.
             case Fork():
                 return self.fork(item.branches, channels)
-            case Residual():
+            case InceptionResidual():
                 branches, width = self.fork(item.branches, channels)
                 expand = nn.Conv2d(width, channels, 1)
                 return ScaledResidual(branches, expand, item.scale, activate=item.activate), channels
-            case Stage():
+            case InceptionStage():
                 return self.sequence(item.blocks[:1] if self.small else item.blocks, channels)
 
     def auxiliary(self, channels: int, image_size: int, classes: int) -> nn.Sequential:

@@ -24,7 +24,7 @@ _FEATURE_WEIGHT = 10.0  # §4: lambda
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Pix2PixShape:
     classes: int  # one-hot, beside one channel for the edges between instances (§3.3)
     width: int
     halvings: int
@@ -32,8 +32,8 @@ class _Shape:
     discriminators: int
 
 
-_FULL = _Shape(classes=35, width=64, halvings=4, blocks=9, discriminators=3)
-_SMALL = _Shape(classes=5, width=8, halvings=2, blocks=1, discriminators=2)
+_FULL = _Pix2PixShape(classes=35, width=64, halvings=4, blocks=9, discriminators=3)
+_SMALL = _Pix2PixShape(classes=5, width=8, halvings=2, blocks=1, discriminators=2)
 
 Features = list[Tensor]
 
@@ -77,7 +77,7 @@ class ResidualBlock(nn.Module):
         return x + self.branch(x)
 
 
-def _generator(shape: _Shape) -> nn.Sequential:
+def _generator(shape: _Pix2PixShape) -> nn.Sequential:
     """c7s1-64, d128, d256, d512, d1024, nine R1024, u512, u256, u128, u64, c7s1-3 (appendix)."""
     widths = [shape.width * 2**level for level in range(shape.halvings + 1)]
     layers: list[nn.Module] = [*_conv(shape.classes + 1, widths[0], 7), nn.ReLU()]
@@ -128,7 +128,7 @@ class Pix2PixHd(nn.Module):
     Each of these sees half the side of the one before (§3.2).
     """
 
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: _Pix2PixShape) -> None:
         super().__init__()
         self.generator = _generator(shape)
         channels = shape.classes + 1 + 3

@@ -34,14 +34,14 @@ _TARGET_DEVIATION = 0.15
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Seq2SeqShape:
     vocabulary: int
     width: int
     layers: int
 
 
-_FULL = _Shape(vocabulary=50_000, width=1000, layers=4)  # §4.1
-_SMALL = _Shape(vocabulary=61, width=16, layers=2)
+_FULL = _Seq2SeqShape(vocabulary=50_000, width=1000, layers=4)  # §4.1
+_SMALL = _Seq2SeqShape(vocabulary=61, width=16, layers=2)
 
 
 class Translator(nn.Module):
@@ -50,7 +50,7 @@ class Translator(nn.Module):
     The decoder attends to the encoder's top layer's states, and gives logits of the target's words.
     """
 
-    def __init__(self, shape: _Shape, *, masked: bool = False) -> None:
+    def __init__(self, shape: _Seq2SeqShape, *, masked: bool = False) -> None:
         super().__init__()
         self.masked = masked
         width = shape.width

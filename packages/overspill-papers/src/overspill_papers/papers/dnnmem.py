@@ -78,7 +78,7 @@ def _recording(framework: str, model: str, batch: int, length: int | None) -> Re
 
 
 @dataclass(frozen=True)
-class Figures:
+class PaperFigures:
     """Bytes of a step on the P40: all of it, the context, and the most that is live at once in the last step."""
 
     total: int
@@ -86,12 +86,12 @@ class Figures:
     live: int
 
 
-def _figures(framework: str, model: str, batch: int, length: int | None) -> Figures:
+def _figures(framework: str, model: str, batch: int, length: int | None) -> PaperFigures:
     estimate = _of(_recording(framework, model, batch, length), framework, model, batch)
-    return Figures(estimate.total_bytes, estimate.context_bytes, _steady_bytes(estimate.recording))
+    return PaperFigures(estimate.total_bytes, estimate.context_bytes, _steady_bytes(estimate.recording))
 
 
-def _estimated(framework: str, model: str, batch: int, length: int | None, lab: Lab) -> Figures:
+def _estimated(framework: str, model: str, batch: int, length: int | None, lab: Lab) -> PaperFigures:
     return lab.workers.made(f"{framework}'s {model} ({batch})", _figures, framework, model, batch, length)
 
 
@@ -101,7 +101,7 @@ def _of(recording: Recording, framework: str, model: str, batch: int) -> Estimat
     return Estimate(model, recording, load_device("p40"), batch, name, software=tables.SOFTWARE, framework=name)
 
 
-def _total_gb(row: tables.Row, lab: Lab) -> float:
+def _total_gb(row: tables.TableRow, lab: Lab) -> float:
     """The memory that NVML would show."""
     if (row.framework, row.model) == ("TensorFlow", "LSTM"):
         return _least_lstm_gb(row.batch_size, lab)
@@ -147,7 +147,7 @@ def _steady_bytes(recording: Recording) -> int:
     return max(list(accumulate(changes))[recording.starts[-1] :])
 
 
-def _shape_inference_gb(row: tables.Row, lab: Lab) -> float:
+def _shape_inference_gb(row: tables.TableRow, lab: Lab) -> float:
     """Weights, inputs and out-of-place outputs of forward. Of TensorFlow, batch norm is in place too (§5.3)."""
     del lab
     if row.model == "LSTM":  # one operator a layer: two products of four gates, and its output
@@ -266,22 +266,22 @@ _KEYED: dict[tuple[str, str, int, bool], str] = {
 }
 
 
-def _fitted(row: tables.Row, *, inferred: bool = False) -> str:
+def _fitted(row: tables.TableRow, *, inferred: bool = False) -> str:
     if row.model == "BERT" and row.seq_len != 32:
         return ""
     return _KEYED.get((row.framework, row.model, row.batch_size, inferred), "")
 
 
-def _job(row: tables.Row) -> str:
+def _job(row: tables.TableRow) -> str:
     length = f" x {row.seq_len} tokens" if row.model == "BERT" else ""
     return f"{row.model} ({row.batch_size}{length})"
 
 
-def _label(row: tables.Row) -> str:
+def _label(row: tables.TableRow) -> str:
     return f"{_job(row)}, {row.framework}"
 
 
-def _measured(row: tables.Row) -> Claim:
+def _measured(row: tables.TableRow) -> Claim:
     note = _NOTES.get((row.framework, row.model, row.batch_size), "")
     real, compute = row.real_gb or 0.0, partial(_total_gb, row)
     key = row.framework, row.model, row.batch_size
@@ -293,7 +293,7 @@ def _measured(row: tables.Row) -> Claim:
                   certain=certain, repeats=repeats)  # fmt: skip
 
 
-def _inferred_row(rows: list[tables.Row]) -> Claim:
+def _inferred_row(rows: list[tables.TableRow]) -> Claim:
     """The row of all frameworks that have the same figure."""
     row = rows[-1]
     note = _NO_SCORES if row.model == "BERT" and (row.seq_len or 0) > 64 else ""
@@ -304,7 +304,7 @@ def _inferred_row(rows: list[tables.Row]) -> Claim:
     return _claim(row.source, what, _INFERRED, "5.2", row.shape_inference_gb or 0.0, "GB", compute, note, fitted=fitted)
 
 
-def _memory(row: tables.Row) -> Claim:
+def _memory(row: tables.TableRow) -> Claim:
     compute = partial(_total_gb, row)
     bound = ">" if row.real_oom else "<"
     return _claim("§5.2", _label(row), _MEMORY, "5.2", tables.P40_GB, "GB", compute, bound=bound, fitted=_fitted(row))
@@ -312,7 +312,7 @@ def _memory(row: tables.Row) -> Claim:
 
 _ROWS = [row for framework in tables.FRAMEWORKS for row in tables.load(framework)]
 _REAL = [row for row in _ROWS if row.source.startswith("Table")]
-_SHAPES: dict[tuple[str, int, int | None, float | None], list[tables.Row]] = {}
+_SHAPES: dict[tuple[str, int, int | None, float | None], list[tables.TableRow]] = {}
 for _row in _ROWS:
     if _row.source.startswith("Table"):  # frameworks that infer the same shapes have one figure, which is one row
         _SHAPES.setdefault((_row.model, _row.batch_size, _row.seq_len, _row.shape_inference_gb), []).append(_row)

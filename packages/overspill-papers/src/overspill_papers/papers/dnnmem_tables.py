@@ -22,7 +22,7 @@ LSTM_STEPS = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One experiment: GB as printed; None where the paper has no figure."""
 
     source: str  # where in the paper
@@ -74,19 +74,20 @@ TABLE_8: dict[int, dict[str, float]] = {
 it is a thirtieth; the context, 0.37 throughout, is left out, since our figure for a P40 is from there."""
 
 
-def load(framework: str = "PyTorch") -> tuple[Row, ...]:
+def load(framework: str = "PyTorch") -> tuple[TableRow, ...]:
     """The experiments with one framework: TensorFlow, PyTorch or MXNet."""
     column = FRAMEWORKS.index(framework)
     rows = [
-        Row("Table 6", framework, model, 128, _LENGTHS.get(model), IMAGE_SIDES.get(model), *figures[column])
+        TableRow("Table 6", framework, model, 128, _LENGTHS.get(model), IMAGE_SIDES.get(model), *figures[column])
         for model, figures in _TABLE_6
     ]
     rows += [
-        Row("Table 7", framework, "BERT", size, length, None, *figures[column]) for size, length, figures in _TABLE_7
+        TableRow("Table 7", framework, "BERT", size, length, None, *figures[column])
+        for size, length, figures in _TABLE_7
     ]
     for model, side in IMAGE_SIDES.items():  # all ran out of memory, but for TensorFlow's ResNet50
         oom = (framework, model) != ("TensorFlow", "ResNet50")
-        rows.append(Row("Section 5.2", framework, model, 512, None, side, None, None, None, oom))
+        rows.append(TableRow("Section 5.2", framework, model, 512, None, side, None, None, None, oom))
     if framework == "PyTorch":
-        rows.append(Row("Figure 1", framework, "ResNet50", 256, None, IMAGE_SIDES["ResNet50"], 22.0, None, None))
+        rows.append(TableRow("Figure 1", framework, "ResNet50", 256, None, IMAGE_SIDES["ResNet50"], 22.0, None, None))
     return tuple(rows)

@@ -21,15 +21,15 @@ from overspill.core.errors import InfeasibleBudget
 from overspill_papers.placement import size_pool
 
 from .claim import Claim
-from .lab import MIB, Lab, Setting
+from .lab import MIB, Lab, LabSetting
 from .layers import bytes_by_kind, maps_by_layer
 from .run import PolicyRun
 
-INCEPTION = Setting("inception-v4", 128, image_size=256)
-RESNET_32 = Setting("resnet32-cifar", 100, image_size=224, batch_norm=False)
-RESNET_50, RESNET_101, RESNET_152 = (Setting(f"resnet{depth}", 100) for depth in (50, 101, 152))
-ALEXNET = Setting("alexnet", 256)
-VGG_128, VGG_256 = Setting("vgg16-vdnn", 128), Setting("vgg16-vdnn", 256, features=True)
+INCEPTION = LabSetting("inception-v4", 128, image_size=256)
+RESNET_32 = LabSetting("resnet32-cifar", 100, image_size=224, batch_norm=False)
+RESNET_50, RESNET_101, RESNET_152 = (LabSetting(f"resnet{depth}", 100) for depth in (50, 101, 152))
+ALEXNET = LabSetting("alexnet", 256)
+VGG_128, VGG_256 = LabSetting("vgg16-vdnn", 128), LabSetting("vgg16-vdnn", 256, features=True)
 NETWORKS = (ALEXNET, VGG_128, RESNET_50, INCEPTION)
 BASE, ALL, DYNAMIC, ONE_STREAM = "oracle", "vdnn-all", "vdnn-dynamic", "sequential"
 LEAST = f"{ALL}:m"
@@ -46,18 +46,18 @@ def _feature_share(lab: Lab) -> float:
     return 100 * kinds["feature maps"] / sum(kinds.values())
 
 
-def _layer_share(setting: Setting, kinds: Collection[LayerType], lab: Lab) -> float:
+def _layer_share(setting: LabSetting, kinds: Collection[LayerType], lab: Lab) -> float:
     """Percent of feature maps that layers of `kinds` make."""
     maps = maps_by_layer(lab.graph(setting))
     return 100 * sum(nbytes for kind, nbytes in maps.items() if kind in kinds) / sum(maps.values())
 
 
-def _steps(setting: Setting, phases: Collection[Phase], lab: Lab) -> float:
+def _steps(setting: LabSetting, phases: Collection[Phase], lab: Lab) -> float:
     """Layers that run, in each of these phases."""
     return len({(op.phase, op.layer) for op in lab.graph(setting).ops if op.phase in phases})
 
 
-def _least(setting: Setting, policy: str, lab: Lab) -> list[PolicyRun]:
+def _least(setting: LabSetting, policy: str, lab: Lab) -> list[PolicyRun]:
     """Runs in the least memory of `policy`, and in more.
 
     The least that it finds schedules for (§5.1: what makes a network trainable).
@@ -72,16 +72,16 @@ def _least(setting: Setting, policy: str, lab: Lab) -> list[PolicyRun]:
     return found
 
 
-def vdnn_mb(setting: Setting, lab: Lab) -> float:
+def vdnn_mb(setting: LabSetting, lab: Lab) -> float:
     return lab.run(setting, LEAST).spread_bytes / MIB
 
 
-def dymem_mb(setting: Setting, lab: Lab) -> float:
+def dymem_mb(setting: LabSetting, lab: Lab) -> float:
     """In its own pool, which the smallest budget need not fill least."""
     return min(run.two_ended_bytes for run in _least(setting, "dymem:m", lab)) / MIB
 
 
-def _whole_mb(setting: Setting, lab: Lab) -> float:
+def _whole_mb(setting: LabSetting, lab: Lab) -> float:
     """MiB of a step of Dymem's with all the memory of the device, not at the least budget."""
     return lab.run(setting, "dymem:m").two_ended_bytes / MIB
 
@@ -102,7 +102,7 @@ def _more_than_vdnn_mb(lab: Lab) -> float:
     return (lab.run(ALEXNET, "dymem:m").spread_bytes - lab.run(ALEXNET, LEAST).spread_bytes) / MIB
 
 
-def _conv_throughput(setting: Setting, policy: str, lab: Lab) -> float:
+def _conv_throughput(setting: LabSetting, policy: str, lab: Lab) -> float:
     """Percent of the fastest algorithms' throughput that convolutions have."""
     conv = LayerType.CONV
     return 100 * lab.run(setting, BASE).seconds_of(conv) / lab.run(setting, policy).seconds_of(conv)
@@ -116,11 +116,11 @@ def _lost_percent(lab: Lab) -> float:
     return 100 - _mean_conv_throughput(f"{BASE}:m", lab)
 
 
-def _speedup(setting: Setting, against: str, lab: Lab) -> float:
+def _speedup(setting: LabSetting, against: str, lab: Lab) -> float:
     return lab.run(setting, against).seconds / lab.run(setting, "dymem").seconds
 
 
-def _overlapped_percent(setting: Setting, policy: str, lab: Lab) -> float:
+def _overlapped_percent(setting: LabSetting, policy: str, lab: Lab) -> float:
     """Overlapped time, of the time that one stream takes for both."""
     whole = lab.run(setting, f"{ONE_STREAM}:m").seconds
     return 100 * lab.run(setting, f"{policy}:m").timeline.overlapped_seconds / whole
@@ -136,7 +136,7 @@ def _failure_percent(beta_mb: int, lab: Lab) -> float:
     return 100 * sizing.failure_rate
 
 
-def _overlap_ratio(setting: Setting, lab: Lab) -> float:
+def _overlap_ratio(setting: LabSetting, lab: Lab) -> float:
     return _overlapped_percent(setting, "dymem", lab) / _overlapped_percent(setting, ALL, lab)
 
 

@@ -30,7 +30,7 @@ HALVINGS = 5
 
 
 @dataclass(frozen=True)
-class Setting:
+class LabSetting:
     """One training step of a paper: its network, batch, machine and software.
 
     `layers`: as the papers' frameworks run it, else as PyTorch does. `features`: without the classifier, whose memory
@@ -67,10 +67,10 @@ class Lab:
         self.workers = workers or Workers(say)
         self.scale = 1.0
         self._instead: Mapping[str, str] = {}
-        self._graphs: dict[Setting, Graph] = {}
-        self._runs: dict[tuple[Setting, str, int | None], PolicyRun] = {}
-        self._floors: dict[tuple[Setting, str], int] = {}
-        self._within: dict[tuple[Setting, str, PaperPool], tuple[PolicyRun, int]] = {}
+        self._graphs: dict[LabSetting, Graph] = {}
+        self._runs: dict[tuple[LabSetting, str, int | None], PolicyRun] = {}
+        self._floors: dict[tuple[LabSetting, str], int] = {}
+        self._within: dict[tuple[LabSetting, str, PaperPool], tuple[PolicyRun, int]] = {}
 
     def instead_of(self, instead: Mapping[str, str]) -> Lab:
         """The same lab, with the same runs, but for others in the place of some policies."""
@@ -92,7 +92,7 @@ class Lab:
         least = colon and policy_named(name).memory_optimal
         return f"{self._instead[kind]}{':m' if least else ''}"
 
-    def device(self, setting: Setting) -> Device:
+    def device(self, setting: LabSetting) -> Device:
         """The machine of `setting`."""
         device = load_device(setting.device)
         if setting.tensor_cores:
@@ -103,7 +103,7 @@ class Lab:
             device = replace(device, transfer_compute_share=share)
         return device
 
-    def graph(self, setting: Setting) -> Graph:
+    def graph(self, setting: LabSetting) -> Graph:
         """The step as planned.
 
         In the framework's layers, with a choice of algorithms for each convolution.
@@ -112,8 +112,8 @@ class Lab:
             self._graphs[setting] = self._made(setting)
         return self._graphs[setting]
 
-    def _made(self, setting: Setting) -> Graph:
-        step = Setting(
+    def _made(self, setting: LabSetting) -> Graph:
+        step = LabSetting(
             setting.model,
             IMAGES,
             image_size=setting.image_size,
@@ -130,7 +130,7 @@ class Lab:
         graph = with_algorithms(graph, self.device(setting), cudnn=setting.cudnn)
         return feature_extraction(graph) if setting.features else graph
 
-    def run(self, setting: Setting, policy: str | Policy, budget_bytes: int | None = None) -> PolicyRun:
+    def run(self, setting: LabSetting, policy: str | Policy, budget_bytes: int | None = None) -> PolicyRun:
         """The run of `policy`, within `budget_bytes` if it plans for budgets.
 
         By default that is the device's free memory. Raises InfeasibleBudget where such a policy finds no schedule.
@@ -148,7 +148,7 @@ class Lab:
             self._runs[key] = PolicyRun(graph, device, schedule, peak_bytes, timeline)
         return self._runs[key]
 
-    def run_within(self, setting: Setting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
+    def run_within(self, setting: LabSetting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
         """The run at the largest budget that `pool` has room for.
 
         Returns the run on the device, and that budget. Room is taken to come with smaller budgets: the range is halved some times.
@@ -161,7 +161,7 @@ class Lab:
             self._within[key] = self._largest_within(setting, policy, pool)
         return self._within[key]
 
-    def _largest_within(self, setting: Setting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
+    def _largest_within(self, setting: LabSetting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
         usable = self.device(setting).usable_bytes
         if (run := self.run(setting, policy)).fits(pool):
             return run, usable
@@ -184,7 +184,7 @@ class Lab:
                 high = middle
         return run, low
 
-    def floor_bytes(self, setting: Setting, policy: str | Policy) -> int:
+    def floor_bytes(self, setting: LabSetting, policy: str | Policy) -> int:
         """The least budget for which `policy`, which plans for budgets, finds a schedule."""
         key = setting, self.replaced(str(policy))
         if key not in self._floors:
@@ -272,7 +272,7 @@ def _made_in(graph: Graph, tensor: Tensor) -> Phase | None:
     return None if maker is None else graph.ops[maker].phase
 
 
-def _captured(setting: Setting) -> Graph:
+def _captured(setting: LabSetting) -> Graph:
     from overspill.job import Job  # noqa: PLC0415  # imports torch with what it runs
     from overspill.runtime.capture_job import step_graph  # noqa: PLC0415
 
@@ -280,7 +280,7 @@ def _captured(setting: Setting) -> Graph:
     return step_graph(job, whole_step=setting.whole_step)
 
 
-def _job(setting: Setting) -> BuiltModel:
+def _job(setting: LabSetting) -> BuiltModel:
     from torch import nn  # noqa: PLC0415  # what only lists claims does without
 
     from overspill import models  # noqa: PLC0415

@@ -26,7 +26,7 @@ from overspill.policies import policy_named
 from . import seq2seq
 from .chainer import as_chainer, held_bytes, inference_trace, training_trace
 from .claim import Claim
-from .lab import Lab, Setting
+from .lab import Lab, LabSetting
 
 GIB = 1 << 30
 ALEXNET, GOOGLENET = f"{__package__}.chainer:alexnet", f"{__package__}.chainer:googlenet"
@@ -41,7 +41,7 @@ SEARCH = Limits(time_limit_seconds=60.0)
 
 def _trace(model: str, batch: int, lab: Lab, *, training: bool = True) -> tuple[Trace, int]:
     """The blocks of a step, and the bytes that are there before it."""
-    setting = Setting(model, batch, "p100-nvlink", layers=False, optimizer="momentum")
+    setting = LabSetting(model, batch, "p100-nvlink", layers=False, optimizer="momentum")
     graph = as_chainer(lab.graph(setting))
     if not training:
         return inference_trace(graph), held_bytes(graph, training=False)

@@ -45,7 +45,7 @@ def in_turn(traces: Sequence[Trace]) -> Trace:
     return Trace(tuple(blocks))
 
 
-class _Step:
+class _DecoderStep:
     """Blocks as they are taken and given back."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Step:
 
 def inference(words: int) -> Trace:
     """The blocks of translating one sentence of so many words."""
-    step = _Step()
+    step = _DecoderStep()
     embedded = step.take(words * ROW)
     state = step.take(LAYERS * ROW, LAYERS * ROW)
     old, (state, outputs) = state, _inferred(step, words)
@@ -101,7 +101,7 @@ def inference(words: int) -> Trace:
     return step.done()
 
 
-def _inferred(step: _Step, words: int) -> tuple[list[int], list[int]]:
+def _inferred(step: _DecoderStep, words: int) -> tuple[list[int], list[int]]:
     """The states and outputs of an LSTM of one sentence."""
     turned = step.take(*[ROW] * words)
     (cell,) = step.take(LAYERS * ROW)
@@ -119,7 +119,7 @@ def training(lengths: Sequence[int], reserved: float = 1.0) -> Trace:
 
     cuDNN reserves `reserved` times what is assumed.
     """
-    step, states = _Step(), LAYERS * len(lengths) * ROW
+    step, states = _DecoderStep(), LAYERS * len(lengths) * ROW
     read, written = sum(lengths), sum(lengths) + len(lengths)
     step.take(read * ROW, written * ROW)  # embedded
     step.take(states, states)

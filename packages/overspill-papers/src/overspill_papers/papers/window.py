@@ -22,7 +22,7 @@ from overspill_papers.placement.allocators.chunked import SMALL_SHARE
 from overspill_papers.policies.window import Window
 
 from .claim import Claim
-from .lab import MIB, Lab, Setting
+from .lab import MIB, Lab, LabSetting
 from .run import PaperPool, PolicyRun
 
 GB = 1024 * MIB
@@ -38,15 +38,15 @@ BATCH_STEPS = 32
 """The largest batch is found to within a 32nd."""
 
 
-def _setting(model: str, batch: int, image_size: int | None = None, optimizer: str = "sgd") -> Setting:
-    return Setting(model, batch, "v100-nvlink", image_size, whole_step=True, tensor_cores=True, optimizer=optimizer)
+def _setting(model: str, batch: int, image_size: int | None = None, optimizer: str = "sgd") -> LabSetting:
+    return LabSetting(model, batch, "v100-nvlink", image_size, whole_step=True, tensor_cores=True, optimizer=optimizer)
 
 
-def resnet(batch: int) -> Setting:
+def resnet(batch: int) -> LabSetting:
     return _setting("resnet50", batch)
 
 
-def _ibm(batch: int) -> Setting:
+def _ibm(batch: int) -> LabSetting:
     """The machine and TensorFlow of Le et al. No time outside the GPU is seen there, nor tensor cores."""
     return replace(resnet(batch), device="p100-nvlink", tensor_cores=False, layers=False)
 
@@ -95,7 +95,7 @@ def _lms_speed_percent(lab: Lab) -> float:
     return 100 * _lms_images_a_second(928, LMS, lab) / _lms_images_a_second(190, BASE, lab)
 
 
-def _fits(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> bool:
+def _fits(setting: LabSetting, policy: str | Policy, pool: PaperPool, lab: Lab) -> bool:
     """Whether the step that takes the least memory fits.
 
     With the convolutions' least workspaces, at the least budget.
@@ -105,7 +105,7 @@ def _fits(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> 
     return lab.run(setting, policy, lab.floor_bytes(setting, policy)).fits(pool)
 
 
-def _largest(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) -> int:
+def _largest(setting: LabSetting, policy: str | Policy, pool: PaperPool, lab: Lab) -> int:
     """The largest batch at which the step fits the device, in `pool`, to within a 32nd; that of `setting` must fit."""
     low = setting.batch
     while _fits(replace(setting, batch=2 * low), policy, pool, lab):
@@ -120,20 +120,20 @@ def _largest(setting: Setting, policy: str | Policy, pool: PaperPool, lab: Lab) 
     return low
 
 
-def _largest_baseline(setting: Setting, lab: Lab) -> float:
+def _largest_baseline(setting: LabSetting, lab: Lab) -> float:
     return _largest(setting, BASE, BEST_FIT, lab)
 
 
-def _largest_scheduled(setting: Setting, pool: PaperPool, lab: Lab) -> float:
+def _largest_scheduled(setting: LabSetting, pool: PaperPool, lab: Lab) -> float:
     return _largest(setting, SCHEDULE_LEAST, pool, lab)
 
 
-def _growth(setting: Setting, lab: Lab) -> float:
+def _growth(setting: LabSetting, lab: Lab) -> float:
     """The largest batch with scheduling alone, over the largest without."""
     return _largest_scheduled(setting, BEST_FIT, lab) / _largest_baseline(setting, lab)
 
 
-def _growth_by_addressing(setting: Setting, lab: Lab) -> float:
+def _growth_by_addressing(setting: LabSetting, lab: Lab) -> float:
     """The largest batch with virtual addressing, over the largest with scheduling alone."""
     return _largest_scheduled(setting, CHUNKS, lab) / _largest_scheduled(setting, BEST_FIT, lab)
 

@@ -23,7 +23,7 @@ ROOM_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass
-class Segment:
+class RecomputeSegment:
     """The cheap layers between two expensive ones (§3.4).
 
     The result of `start`, and all that cheap layers make of it. `checkpoints` are the tensors from which the rest is
@@ -71,7 +71,7 @@ class SuperneuronsOffload(Policy):
             raise below(min(floors, key=lambda floor: floor.nbytes), budget_bytes, self.name)
         return best
 
-    def _program(self, plain: StepProgram, segments: Sequence[Segment]) -> StepProgram:  # noqa: ARG002
+    def _program(self, plain: StepProgram, segments: Sequence[RecomputeSegment]) -> StepProgram:  # noqa: ARG002
         return plain
 
     def _candidates(self, program: StepProgram, gaps: Sequence[Gap], budget_bytes: int) -> Iterator[Schedule]:
@@ -102,7 +102,7 @@ class Superneurons(SuperneuronsOffload):
     source = "SuperNeurons (PPoPP'18) §3.2 to §3.4"
     recomputes = True
 
-    def _program(self, plain: StepProgram, segments: Sequence[Segment]) -> StepProgram:
+    def _program(self, plain: StepProgram, segments: Sequence[RecomputeSegment]) -> StepProgram:
         graph = plain.graph
         most = layer_peak_bytes(graph)
         dropped = [t for segment in segments for t in segment.dropped]
@@ -110,13 +110,13 @@ class Superneurons(SuperneuronsOffload):
         return StepProgram(graph, dropped, drop_after_use=drop_after_use)
 
 
-def segments_of(graph: Graph) -> list[Segment]:
+def segments_of(graph: Graph) -> list[RecomputeSegment]:
     """The segments of forward, in order.
 
     What is made of inputs and parameters alone belongs to none.
     """
-    found: list[Segment] = []
-    segment_of: dict[int, Segment] = {}
+    found: list[RecomputeSegment] = []
+    segment_of: dict[int, RecomputeSegment] = {}
     unsaved: set[int] = set()  # made by expensive layers, directly or by the way: making it again would be expensive
     for op in graph.ops:
         if op.phase is not Phase.FORWARD:
@@ -127,7 +127,7 @@ def segments_of(graph: Graph) -> list[Segment]:
             continue
         # An expensive layer, or one that joins segments, begins a segment.
         begins = not cheap or len(sources) > 1
-        segment = Segment(op, join=cheap) if begins else next(iter(sources.values()))
+        segment = RecomputeSegment(op, join=cheap) if begins else next(iter(sources.values()))
         if begins:
             found.append(segment)
         anew = begins or any(t in unsaved for t in op.reads)
@@ -148,7 +148,7 @@ def segments_of(graph: Graph) -> list[Segment]:
     return found
 
 
-def _droppable(graph: Graph, segment: Segment, tensor: int) -> bool:
+def _droppable(graph: Graph, segment: RecomputeSegment, tensor: int) -> bool:
     """Whether a cheap layer's result is worth dropping and can be recomputed.
 
     All checkpoints are still there when it is wanted again.
@@ -179,7 +179,7 @@ def layer_peak_bytes(graph: Graph) -> int:
     return max(needs)
 
 
-def speed_centric_bytes(graph: Graph, segment: Segment) -> int:
+def speed_centric_bytes(graph: Graph, segment: RecomputeSegment) -> int:
     """Bytes of `segment` when recomputed at once, §3.4's memcost.
 
     Its forward and the backward of its last layer.
@@ -191,7 +191,7 @@ def speed_centric_bytes(graph: Graph, segment: Segment) -> int:
     return last.workspace_bytes + sum(graph.tensors[t].nbytes for t in forward | beside)
 
 
-def checkpoint_gaps(program: StepProgram, segments: Sequence[Segment], *, joins: bool) -> list[Gap]:
+def checkpoint_gaps(program: StepProgram, segments: Sequence[RecomputeSegment], *, joins: bool) -> list[Gap]:
     """The gaps in which checkpoints may be off the device.
 
     Those of convolutions, and of `joins` (§3.3: not of the rest).

@@ -37,7 +37,7 @@ class MxnetStep:
 
 
 @dataclass
-class _Graph:
+class _SymbolGraph:
     """Nodes as they are made; ids are positions, in no order of execution."""
 
     nodes: list[Node]
@@ -92,7 +92,7 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
     )
 
 
-def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozenset[str]]:
+def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_SymbolGraph, frozenset[str]]:
     """The forward nodes with shapes, and names of auxiliary states. Operators tell the shapes of weights."""
     shapes: list[list[Shape | None]] = [
         [inputs.get(node.name, node.numbers("__shape__") or None)] if node.is_variable else [] for node in symbol.nodes
@@ -114,10 +114,10 @@ def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozense
     whole = [
         tuple(known(node, row, k) for k in range(len(row))) for node, row in zip(symbol.nodes, shapes, strict=True)
     ]
-    return _Graph(list(symbol.nodes), whole, of, [None] * len(of)), frozenset(auxiliary)
+    return _SymbolGraph(list(symbol.nodes), whole, of, [None] * len(of)), frozenset(auxiliary)
 
 
-def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> dict[int, NodeOutput]:
+def _gradients(graph: _SymbolGraph, symbol: Symbol, parameters: Collection[int]) -> dict[int, NodeOutput]:
     """Adds the nodes of backward to `graph`; the entry of each parameter's gradient."""
     order = list(_depth_first(graph.nodes, symbol.heads))
     found: dict[NodeOutput, list[NodeOutput]] = {}
@@ -148,7 +148,7 @@ def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> di
 
 
 def _gradient_node(
-    graph: _Graph, i: int, operator: Operator, above: list[NodeOutput | None]
+    graph: _SymbolGraph, i: int, operator: Operator, above: list[NodeOutput | None]
 ) -> list[NodeOutput | None]:
     """Adds the node that makes the gradients of node `i`'s inputs."""
     node = graph.nodes[i]
@@ -167,7 +167,7 @@ def _gradient_node(
     return [NodeOutput(made, k) for k in range(count)]
 
 
-def _sum(graph: _Graph, parts: list[NodeOutput], shape: Shape) -> NodeOutput | None:
+def _sum(graph: _SymbolGraph, parts: list[NodeOutput], shape: Shape) -> NodeOutput | None:
     """One entry for the sum of `parts`.
 
     It is the part itself, a sum of few, or a chain of sums that backward adds into one place.
@@ -188,7 +188,7 @@ def _sum(graph: _Graph, parts: list[NodeOutput], shape: Shape) -> NodeOutput | N
     return NodeOutput(graph.add(node, (shape,), operator_of(node)), 0)
 
 
-def _distinct(graph: _Graph, gradients: dict[int, NodeOutput]) -> dict[int, NodeOutput]:
+def _distinct(graph: _SymbolGraph, gradients: dict[int, NodeOutput]) -> dict[int, NodeOutput]:
     """A gradient that is that of two parameters is copied for the second."""
     taken: set[NodeOutput] = set()
     for i, entry in gradients.items():

@@ -41,10 +41,10 @@ def record(symbol: Symbol, inputs: dict[str, Shape], device: Device, *, optimize
     if optimizer is not None and optimizer not in STATES:
         raise RequestError(f"MXNet's {optimizer} is not known here; optimizers: {', '.join(STATES)}")
     step = training_step(symbol, inputs, trains=optimizer is not None)
-    return _Executor(step, inputs, device).run(0 if optimizer is None else STATES[optimizer])
+    return _SymbolExecutor(step, inputs, device).run(0 if optimizer is None else STATES[optimizer])
 
 
-class _Executor:
+class _SymbolExecutor:
     """Tells a ledger what is asked for, in order."""
 
     def __init__(self, step: MxnetStep, inputs: Mapping[str, Shape], device: Device) -> None:

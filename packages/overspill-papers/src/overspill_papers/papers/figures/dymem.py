@@ -20,19 +20,19 @@ from overspill_papers.papers.dymem import (
     dymem_mb,
     vdnn_mb,
 )
-from overspill_papers.papers.lab import MIB, Lab, Setting
+from overspill_papers.papers.lab import MIB, Lab, LabSetting
 from overspill_papers.papers.layers import bytes_by_kind, maps_by_layer, spans
 
 from . import Curve, PaperFigure, in_parts
 
 NAMES = {"alexnet": "AlexNet", "vgg16-vdnn": "VGG-16", "resnet50": "ResNet-50", "inception-v4": "Inception-v4"}
 POLICIES = {"vDNN": DYNAMIC, "SuperNeurons": "superneurons-offload", "Dymem": "dymem"}
-GOOGLENET = Setting("googlenet", 128)
+GOOGLENET = LabSetting("googlenet", 128)
 FEW_LAYERS = 10
 BATCHES = (25, 50, 75, 100, 150, 200)
 
 
-def _name(setting: Setting) -> str:
+def _name(setting: LabSetting) -> str:
     return f"{NAMES[setting.model]} ({setting.batch})"
 
 
@@ -69,7 +69,7 @@ def _memory(lab: Lab) -> Mapping[str, Curve]:
 
 
 def _convolutions(lab: Lab) -> Mapping[str, Curve]:
-    def share(setting: Setting, policy: str) -> float:
+    def share(setting: LabSetting, policy: str) -> float:
         conv = LayerType.CONV
         return lab.run(setting, BASE).seconds_of(conv) / lab.run(setting, policy).seconds_of(conv)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from overspill.core import Phase
 from overspill.core.errors import InfeasibleBudget
-from overspill_papers.papers.lab import MIB, Lab, Setting, network_wide_bytes
+from overspill_papers.papers.lab import MIB, Lab, LabSetting, network_wide_bytes
 from overspill_papers.papers.layers import bytes_by_kind, bytes_of, most_at_once, spans, weighted
 from overspill_papers.papers.run import PolicyRun
 from overspill_papers.papers.vdnn.measures import BASE, DEEP, DYNAMIC, SIX, VGG_64, VGG_256
@@ -23,11 +23,11 @@ POLICIES = {
 NAMES = {"alexnet": "AlexNet", "overfeat": "OverFeat", "googlenet": "GoogLeNet", "vgg16-vdnn": "VGG-16"}
 
 
-def _name(setting: Setting) -> str:
+def _name(setting: LabSetting) -> str:
     return f"{NAMES.get(setting.model, setting.model.upper().replace('VGG', 'VGG-'))} ({setting.batch})"
 
 
-def _whole(setting: Setting) -> Setting:
+def _whole(setting: LabSetting) -> LabSetting:
     return replace(setting, features=False)
 
 
@@ -77,7 +77,7 @@ def _bandwidth(lab: Lab) -> Mapping[str, Curve]:
     return found
 
 
-def _runs(settings: Sequence[Setting], policies: Mapping[str, str], lab: Lab) -> dict[tuple[str, str], PolicyRun]:
+def _runs(settings: Sequence[LabSetting], policies: Mapping[str, str], lab: Lab) -> dict[tuple[str, str], PolicyRun]:
     found = {}
     for setting in settings:
         for label, policy in policies.items():

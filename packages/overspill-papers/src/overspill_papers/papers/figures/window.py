@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from overspill.core.errors import InfeasibleBudget
-from overspill_papers.papers.lab import Lab, Setting
+from overspill_papers.papers.lab import Lab, LabSetting
 from overspill_papers.papers.run import PaperPool
 from overspill_papers.papers.window import (
     BASE,
@@ -45,7 +45,7 @@ def _budgets(pool: PaperPool, lab: Lab) -> Mapping[str, Curve]:
     return {"budget": budgets, "memory used": used}
 
 
-def _over_batches(setting: Setting, lab: Lab, *, memory: bool) -> Mapping[str, Curve]:
+def _over_batches(setting: LabSetting, lab: Lab, *, memory: bool) -> Mapping[str, Curve]:
     curves: dict[str, dict[float, float]] = {}
     for label, pool in (("baseline", BEST_FIT), *POOLS.items()):
         curve = curves.setdefault(label, {})

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from overspill.core import LayerType, Phase, Verb
 from overspill.policies import Policy
-from overspill_papers.papers.lab import MIB, Lab, Setting, network_wide_bytes
+from overspill_papers.papers.lab import MIB, Lab, LabSetting, network_wide_bytes
 from overspill_papers.papers.layers import bytes_of, most_at_once, spans, weighted
 from overspill_papers.papers.run import PolicyRun
 from overspill_papers.policies.vdnn import VdnnAll
@@ -20,8 +20,8 @@ NO_SEARCH = VdnnAll(memory_optimal=True, pooling_searches=False)
 BASE, ALL, DYNAMIC = "oracle", "vdnn-all", "vdnn-dynamic"
 
 
-def on_titan_x(model: str, batch: int, *, features: bool = True) -> Setting:
-    return Setting(model, batch, "titan-x", cudnn=4, features=features)
+def on_titan_x(model: str, batch: int, *, features: bool = True) -> LabSetting:
+    return LabSetting(model, batch, "titan-x", cudnn=4, features=features)
 
 
 ALEXNET, OVERFEAT, GOOGLENET = on_titan_x("alexnet", 128), on_titan_x("overfeat", 128), on_titan_x("googlenet", 128)
@@ -35,7 +35,7 @@ def baseline_gb(model: str, batch: int, lab: Lab, *, gradients: bool = True) -> 
     return network_wide_bytes(lab.graph(setting)) / GB
 
 
-def saved_percent(settings: Sequence[Setting], policy: str, taken: Callable[[PolicyRun], float], lab: Lab) -> float:
+def saved_percent(settings: Sequence[LabSetting], policy: str, taken: Callable[[PolicyRun], float], lab: Lab) -> float:
     """Percent of the baseline's memory that `policy` saves, on average over `settings`.
 
     Against the whole network stands what vDNN's pool holds, without the classifier, which Torch allocates (§IV-A): that
@@ -44,7 +44,7 @@ def saved_percent(settings: Sequence[Setting], policy: str, taken: Callable[[Pol
     return fmean(100 * (1 - taken(lab.run(s, policy)) / network_wide(s, lab)) for s in settings)
 
 
-def network_wide(setting: Setting, lab: Lab) -> int:
+def network_wide(setting: LabSetting, lab: Lab) -> int:
     return network_wide_bytes(lab.graph(replace(setting, features=False)))
 
 
@@ -60,11 +60,11 @@ def largest_bytes(run: PolicyRun) -> float:
     return run.pool_bytes
 
 
-def throughput_percent(setting: Setting, policy: str, lab: Lab) -> float:
+def throughput_percent(setting: LabSetting, policy: str, lab: Lab) -> float:
     return 100 * lab.run(setting, BASE).seconds / lab.run(setting, policy).seconds
 
 
-def lost_percent(settings: Sequence[Setting], policy: str, of: Callable[..., float], lab: Lab) -> float:
+def lost_percent(settings: Sequence[LabSetting], policy: str, of: Callable[..., float], lab: Lab) -> float:
     return of([100 - throughput_percent(setting, policy, lab) for setting in settings])
 
 
@@ -72,20 +72,20 @@ def mean_throughput(lab: Lab) -> float:
     return fmean(throughput_percent(setting, DYNAMIC, lab) for setting in SIX)
 
 
-def pool_gb(setting: Setting, policy: str | Policy, lab: Lab) -> float:
+def pool_gb(setting: LabSetting, policy: str | Policy, lab: Lab) -> float:
     return lab.run(setting, policy).pool_bytes / GB
 
 
-def offloaded_gb(setting: Setting, policy: str, lab: Lab) -> float:
+def offloaded_gb(setting: LabSetting, policy: str, lab: Lab) -> float:
     return lab.run(setting, policy).offloaded_bytes / GB
 
 
-def feature_share(setting: Setting, lab: Lab) -> float:
+def feature_share(setting: LabSetting, lab: Lab) -> float:
     """Percent of the baseline's memory that belongs to the layers before the classifier."""
     return 100 * network_wide_bytes(lab.graph(setting)) / network_wide(setting, lab)
 
 
-def reuse_ms(setting: Setting, lab: Lab) -> float:
+def reuse_ms(setting: LabSetting, lab: Lab) -> float:
     """Milliseconds between the first layer's forward and its backward.
 
     From the end of the one to the start of the other.
@@ -109,7 +109,7 @@ def deep_gpu_gb(lab: Lab, *, gradients: bool = True) -> float:
     return max(pool_gb(replace(setting, gradients=gradients), DYNAMIC, lab) for setting in DEEP)
 
 
-def deep_host_percent(setting: Setting, lab: Lab) -> float:
+def deep_host_percent(setting: LabSetting, lab: Lab) -> float:
     """Percent of allocated bytes that are on the host.
 
     Of all that is allocated, on the GPU and on the host.
@@ -131,7 +131,7 @@ def unused_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
     return of([100 * (1 - most_at_once(graph) / network_wide_bytes(graph)) for graph in graphs])
 
 
-def too_large(lab: Lab) -> list[Setting]:
+def too_large(lab: Lab) -> list[LabSetting]:
     """Those of the ten networks whose baseline is more than the GPU has."""
     return [s for s in (*SIX, *DEEP) if network_wide(s, lab) > lab.device(s).memory_bytes]
 
@@ -140,19 +140,19 @@ def too_large_count(lab: Lab) -> float:
     return len(too_large(lab))
 
 
-def of_too_large(of: Callable[[list[float]], float], figure: Callable[[Setting, Lab], float], lab: Lab) -> float:
+def of_too_large(of: Callable[[list[float]], float], figure: Callable[[LabSetting, Lab], float], lab: Lab) -> float:
     return of([figure(setting, lab) for setting in too_large(lab)])
 
 
-def network_wide_gb(setting: Setting, lab: Lab) -> float:
+def network_wide_gb(setting: LabSetting, lab: Lab) -> float:
     return network_wide(setting, lab) / GB
 
 
-def dynamic_saved_percent(setting: Setting, lab: Lab) -> float:
+def dynamic_saved_percent(setting: LabSetting, lab: Lab) -> float:
     return saved_percent((setting,), DYNAMIC, average_bytes, lab)
 
 
-def dynamic_lost_percent(setting: Setting, lab: Lab) -> float:
+def dynamic_lost_percent(setting: LabSetting, lab: Lab) -> float:
     return 100 - throughput_percent(setting, DYNAMIC, lab)
 
 

@@ -44,7 +44,7 @@ def solve(request: MipRequest) -> MipAnswer:
     began = time.perf_counter()
     import highspy  # noqa: PLC0415 - in this process alone
 
-    highs = _Program(request).load(highspy)
+    highs = _MixedProgram(request).load(highspy)
     highs.setOptionValue("time_limit", max(request["seconds"] - (time.perf_counter() - began), 0.0))
     highs.setOptionValue("random_seed", request["seed"])
     highs.setOptionValue("objective_target", float(request["target"]))
@@ -59,7 +59,7 @@ def solve(request: MipRequest) -> MipAnswer:
     return {"places": places, "bound": bound if math.isfinite(bound) else 0.0}
 
 
-class _Program:
+class _MixedProgram:
     """The mixed integer program.
 
     Its columns are u, x by block, z by pair, and a whole number k for each block with an alignment: x = alignment * k.

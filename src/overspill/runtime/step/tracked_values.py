@@ -40,19 +40,19 @@ _OPEN = (types.SimpleNamespace, argparse.Namespace, threading.local, UserDict, U
 """Standard library classes whose attributes are the user's."""
 
 
-def is_followed(module: str | None) -> bool:
+def is_tracked(module: str | None) -> bool:
     """Whether code of this module is followed."""
     return module is not None and module.split(".")[0] not in _APART
 
 
 def is_open(value: Any) -> bool:
     """Whether this object's attributes are compared."""
-    return isinstance(value, _OPEN) or is_followed(type(value).__module__)
+    return isinstance(value, _OPEN) or is_tracked(type(value).__module__)
 
 
 def beneath(function: Any) -> Any:
     """`function`, or what it calls if it is a wrapper of torch's, as `torch.compile` and `torch.no_grad` make them."""
-    while isinstance(function, types.FunctionType) and not is_followed(function.__globals__.get("__name__")):
+    while isinstance(function, types.FunctionType) and not is_tracked(function.__globals__.get("__name__")):
         if (inner := getattr(function, "__wrapped__", None)) is None:
             break
         function = inner

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .beside import ALONE, GraphProblem, Room, Settlement, is_summed, room_beside
-from .bystanders import Bystanders
-from .pending import GraphKey, PendingCalls
+from .concurrent_plans import ALONE, GraphProblem, Room, Settlement, is_summed, room_beside
+from .other_batches import OtherBatches
+from .pending_calls import GraphKey, PendingCalls
 from .planned import Planned
 
 
@@ -25,7 +25,7 @@ class ConcurrentCalls:
 
     def __init__(self) -> None:
         self.pending = PendingCalls()
-        self.bystanders = Bystanders()
+        self.bystanders = OtherBatches()
         self.problems: dict[GraphKey, GraphProblem[Any]] = {}
         self._keeps: Counter[GraphKey] = Counter()  # bytes kept for backward by the last plan of each kind of call
         self._late: set[GraphKey] = set()  # kinds of calls whose inputs arrive while others are pending

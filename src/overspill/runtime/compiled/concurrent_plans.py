@@ -24,7 +24,7 @@ from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanage
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
 
-from .pending import GraphFrame, GraphKey
+from .pending_calls import GraphFrame, GraphKey
 
 SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
 """Shares of the most that calls could keep, tried in this order until all have a plan."""

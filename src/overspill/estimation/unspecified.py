@@ -21,7 +21,7 @@ allocated bytes are right to 0.1 % reserved ones are up to 3.6 % higher (bench/g
 
 
 @dataclass(frozen=True)
-class Unsaid:
+class Unspecified:
     """The settings that were not given, by option, and how many bytes more and less the job takes with them."""
 
     options: tuple[str, ...]
@@ -29,7 +29,7 @@ class Unsaid:
     less: int
 
 
-def unsaid(retrace: Retrace, taken: int, taken_by: Callable[[Recording], int]) -> Unsaid | None:
+def unspecified(retrace: Retrace, taken: int, taken_by: Callable[[Recording], int]) -> Unspecified | None:
     """What nobody said of the job of `retrace`, which takes `taken` bytes; None where all is said.
 
     `taken_by` are the bytes of a recording.
@@ -41,7 +41,7 @@ def unsaid(retrace: Retrace, taken: int, taken_by: Callable[[Recording], int]) -
     most, raised = _with(retrace, more, taken, taken_by)
     least, lowered = _with(retrace, less, taken, taken_by)
     options = tuple(_option(name, (raised | lowered)[name]) for name in raised | lowered)
-    return Unsaid(options, max(0, most - taken), max(0, taken - least)) if options else None
+    return Unspecified(options, max(0, most - taken), max(0, taken - least)) if options else None
 
 
 def _more(job: Job) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from overspill.core import TensorKind
 from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 
 
-class Followed:
+class WeakReferences:
     """Parameters by weak references, and the optimizers that step on them.
 
     `optimizers` are those that were named; None: whatever steps on the parameters.

@@ -22,10 +22,10 @@ from torch import Tensor
 from overspill.pytorch.trees import tree_leaves, tree_map
 
 from .compared import array_kind
-from .followed import BY_IDENTITY, is_open
 from .python_state import NotKept
+from .tracked_values import BY_IDENTITY, is_open
 
-Opened = tuple[tuple[Any, ...], tuple[Any, ...]]
+Unpacked = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Inputs, and what is in the tables of the objects among them."""
 Table = Any
 """Where an object has what it holds: a dictionary, a list, or its slots."""
@@ -72,7 +72,7 @@ def _is_by_value(leaf: Any) -> bool:
     return isinstance(leaf, (set, np.ndarray)) or hashed not in (None, object.__hash__)
 
 
-def opened(inputs: tuple[Any, ...]) -> Opened:
+def unpacked(inputs: tuple[Any, ...]) -> Unpacked:
     """`inputs` and what the objects among them hold now. What has no value to compare is not to be read by the step."""
     tables = _tables(inputs)
     return inputs, tuple(tree_map(_readable, _contents(table)) for table in tables)

@@ -25,7 +25,7 @@ from .scratch import reduces_in_place
 aten = torch.ops.aten
 
 
-class Given(NamedTuple):
+class ResultMemory(NamedTuple):
     """The call that makes a node's result in given memory: `target(*args, **kwargs)`.
 
     The memory is the argument `name`, or the first one if that is empty.
@@ -37,7 +37,7 @@ class Given(NamedTuple):
     name: str = ""
 
 
-def into_given(node: fx.Node) -> Given | None:
+def into_memory(node: fx.Node) -> ResultMemory | None:
     """How `node` makes its result in memory that it is given; None if it cannot."""
     value, op = node.meta.get("val"), node.target
     if not isinstance(value, Tensor) or not isinstance(op, OpOverload) or not _fills_its_memory(value):
@@ -47,15 +47,15 @@ def into_given(node: fx.Node) -> Given | None:
     # What another op does just so; else the same kernel with `out=`.
     if op in COPIES:
         alike = node.args[0].meta["val"].device == value.device
-        return Given(Tensor.copy_, (node.args[0],), {}) if alike else None
+        return ResultMemory(Tensor.copy_, (node.args[0],), {}) if alike else None
     if op in FILLED or op in FULL:
-        return Given(Tensor.fill_, (FILLED[op] if op in FILLED else node_argument(node, "fill_value"),), {})
+        return ResultMemory(Tensor.fill_, (FILLED[op] if op in FILLED else node_argument(node, "fill_value"),), {})
     if op in BY_HAND and (op is aten.empty.memory_format or not node.kwargs):
-        return Given(BY_HAND[op], node.args, {})
+        return ResultMemory(BY_HAND[op], node.args, {})
     return _with_out(node, "CUDA" if value.is_cuda and torch.backends.cuda.is_built() else "CPU")
 
 
-def _with_out(node: fx.Node, backend: str) -> Given | None:
+def _with_out(node: fx.Node, backend: str) -> ResultMemory | None:
     op, args = node.target, node.args
     if op is aten.relu.default:
         op, args = aten.clamp_min.default, (*args, 0)
@@ -65,7 +65,7 @@ def _with_out(node: fx.Node, backend: str) -> Given | None:
         return None
     target, name = out
     takes = {argument.name for argument in schema_of(target).arguments}
-    return Given(target, args, {key: value for key, value in node.kwargs.items() if key in takes}, name)
+    return ResultMemory(target, args, {key: value for key, value in node.kwargs.items() if key in takes}, name)
 
 
 def _as_it_is(into: Tensor, *_: Any) -> Tensor:

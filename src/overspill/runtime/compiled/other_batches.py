@@ -21,7 +21,7 @@ from overspill.pytorch.functorch import is_wrapped
 from overspill.pytorch.storages import key_of, storage_key
 
 
-class Bystanders:
+class OtherBatches:
     """Storages of batches that were on the device when a graph was last planned."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.core import TensorKind
 from overspill.errors import InfeasibleBudget, RequestError, UnplannedError, UnsupportedError
-from overspill.runtime.compiled import backend, in_force
+from overspill.runtime.compiled import backend, plan_check
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.tracker import LiveBytes
 
@@ -211,7 +211,7 @@ def inputs_of(session: Session) -> set[int]:
 
 
 def test_more_kinds_of_inputs_than_plans_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(in_force.SETTINGS, "recompile_limit", 3)
+    monkeypatch.setitem(plan_check.SETTINGS, "recompile_limit", 3)
     model = Net(8, 16, 8)
     compiled = overspill.compile(model, budget="1GiB", store="host")
     with pytest.raises(UnplannedError, match="more than 512"):

@@ -28,7 +28,7 @@ FOLLOWERS = 0.75
 _TAIL = 0.05
 
 
-class Draws:
+class EngineSamples:
     """Demands of one recording with other engines of its convolutions.
 
     `likeliest` is the demand that they vary.

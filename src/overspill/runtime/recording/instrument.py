@@ -47,7 +47,7 @@ def label_of(node: fx.Node, graph: Graph) -> Label | None:
     return Label(graph, verb, target, node.meta.get(TOGETHER, 0))
 
 
-def told_instructions(program: LoweredProgram, graph: Graph, recorder: RunRecorder) -> Instructions:
+def instrumented(program: LoweredProgram, graph: Graph, recorder: RunRecorder) -> Instructions:
     """The instructions of `program`, wrapped to report to `recorder`."""
 
     def wrap(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,5 +62,5 @@ def run(program: LoweredProgram, graph: Graph, recorder: RunRecorder | None, arg
     told = None
     if recorder is not None:
         recorder.given(graph, program.held, args)
-        told = told_instructions(program, graph, recorder)
+        told = instrumented(program, graph, recorder)
     return ProgramRun(program, args).go_on(instructions=told)

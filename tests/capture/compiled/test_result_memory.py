@@ -10,8 +10,8 @@ from tests.runtime.compiled.lowered import built_in, captured_step
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from overspill.capture.compiled import given
-from overspill.capture.compiled.given import into_given, out_overload
+from overspill.capture.compiled import result_memory
+from overspill.capture.compiled.result_memory import into_memory, out_overload
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.runtime.reachable import same_bits
 
@@ -28,7 +28,7 @@ class _Compared(fx.Interpreter):
         self.seen: set[str] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        how = into_given(n) if n.op == "call_function" else None
+        how = into_memory(n) if n.op == "call_function" else None
         if how is None:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -143,10 +143,12 @@ def test_the_ops_of_a_model(model: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_an_embedding_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given, "PIECE_BYTES", 7 * 50 * dtype.itemsize)
+    monkeypatch.setattr(result_memory, "PIECE_BYTES", 7 * 50 * dtype.itemsize)
     gradient, words = torch.randn(4, 60, 30).to(dtype), torch.randint(0, 50, (4, 60))
     whole = aten.embedding_dense_backward.default(gradient, words, 50, 3, False)
-    found = given.BY_HAND[aten.embedding_dense_backward.default](torch.empty_like(whole), gradient, words, 50, 3, False)
+    found = result_memory.BY_HAND[aten.embedding_dense_backward.default](
+        torch.empty_like(whole), gradient, words, 50, 3, False
+    )
     assert same_bits(found, whole)
 
 

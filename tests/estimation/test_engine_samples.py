@@ -13,7 +13,7 @@ from overspill.costs import Interval
 from overspill.costs.engines import Shares
 from overspill.estimation import Estimate
 from overspill.estimation.api import estimate
-from overspill.estimation.draws import COUNT, Draws, interval
+from overspill.estimation.engine_samples import COUNT, EngineSamples, interval
 
 OFTEN = Shares(forward=0.5, backward=0.5)
 NOTHING = Interval(0, 0, 0)
@@ -70,7 +70,7 @@ def test_a_gpu_without_tensor_cores_has_nothing_to_draw(four: Estimate) -> None:
 
 
 def test_where_all_engines_work_in_place_every_draw_is_the_likeliest(four: Estimate) -> None:
-    draws = Draws(four.recording, four.device, four.demand)
+    draws = EngineSamples(four.recording, four.device, four.demand)
     found = np.array([demand.nbytes for demand in draws.demands(Shares(forward=1.0, backward=1.0))])
     assert (found == four.demand.nbytes).all()
 

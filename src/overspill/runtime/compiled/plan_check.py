@@ -30,7 +30,7 @@ from overspill.pytorch.dynamo import FailOnRecompileLimitHit, TorchDynamoExcepti
 from overspill.pytorch.trees import tree_leaves
 
 from .double_backward import COMPILED
-from .unseen import OF_EAGER, OWN_BACKWARD, PATCHES
+from .dynamo_gaps import OF_EAGER, OWN_BACKWARD, PATCHES
 
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
@@ -102,7 +102,7 @@ def too_many_kinds() -> UnplannedError:
 _SKIPPED = re.compile(r"frame skipped: .* \((.*) line (\d+)\)")
 
 
-class Watch:
+class PlanCheck:
     """Checks after each call that it ran by plans.
 
     `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward.
