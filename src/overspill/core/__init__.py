@@ -1,6 +1,6 @@
 """Data types that all stages share: Graph, Device, Schedule, Trace, Layout, Timeline.
 
-They import nothing else of ours.
+They import nothing from the other folders of Overspill.
 """
 
 from .device import Device as Device

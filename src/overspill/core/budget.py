@@ -1,6 +1,6 @@
 """A device memory budget, as the user wrote it and in bytes.
 
-Parsed once; a relative one is resolved to bytes once the step is known.
+It is parsed once. A relative budget is resolved to bytes once the step is known.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ SMALLEST = "smallest"
 
 @dataclass(frozen=True)
 class Budget:
-    """A memory budget: bytes, a share of unmanaged use, or the smallest.
+    """A memory budget: bytes, a share of unmanaged use, or the smallest that works.
 
-    With none of these set, all of the device.
+    If no field is set, the budget is all of the device's memory.
     """
 
     nbytes: int | None = None
+    """The budget in bytes."""
     share: float | None = None
+    """The budget as a share of the bytes that the step takes unmanaged, from 0 to 1."""
     smallest: bool = False
+    """Whether it is the smallest budget that works."""
 
     @property
     def is_relative(self) -> bool:
@@ -35,7 +38,7 @@ class Budget:
     def parse(cls, asked: str | float | Budget | None) -> Budget:
         """Parse `8GiB`, bytes, `0.5`, `50%`, `smallest`, or None (the whole device).
 
-        Raises RequestError if it is not a positive size.
+        Raises RequestError if it is not a positive size, or is a share above 1.
         """
         if isinstance(asked, Budget):
             return asked
@@ -56,11 +59,10 @@ class Budget:
         return cls(nbytes=parse_bytes(asked))
 
     def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int, floor_bytes: Callable[[], int]) -> int:
-        """The budget in bytes, on a device with `device_bytes` of memory.
+        """Return the budget in bytes, on a device with `device_bytes` of memory.
 
-        `unmanaged_bytes` is called only for a share, `floor_bytes` only for the smallest budget.
-
-        Raises RequestError if a share comes to nothing.
+        `unmanaged_bytes` is called only for a share, `floor_bytes` only for the smallest budget. Raises RequestError if
+        a share comes to zero bytes.
         """
         if self.nbytes is not None:
             return self.nbytes

@@ -14,44 +14,59 @@ ABSENT = -1
 class Device(Saved):
     """One processor with its memory, and its link to the store for offloaded tensors.
 
-    `flops_per_second` by dtype name, `efficiency` the share of it that each layer type reaches. Offload goes from the
-    device to the store, prefetch comes back; `full_duplex` says whether both directions run at full rate at once.
-    `transfer_host_seconds` is what the processor that issues ops spends on each transfer, to start it and to await it.
-    `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU competes
-    with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the first tensor,
-    between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
-    `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from.
-    In collectives each GPU sends `link_bytes_per_second` to the next of its node, and a node `network_bytes_per_second`
-    to the next node; the latencies are of one such hop. Without a link (0) GPUs send as they prefetch, through the host;
-    without a network as inside a node.
-    `index` is the number of the CUDA device on this machine, or ELSEWHERE; None if budgets do not count all memory of a
-    card.
+    An offload goes from the device to the store, a prefetch comes back.
     """
 
     name: str
     kind: str
     memory_bytes: int
     flops_per_second: dict[str, float]
+    """By dtype name."""
     memory_bytes_per_second: float
     offload_bytes_per_second: float
+    """From the device to the store."""
     prefetch_bytes_per_second: float
+    """From the store to the device."""
     transfer_latency_seconds: float
     op_overhead_seconds: float
     full_duplex: bool
+    """Whether both directions run at full rate at once."""
     context_bytes: int
+    """Bytes that the driver takes before the first tensor."""
     transfer_compute_share: float = 0.0
+    """The share of compute time that a running transfer takes away.
+
+    A copy by the CPU competes with CPU kernels; a GPU's copy engine does not.
+    """
     efficiency: dict[str, float] = field(default_factory=dict)
+    """The share of `flops_per_second` that each layer type reaches, by its name."""
     sources: dict[str, str] = field(default_factory=dict)
+    """Where each figure comes from, by field."""
     context_low_bytes: int = 0
+    """The lower bound of `context_bytes`; 0: `context_bytes` itself."""
     context_high_bytes: int = 0
+    """The upper bound of `context_bytes`; 0: `context_bytes` itself."""
     compute_capability: str = ""
+    """CUDA's, such as `8.6`; empty for a CPU."""
     multiprocessors: int = 0
     transfer_host_seconds: float = 0.0
+    """What the processor that issues ops spends on each transfer, to start it and to await it."""
     link_bytes_per_second: float = 0.0
+    """What each GPU sends to the next one of its node in a collective.
+
+    Without a link (0), GPUs send at their prefetch rate, through the host.
+    """
     link_latency_seconds: float = 0.0
+    """Of one hop from a GPU to the next one."""
     network_bytes_per_second: float = 0.0
+    """What a node sends to the next node in a collective; 0: as inside a node."""
     network_latency_seconds: float = 0.0
+    """Of one hop from a node to the next one."""
     index: int | None = None
+    """The number of the CUDA device on this machine, or ELSEWHERE for a GPU that this machine does not have.
+
+    None if budgets do not count all memory of the GPU.
+    """
 
     @property
     def usable_bytes(self) -> int:
@@ -60,16 +75,13 @@ class Device(Saved):
 
     @property
     def runs_behind_host(self) -> bool:
-        """Whether a host issues ops ahead of time, as for a GPU.
-
-        A CPU runs them itself.
-        """
+        """Whether a host issues ops ahead of time, as for a GPU; a CPU runs them itself."""
         return self.kind != "cpu"
 
     def offload_seconds(self, nbytes: int) -> float:
-        """Seconds to move `nbytes` to the store, with nothing else running."""
+        """Return the seconds to move `nbytes` to the store, with nothing else running."""
         return self.transfer_latency_seconds + nbytes / self.offload_bytes_per_second
 
     def prefetch_seconds(self, nbytes: int) -> float:
-        """Seconds to bring `nbytes` back, with nothing else running."""
+        """Return the seconds to bring `nbytes` back, with nothing else running."""
         return self.transfer_latency_seconds + nbytes / self.prefetch_bytes_per_second

@@ -15,7 +15,10 @@ MOST_STREAMED_BYTES = 256 << 20
 
 
 def read_whole(path: str | Path) -> bytes:
-    """The bytes of the file at `path`. Raises RequestError if it cannot be read, or has no end."""
+    """Return the bytes of the file at `path`.
+
+    Raises RequestError if it cannot be read, or is a device or pipe with more than MOST_STREAMED_BYTES.
+    """
     try:
         with Path(path).open("rb") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -50,8 +53,8 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 def _replace(target: Path, content: bytes, mode: int | None) -> None:
     """Atomically put a file with `content` at `target`. Raises OSError.
 
-    It is written without a name where the system allows that: a process that is killed leaves nothing behind, or
-    between the last two system calls a complete file `.overspill-….part`.
+    The file is written without a name where the system allows that. A process that is killed then leaves nothing
+    behind. Between the last two system calls it leaves a complete file `.overspill-….part`.
     """
     part = target.with_name(f".overspill-{secrets.token_hex(8)}.part")
     nameless = _nameless(target.parent)
@@ -73,7 +76,7 @@ def _replace(target: Path, content: bytes, mode: int | None) -> None:
 
 
 def _nameless(directory: Path) -> int | None:
-    """The descriptor of a new nameless file in `directory`; None where there are no such files."""
+    """Return the descriptor of a new nameless file in `directory`; None if the system has no such files."""
     if not Path("/proc/self/fd").is_dir():  # by which it gets its name
         return None
     try:
@@ -83,7 +86,7 @@ def _nameless(directory: Path) -> int | None:
 
 
 def _mode(path: str | Path) -> int | None:
-    """Mode of what is at `path`, links followed: type and permissions; None if nothing is."""
+    """Return the type and permissions of the file at `path`, links followed; None if no file is there."""
     try:
         return Path(path).stat().st_mode
     except FileNotFoundError:

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of the user's Python in a call stack.
-
-    `caller` is the frame that called it, by its position in the same tuple of frames, where it comes earlier; -1:
-    outermost. `backward`: the op is the backward of that line.
-    """
+    """One line of the user's Python in a call stack."""
 
     file: str
     line: int
     function: str
     caller: int = -1
+    """The frame that called it, by its earlier position in the same tuple of frames; -1: outermost."""
     backward: bool = False
+    """Whether the op is the backward of that line."""
 
     def __str__(self) -> str:
-        """As `model.py:42 forward`, without the file's folder."""
+        """Return it as `model.py:42 forward`, without the file's folder."""
         of = "backward of " if self.backward else ""
         return f"{of}{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line} {self.function}"
 
@@ -34,23 +32,23 @@ class FrameTable:
         self._numbers: dict[Frame, int] = {}
 
     def number(self, frame: Frame) -> int:
-        """The number of a frame; its caller must have one already."""
+        """Return the number of a frame; its caller must have one already."""
         number = self._numbers.setdefault(frame, len(self._frames))
         if number == len(self._frames):
             self._frames.append(frame)
         return number
 
     def found(self) -> tuple[Frame, ...]:
-        """All frames, by number."""
+        """Return all frames, by number."""
         return tuple(self._frames)
 
     def __getitem__(self, number: int) -> Frame:
-        """The frame with this number."""
+        """Return the frame with this number."""
         return self._frames[number]
 
 
 def stack_of(frames: Sequence[Frame], innermost: int) -> tuple[Frame, ...]:
-    """The frame at `innermost` and its callers, outermost first; empty for -1."""
+    """Return the frame at `innermost` and its callers, outermost first; nothing for -1."""
     found: list[Frame] = []
     at, above = innermost, len(frames)
     while 0 <= at < above:  # callers may form a cycle in a hand-written file
@@ -60,9 +58,9 @@ def stack_of(frames: Sequence[Frame], innermost: int) -> tuple[Frame, ...]:
 
 
 def source_of(frames: Sequence[Frame], innermost: Sequence[int]) -> str:
-    """The line that ran an op, as `model.py:42 forward`.
+    """Return the line that ran an op, as `model.py:42 forward`.
 
-    Of a fused kernel the first, with `and 2 more`. Empty if none is known.
+    For a fused kernel it is the first line, with `and 2 more`. It is empty if none is known.
     """
     lines = list(dict.fromkeys(str(frames[at]) for at in innermost if 0 <= at < len(frames)))
     return lines[0] + (f" and {len(lines) - 1} more" if len(lines) > 1 else "") if lines else ""

@@ -1,4 +1,4 @@
-"""Python's garbage collection, for a while without it."""
+"""Turn off Python's garbage collection for a while."""
 
 from __future__ import annotations
 

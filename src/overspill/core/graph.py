@@ -56,9 +56,7 @@ class Phase(StrEnum):
 class Tensor:
     """A storage, never a view, of `nbytes` on the device while live.
 
-    `persistent`: there before the first op and after the last one (parameters, buffers, optimizer state, inputs).
-    `movable`: the schedule may take it off the device between uses; false for what the caller holds a reference to. A
-    tensor that is both may also stay in the store from one step to the next.
+    A tensor that is both persistent and movable may also stay in the store from one step to the next.
     """
 
     id: int
@@ -68,19 +66,25 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
     persistent: bool = False
+    """Whether it exists before the first op and after the last one.
+
+    Parameters, buffers, optimizer state and inputs do.
+    """
     movable: bool = False
+    """Whether the schedule may take it off the device between uses.
+
+    False for tensors to which the caller holds a reference.
+    """
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One implementation of an op: workspace in bytes, and relative time.
-
-    `slowdown` is its time over that of the fastest.
-    """
+    """One implementation of an op: workspace in bytes, and relative time."""
 
     name: str
     workspace_bytes: int
     slowdown: float = 1.0
+    """Its time over that of the fastest."""
 
 
 class CollectiveKind(StrEnum):
@@ -93,13 +97,11 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True)
 class Collective:
-    """What an op sends between `ranks` processes.
-
-    `nbytes` are those of the whole: of a gather's result, of what a scatter or a reduction is given.
-    """
+    """What an op sends between `ranks` processes."""
 
     kind: CollectiveKind
     nbytes: int
+    """Bytes of the whole: the result of a gather, the input of a scatter or a reduction."""
     ranks: int
 
 
@@ -107,24 +109,7 @@ class Collective:
 class Op:
     """One operation: tensors that it reads and writes, and its workspace.
 
-    `algorithms` are its implementations among which a schedule may choose, the fastest first, whose workspace
-    `workspace_bytes` then is; empty if there is no choice.
-
-    `workspaces` are the blocks that it takes one after another, each behind the result before, where they are several or
-    lie behind a result: two gradients of a convolution. Empty: one of `workspace_bytes`, behind all results.
-
-    A tensor in both `reads` and `writes` is updated in place. `recompute_reads` and `recompute_writes` are what a
-    recomputation needs and makes; narrower than `reads` and `writes` if the op also updates a state, as batch norm does
-    with its running statistics, and empty if the op is not `recomputable`.
-
-    `frames` are the innermost lines of Python that ran it, by position in the graph's `frames`: one for an op, several
-    for a fused kernel, none if unknown.
-
-    `given` are those of `writes` that it can write into memory that it is given, in place of taking memory itself.
-
-    `checkpoint` is the number of the program's own checkpoint that computes it again in backward; 0: none does.
-
-    `collective` is what it sends between ranks; None for an op of this rank alone.
+    A tensor in both `reads` and `writes` is updated in place.
     """
 
     id: int
@@ -139,16 +124,37 @@ class Op:
     moved_bytes: int = 0
     recomputable: bool = False
     recompute_reads: tuple[int, ...] = ()
+    """Tensors that a recomputation needs; empty if the op is not `recomputable`.
+
+    They are fewer than `reads` if the op also updates a state, as batch norm does with its running statistics.
+    """
     recompute_writes: tuple[int, ...] = ()
+    """Tensors that a recomputation makes, likewise."""
     algorithms: tuple[Algorithm, ...] = ()
+    """The implementations that a schedule may choose from, the fastest first; empty if it has no choice.
+
+    `workspace_bytes` is then that of the fastest.
+    """
     frames: tuple[int, ...] = ()
+    """The innermost lines of Python that ran it, by position in the graph's `frames`.
+
+    An op has one, a fused kernel several, an op of unknown source none.
+    """
     checkpoint: int = 0
+    """The number of the program's own checkpoint that computes it again in backward; 0: none does."""
     given: tuple[int, ...] = ()
+    """Those of `writes` that it can write into memory that it is given, without allocating any itself."""
     collective: Collective | None = None
+    """What it sends between ranks; None for an op of this rank alone."""
     workspaces: tuple[int, ...] = ()
+    """Blocks that it allocates one after another, each after the result before it.
+
+    Used if it has several, or allocates one after a result, as for the two gradients of a convolution. Empty: one block
+    of `workspace_bytes`, after all results.
+    """
 
     def workspace_of(self, algorithm: int) -> int:
-        """Workspace in bytes of an algorithm, by number. Raises IndexError if there is none."""
+        """Return the workspace in bytes of an algorithm, by number. Raises IndexError if it does not exist."""
         return self.algorithms[algorithm].workspace_bytes if algorithm else self.workspace_bytes
 
     def slowdown_of(self, algorithm: int) -> float:
@@ -160,18 +166,22 @@ class Op:
 class Graph(Saved):
     """One training step: `ops` in execution order over `tensors`.
 
-    Ids are positions in these tuples. `outputs` must be on the device when the step ends, as persistent tensors are.
-    `whole_step`: one graph runs all of it, so that ops of different phases may interleave where results stay the same;
-    otherwise forward and backward are two graphs, followed by the update. `frames` are the lines of Python behind ops,
-    each once for each stack.
+    Ids are positions in these tuples.
     """
 
     name: str
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     outputs: tuple[int, ...] = ()
+    """Tensors that must be on the device when the step ends, as persistent tensors are."""
     whole_step: bool = False
+    """Whether one graph runs the whole step.
+
+    Ops of different phases may then interleave if results stay the same. Otherwise forward and backward are two graphs,
+    followed by the update.
+    """
     frames: tuple[Frame, ...] = ()
+    """The lines of Python behind ops, each once for each stack."""
 
     @cached_property
     def producer(self) -> dict[int, int]:
@@ -184,11 +194,11 @@ class Graph(Saved):
         return found
 
     def may_recompute(self, tensor: int) -> bool:
-        """Whether the op that makes a tensor, one that is not persistent, can make it again."""
+        """Return whether the op that makes a non-persistent tensor can make it again."""
         return tensor in self.ops[self.producer[tensor]].recompute_writes
 
     def is_gathered(self, tensor: int) -> bool:
-        """Whether a tensor is what a collective makes."""
+        """Return whether a collective makes the tensor."""
         made = self.producer.get(tensor)
         return made is not None and self.ops[made].collective is not None
 
@@ -220,11 +230,11 @@ class Graph(Saved):
         return tuple(tuple(writers) for writers in found)
 
     def last_forward_use(self, tensor: int) -> int | None:
-        """The last forward op that reads or writes `tensor`, or None."""
+        """Return the last forward op that reads or writes `tensor`, or None."""
         return max((op for op in self.uses[tensor] if self.ops[op].phase is Phase.FORWARD), default=None)
 
     def first_backward_use(self, tensor: int) -> int | None:
-        """The first backward op that reads or writes `tensor`, or None."""
+        """Return the first backward op that reads or writes `tensor`, or None."""
         return min((op for op in self.uses[tensor] if self.ops[op].phase is Phase.BACKWARD), default=None)
 
     @cached_property
@@ -236,23 +246,20 @@ class Graph(Saved):
         return {layer: tuple(ops) for layer, ops in found.items()}
 
     def source(self, op: int | None) -> str:
-        """The line that ran an op, as `model.py:42 forward`; empty if unknown."""
+        """Return the line that ran an op, as `model.py:42 forward`; empty if unknown."""
         return "" if op is None else source_of(self.frames, self.ops[op].frames)
 
     def stacks(self, op: int | None) -> tuple[tuple[Frame, ...], ...]:
-        """The call stacks that ran an op, outermost line first, if known."""
+        """Return the call stacks that ran an op, outermost line first, if known."""
         return () if op is None else tuple(stack_of(self.frames, at) for at in self.ops[op].frames)
 
     def without_frames(self) -> Graph:
-        """The same step without its lines of Python."""
+        """Return the same step without its lines of Python."""
         return replace(self, ops=tuple(replace(op, frames=()) for op in self.ops), frames=())
 
     @cached_property
     def read_only(self) -> frozenset[int]:
-        """Movable tensors that no op writes, such as frozen weights.
-
-        Their copies in the store stay valid.
-        """
+        """Movable tensors that no op writes, such as frozen weights; their copies in the store stay valid."""
         return frozenset(t.id for t in self.tensors if t.persistent and t.movable and not self.written_by[t.id])
 
     @cached_property
@@ -266,10 +273,10 @@ class Graph(Saved):
         return sum(tensor.nbytes for tensor in self.tensors if tensor.persistent)
 
     def bytes_of(self, kind: TensorKind) -> int:
-        """Bytes of all tensors of `kind`."""
+        """Return the bytes of all tensors of `kind`."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.kind is kind)
 
 
 def numbered(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """`ops` with their positions as ids, as in a Graph."""
+    """Return `ops` with their positions as ids, as in a Graph."""
     return tuple(replace(op, id=position) for position, op in enumerate(ops))

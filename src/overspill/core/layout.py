@@ -13,14 +13,13 @@ from .trace import Block, Trace
 
 @dataclass(frozen=True)
 class Layout(Saved):
-    """Addresses for the blocks of a trace: `offsets[i]` for block `i`, found by `solver`.
-
-    An address is within the block's space. `peak_bytes` is the highest end of any block that is live at some time, summed over the spaces.
-    """
+    """Addresses for the blocks of a trace, found by `solver`."""
 
     solver: str
     offsets: tuple[int, ...]
+    """The address of block `i`, in bytes within the block's space."""
     peak_bytes: int
+    """The highest end of any block that is live at some time, summed over the spaces."""
     lower_bound_bytes: int
 
     @property
@@ -54,18 +53,17 @@ class Layout(Saved):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the blocks of a schedule lie in an arena of `arena_bytes`.
-
-    `offsets` in bytes by tensor and by the position in the schedule that allocates it. `outside_bytes` is the most that
-    is live outside the arena at any time, and `retained_bytes` how much of that is there between forward and backward,
-    without persistent tensors. `between` are the offsets of tensors that lie in the arena between steps.
-    """
+    """The addresses of a schedule's blocks in an arena of `arena_bytes`."""
 
     offsets: dict[tuple[int, int], int]
+    """Bytes, by tensor and by the position in the schedule that allocates it."""
     arena_bytes: int
     outside_bytes: int
+    """The most that is live outside the arena at any time."""
     retained_bytes: int = 0
+    """How much of `outside_bytes` exists between forward and backward, without persistent tensors."""
     between: dict[int, int] = field(default_factory=dict)
+    """Offsets of the tensors that are in the arena between steps."""
 
     @property
     def total_bytes(self) -> int:
@@ -76,8 +74,8 @@ class Places:
 def _refuse_overlaps(placed: Sequence[tuple[int, Block]]) -> None:
     """Raise InvalidLayout if two blocks of one space are live at one address at once.
 
-    A sweep over time with live blocks in order of address: they do not overlap, so a new one can only overlap its
-    neighbours.
+    It sweeps over time with the live blocks in order of address. They do not overlap, so a new block can only overlap
+    its neighbours.
     """
     # Allocations and frees of all pieces, in order of time.
     changes: list[tuple[int, bool, int, int, int]] = []

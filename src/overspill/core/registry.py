@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Mapping[str, str] | None = None) -> str:
-    """`; did you mean 'auto'?` for a close name, else a full stop.
+    """Return `; did you mean 'auto'?` for a close name, otherwise a full stop.
 
     It ends the first sentence of a message. `shown_as` maps aliases to the names to show.
     """
@@ -26,7 +26,7 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Ma
 
 
 def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:
-    """Subclasses of `base` in modules of `package`, by their `name`."""
+    """Return the subclasses of `base` in modules of `package`, by their `name`."""
     found: dict[str, type[T]] = {}
     for info in iter_modules(import_module(package).__path__):
         module = import_module(f"{package}.{info.name}")
@@ -39,10 +39,10 @@ def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:
 class Registry(Mapping[str, T], Generic[T]):
     """Things of one kind by name, with those of entry point group `overspill.<plural>`.
 
-    A package with, say, `[project.entry-points."overspill.policies"] mine = "package.module:Mine"` in its
-    pyproject.toml adds a policy `mine`; `register` adds one to the running process. Built-in names cannot be replaced.
-    `papers` are names that the package overspill-papers adds. Names are sorted if `by_name`; otherwise built-in ones
-    come first, in their order.
+    A package adds a policy `mine` by `[project.entry-points."overspill.policies"] mine = "package.module:Mine"` in its
+    pyproject.toml. `register` adds one to the running process. Built-in names cannot be replaced. `papers` are names
+    that the package overspill-papers adds. Names are sorted if `by_name`; otherwise built-in ones come first, in their
+    order.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._known[name] = thing
 
     def loaded(self) -> tuple[dict[str, T], list[str]]:
-        """All that can be loaded, by name, and error lines for the rest."""
+        """Return all that can be loaded, by name, and error lines for the rest."""
         found, broken = dict[str, T](), []
         for name in self:
             try:
@@ -75,7 +75,7 @@ class Registry(Mapping[str, T], Generic[T]):
             )
 
     def named(self, name: str) -> T:
-        """The thing registered as `name`. Raises RequestError listing the known names."""
+        """Return the thing registered as `name`. Raises RequestError listing the known names."""
         self.check_installed(name)
         if name not in self:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Ways to show a result: an HTML report, a notebook and a terminal."""
+"""Show a result as an HTML report, in a notebook and in a terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Reportable:
         Reportable._pages().write_report(self, Path(path), title)
 
     def _repr_html_(self) -> str:
-        """The verdict and its figures as HTML, for a notebook."""
+        """Return the verdict and its figures as HTML, for a notebook."""
         return str(Reportable._pages().in_notebook(self))
 
     def __str__(self) -> str:
-        """The verdict and its figures as text, for a terminal; `repr` has all fields."""
+        """Return the verdict and its figures as text, for a terminal; `repr` has all fields."""
         return str(Reportable._pages().in_terminal(self))

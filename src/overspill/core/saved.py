@@ -15,7 +15,7 @@ class Saved:
     """Mixin of frozen dataclasses that can be saved as JSON and read back equal."""
 
     def to_json(self) -> str:
-        """The object as JSON text."""
+        """Return the object as JSON text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod

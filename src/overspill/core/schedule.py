@@ -13,8 +13,8 @@ from .saved import Saved
 class Verb(StrEnum):
     """Kinds of instructions.
 
-    Offload and Prefetch only start a transfer; the Awaits block the compute stream. Start begins a collective, which the
-    Run or Recompute of its op then ends; without a Start these do both.
+    Offload and Prefetch only start a transfer; the Awaits block the compute stream. Start begins a collective, which
+    the Run or Recompute of its op then ends. Without a Start these do both.
     """
 
     RUN = "run"
@@ -33,31 +33,32 @@ OF_OPS = (Verb.RUN, Verb.RECOMPUTE, Verb.START)
 
 @dataclass(frozen=True)
 class Instruction:
-    """A verb and its target, an op's or a tensor's id.
-
-    An op for the verbs `OF_OPS`, a tensor for the others. `algorithm` is the number of the op's algorithm for Run and
-    Recompute; 0 is the fastest.
-    """
+    """A verb and its target."""
 
     verb: Verb
     target: int
+    """The id of an op for the verbs `OF_OPS`, of a tensor for the others."""
     algorithm: int = 0
+    """The number of the op's algorithm for Run and Recompute; 0 is the fastest."""
 
 
 @dataclass(frozen=True)
 class Schedule(Saved):
     """Instructions of one step, in order, as planned by `policy` under `budget_bytes`.
 
-    No budget is None. The schedule decides when compute waits for a transfer, in which the papers differ: an Await at
-    the end of every layer (vDNN, Fig. 9), where the memory is needed or the copy is done (Dymem, §3.2.1), or at the end
-    of a phase. `stored` are persistent tensors that are in the store, and not on the device, between two steps; tensors
-    that no op writes have a copy in the store anyway.
+    The schedule decides when compute waits for a transfer. The papers differ in that: an Await is at the end of every
+    layer (vDNN, Fig. 9), where the memory is needed or the copy is done (Dymem, §3.2.1), or at the end of a phase.
     """
 
     policy: str
     instructions: tuple[Instruction, ...]
     budget_bytes: int | None = None
+    """None: no budget."""
     stored: tuple[int, ...] = ()
+    """Persistent tensors that are in the store, and not on the device, between two steps.
+
+    Tensors that no op writes have a copy in the store anyway.
+    """
 
     @cached_property
     def counts(self) -> Counter[Verb]:
@@ -65,5 +66,5 @@ class Schedule(Saved):
         return Counter(instruction.verb for instruction in self.instructions)
 
     def targets(self, verb: Verb) -> tuple[int, ...]:
-        """Targets of all instructions of `verb`, in order."""
+        """Return the targets of all instructions of `verb`, in order."""
         return tuple(i.target for i in self.instructions if i.verb is verb)

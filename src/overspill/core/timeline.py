@@ -55,17 +55,15 @@ class Stall:
 
 @dataclass(frozen=True)
 class Timeline(Saved):
-    """One step on the clock: events, stalls and memory use.
-
-    `live_bytes[i]` is the most on the device during instruction `i`, `clock_seconds[i]` the time on the compute stream
-    after it.
-    """
+    """One step on the clock: events, stalls and memory use."""
 
     events: tuple[Event, ...]
     stalls: tuple[Stall, ...]
     live_bytes: tuple[int, ...]
+    """The most bytes on the device during each instruction."""
     step_seconds: float
     clock_seconds: tuple[float, ...] = ()
+    """The time on the compute stream after each instruction."""
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -95,13 +93,13 @@ class Timeline(Saved):
 
     @cached_property
     def exposed_communication_seconds(self) -> float:
-        """Seconds of these in which it waits for a collective."""
+        """Seconds in which the compute stream waits for a collective."""
         waits = self.wait_seconds.items()
         return sum((spent for cause, spent in waits if cause.partition(" of ")[0] in _COLLECTIVES), 0.0)
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """The streams of the step; that of collectives where there are any."""
+        """The streams of the step; that of collectives only if the step has any."""
         return tuple(Stream) if self.communication_seconds else tuple(Stream)[:-1]
 
     @cached_property
@@ -111,7 +109,7 @@ class Timeline(Saved):
 
     @cached_property
     def host_seconds(self) -> float:
-        """Seconds of these in which it waits for the host."""
+        """Seconds in which the compute stream waits for the host."""
         return self.wait_seconds.get(HOST, 0.0)
 
     @cached_property

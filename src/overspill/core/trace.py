@@ -15,8 +15,9 @@ from .saved import Saved
 class Mobility(IntEnum):
     """How long a block is expected to stay (Dymem §3.3.2); a hint for allocators.
 
-    `MOVABLE`: one layer waits for it, so it goes soon; also if nothing is known. `TEMPORARY`: several layers need it,
-    or it waits to be joined. `RECLAIMED`: of a layer that is not selected for offloading.
+    - `MOVABLE`: one layer waits for it, so it goes soon; also if nothing is known.
+    - `TEMPORARY`: several layers need it, or it waits to be joined.
+    - `RECLAIMED`: it is of a layer that is not selected for offloading.
     """
 
     MOVABLE = 0
@@ -26,14 +27,7 @@ class Mobility(IntEnum):
 
 @dataclass(frozen=True)
 class Block:
-    """One allocation of `nbytes`, live from position `start` until before `end`.
-
-    `elastic`: the program does without it if there is no room, as PyTorch does with the workspace of a convolution
-    engine. `alignment`: its address is a multiple of this. `pinned`: the address that it must have, if any. `gaps`:
-    half-open intervals, in order and disjoint, in which it is dead and others may use its place, to which it returns; a
-    block that may come back elsewhere is two blocks. `space`: the memory that it is in, if there are several.
-    `mobility` and `references`, the number of layers that need it: hints for allocators that group blocks.
-    """
+    """One allocation of `nbytes`, live from position `start` until before `end`."""
 
     id: int
     start: int
@@ -42,19 +36,29 @@ class Block:
     name: str = ""
     stream: int = 0
     elastic: bool = False
+    """Whether the program does without it if memory is short.
+
+    PyTorch does so with the workspace of a convolution engine.
+    """
     alignment: int = 1
+    """Its address is a multiple of this."""
     pinned: int | None = None
+    """The address that it must have, if any."""
     gaps: tuple[tuple[int, int], ...] = ()
+    """Half-open intervals, in order and disjoint, in which it is dead and others may use its address.
+
+    It returns to the same address. A block that may come back at another one is two blocks.
+    """
     space: int = 0
+    """The memory that it is in, if there are several."""
     mobility: Mobility = Mobility.MOVABLE
+    """A hint for allocators that group blocks."""
     references: int = 0
+    """The number of layers that need it, likewise a hint."""
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Half-open intervals in which the block is live, in order.
-
-        None if it has no bytes or no time.
-        """
+        """Half-open intervals in which the block is live, in order; none if it has no bytes or no time."""
         if not self.nbytes:
             return ()
         edges = [self.start, *(edge for gap in self.gaps for edge in gap), self.end]

@@ -48,7 +48,7 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
 
 
 def is_share(text: str | float) -> bool:
-    """Whether `text` is a share (`0.5`, `50%`) rather than a size in bytes."""
+    """Return whether `text` is a share (`0.5`, `50%`) rather than a size in bytes."""
     match = _SIZE.fullmatch(str(text))
     if match is None:
         return False
@@ -56,7 +56,7 @@ def is_share(text: str | float) -> bool:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`nbytes` as text in binary units, half rounded up: `11.3 GiB`, `512 B`."""
+    """Return `nbytes` as text in binary units, half rounded up: `11.3 GiB`, `512 B`."""
     size, sign = abs(nbytes), "-" if nbytes < 0 else ""
     if size < 2**10:
         return f"{sign}{size:.0f} B"
@@ -72,7 +72,7 @@ def _one_decimal(size: float) -> str:
 
 
 def format_apart(one: int, other: int) -> tuple[str, str]:
-    """Two sizes as text, with exact bytes if they would otherwise read the same."""
+    """Return two sizes as text, with exact bytes if they would otherwise read the same."""
     texts = format_bytes(one), format_bytes(other)
     if one != other and texts[0] == texts[1]:
         return f"{texts[0]} ({one} bytes)", f"{texts[1]} ({other} bytes)"
@@ -80,7 +80,7 @@ def format_apart(one: int, other: int) -> tuple[str, str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as text: `1.25 s`, `3.1 ms`, `12 µs`."""
+    """Return `seconds` as text: `1.25 s`, `3.1 ms`, `12 µs`."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
