@@ -53,7 +53,8 @@ class Budget:
             share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
             if share > 1:
                 raise RequestError(
-                    f"a budget of {text} is more than all that the step takes unmanaged; give 100% at most, or a size like 12GiB"
+                    f"a budget of {text} is more than all that the step takes unmanaged; give 100% at most, or a size "
+                    "like 12GiB"
                 )
             return cls(share=share)
         return cls(nbytes=parse_bytes(asked))
@@ -73,6 +74,7 @@ class Budget:
         nbytes = int(self.share * unmanaged_bytes())
         if nbytes <= 0:
             raise RequestError(
-                f"a budget of {self.share:g} of what the step takes unmanaged is no positive size; take a larger share, or a size like 2GiB"
+                f"a budget of {self.share:g} of what the step takes unmanaged is no positive size; take a larger "
+                "share, or a size like 2GiB"
             )
         return nbytes
