@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ import torch
 from paired import json_record
 
 from overspill.capture.compiled.graph import Captured
-from overspill.core import Graph
+from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, format_seconds
 from overspill.devices import load_device
 from overspill.models import load, names, optimizer_named
 from overspill.models.step import TrainingStep
+from overspill.plans.account import Account
+from overspill.plans.fit import search
 from overspill.plans.plan import Plan, make_plan
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.partitions import Partitioned
@@ -73,12 +74,10 @@ def hull(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept[::-1]
 
 
-def chosen(
-    partitions: tuple[Captured, ...], plan: Callable[[Graph, int], Plan], budget: int
-) -> tuple[Plan, float | None]:
+def chosen(partitions: tuple[Captured, ...], device: Device, budget: int) -> tuple[Plan, float | None]:
     """What Overspill does at a budget: the plan, and the partition that it is of."""
     among = Partitioned(partitions)
-    found = among.best_plan(lambda one, _: plan(one.graph, budget))
+    found = among.best_plan(lambda one: search(one.graph, Account(device), "auto", budget))
     return found, among.of(found.graph).partition
 
 
@@ -98,14 +97,14 @@ def compared(model: str, batch: int, device_name: str) -> dict[str, Any]:
         )  # fmt: skip
     rows = []
     for point in hull(points):
-        found, by = chosen(partitions, plan, point["peak_bytes"])
+        found, by = chosen(partitions, device, point["peak_bytes"])
         low, high = 0, point["peak_bytes"] + 1  # as fast at `high`, if at all
         if found.step_seconds > point["seconds"]:
             low = high
         for _ in range(STEPS if low < high else 0):
             middle = (low + high) // 2
             try:
-                fast = chosen(partitions, plan, middle)[0].step_seconds <= point["seconds"]
+                fast = chosen(partitions, device, middle)[0].step_seconds <= point["seconds"]
             except InfeasibleBudget:
                 fast = False
             low, high = (low, middle) if fast else (middle, high)

@@ -52,9 +52,8 @@ from overspill.plans.plan import NO_LIMIT_BYTES, make_plan
 from overspill.policies import POLICIES
 from overspill.policies.base import Policy
 from overspill.policies.in_core import checkpointed, given_to_checkpoints
-from overspill.runtime.hardware import elsewhere
-from overspill.runtime.options import Options, card_for
-from overspill.runtime.preview import captured, planner_for
+from overspill.runtime.options import Options
+from overspill.runtime.preview import step_of
 
 SHARES = (0.9, 0.75, 0.55, 0.4)
 AHEAD = 2
@@ -272,23 +271,21 @@ class Bench:
     def __init__(self, name: str, trained: Trained, shares: Sequence[float], *, papers: bool) -> None:
         self.name, self.trained, self.shares, self.papers = name, trained, shares, papers
         self.given = Options(device=load_device(trained.gpu), whole_step=True)
-        self.device = elsewhere(load_device(trained.gpu), self.given.software)
-        self.options, self.graph, self.planned = planner_for(trained.job(), self.given)
-        self.plain = make_plan(self.graph, self.device, PLAIN, NO_LIMIT_BYTES)
+        self.step = step_of(trained.job(), self.given)
+        self.graph, self.account, self.planned = self.step.graph, self.step.account, self.step.planner()
+        self.plain = make_plan(self.graph, self.account.device, PLAIN, NO_LIMIT_BYTES)
 
     def rows(self) -> Iterator[Row]:
         """Budgets first, then what people do."""
-        whole = self.options.estimated_bytes or card_for(self.options, self.device).unmanaged_bytes(
-            self.graph, self.device
-        )
+        whole = self.account.unmanaged(self.graph)
         for share in self.shares:
             budget = int(share * whole)
             best = self._best_of_papers(budget) if self.papers else None
             yield self._row(f"{share:.0%} of {format_bytes(whole)}", budget, best)
         for what, job, policy in self._ways():
-            options, graph, device = captured(job, replace(self.given, placement="pytorch"))
-            found = make_plan(graph, device, policy, NO_LIMIT_BYTES)
-            card = card_for(options, device).measured(found)
+            step = step_of(job, replace(self.given, placement="pytorch"))
+            found = make_plan(step.graph, step.account.device, policy, NO_LIMIT_BYTES)
+            card = step.account.measured(found)
             assert card.device_bytes is not None
             yield self._row(what, card.device_bytes, found.step_seconds / self.plain.step_seconds)
 
@@ -323,13 +320,13 @@ class Bench:
 
     def _best_of_papers(self, card_bytes: int) -> float | None:
         """The least slowdown of the papers' policies whose live bytes fit beside the context."""
-        room = card_bytes - card_for(self.options, self.device).context_bytes
+        room = card_bytes - self.account.context_bytes
         found = []
         for name, policy in POLICIES.loaded()[0].items():
             if name in (OURS, OffloadSaved.name) or policy.unlimited:
                 continue
             try:
-                plan = make_plan(self.graph, self.device, name, room)
+                plan = make_plan(self.graph, self.account.device, name, room)
             except OverspillError:
                 continue
             found.append(plan.step_seconds / self.plain.step_seconds)

@@ -53,7 +53,7 @@ from overspill.placement.packing.solvers.exact import Decider, Exact
 from overspill.placement.packing.solvers.portfolio import Portfolio
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES, policy_named
-from overspill.runtime.preview import step_graph
+from overspill.runtime.capture_job import step_graph
 from overspill.simulate import trace_of
 
 T = TypeVar("T")

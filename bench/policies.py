@@ -40,7 +40,7 @@ from overspill.planning.algorithms import memory_optimal
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES, policy_named
-from overspill.runtime.preview import step_graph
+from overspill.runtime.capture_job import step_graph
 from overspill.simulate import check, simulate
 
 BATCHES = {

@@ -37,7 +37,7 @@ from overspill.plans.plan import make_plan
 from overspill.policies.base import Policy
 from overspill.policies.in_core import checkpointed, given_to_checkpoints
 from overspill.runtime.options import Options
-from overspill.runtime.preview import graph_for
+from overspill.runtime.preview import step_of
 from overspill.simulate import check, simulate
 
 CHECKPOINTING = ("no", "selective", "full")
@@ -128,7 +128,8 @@ class Row:
 def rows(layers: int, gpus: int, seq_len: int, dtype: str) -> Iterator[Row]:
     """A row for each way, the fastest first."""
     begun = time.perf_counter()
-    graph, device = graph_for(job(layers, gpus, seq_len, dtype), Options(device=load_device("h100"), whole_step=True))
+    step = step_of(job(layers, gpus, seq_len, dtype), Options(device=load_device("h100"), whole_step=True))
+    graph, device = step.graph, step.account.device
     print(f"{gpus} GPUs: {len(graph.ops)} ops, captured in {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     ways = [Way(*choice) for choice in product((True, False), CHECKPOINTING, (False, True))]
     made = [(way, by_hand(graph, device, way)) for way in ways]

@@ -15,7 +15,7 @@ from overspill.job import Job, NamedModel, Parallel
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
-from overspill.runtime.preview import captured, compare_job
+from overspill.runtime.preview import compare_job, step_of
 from overspill.simulate import check
 
 RANKS = 4
@@ -26,11 +26,11 @@ H100 = load_device("h100")
 @cache
 def rank(**options: object) -> Graph:
     job = Job(MODEL, 2, "adamw", parallel=Parallel("fsdp", RANKS, **options))  # type: ignore[arg-type]
-    return captured(job, Options(device=H100))[1]
+    return step_of(job, Options(device=H100)).graph
 
 
 def test_a_rank_has_a_part_of_parameters_and_their_state_and_gathers_each_group_once() -> None:
-    alone = captured(Job(MODEL, 2, "adamw"), Options(device=H100, whole_step=True))[1]
+    alone = step_of(Job(MODEL, 2, "adamw"), Options(device=H100, whole_step=True)).graph
     ours = rank()
     for kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE):
         whole, part = (sum(t.nbytes for t in g.tensors if t.kind is kind and t.persistent) for g in (alone, ours))
@@ -85,5 +85,5 @@ def test_the_unmanaged_step_takes_what_the_estimate_says(again: bool) -> None:
     parallel = Parallel("fsdp", 8, reshard_after_forward=again)
     job = Job(NamedModel(model, seq_len=1024), 2, "adamw", "bfloat16", parallel=parallel)
     said = estimate(job, Setting.of("h100")).peak
-    ours = unmanaged_peak(captured(job, Options(device=H100))[1], H100)
+    ours = unmanaged_peak(step_of(job, Options(device=H100)).graph, H100)
     assert ours == pytest.approx(said.requested_bytes - said.by_category["workspaces"], rel=0.03)

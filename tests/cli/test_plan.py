@@ -48,7 +48,7 @@ def test_a_report_that_can_be_no_page_is_refused_before_work_begins(overspill: O
 
 def test_a_share_of_the_step_that_the_card_has_no_room_for_does_not_fit(overspill: Overspill) -> None:
     replace(load_device("t4"), name="tiny", memory_bytes=200 << 20).save("tiny.json")
-    done = overspill("plan nets:shallow --batch 2 --budget 100% --gpu tiny.json --report page.html --json")
+    done = overspill("plan nets:shallow --batch 1000000 --budget 100% --gpu tiny.json --report page.html --json")
     assert done.code == done.answer["exit_code"] == 1
     assert done.answer["feasible"] is False
     assert done.answer["device_bytes"] > 200 << 20

@@ -20,7 +20,7 @@ from overspill.estimation.programs import program_of
 from overspill.job import Job, NamedModel, Parallel
 from overspill.job.ways import ways_of
 from overspill.runtime.options import Options
-from overspill.runtime.preview import graph_for
+from overspill.runtime.preview import step_of
 from overspill.runtime.training import train
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def recorded(job: Job) -> Any:
 
 
 def planned(job: Job, device: str = "t4", *, whole_step: bool = False, backend: str = "eager") -> Any:
-    return graph_for(job, Options(device=device, whole_step=whole_step, backend=backend))[0]
+    return step_of(job, Options(device=device, whole_step=whole_step, backend=backend)).graph
 
 
 def trained(job: Job) -> Any:

@@ -14,7 +14,7 @@ from overspill.job import Job, NamedModel
 from overspill.models import load
 from overspill.models.drawing import python_randomness
 from overspill.models.step import TrainingStep
-from overspill.runtime.preview import prepared_step
+from overspill.runtime.capture_job import prepared_step
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 

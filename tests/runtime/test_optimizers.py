@@ -16,7 +16,7 @@ from overspill.core import Phase
 from overspill.job import Job, NamedModel
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs, unwrapped
 from overspill.runtime.options import Options
-from overspill.runtime.preview import graph_for
+from overspill.runtime.preview import step_of
 from overspill.runtime.tracker import LiveBytes
 
 optim = torch.optim
@@ -301,7 +301,7 @@ def test_a_plan_for_a_gpu_has_the_update_that_is_made_there_of_all_parameters_at
     job = Job(NamedModel("decoder:width=32,depth=4,heads=2,vocabulary=32,seq_len=8"), 1, "adamw")
 
     def update_bytes(device: str) -> int:
-        graph, _ = graph_for(job, Options(device=device))
+        graph = step_of(job, Options(device=device)).graph
         return max(op.workspace_bytes for op in graph.ops if op.phase is Phase.UPDATE)
 
     assert update_bytes("t4") > update_bytes("cpu")

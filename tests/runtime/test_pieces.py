@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.runtime.step.whole_steps import CPU
+from tests.turns import rest_long
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ from overspill.plans.comparison import compare
 from overspill.policies import POLICIES
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
-from overspill.runtime.preview import captured, compare_job, sweep_job
+from overspill.runtime.preview import compare_job, step_of, sweep_job
 from overspill.runtime.reachable import same_bits
 from overspill.runtime.tracker import LiveBytes
 
@@ -103,7 +104,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("rows", [37, pytest.param(64, marks=pytest.mark.long)])
-@pytest.mark.parametrize("case", [c if c == "with z-loss" else pytest.param(c, marks=pytest.mark.long) for c in CASES])
+@pytest.mark.parametrize("case", rest_long(CASES, ["with z-loss"]))
 def test_the_smallest_budget_gives_the_bits_of_plain_pytorch_within_the_plan(case: str, rows: int) -> None:
     plain, whole, compiled = three(case)
     expected = trained(plain, rows, adam(plain))
@@ -174,8 +175,8 @@ def test_comparisons_and_sweeps_plan_in_pieces_where_the_step_as_it_is_does_not_
     within = replace(options, budget=floor)
     (row,) = compare_job(job, within, ["auto"])
     assert row.fits
-    _, graph, device = captured(job, options)
+    usual_step = step_of(job, options)
     assert row.plan is not None
-    assert len(row.plan.graph.ops) > len(graph.ops)
-    (usual,) = compare(graph, device, ["auto"], floor)
+    assert len(row.plan.graph.ops) > len(usual_step.graph.ops)
+    (usual,) = compare(usual_step.graph, usual_step.account.device, ["auto"], floor)
     assert not usual.fits

@@ -206,6 +206,6 @@ def _plan(job: Job, limit: Budget, made: Estimate) -> Plan | InfeasibleBudget:
 
     try:
         options = Options(limit, device=made.device, backend="inductor")
-        return preview(job, options, made.software, None if made.compiled is None else made.compiled.total_bytes)
+        return preview(job, options, made.software, made.compiled)
     except InfeasibleBudget as error:
         return error

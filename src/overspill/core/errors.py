@@ -80,7 +80,7 @@ class InfeasibleBudget(OverspillError):
 
     def with_help(self, more: str) -> InfeasibleBudget:
         """The same error with `more` appended to its message."""
-        return InfeasibleBudget(f"{self}{more}", **_given(self) | {"hints": (*self.hints, more.strip("; "))})
+        return InfeasibleBudget(f"{self}{more}", **_given(self) | {"hints": (*self.hints, *filter(None, [more.strip("; ")]))})
 
     def with_floor(self, floor_bytes: int) -> InfeasibleBudget:
         """The same error with another smallest budget, in bytes."""

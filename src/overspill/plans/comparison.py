@@ -123,7 +123,7 @@ class Comparison(Sequence[Row], Reportable):
         plans = [row.plan for row in self.rows if row.plan is not None]
         if not plans:
             return ()
-        low, high = min(plan.needed_bytes for plan in plans), plans[0].unmanaged_needed_bytes
+        low, high = min(plan.needed_bytes for plan in plans), plans[0].unmanaged_bytes
         shares = (at / (points - 1) for at in range(points))
         budgets = sorted(
             {self.budget_bytes, *(int(low + share**2 * max(0, high - low)) for share in shares)}, reverse=True

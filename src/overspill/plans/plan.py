@@ -32,9 +32,8 @@ class Plan(Reportable):
     `op_seconds` are those of the ops with their fastest algorithms. `retained_bytes`, persistent ones aside, are on the
     device between forward and backward. `peak_bytes` and `budget_bytes` are live bytes. Of a
     plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context,
-    `unmanaged_device_bytes` the same of the unmanaged step, of which budgets are shares, `estimated_bytes` what plain PyTorch is
-    estimated to take of the card for it (a plan's figure has room for an allocator out of luck besides),
-    `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` the size of the card that was asked for.
+    `unmanaged_device_bytes` what plain PyTorch takes of the card for the step, of which budgets are shares (where the job
+    has one, its estimate), `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` the size of the card that was asked for.
     `groups` are updates that one call of the optimizer carries out. `usual_seconds` are those of the unmanaged step of the
     graph that PyTorch runs, where the plan's is another (in pieces of rows, or by another partition). With planned
     addresses `places` has them.
@@ -55,7 +54,6 @@ class Plan(Reportable):
     device_bytes: int | None = None
     device_budget_bytes: int | None = None
     unmanaged_device_bytes: int | None = None
-    estimated_bytes: int | None = None
     library_bytes: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     usual_seconds: float | None = None
@@ -118,20 +116,9 @@ class Plan(Reportable):
         return tensors + (self.library_bytes or 0)
 
     @property
-    def unmanaged_needed_bytes(self) -> int:
-        """Bytes that the unmanaged step needs, counted the same way.
-
-        A budget may be a share of these.
-        """
-        return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
-
-    @property
     def unmanaged_bytes(self) -> int:
-        """Bytes of the unmanaged step, as `overspill.estimate` says.
-
-        Of what has no estimate, live bytes or a card.
-        """
-        return self.unmanaged_needed_bytes if self.estimated_bytes is None else self.estimated_bytes
+        """Bytes of the unmanaged step, live or of a card, as `overspill.estimate` says. A budget may be a share of these."""
+        return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property
     def gap(self) -> float:

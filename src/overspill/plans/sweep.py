@@ -69,7 +69,7 @@ class Sweep(Reportable):
     unmanaged_device_bytes: int | None = None
 
     @property
-    def unmanaged_needed_bytes(self) -> int:
+    def unmanaged_bytes(self) -> int:
         """Bytes of the unmanaged step, counted as budgets are."""
         return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 

@@ -84,14 +84,6 @@ def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
     return dict(found.most_common())
 
 
-def card_notes(plan: Plan) -> list[str]:
-    """Why a plan's card is larger than an estimate of the job."""
-    if plan.device_bytes is None:
-        return []
-    worst = "A card is sized for the worst of several ways in which its allocator may place the blocks"
-    return [f"{worst}; `overspill estimate` counts the likeliest, of plain PyTorch."]
-
-
 def step_notes(plan: Plan) -> list[str]:
     """Notes for readers of a plan on what may move in its step.
 
@@ -131,7 +123,7 @@ def plan_report(plan: Plan, peak: PlannedPeak, placed: Placed, title: str, note:
         printed(_largest(plan.graph, peak)),
         "",
         Text(f"Times are simulated, not measured. {_verdict(plan)}"),
-        *map(Text, [*card_notes(plan), *step_notes(plan)]),
+        *map(Text, step_notes(plan)),
     ]
     return Group(*parts, *([Text(note)] if note else []))
 

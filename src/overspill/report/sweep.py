@@ -39,7 +39,7 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
     head = {
         "policy": point.policy,
         "budget_bytes": point.budget_bytes,
-        "budget_share": point.budget_bytes / sweep.unmanaged_needed_bytes if sweep.unmanaged_needed_bytes else 1.0,
+        "budget_share": point.budget_bytes / sweep.unmanaged_bytes if sweep.unmanaged_bytes else 1.0,
         "feasible": point.plan is not None,
         "lower_bound_seconds": point.lower_bound_seconds,
         "error": point.error,
@@ -79,7 +79,7 @@ def sweep_verdict(sweep: Sweep) -> str:
     frontier = sweep.frontier
     least = frontier[-1]
     assert least.plan is not None
-    unmanaged = sweep.unmanaged_needed_bytes
+    unmanaged = sweep.unmanaged_bytes
     text = (
         f"from {format_bytes(unmanaged)} down to {format_bytes(least.budget_bytes)} "
         f"({share_up(least.budget_bytes / unmanaged)}), where a step takes {least.plan.slowdown:.3f} times as long"

@@ -114,7 +114,7 @@ def title_of(trained: Trained) -> str:
 def peaks_table(trained: Trained) -> Table:
     """The budget and the peaks, planned and measured, with their shares."""
     run, plan = trained.managed, trained.plan
-    whole = plan.unmanaged_needed_bytes
+    whole = plan.unmanaged_bytes
     rows = [
         ("budget", plan.asked_bytes),
         ("planned peak", run.planned_peak_bytes),

@@ -51,7 +51,7 @@ def _planned(job: Job, estimate: Estimate) -> Advice | None:
     for whole_step, what in ways:
         try:
             options = Options(device=estimate.device, whole_step=whole_step)
-            return _as_advice(preview(job, options, estimate.software, estimate.total_bytes), what)
+            return _as_advice(preview(job, options, estimate.software, estimate), what)
         except InfeasibleBudget as error:
             found = Advice(what, "time; the same numbers", Price.TIME, error.floor_bytes, error.floor_bytes, fits=False)
             least = min(least or found, found, key=lambda advice: advice.minimum_capacity_bytes or 0)

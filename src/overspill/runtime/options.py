@@ -10,7 +10,6 @@ from overspill.core.budget import Budget
 from overspill.core.errors import RequestError
 from overspill.core.units import parse_bytes
 from overspill.costs import MeasuredTimes
-from overspill.costs.scratch import Software
 from overspill.placement.allocators.caching import CachingAllocator
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer
@@ -56,12 +55,8 @@ class Options:
     """Whether a call that runs without a plan is an error or a warning."""
     partition: float | None = None
     """The `activation_memory_budget` (0 to 1) by which Inductor parts forward and backward; None: the best of several."""
-    software: Software | None = None
-    """The releases on a GPU that is elsewhere; None: those here."""
     whole_step: bool = False
     """Whether the update of a job is part of its plan, as in `overspill.train_step`."""
-    estimated_bytes: int | None = None
-    """What the job is estimated to take of a GPU unmanaged."""
     limit: Budget = field(init=False)
     """The budget, parsed."""
 

@@ -10,7 +10,7 @@ from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.placement import Events, replay
 from overspill.policies import policy_named
-from overspill.runtime.preview import step_graph
+from overspill.runtime.capture_job import step_graph
 from overspill_papers.papers import Lab, claims_of, paper_named, results, seq2seq
 from overspill_papers.papers.chainer import WORKSPACE_BYTES, as_chainer, held_bytes, inference_trace, training_trace
 

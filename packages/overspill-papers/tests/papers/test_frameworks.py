@@ -16,7 +16,7 @@ from overspill.devices import load_device
 from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.policies import POLICIES, policy_named
-from overspill.runtime.preview import step_graph
+from overspill.runtime.capture_job import step_graph
 from overspill.simulate import check
 from overspill_papers.papers.frameworks import as_layers
 

@@ -7,7 +7,7 @@ import pytest
 from overspill import models
 from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.job import Job
-from overspill.runtime.preview import step_graph
+from overspill.runtime.capture_job import step_graph
 from overspill_papers.papers import PAPERS
 from overspill_papers.papers.figures import figures_of
 from overspill_papers.papers.lab import network_wide_bytes

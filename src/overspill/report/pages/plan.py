@@ -11,7 +11,7 @@ from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import count, percent
 from overspill.report.page import Column, Figure, Page, Section, Table, Unit, Verdict, step
-from overspill.report.plan import card_notes, figures_table, peak_of, peak_table, step_notes, too_small
+from overspill.report.plan import figures_table, peak_of, peak_table, step_notes, too_small
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -19,7 +19,7 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
 
     Its blocks are where `placer` puts them (None: PyTorch's caching allocator).
     """
-    notes = ("Times and memory are simulated, not measured.", *card_notes(plan), *step_notes(plan))
+    notes = ("Times and memory are simulated, not measured.", *step_notes(plan))
     tables = (*_swaps(plan), peak_table(plan, peak_of(plan)), figures_table(plan))
     sections: tuple[Section, ...] = (step(plan, placer), _beside(plan), *tables)
     return Page(title, plan_verdict(plan), sections, notes)
@@ -29,7 +29,7 @@ def _beside(plan: Plan) -> Table:
     """A table of the plan and the unmanaged step, side by side."""
     rows = [("live tensors at the peak", format_bytes(plan.peak_bytes), format_bytes(plan.unmanaged_peak_bytes))]
     if plan.device_bytes is not None:
-        rows.insert(0, ("card", format_bytes(plan.needed_bytes), format_bytes(plan.unmanaged_needed_bytes)))
+        rows.insert(0, ("card", format_bytes(plan.needed_bytes), format_bytes(plan.unmanaged_bytes)))
     nothing = format_bytes(0)
     rows += [
         ("step", format_seconds(plan.step_seconds), format_seconds(plan.in_core_seconds)),
@@ -97,7 +97,7 @@ def plan_verdict(plan: Plan) -> Verdict:
         good=plan.fits_device,
         figures=(
             Figure("it takes", format_bytes(plan.needed_bytes), f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
-            Figure("unmanaged", format_bytes(plan.unmanaged_needed_bytes), f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_needed_bytes)} of it"),
+            Figure("unmanaged", format_bytes(plan.unmanaged_bytes), f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_bytes)} of it"),
             Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
             Figure("offloaded each step", format_bytes(plan.offloaded_bytes), count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
             Figure("recomputed each step", count(plan.recomputed_ops, "op"), format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),

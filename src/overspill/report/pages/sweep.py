@@ -34,7 +34,7 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
     least = sweep.frontier[-1]
     assert least.plan is not None
     fitting = [point for point in sweep.points if sweep.fits(point)]
-    unmanaged = sweep.unmanaged_needed_bytes
+    unmanaged = sweep.unmanaged_bytes
     of_card = sweep.unmanaged_device_bytes is not None
     figures = [
         Figure("unmanaged", format_bytes(unmanaged), "the card that it needs" if of_card else "live bytes"),
@@ -69,7 +69,7 @@ def _curves(sweep: Sweep) -> Lines | Points:
         for policy, own in found.items()
         if len(own) == 1 and own[0].plan is not None
     )
-    unmanaged = sweep.unmanaged_needed_bytes
+    unmanaged = sweep.unmanaged_bytes
     whole = sweep.device.usable_bytes if sweep.unmanaged_device_bytes is None else sweep.device.memory_bytes
     marks = [Mark("unmanaged", unmanaged, on_x=True)]
     if whole < unmanaged:
