@@ -205,3 +205,16 @@ def test_the_files_and_folders_that_are_named_are_there() -> None:
     named = re.findall(r"[`(]((?:src|tests|native|docs|examples|\.ci)/[\w./-]+)[`)]", TEXT)
     assert len(named) > 15
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_modules_that_the_recipes_name_are_there() -> None:
+    named = re.findall(
+        r"`((?:capture|cli|core|costs|models|placement|planning|plans|pytorch|runtime)/[\w/{},]+\.py)`", TEXT
+    )
+    assert len(named) > 15
+    source = ROOT / "src/overspill"
+    for path in named:
+        before, _, rest = path.partition("{")
+        names, _, after = rest.partition("}")
+        for name in names.split(","):
+            assert (source / f"{before}{name}{after}").exists(), path

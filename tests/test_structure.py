@@ -200,16 +200,35 @@ def test_a_circle_is_seen_also_inside_functions_and_behind_a_package(tmp_path: P
     assert circles(package.parent) == [["overspill.core.a", "overspill.core.b"]]
 
 
-def test_the_files_that_docs_structure_names_are_there() -> None:
-    """Each `name.py` stands somewhere in the package, each `folder/` too."""
+def named_in_tables(text: str) -> list[str]:
+    """The paths in the tables of docs/structure.md, `{a,b}` spelled out."""
+    found = []
+    for cell in re.findall(r"`([\w/{},]+\.py)`", text):
+        before, _, rest = cell.partition("{")
+        names, _, after = rest.partition("}")
+        found += [f"{before}{name}{after}" for name in names.split(",")]
+    return found
+
+
+def test_docs_structure_names_every_module_and_no_other() -> None:
     text = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
-    files = {path.name for path in (*PACKAGE.rglob("*.py"), *PAPERS.rglob("*.py"), *(ROOT / "tests").glob("*.py"))}
-    folders = {path.name for path in (*PACKAGE.rglob("*/"), *PAPERS.rglob("*/"), *(ROOT / "native").glob("*/"))}
-    folders |= {"native", "tests", "src", "overspill", "packages", "overspill-papers"}
-    named = re.findall(r"`([\w/]+\.py|[\w/]+/)`", text)
-    assert len(named) > 40
-    assert [name for name in named if name.endswith(".py") and name.rpartition("/")[2] not in files] == []
-    assert [name for name in named if name.endswith("/") and name.rstrip("/").rpartition("/")[2] not in folders] == []
+    named = {path for path in named_in_tables(text) if not path.startswith("tests/")}
+    modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    assert modules - named == set()
+    assert {path for path in named - modules if not (ROOT / path).exists()} == set()
+
+
+@both
+def test_no_class_name_stands_in_two_files(package: Path) -> None:
+    """Unless one is a subclass of the other."""
+    places: dict[str, list[tuple[str, list[str]]]] = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+                places.setdefault(node.name, []).append((path.name, bases))
+    twice = {name: found for name, found in places.items() if len({file for file, _ in found}) > 1}
+    assert {name: found for name, found in twice.items() if not any(name in bases for _, bases in found)} == {}
 
 
 # What tests ask of errors

@@ -96,8 +96,7 @@ Optimizer = Annotated[
     str | None,
     optional(
         "NAME",
-        "sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; of bitsandbytes adam8bit, adamw8bit and lion8bit, each "
-        "also as paged-adam8bit.  [default: sgd]",
+        f"{', '.join(models.optimizer_names())} (8-bit and paged ones are bitsandbytes').  [default: sgd]",
         autocompletion=complete.constants(*models.optimizer_names()),
     ),
 ]
