@@ -1,4 +1,4 @@
-"""Devices by name, alias or file, and this machine's CPU."""
+"""Load devices by name, alias or file, and this machine's CPU."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _ALIASES = {
 
 
 def device_names() -> tuple[str, ...]:
-    """All device names, sorted."""
+    """Return all device names, sorted."""
     return tuple(sorted(DEVICES))
 
 
 def load_device(name: str | Path) -> Device:
-    """The device called `name`, or the one in the file at that path.
+    """Return the device called `name`, or the one in the file at that path.
 
     Args:
-        name: Case, spaces, dashes and underscores do not matter; `cpu` is this machine's, with its physical memory. What
-            the driver calls a card works too.
+        name: A name, alias or path; case, spaces, dashes and underscores do not matter. `cpu` is this machine's, with its
+            physical memory. The driver's name of a GPU works too.
 
     Returns:
         The Device: memory in bytes, rates in bytes and FLOP per second, each figure with its source.
@@ -76,9 +76,9 @@ def load_device(name: str | Path) -> Device:
 
 
 def this_cpu() -> Device:
-    """This machine's CPU, with its physical memory.
+    """Return this machine's CPU, with its physical memory.
 
-    As `overspill calibrate` measured it, else the shipped defaults.
+    Its figures are those that `overspill calibrate` measured, otherwise the shipped defaults.
     """
     path = calibrated_path()
     try:
@@ -97,23 +97,26 @@ def this_cpu() -> Device:
 
 
 def calibrated_path() -> Path:
-    """Path of this CPU's calibrated profile. `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`."""
+    """Return the path of this CPU's calibrated profile: `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`."""
     folder = os.environ.get("OVERSPILL_CACHE") or "~/.cache/overspill"
     return Path(folder).expanduser() / "cpu.json"
 
 
 def _key(name: str) -> str:
-    """`name` normalised for comparison. Lower case, no separators, no vendor words."""
+    """Return `name` normalised for comparison: lower case, no separators, no vendor words."""
     return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
 
 
 def _known() -> dict[str, str]:
-    """Device names by every key that finds them."""
+    """Return device names by every key that finds them."""
     return {_key(name): name for name in device_names()} | _ALIASES
 
 
 def _from_file(path: Path) -> Device:
-    """The device in a `.toml` or `.json` file. A CPU that leaves its memory open gets this machine's."""
+    """Return the device in a `.toml` or `.json` file.
+
+    A CPU without a figure for its memory gets this machine's.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise RequestError(f"{path} is not a device file; its name ends in .toml or .json")
     device = _checked(_from_toml(path) if path.suffix.lower() == ".toml" else Device.load(path), path)
@@ -123,7 +126,10 @@ def _from_file(path: Path) -> Device:
 
 
 def _from_toml(path: Path) -> Device:
-    """The device in a TOML file. Raises RequestError when there is none, or a field is wrong or unknown."""
+    """Return the device in a TOML file.
+
+    Raises RequestError if the file does not exist, or a field is wrong or unknown.
+    """
     try:
         table = tomllib.loads(read_whole(path).decode())
         device = msgspec.convert(table, Device)
@@ -138,7 +144,7 @@ def _from_toml(path: Path) -> Device:
 
 
 def _checked(device: Device, path: Path) -> Device:
-    """`device` itself, if its figures are possible.
+    """Return `device` itself, if its figures are possible.
 
     Raises RequestError for figures that no hardware has, such as a bandwidth of zero.
     """
@@ -192,5 +198,5 @@ def _bad_calibration(path: Path, what: str) -> RequestError:
 
 
 def physical_bytes() -> int:
-    """Bytes of this machine's physical memory."""
+    """Return the bytes of this machine's physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
