@@ -66,7 +66,8 @@ def load_device(name: str | Path) -> Device:
     found = known.get(_key(name))
     if found is None:
         raise RequestError(
-            f"unknown device {name!r}{did_you_mean(_key(name), known, most=3, shown_as=known)} `overspill devices` lists all, and a path of a "
+            f"unknown device {name!r}{did_you_mean(_key(name), known, most=3, shown_as=known)} `overspill devices` "
+            "lists all, and a path of a "
             ".toml or .json file works too"
         )
     if found == "cpu":
@@ -138,7 +139,8 @@ def _from_toml(path: Path) -> Device:
     # msgspec lets unknown keys pass, and a misspelt optional one would then be lost without a word.
     if unknown := sorted(table.keys() - {field.name for field in fields(Device)}):
         raise RequestError(
-            f"{path} has unknown fields: {', '.join(unknown)}; leave them out (`overspill devices --json` shows all there are)"
+            f"{path} has unknown fields: {', '.join(unknown)}; leave them out (`overspill devices --json` shows all "
+            "there are)"
         )
     return device
 
