@@ -1,8 +1,8 @@
 """cuBLAS and cuBLASLt workspaces: their bytes, and whether they stay.
 
-Followed: aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp. A handle belongs to one thread, so that a training
-step has two: the main thread's for forward, the autograd thread's for backward. All blocks come from the caching
-allocator. On CUDA a cuBLASLt handle is the cuBLAS handle, so a cuBLASLt call brings the cuBLAS block up too.
+It follows aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp. A handle belongs to one thread. A training step has
+two handles: the main thread's for forward, the autograd thread's for backward. All blocks come from the caching
+allocator. On CUDA a cuBLASLt handle is the cuBLAS handle, so a cuBLASLt call also allocates the cuBLAS block.
 """
 
 from __future__ import annotations
@@ -50,20 +50,17 @@ class Workspace:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes requested from the allocator for it.
-
-        A request of 0 bytes makes no block.
-        """
+        """Bytes requested from the allocator for it; a request of 0 bytes makes no block."""
         return 0 if self.lifetime is Lifetime.SHARED else self.nbytes
 
 
 def cublas_workspace_bytes(
     compute_capability: str, environment: Mapping[str, str] | None = None, torch_version: str = "2.6"
 ) -> Workspace:
-    """The workspace of one cuBLAS handle on one stream, kept from its first call.
+    """Return the workspace of one cuBLAS handle on one stream, kept from its first call.
 
-    `environment` is that of the job, `{}` by default. Every `:KiB:count` in CUBLAS_WORKSPACE_CONFIG adds to the sum,
-    wherever it stands; with none in it PyTorch warns and takes the default. `:0:0` means no block.
+    `environment` is that of the job, `{}` by default. Every `:KiB:count` in CUBLAS_WORKSPACE_CONFIG adds to the sum, at
+    any place. Without one, PyTorch warns and takes the default. `:0:0` means no block.
     """
     major, minor = capability_of(compute_capability)
     release = _release(torch_version)
@@ -79,9 +76,9 @@ def cublas_workspace_bytes(
 def cublaslt_workspace_bytes(
     compute_capability: str, environment: Mapping[str, str] | None = None, torch_version: str = "2.6"
 ) -> Workspace:
-    """The workspace of cuBLASLt calls.
+    """Return the workspace of cuBLASLt calls.
 
-    One per call through PyTorch 2.8, one kept through 2.11, then the cuBLAS block itself.
+    Through PyTorch 2.8 it is one per call, through 2.11 one that is kept, then the cuBLAS block itself.
     """
     variables = environment or {}
     release = _release(torch_version)
@@ -99,9 +96,9 @@ def cublaslt_workspace_bytes(
 
 
 def _stoi(text: str) -> int:
-    """`text` as std::stoi reads it: leading digits alone.
+    """Return the number that std::stoi reads in `text`: leading digits alone.
 
-    What std::stoi refuses makes PyTorch warn and take the default.
+    Where std::stoi fails, PyTorch warns and takes the default.
     """
     match = re.match(r"\s*([+-]?\d+)", text, re.ASCII)
     number = int(match.group(1)) if match else _LT_DEFAULT_KIB
@@ -109,7 +106,7 @@ def _stoi(text: str) -> int:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """`2.6.0+cu124` as (2, 6)."""
+    """Return `2.6.0+cu124` as (2, 6)."""
     match = re.match(r"(\d+)\.(\d+)", version, re.ASCII)
     if match is None:
         raise RequestError(f"{version!r} is not a PyTorch release; write it as 2.6")

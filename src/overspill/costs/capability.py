@@ -8,7 +8,7 @@ from overspill.core.errors import RequestError
 
 
 def capability_of(text: str) -> tuple[int, int]:
-    """`8.6` as (8, 6). Raises RequestError for anything else."""
+    """Return `8.6` as (8, 6). Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d+)\.(\d)", text, re.ASCII)
     if match is None:
         raise RequestError(f"{text!r} is not a compute capability; write it as 8.6")

@@ -9,11 +9,11 @@ NODE_GPUS = 8
 
 
 def collective_seconds(collective: Collective, device: Device) -> float:
-    """Seconds of a collective with nothing else running.
+    """Return the seconds of a collective with nothing else running.
 
-    Each rank sends (W - 1)/W of the whole to the next, in W - 1 hops, of which one for each node but the first goes
-    over the network; a reduction goes round twice. Ranks fill one node after another. That is NCCL's own model of its
-    rings (src/graph/tuning.cc, ncclTopoTuneModel), without its fixed 8.4 µs, for which an op's overhead stands.
+    Each of W ranks sends (W - 1)/W of the whole to the next, in W - 1 hops. One hop for each node but the first goes
+    over the network; a reduction goes round twice. Ranks fill one node after another. This is NCCL's own model of its
+    rings (src/graph/tuning.cc, ncclTopoTuneModel), with an op's overhead in place of its fixed 8.4 µs.
     """
     ranks = collective.ranks
     if ranks < 2:

@@ -1,4 +1,4 @@
-"""Bytes of a CUDA context outside the allocator, and of kernels it loads."""
+"""Bytes of a CUDA context outside the allocator, and of kernels that it loads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MIB = 1 << 20
 
 
 def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = True) -> Interval:
-    """Bytes that the driver takes on `device` before the first tensor.
+    """Return the bytes that the driver takes on `device` before the first tensor.
 
-    PyTorch is built for `cuda_version`. With lazy loading it is the device's own figure; releases that cannot load
-    lazily do not. Without, all kernels are in it.
+    PyTorch is built for `cuda_version`. With lazy loading it is the device's own figure. Without it, or with a release
+    that cannot load lazily, all kernels are included.
     """
     if device.kind != "cuda":
         return NOTHING
@@ -49,10 +49,10 @@ def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = Tr
 def kernel_image_bytes(
     device: Device, cuda_version: str = "12.4", *, lazy: bool = True, cudnn: bool = False
 ) -> Interval:
-    """Bytes of kernels that a job loads while it runs.
+    """Return the bytes of kernels that a job loads while it runs, on top of `context_bytes`.
 
-    On top of `context_bytes`, with what cuBLAS takes beside the allocator. `cudnn` says whether it convolves, or runs
-    recurrent layers: then some of cuDNN's are among them.
+    They include what cuBLAS takes outside the allocator. `cudnn` means that the job convolves or runs recurrent layers:
+    some of cuDNN's kernels are then among them.
     """
     table = _table()
     if device.kind != "cuda" or not lazy or _release(cuda_version) < _release(table["lazy_since"]):
@@ -67,10 +67,10 @@ def kernel_image_bytes(
 
 
 def _all_kernels() -> Interval:
-    """Bytes that loading every kernel at once adds.
+    """Return the bytes that loading every kernel at once adds.
 
-    At least what it added on the one GPU where both were measured. Later builds hold more kernels: assumed, up to three
-    times as many.
+    The lower bound is what it added on the one GPU where both were measured. Later builds hold more kernels: up to
+    three times as many is assumed.
     """
     measured = _table()["kernels"]["all_mib"]
     return _mib(measured, measured, 3 * measured)
@@ -81,7 +81,7 @@ def _mib(low: int, central: int, high: int) -> Interval:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """`12.4` or `12.4.1` as (12, 4)."""
+    """Return `12.4` or `12.4.1` as (12, 4)."""
     match = re.match(r"(\d+)\.(\d+)", version, re.ASCII)
     if match is None:
         raise RequestError(f"{version!r} is not a CUDA release; write it as 12.4")

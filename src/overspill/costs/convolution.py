@@ -51,10 +51,7 @@ _FFT_EDGES = (16, 32)
 
 @dataclass(frozen=True)
 class Sizes:
-    """One convolution of `n` images, in elements.
-
-    `passes` products of this size make the op.
-    """
+    """One convolution of `n` images, in elements."""
 
     n: int
     c: int
@@ -65,6 +62,7 @@ class Sizes:
     groups: int
     item_bytes: int
     passes: int
+    """How many products of this size make the op."""
 
     @property
     def flops(self) -> int:
@@ -80,10 +78,7 @@ class Sizes:
 
     @property
     def stride(self) -> int:
-        """The stride from `image` to `output`.
-
-        The padding is assumed to be half of what keeps the size.
-        """
+        """The stride from `image` to `output`, if the padding is half of what keeps the size (assumed)."""
         height, made, taps = self.image[0], self.output[0], self.kernel[0]
         return max(1, round((height - taps + (taps - 1) / 2) / (made - 1))) if made > 1 else 1
 
@@ -101,34 +96,28 @@ class _Cost:
 
 
 def with_algorithms(graph: Graph, device: Device, *, cudnn: int = 7) -> Graph:
-    """`graph` with a menu of algorithms for each convolution.
+    """Return `graph` with the algorithms that a schedule may choose from, for each convolution whose sizes can be read.
 
-    For those whose sizes can be read, the algorithms that release `cudnn` offers. None in a menu is both slower and
-    larger than another; the fastest is first, and the last takes no workspace.
+    They are those that release `cudnn` offers. None of them is both slower and larger than another. The fastest is
+    first, the last takes no workspace.
     """
     return replace(graph, ops=tuple(_with_menu(graph, op, device, cudnn) for op in graph.ops))
 
 
 def fastest_workspace_bytes(sizes: Sizes, device: Device, limit_bytes: int, *, cudnn: int = 7) -> int:
-    """Workspace bytes of the fastest algorithm within `limit_bytes`.
-
-    What a framework finds by trying all.
-    """
+    """Return the workspace bytes of the fastest algorithm within `limit_bytes`, as a framework finds by trying all."""
     rate = peak_flops_per_second(device, "float32", LayerType.CONV) * device.efficiency.get(LayerType.CONV, 1.0)
     costs = [cost for cost in _costs(sizes, rate, device, cudnn) if cost.workspace_bytes <= limit_bytes]
     return min(costs, key=lambda cost: (cost.seconds, cost.workspace_bytes)).workspace_bytes
 
 
 def workspaces(sizes: Sizes, device: Device, *, cudnn: int = 7) -> tuple[int, ...]:
-    """Workspace bytes of every possible algorithm, in the order of trial."""
+    """Return the workspace bytes of every possible algorithm, in the order of trial."""
     return tuple(cost.workspace_bytes for cost in _costs(sizes, 1.0, device, cudnn))
 
 
 def fastest_seconds(graph: Graph, op: Op, device: Device) -> float | None:
-    """Seconds of the first algorithm in the op's menu, without the launch.
-
-    None where it is no algorithm of this file.
-    """
+    """Return the seconds of the op's first algorithm, without the launch; None if it is no algorithm of this file."""
     sizes = sizes_of(graph, op) if op.algorithms else None
     if sizes is None:
         return None
@@ -137,7 +126,7 @@ def fastest_seconds(graph: Graph, op: Op, device: Device) -> float | None:
 
 
 def sizes_of(graph: Graph, op: Op) -> Sizes | None:
-    """The sizes of the op's convolution; None if its tensors do not tell."""
+    """Return the sizes of the op's convolution; None if they do not follow from its tensors."""
     if op.name == FORWARD:
         made, read, passes = op.writes[:1], op.reads, 1
     elif op.name == BACKWARD:
@@ -155,7 +144,10 @@ def sizes_of(graph: Graph, op: Op) -> Sizes | None:
 
 
 def _fit(x: Tensor, w: Tensor, y: Tensor, passes: int) -> Sizes | None:
-    """The convolution of `x` with `w` to `y`, if the shapes agree. A transposed one makes X of Y."""
+    """Return the convolution of `x` with `w` to `y`, if the shapes agree.
+
+    A transposed convolution makes X of Y.
+    """
     if not len(x.shape) == len(w.shape) == len(y.shape) or x.shape[0] != y.shape[0] or w.shape[0] != y.shape[1]:
         return None
     if x.shape[1] % w.shape[1] or TensorKind.PARAMETER in (x.kind, y.kind):
@@ -185,14 +177,14 @@ def _with_menu(graph: Graph, op: Op, device: Device, cudnn: int) -> Op:
 
 
 def _rate(graph: Graph, op: Op, device: Device) -> float:
-    """FLOP/s that implicit-precomp-gemm reaches."""
+    """Return the FLOP/s that implicit-precomp-gemm reaches."""
     dtype = graph.tensors[op.writes[0]].dtype
     peak = peak_flops_per_second(device, dtype, op.layer_type)
     return peak * device.efficiency.get(op.layer_type, 1.0)
 
 
 def _costs(sizes: Sizes, rate: float, device: Device, cudnn: int) -> list[_Cost]:
-    """Every possible algorithm, in seconds of all its passes."""
+    """Return every possible algorithm, in seconds of all its passes."""
     bandwidth = device.memory_bytes_per_second
     x, y, w = sizes.map_bytes
     taps = sizes.c // sizes.groups * prod(sizes.kernel)

@@ -1,21 +1,21 @@
 """cuDNN's engines for a convolution: workspace and likelihood of each.
 
-Which of them its heuristics choose for some sizes cannot be known without cuDNN. Their workspaces can, since tensor-core
-kernels work on channels-last tensors (pytorch issue 166643 has input + weight + output to four digits; in published
-profiles of Ampere the kernels that copy are counted: two before each such product, one after it unless its name ends in
-`nchw`):
+Known limit: which engine cuDNN's heuristics choose for some sizes cannot be known without cuDNN. The workspaces can be
+known, because tensor-core kernels work on channels-last tensors. pytorch issue 166643 has input + weight + output to
+four digits. Published profiles of Ampere show the kernels that copy: two before each such product, and one after it
+unless its name ends in `nchw`.
 
-    in place    reads and writes the tensors as they lie: direct and implicit products, 1x1 as a plain product; nothing
+    in place    reads and writes the tensors as given: direct and implicit products, 1x1 as a plain product; no bytes
     operands    forward alone: reads channels-last copies, and writes the given layout (kernels called nhwckrsc_nchw)
     copies      reads and writes channels-last copies (nhwckrsc_nhwc, cutlass_tensorop_..._nhwc)
     winograd    the data gradient of 3x3 with stride 1: transformed weights, 16 numbers for 9 (ampere_scudnn_winograd_...)
 
-The measured jobs are explained best by engines that work in place, for all kinds of convolution; the others have even
-shares of the rest. Convolutions of one kind are much alike, so that in a job most of them take the same.
+Engines that work in place explain the measured jobs best, for all kinds of convolution. The others have even shares of
+the rest. Convolutions of one kind are much alike, so in a job most of them take the same engine.
 
-On Hopper copies are the rule for dense convolutions, and for pointwise ones with a stride: those of ResNet-50 and VGG-16 on
-an H100 take input, weight and output to three digits (torch 2.11, cuDNN 9.19, float32). The gradient of a weight is summed
-from parts besides, so that its workspace does not fit where that of the input's gradient was.
+On Hopper, copies are the rule for dense convolutions, and for pointwise ones with a stride. Those of ResNet-50 and
+VGG-16 on an H100 take input, weight and output to three digits (torch 2.11, cuDNN 9.19, float32). The gradient of a
+weight is also summed from parts. Its workspace therefore does not fit where that of the input's gradient was.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ UNEXPLAINED = 0.05
 
 @dataclass(frozen=True)
 class Convolution:
-    """The sizes of a convolution.
-
-    Elements of its input `x`, weight `w` and output `y` as forward sees them, and more. `kernel` is the number of taps;
-    `channels_last` and `dimensions` are the tensors' layout.
-    """
+    """The sizes of a convolution, in elements, as forward sees them."""
 
     x: int
+    """Elements of the input."""
     w: int
+    """Elements of the weight."""
     y: int
+    """Elements of the output."""
     batch: int
     channels_in: int
     channels_out: int
     groups: int
     kernel: int
+    """The number of taps."""
     stride: int
     channels_last: int
+    """Whether the tensors' layout is channels-last, as 0 or 1."""
     dimensions: int
 
     @property
@@ -76,10 +77,7 @@ class Convolution:
 
 
 def kind_of(family: str, conv: Convolution, dtype: str, compute_capability: str) -> str | None:
-    """The kind of a convolution and its pass, such as `dense forward`.
-
-    None where all engines work in place.
-    """
+    """Return the kind of a convolution and its pass, such as `dense forward`; None if all engines work in place."""
     capability = capability_of(compute_capability)
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype != "float32")
     depthwise = conv.groups == conv.channels_in > 1  # in float32 a kernel of PyTorch's own
@@ -92,7 +90,7 @@ def kind_of(family: str, conv: Convolution, dtype: str, compute_capability: str)
 
 
 def workspaces(family: str, conv: Convolution, item: int, compute_capability: str) -> tuple[int, int, int, int]:
-    """Workspace bytes of each of ENGINES, for items of `item` bytes."""
+    """Return the workspace bytes of each of ENGINES, for items of `item` bytes."""
     x, w, y = conv.x * item, conv.w * item, conv.y * item
     copies, parts = x + w + y, 0
     if family == "conv_backward_weight" and capability_of(compute_capability) == (9, 0):
@@ -108,7 +106,7 @@ def workspaces(family: str, conv: Convolution, item: int, compute_capability: st
 
 
 def chances(kind: str, shares: Shares) -> tuple[float, float, float, float]:
-    """The likelihood of each of ENGINES for a kind of convolution."""
+    """Return the likelihood of each of ENGINES for a kind of convolution."""
     if likeliest(kind):
         return 1 - shares.forward, 0.0, shares.forward, 0.0
     if kind.endswith("forward"):
@@ -119,13 +117,13 @@ def chances(kind: str, shares: Shares) -> tuple[float, float, float, float]:
 
 
 def likeliest(kind: str) -> int:
-    """Position in ENGINES of the likeliest engine."""
+    """Return the position in ENGINES of the likeliest engine."""
     return ENGINES.index("copies" if kind.startswith(COPIED) else "in place")
 
 
 def roomy(kind: str) -> int:
-    """Position in ENGINES of the engine that plans reserve workspace for.
+    """Return the position in ENGINES of the engine that plans reserve workspace for.
 
-    So that cuDNN may take tensor cores or Winograd after all.
+    With it, cuDNN can still take tensor cores or Winograd.
     """
     return {"dense forward": 1, "dense data": 3}.get(kind, likeliest(kind))

@@ -1,4 +1,4 @@
-"""What gloo's collectives allocate while they run, beside their arguments and results.
+"""Bytes that gloo's collectives allocate while they run, apart from their arguments and results.
 
 Measured by PyTorch's allocator on the CPU (2.13, two and four ranks, 1 MiB given).
 """
@@ -10,9 +10,9 @@ GLOO_THREADS = 2
 
 
 def gloo_bytes(collective: str, given_bytes: int, ranks: int) -> int:
-    """Bytes that a collective takes on each of `ranks` ranks, by its name in torch.distributed.
+    """Return the bytes that a collective takes on each of `ranks` ranks, by its name in torch.distributed.
 
-    A gather takes its result once more, a scatter what it is given.
+    A gather takes its result once more, a scatter its input.
     """
     if collective.startswith("all_gather"):
         return given_bytes * ranks

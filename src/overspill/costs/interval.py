@@ -18,11 +18,11 @@ class Interval:
             raise ValueError(f"{self.low}, {self.central}, {self.high} bytes do not rise from 0")
 
     def __add__(self, other: Interval) -> Interval:
-        """The sum, as if both are at their extremes together."""
+        """Return the sum, as if both are at their extremes together."""
         return Interval(self.low + other.low, self.central + other.central, self.high + other.high)
 
     def times(self, count: int) -> Interval:
-        """`count` times the interval."""
+        """Return `count` times the interval."""
         return Interval(self.low * count, self.central * count, self.high * count)
 
 

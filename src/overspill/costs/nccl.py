@@ -49,10 +49,10 @@ def nccl_bytes(
     all_to_all: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Interval:
-    """Bytes that NCCL keeps on each of `gpus` GPUs of one machine.
+    """Return the bytes that NCCL keeps on each of `gpus` GPUs of one machine.
 
-    `all_to_all` where experts are exchanged. A communicator is what a process group of PyTorch makes at its first
-    collective. `nvlink` says whether GPUs that can be linked so are; over PCIe the buffers may be on the host.
+    `all_to_all` means that experts are exchanged. A process group of PyTorch makes a communicator at its first
+    collective. `nvlink` says whether GPUs that can be linked by NVLink are; over PCIe the buffers may be on the host.
     """
     if device.kind != "cuda" or gpus < 2 or communicators < 1:
         return NOTHING
@@ -78,9 +78,9 @@ def nccl_bytes(
 
 
 def connection_bytes(environment: Mapping[str, str] | None = None) -> int:
-    """Bytes of one channel's connection to a neighbour, both directions.
+    """Return the bytes of one channel's connection to a neighbour, both directions.
 
-    12 MiB unless the environment changes it.
+    They are 12 MiB unless the environment changes it.
     """
     variables = environment or {}
     received = sum(_number(variables, name, default) for name, default in _BUFFERS.items())
@@ -88,9 +88,9 @@ def connection_bytes(environment: Mapping[str, str] | None = None) -> int:
 
 
 def horovod_fusion_bytes(environment: Mapping[str, str] | None = None) -> int:
-    """Bytes of Horovod's fusion buffer.
+    """Return the bytes of Horovod's fusion buffer.
 
-    64 MiB (its docs/tensor-fusion.rst; DNNMem, FSE 2020, §4.5) or as set.
+    They are 64 MiB (its docs/tensor-fusion.rst; DNNMem, FSE 2020, §4.5), or as the environment sets them.
     """
     return _number(environment or {}, "HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES)
 

@@ -14,16 +14,16 @@ from .precision import peak_flops_per_second
 
 @dataclass(frozen=True)
 class MeasuredTimes(Saved):
-    """Measured seconds by op signature on `device`. `signature` makes the keys."""
+    """Measured seconds by op signature on `device`; `signature` makes the keys."""
 
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 def signature(graph: Graph, op: Op) -> str:
-    """A key equal for ops that do the same work.
+    """Return a key equal for ops that do the same work.
 
-    Name, and the shape and dtype of all that is read and written.
+    It holds the name, and the shape and dtype of all tensors read and written.
     """
 
     def spell(tensors: tuple[int, ...]) -> str:
@@ -33,12 +33,11 @@ def signature(graph: Graph, op: Op) -> str:
 
 
 def op_seconds(graph: Graph, device: Device, measured: MeasuredTimes | None = None) -> tuple[float, ...]:
-    """Seconds of each op of `graph` on `device`: measured, else the roofline.
+    """Return the seconds of each op of `graph` on `device`: measured, otherwise by the roofline.
 
-    The roofline is Williams et al. 2009: the larger of FLOPs over the dtype's FLOP/s (times the share of it that the
-    layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost per op. A collective takes what its ring
-    does. A convolution with a choice of
-    algorithms takes what its fastest does.
+    The roofline is Williams et al. 2009: the larger of two times, plus a fixed cost per op. One is FLOPs over the
+    dtype's FLOP/s, times the share of it that the layer type reaches. The other is bytes moved over memory bandwidth. A
+    collective takes the time of its ring. A convolution with several algorithms takes the time of its fastest.
     """
     known = measured.seconds if measured is not None and measured.device == device.name else {}
     return tuple(_seconds(graph, op, device, known) for op in graph.ops)

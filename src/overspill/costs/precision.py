@@ -11,9 +11,9 @@ TENSOR_CORES = "tfloat32"
 
 
 def peak_flops_per_second(device: Device, dtype: str, layer_type: LayerType) -> float:
-    """Peak FLOP/s of `device` for a dtype and layer type.
+    """Return the peak FLOP/s of `device` for a dtype and layer type.
 
-    A dtype that it has no rate for counts as float32.
+    A dtype without a rate of its own counts as float32.
     """
     rates = device.flops_per_second
     single = rates["float32"]
@@ -23,11 +23,11 @@ def peak_flops_per_second(device: Device, dtype: str, layer_type: LayerType) -> 
 
 
 def _rounds(layer_type: LayerType) -> bool:
-    """Whether PyTorch lets tensor cores round float32 in this layer type.
+    """Return whether PyTorch lets tensor cores round float32 in this layer type.
 
-    By default in cuDNN's convolutions, and not in matrix products. That is `torch.backends.cudnn.allow_tf32` and
-    `torch.get_float32_matmul_precision()`, as PyTorch 2.9 and later have them both under new names, which can be read
-    however they were set. PyTorch that is not loaded has its defaults.
+    By default it does in cuDNN's convolutions, and not in matrix products. The settings are
+    `torch.backends.cudnn.allow_tf32` and `torch.get_float32_matmul_precision()`. PyTorch 2.9 and later have both under
+    new names, which can be read however they were set. If PyTorch is not loaded, its defaults hold.
     """
     torch = sys.modules.get("torch")
     if torch is None:

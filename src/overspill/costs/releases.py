@@ -20,10 +20,10 @@ _CUDA_UNTIL = {9: 2, 10: 2, 11: 8, 12: 9, 13: 3}
 
 
 def software_named(torch: str | None = None, cuda: str | None = None) -> Software:
-    """The software for releases such as `2.6` and `12.4`.
+    """Return the software for releases such as `2.6` and `12.4`, with or without a patch number.
 
-    With or without a patch number. None for `torch`: the one that is loaded, else the newest that is known. None for
-    `cuda`: that of its wheel. Raises RequestError.
+    None for `torch`: the release that is loaded, otherwise the newest that is known. None for `cuda`: that of its
+    wheel. Raises RequestError.
     """
     loaded = sys.modules.get("torch")
     if torch is None and cuda is None and loaded is not None:
@@ -34,7 +34,7 @@ def software_named(torch: str | None = None, cuda: str | None = None) -> Softwar
 
 
 def _known_torch(text: str) -> str:
-    """`text`, if its PyTorch release is known. Raises RequestError."""
+    """Return `text`, if its PyTorch release is known. Raises RequestError."""
     if "{}.{}".format(*release_of(text, "PyTorch", "2.6")) not in _CUDA_OF:
         first, *_, last = _CUDA_OF
         raise RequestError(f"what PyTorch {text} takes is not known; {first} to {last} are")
@@ -50,16 +50,13 @@ def _known_cuda(text: str) -> str:
 
 
 def _cuda_of(torch: str) -> str:
-    """The CUDA release of PyTorch's wheel. For a PyTorch newer than those known, the last one's."""
+    """Return the CUDA release of PyTorch's wheel; for a PyTorch newer than those known, the last one's."""
     major, minor = release_of(torch, "PyTorch", "2.6")
     return _CUDA_OF.get(f"{major}.{minor}", Software.cuda_version)
 
 
 def release_of(text: str, what: str, example: str) -> tuple[int, int]:
-    """Major and minor number of a release of `what`.
-
-    It is written as `example`. Raises RequestError.
-    """
+    """Return the major and minor number of a release of `what`, written as `example`. Raises RequestError."""
     match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?(?:[a-z+.-].*)?", text, re.ASCII)
     if match is None:
         raise RequestError(f"{text!r} is not a release of {what}; write it as {example}")

@@ -45,7 +45,7 @@ class Scratch:
 
 
 def elastic(scratch: Scratch) -> bool:
-    """Whether the op can do without when there is no room.
+    """Return whether the op can do without its workspace if memory is short.
 
     PyTorch then tries cuDNN's next engine (Conv_v8.cpp).
     """
@@ -55,7 +55,7 @@ def elastic(scratch: Scratch) -> bool:
 def scratch_bytes(
     scratch: Scratch, compute_capability: str, software: Software, multiprocessors: int = LARGE_GPU
 ) -> Interval:
-    """Bytes of workspace for `scratch` on a GPU of this compute capability."""
+    """Return the bytes of workspace for `scratch` on a GPU of this compute capability."""
     sizes = scratch.sizes
     if scratch.family in {"floats", "bytes", "conv_trial"}:
         return _exactly(sizes[0] * (4 if scratch.family == "floats" else 1))
@@ -83,7 +83,10 @@ def _exactly(nbytes: int) -> Interval:
 
 
 def _shared_sum(scratch: Scratch, capability: tuple[int, int], multiprocessors: int) -> int:
-    """Bytes that thread blocks sharing a sum exchange, or of their counters. Reduce.cuh, `setReduceConfig`."""
+    """Return the bytes that thread blocks sharing a sum exchange, or of their counters.
+
+    Source: Reduce.cuh, `setReduceConfig`.
+    """
     a_block, threads, grid, a_thread = scratch.sizes
     at_once = multiprocessors * (_threads_of(capability) // threads)
     blocks = max(min(-(-at_once // grid), -(-a_thread // 16)), -(-a_thread // 256)) if grid <= at_once else 1
@@ -93,16 +96,19 @@ def _shared_sum(scratch: Scratch, capability: tuple[int, int], multiprocessors: 
 
 
 def _threads_of(capability: tuple[int, int]) -> int:
-    """Threads that a multiprocessor runs at once. NVIDIA CUDA C Programming Guide, technical specifications."""
+    """Return how many threads a multiprocessor runs at once.
+
+    Source: NVIDIA CUDA C Programming Guide, technical specifications.
+    """
     if capability == (7, 5):
         return 1024
     return 1536 if capability in {(8, 6), (8, 7), (8, 9)} or capability >= (12, 0) else 2048
 
 
 def room_bytes(scratch: Scratch, compute_capability: str, software: Software) -> int:
-    """Bytes that a plan reserves for `scratch`.
+    """Return the bytes that a plan reserves for `scratch`.
 
-    The likeliest bytes, and for a convolution those of a faster engine.
+    They are the likeliest bytes, and for a convolution those of a faster engine.
     """
     if elastic(scratch) and scratch.family != "conv_trial":
         kind, found = engines_of(scratch, compute_capability)
@@ -111,7 +117,10 @@ def room_bytes(scratch: Scratch, compute_capability: str, software: Software) ->
 
 
 def _convolution(scratch: Scratch, compute_capability: str) -> Interval:
-    """Workspace bytes of cuDNN's engine, benchmark off: none up to the largest, most likely those of the likeliest."""
+    """Return the workspace bytes of cuDNN's engine with benchmark off.
+
+    They are none up to the largest, most likely those of the likeliest engine.
+    """
     kind, found = engines_of(scratch, compute_capability)
     return NOTHING if kind is None else Interval(0, found[likeliest(kind)], max(found))
 
