@@ -7,7 +7,7 @@ They are Trainer's logs, Lightning's, TensorBoard's, and Python's `logging`.
     log = overspill.callbacks.StepLogger(model, every=100)                       # logger "overspill", at INFO
     write = overspill.callbacks.TensorBoardWriter(model, SummaryWriter())        # torch.utils.tensorboard
 
-The last two are called after each step. The libraries are imported when a callback of theirs is asked for.
+Call the last two after each step. A library is imported when its callback is first used.
 """
 
 from __future__ import annotations

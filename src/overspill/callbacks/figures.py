@@ -1,7 +1,4 @@
-"""Figures per step of a compiled model or a train step.
-
-They are averages over the steps since they were last taken.
-"""
+"""Figures per step of a compiled model or a train step, averaged over the steps since they were last taken."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ PREFIX = "overspill/"
 class StepFigures:
     """Memory, transfer and time figures of a model in training.
 
-    `model` is a compiled model or method, a module that has one inside, a Session, or a train step. Made before
-    training, it finds what is compiled at the first step at the latest.
+    `model` is a compiled model or method, a module that has one inside, a Session, or a train step. An object made
+    before training finds the compiled model at the first step at the latest.
     """
 
     def __init__(self, model: Any) -> None:
@@ -37,12 +34,14 @@ class StepFigures:
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """The figures by name, averaged over the steps since last time.
+        """Return the figures by name, averaged over the steps since last time.
 
-        Raises RequestError. `planned_peak_bytes` of the plans in force; `offloaded_bytes`, `prefetched_bytes` and
-        `step_seconds` of a step. On the CPU `wait_seconds`, in which compute stood still for a transfer; on CUDA, where
-        it does so on the device, `measured_peak_bytes` in their place: the most that PyTorch had allocated since it was
-        asked to forget.
+        - `planned_peak_bytes`: of the plans in force.
+        - `offloaded_bytes`, `prefetched_bytes`, `step_seconds`: of a step.
+        - `wait_seconds`, on the CPU: how long compute waited for transfers.
+        - `measured_peak_bytes`, on CUDA, where compute waits on the device: PyTorch's peak of allocated bytes since its last reset.
+
+        Raises RequestError if Overspill takes no part in the model.
         """
         if self._found is None:
             self._found = figures_source(self._model)
@@ -69,15 +68,15 @@ class StepFigures:
 
 
 def figures_of(model: Any) -> dict[str, float]:
-    """The figures of all that `model` did so far.
+    """Return the figures of all that `model` did so far, as of one step. Raises RequestError.
 
-    They are as of one step; for more than once make a StepFigures. Raises RequestError.
+    To take figures more than once, make a StepFigures.
     """
     return StepFigures(model).take()
 
 
 def figures_source(model: Any) -> Session | TrainStep:
-    """The session or train step that trains `model`. Raises RequestError where Overspill has no part in it."""
+    """Return the session or train step that trains `model`. Raises RequestError if Overspill takes no part in it."""
     if isinstance(model, (Session, TrainStep)):
         return model
     held = [model, getattr(model, "forward", None)]

@@ -1,7 +1,4 @@
-"""Log figures from a training loop of one's own.
-
-They go to Python's `logging` or to TensorBoard, each so many steps.
-"""
+"""Log figures from your own training loop to Python's `logging` or to TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ class _EachSteps(ABC):
     """Called after each step; gives figures to `_tell` every `every` steps."""
 
     def __init__(self, model: Any, every: int) -> None:
-        """Raises RequestError for an `every` that is no number of steps."""
+        """Raise RequestError for an `every` below 1."""
         if every < 1:
             raise RequestError(f"every={every} is no number of steps; give 1 or more")
         self._figures, self._every, self._done = StepFigures(model), every, 0
 
     def __call__(self) -> None:
-        """Count a step, and log if it is time. Raises RequestError where nothing of Overspill took part in it."""
+        """Count a step, and log if it is time. Raises RequestError if Overspill took no part in it."""
         self._figures.step()
         self._done += 1
         if self._done % self._every == 0:
@@ -41,11 +38,11 @@ class _EachSteps(ABC):
 class StepLogger(_EachSteps):
     """Logs a line every `every` steps, with Python's `logging`.
 
-    `log = StepLogger(model, every=100)` is called after each step; the line is at INFO of the logger "overspill".
+    Call `log = StepLogger(model, every=100)` after each step; the line is at INFO of the logger "overspill".
     """
 
     def __init__(self, model: Any, every: int = 1) -> None:
-        """`model` is that of StepFigures. Raises RequestError."""
+        """Log the figures of `model`, as of StepFigures. Raises RequestError."""
         super().__init__(model, every)
 
     def _tell(self, step: int, figures: dict[str, float]) -> None:
@@ -60,11 +57,11 @@ class StepLogger(_EachSteps):
 class TensorBoardWriter(_EachSteps):
     """Writes scalars to TensorBoard every `every` steps.
 
-    `write = TensorBoardWriter(model, SummaryWriter())` is called after each step.
+    Call `write = TensorBoardWriter(model, SummaryWriter())` after each step.
     """
 
     def __init__(self, model: Any, writer: Any, every: int = 1) -> None:
-        """`model` is that of StepFigures, `writer` has TensorBoard's `add_scalar`. Raises RequestError."""
+        """Write the figures of `model`, as of StepFigures, by `writer.add_scalar`. Raises RequestError."""
         super().__init__(model, every)
         self._writer = writer
 

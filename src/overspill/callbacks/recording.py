@@ -33,20 +33,20 @@ def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Ite
         recording.snapshot("run.pickle")  # pytorch.org/memory_viz
         recording.report("run.html")
 
-    Losses and weights stay the same to the last bit. What is compiled already is recorded from its next call on; nothing is
-    planned or compiled anew.
+    Losses and weights stay the same to the last bit. Calls that are already compiled are recorded from their next run
+    on. Nothing is planned or compiled again.
 
     Args:
-        model: What `overspill.compile` or `overspill.train_step` returned, a module that has one inside, or a Session; of models
-            that share one, all are recorded.
-        steps: The most steps to record. Later ones run as if nothing had been asked.
+        model: The result of `overspill.compile` or `overspill.train_step`, a module that has one inside, or a Session. All
+            models that share a session are recorded.
+        steps: The most steps to record. Later steps run unrecorded.
         snapshot: On CUDA, let PyTorch record its memory meanwhile, for `snapshot()`.
 
     Yields:
-        The Recording, to be asked when this is over.
+        The Recording, complete when the context ends.
 
     Raises:
-        RequestError: For what Overspill has no part in, for what is being recorded already, and for less than one step.
+        RequestError: If Overspill takes no part in `model`, if it is being recorded already, or for less than one step.
     """
     if steps < 1:
         raise RequestError(f"steps={steps} is not a positive number of steps to record")

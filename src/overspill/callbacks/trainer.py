@@ -15,8 +15,8 @@ from .figures import StepFigures
 class TrainerCallback(transformers.TrainerCallback):
     """Logs the figures of the steps since the last log.
 
-    `trainer.add_callback(TrainerCallback(trainer))`: they come with each log of a training loss. `model`: what is
-    compiled, where that cannot be found in the trainer's model, as in mixed precision.
+    Use it as `trainer.add_callback(TrainerCallback(trainer))`: the figures come with each log of a training loss.
+    `model` is the compiled model, if it cannot be found in the trainer's model, as in mixed precision.
     """
 
     def __init__(self, trainer: transformers.Trainer, model: Any = None) -> None:
@@ -28,6 +28,6 @@ class TrainerCallback(transformers.TrainerCallback):
         self._figures.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:  # noqa: ARG002
-        """Log the figures with the loss. Raises RequestError where nothing of Overspill takes part."""
+        """Log the figures with the loss. Raises RequestError if Overspill takes no part in the training."""
         if logs and "loss" in logs:
             self._trainer.log(self._figures.take())
