@@ -89,5 +89,6 @@ def figures_source(model: Any) -> Session | TrainStep:
     if found:
         raise RequestError(f"{name} is compiled in {len(found)} sessions; pass the one to log, as model.overspill")
     raise RequestError(
-        f"{name} has nothing of Overspill: pass what overspill.compile or overspill.train_step returned, or a module with it inside"
+        f"{name} has nothing of Overspill: pass what overspill.compile or overspill.train_step returned, or a module "
+        "with it inside"
     )
