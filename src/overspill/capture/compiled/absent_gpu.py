@@ -1,6 +1,6 @@
 """Capture a step on the CPU as it would run on a given CUDA GPU.
 
-It gets the ops that CUDA runs, with the workspaces that these need there.
+The captured step has the ops that CUDA runs, with the workspaces that they need there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from overspill.costs import capability_of
 
 @contextmanager
 def captured_for(device: Device) -> Iterator[None]:
-    """Capture steps inside the block as they run on `device`.
+    """Capture the steps inside the block as they run on `device`.
 
-    Changes nothing unless that is a CUDA GPU whose compute capability is known.
+    Does nothing unless `device` is a CUDA GPU whose compute capability is known.
     """
     capability = device.compute_capability
     if device.kind != "cuda" or not capability:

@@ -1,8 +1,8 @@
 """Let autocast cast each parameter once while a step is traced, as in eager.
 
-In eager, a parameter that several ops of one autocast region read is cast at the first of them; its gradients add up
-behind the cast, in the lower precision. PyTorch's cast cache works on leaf tensors, of which a trace has none: without
-this each op would cast anew.
+In eager, a parameter that several ops of one autocast region read is cast at the first of them. Its gradients add up
+before the cast's backward, in the lower precision. PyTorch's cast cache works on leaf tensors, and a trace has none:
+without this module each op would cast the parameter again.
 
 While a step is traced, `torch.set_autocast_enabled` and `torch.clear_autocast_cache` are replaced, to learn where
 regions begin and end.
@@ -65,7 +65,7 @@ class Casts:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Cast parameters anew inside the block, as in the recomputation of a checkpoint."""
+        """Cast parameters again inside the block, as in the recomputation of a checkpoint."""
         before, self._cast = self._cast, {}
         try:
             yield
@@ -73,7 +73,7 @@ class Casts:
             self._cast = before
 
     def cast(self, x: Tensor, dtype: torch.dtype, *options: Any, **named: Any) -> Tensor:
-        """`x.to(dtype)`, or the cast made before where autocast casts a leaf again."""
+        """Return `x.to(dtype)`, or the earlier cast where autocast casts a leaf again."""
         asked = self._is_leaf(x) and self._asks(x, dtype)
         if asked and id(x) in self._cast:
             return self._cast[id(x)][1]
@@ -83,11 +83,11 @@ class Casts:
         return result
 
     def _is_leaf(self, x: Tensor) -> bool:
-        """Whether eager caches the cast of `x`, a leaf such as a parameter."""
+        """Return whether eager caches the cast of `x`: a leaf, such as a parameter."""
         return id(x) in self._leaves or (isinstance(x, Tensor) and x.requires_grad and x.is_leaf and not x._is_view())
 
     def _asks(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether autocast asks for `x` in `dtype`, inside an op whose arguments it casts."""
+        """Return whether autocast requests `x` in `dtype`, inside an op whose arguments it casts."""
         device = x.device.type
         return (
             self._wanted

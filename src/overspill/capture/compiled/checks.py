@@ -1,10 +1,12 @@
 """Keep checks of unknown values in the graph, such as `if not valid.all(): raise`.
 
-`if not valid.all(): raise ValueError(…)` reads a value that follows from parameters, as for a distribution's arguments.
-The step can go on with one answer only, so the graph of a whole step takes that branch and has the check in it: an op
-that raises what the other branch raises. Both branches are tried on fake tensors to see whether a read is such a check.
-If the step goes on in both, it is none. Inductor's kernels would end the process instead of raising, so a step for them
-returns the values that are checked, and the check is made behind its forward.
+`if not valid.all(): raise ValueError(…)` may read a value that depends on parameters, as for a distribution's
+arguments. The step can continue with one answer only. So the graph of a whole step takes that branch, and contains the
+check: an op that raises the error of the other branch.
+
+Both branches are tried on fake tensors to see whether a read is such a check. If the step continues in both, it is not.
+Inductor's kernels would end the process instead of raising. So a step for them returns the values to check, and the
+check runs after its forward.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ _MARK = "overspill check "
 
 
 class Check(NamedTuple):
-    """The answer with which a step continues, and the error raised for the other."""
+    """One read of an unknown truth value with which the step can continue for one answer only."""
 
     passes: bool
+    """The answer with which the step continues."""
     error: Exception
+    """The error that the step raises for the other answer."""
 
     def check_value(self, value: Tensor) -> None:
         """Raise the error if `value` is the other answer."""
@@ -45,12 +49,12 @@ class Check(NamedTuple):
 class Checks:
     """The checks of one step; `followed` runs the step with them.
 
-    With `returned` the step returns what it checks, behind its own results; else it asserts it.
+    If `returned`, the step returns the values to check after its own results; otherwise it asserts them.
     """
 
     def __init__(self, *, returned: bool = False) -> None:
         self.made: list[Check] = []
-        """Those of the last run, in order."""
+        """The checks of the last run, in order."""
         self._values: list[Tensor] | None = [] if returned else None
         self._known: dict[Stack, Check] = {}
         self._tried: dict[Stack, bool] = {}
@@ -67,7 +71,7 @@ class Checks:
         return *results, *self._values
 
     def decide(self, asked: UnknownValue, step: Step, values: Sequence[FakeTensor]) -> None:
-        """Try both answers to see whether a read is a check; raises `asked` if not."""
+        """Try both answers to find out whether a read is a check; raise `asked` if it is not."""
         # It was answered before and raised again, so it does not read a truth value.
         if asked.lines in self._known:
             raise asked
@@ -103,7 +107,7 @@ class Checks:
         return check.passes
 
     def _error(self, lines: Stack, answer: bool, step: Step, values: Sequence[FakeTensor]) -> Exception | None:
-        """The error that the step raises with that answer; None if it goes on."""
+        """Return the error that the step raises with that answer, or None if it continues."""
         self._tried = {lines: answer}
         try:
             # Run the step with that answer, on fake tensors.

@@ -1,8 +1,8 @@
 """Fix what `torch.compiler.is_compiling()` returns while a step is captured, and trace through compiled parts.
 
-A capture promises the numbers of a reference, plain eager PyTorch or stock `torch.compile`, and models may branch on
-whether they are compiled. So they get the answer that they would get from the reference. Blocks and functions that the
-user has compiled run as they are written meanwhile, for the capture follows Python that runs.
+A capture promises the numbers of a reference: plain eager PyTorch or stock `torch.compile`. Models may branch on
+whether they are compiled, so they get the answer that the reference would give. Blocks and functions that the user has
+compiled run uncompiled meanwhile, because the capture follows Python that runs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from overspill.pytorch.patching import Target, patched
 
 
 def not_exporting() -> AbstractContextManager[Any]:
-    """Have Dynamo answer `is_exporting()` with no, as of 2.13: before, models of transformers made masks for it.
+    """Make Dynamo answer `is_exporting()` with False, as it does since 2.13.
 
-    With such a mask a GPU takes another attention kernel than plain PyTorch does, and its numbers are others.
+    Before, models of transformers made attention masks under Dynamo. With such a mask a GPU takes another attention
+    kernel than plain PyTorch does, and its numbers differ.
     """
     return patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})
 
 
 @contextmanager
 def answering_is_compiling(*, compiles: bool) -> Iterator[None]:
-    """Make `is_compiling()` return `compiles` inside the block, where nothing compiles, for code of this thread only."""
+    """Make `is_compiling()` return `compiles` inside the block, for code of this thread only.
+
+    Nothing compiles inside the block.
+    """
     me, config = get_ident(), dynamo_config
 
     def answering(plain: Callable[..., Any], answer: Any, everywhere: bool) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ EFFECT = "overspill_effect"
 
 @contextmanager
 def checks_kept() -> Iterator[None]:
-    """Let traces keep the check that a matrix could be decomposed, inside the block; PyTorch up to 2.12 drops it."""
+    """Make traces keep the check that a matrix could be decomposed, inside the block; PyTorch up to 2.12 drops it."""
     check = "aten::_linalg_check_errors"
     if get_effect(check) is not None:
         yield
@@ -38,7 +38,7 @@ def checks_kept() -> Iterator[None]:
 
 
 def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
-    """Remove effect tokens from `graph`; returns how many of the first `outputs` remain."""
+    """Remove effect tokens from `graph`; return how many of the first `outputs` remain."""
     found = graph.find_nodes(op="call_function", target=with_effects)
     if not found:
         return outputs
@@ -69,7 +69,7 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
 
 
 def output_descs(graph: fx.Graph) -> list[Any]:
-    """What AOTAutograd says of each output of `graph`; None of one that there is not."""
+    """Return AOTAutograd's descriptor of each output of `graph`, or None where it has none."""
     output = graph.find_nodes(op="output")[0]
     return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
 
@@ -83,5 +83,5 @@ def _drop_outputs(graph: fx.Graph) -> None:
 
 
 def is_token(desc: Any) -> bool:
-    """Whether a descriptor of AOTAutograd is that of a token."""
+    """Return whether a descriptor of AOTAutograd is that of a token."""
     return "Token" in type(desc).__name__

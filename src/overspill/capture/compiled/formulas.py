@@ -1,8 +1,8 @@
 """Restore autograd's eager derivatives where tracing would use other formulas.
 
-Autograd's formulas test whether a tensor is of a subclass, as all traced tensors are, and then avoid in-place updates
-and reads of values. Most of these alternatives round the same. One does not: outside of the maximum, the gradient of
-`max()` over all elements is zero for a plain tensor, and the mask times the gradient for a traced one, which may be
+Autograd's formulas test whether a tensor is of a subclass, as all traced tensors are. They then avoid in-place updates
+and reads of values. Most of these alternatives round the same; one does not. Away from the maximum, the gradient of
+`max()` over all elements is zero for a plain tensor. For a traced one it is the mask times the gradient, which may be
 minus zero.
 """
 
@@ -25,7 +25,7 @@ def put_right(graph: fx.Graph) -> None:
 
 
 def _spreads_evenly(node: fx.Node) -> bool:
-    """Whether `node` divides a gradient evenly among equal elements, as after `max()`, `min()` and `median()`."""
+    """Return whether `node` divides a gradient evenly among equal elements, as after `max()` and `median()`."""
     if node.meta["val"].device.type != "cpu":  # elsewhere a plain tensor goes that way too
         return False
     # The pattern: mul(logical_or(eq, isnan and isnan), gradient / sum(mask)).
@@ -39,5 +39,5 @@ def _spreads_evenly(node: fx.Node) -> bool:
 
 
 def _args(node: Any, target: Any) -> tuple[Any, ...]:
-    """The arguments of `node` if it calls `target`, else none."""
+    """Return the arguments of `node` if it calls `target`, otherwise none."""
     return node.args if isinstance(node, fx.Node) and node.target is target else ()

@@ -1,7 +1,7 @@
-"""Gathers of sharded parameters in a traced step.
+"""Gather sharded parameters in a traced step.
 
-A step is traced with whole parameters. Here each becomes the result of an op that gathers it, with the others of its group,
-from the shards of all ranks, right before it is first read.
+A step is traced with whole parameters. Here each becomes the result of an op that gathers it from the shards of all
+ranks, with the others of its group. The op runs right before the first of them is read.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from overspill.capture.sharding import GATHER, SCATTER
 from .joint import JointGraph, copied
 
 Wait = Callable[[], tuple[Tensor, ...]]
-"""Waits for a collective that was started; returns its results."""
+"""A function that waits for a collective that was started, and returns its results."""
 
 
 @dataclass(frozen=True)
 class GatheredGroup:
-    """Parameters that are gathered by one op, by their positions among the inputs.
-
-    `shards` are the fake values of a rank's parts, as large as the largest. `gather(*shards, into={…})` starts to make the
-    whole parameters, those of some positions in memory that it is given, and `scatter(*gradients, positions=…)` to make of
-    the gradients of some positions each shard's. They take workspaces besides their results; `reshards`: the program
-    itself frees what it has gathered after forward, and gathers it again.
-    """
+    """Parameters that are gathered by one op, and whose gradients are scattered by one."""
 
     name: str
     positions: tuple[int, ...]
+    """The parameters' positions among the inputs."""
     shards: tuple[Tensor, ...]
+    """Fake values of a rank's parts, each as large as the largest rank's."""
     ranks: int
     gather: Callable[..., Wait]
+    """`gather(*shards, into={…})` starts to make the whole parameters, at some positions in given memory."""
     gather_workspace_bytes: int
+    """Bytes that a gather takes besides its results."""
     scatter: Callable[..., Wait]
+    """`scatter(*gradients, positions=…)` starts to reduce these parameters' gradients to each rank's shards."""
     scatter_workspace_bytes: Callable[[Sequence[int]], int]
+    """Bytes that a scatter of the gradients at some positions takes besides its results."""
     reshards: bool
+    """Whether the program itself frees the gathered parameters after forward, and gathers them again."""
 
 
 class AsyncCollective(ABC):
-    """The target of a collective's node: a call starts it and waits for it."""
+    """The target of a collective's node: a call starts the collective and waits for it."""
 
     tags = ()
     __name__: str
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The collective's results."""
+        """Return the collective's results."""
         return self.start(*tensors)()
 
     @abstractmethod
@@ -72,7 +73,7 @@ class Gather(AsyncCollective):
         return self.group.gather(*tensors[len(memory) :], into=memory)
 
     def given(self, into: Sequence[int]) -> Gather:
-        """The same gather, which makes these results in memory that it is given first."""
+        """Return the same gather, given memory first in which it makes the results at the positions `into`."""
         return Gather(self.group, self.number, into)
 
 
@@ -89,7 +90,7 @@ class Scatter(AsyncCollective):
 
 
 class StartCollective:
-    """The target of a node that starts a collective, whose value `wait` takes."""
+    """The target of a node that starts a collective; its value goes to `wait`."""
 
     def __init__(self, collective: AsyncCollective) -> None:
         self._collective = collective
@@ -100,12 +101,12 @@ class StartCollective:
 
 
 def wait(started: Wait) -> tuple[Tensor, ...]:
-    """The results of a collective that was started."""
+    """Return the results of a collective that was started."""
     return started()
 
 
 def with_gathers(joint: JointGraph, groups: Sequence[GatheredGroup]) -> JointGraph:
-    """A copy of `joint` whose inputs are the shards of the parameters in `groups`."""
+    """Return a copy of `joint` whose inputs are the shards of the parameters in `groups`."""
     module = copied(joint.module)
     graph = module.graph
     inputs = [n for n in graph.find_nodes(op="placeholder") if "tangents" not in str(n.target)]

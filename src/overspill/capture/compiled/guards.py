@@ -1,7 +1,7 @@
 """Guards: the values that a captured step read, and a test whether they changed.
 
 The ops that lead to these values are a small *guard program*, an FX graph on the step's input tensors. It runs before
-each later step: equal values mean that the plan still holds.
+each later step: equal values mean that the plan is still valid.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ Answer = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """One read of a value: its node, its answer, and the user's line."""
+    """One read of a value."""
 
     node: fx.Node
+    """The node whose value was read."""
     answer: Answer
     place: str
+    """The user's line that read it."""
 
 
 @dataclass(frozen=True)
 class Guards:
-    """The guard program of a captured step, with the answers it was captured with.
-
-    `takes` are positions of its inputs among the step's input tensors; `nbytes` is the most memory that it takes
-    besides them.
-    """
+    """The guard program of a captured step, with the answers it was captured with."""
 
     program: fx.GraphModule | None = None
     takes: tuple[int, ...] = ()
+    """Positions of its inputs among the step's input tensors."""
     answers: tuple[Answer, ...] = ()
     places: tuple[str, ...] = ()
+    """For each answer, the user's line that read it."""
     nbytes: int = 0
+    """The peak bytes that the program takes besides its inputs."""
     draws: bool = False
     """Whether the program draws random numbers."""
 
     @classmethod
     def of(cls, graph: fx.Graph, constants: Mapping[str, Tensor], questions: Sequence[Question]) -> Guards:
-        """Guards for those `questions` about `graph` whose answers can change from step to step."""
+        """Return guards for those `questions` about `graph` whose answers can change from step to step."""
         needed = needed_for(graph, (question.node for question in questions))
         open_ = _followers(graph, needed)
         asked = list({q.node: q for q in questions if q.node in open_}.values())
@@ -73,7 +74,7 @@ class Guards:
         return cls(module, takes, answers, places, _peak_bytes(program), any(DRAWS in n.meta for n in needed))
 
     def difference(self, given: Sequence[Tensor]) -> str | None:
-        """The first line with another answer for the tensors `given`, or None."""
+        """Return the first line with another answer for the tensors `given`, or None."""
         if self.program is None:
             return None
         generator = drawing(torch.get_rng_state()) if self.draws else nullcontext()
@@ -88,7 +89,7 @@ class Guards:
 
 
 def word(value: Any) -> Any:
-    """A comparable form of a value: a scalar's exact bits, or a tensor's shape."""
+    """Return a comparable form of a value: a scalar's exact bits, or a tensor's shape."""
     if isinstance(value, Tensor):
         if value.dim():
             return tuple(value.shape)
@@ -99,7 +100,7 @@ def word(value: Any) -> Any:
 
 
 def _answers(values: Iterable[Any]) -> list[Answer]:
-    """The answers, as words; scalars on another device are fetched in one transfer."""
+    """Return the answers, as words; scalars on another device are fetched in one transfer."""
     answers = [tree_leaves(value) for value in values]
     scalars = [leaf for answer in answers for leaf in answer if isinstance(leaf, Tensor) and not leaf.dim()]
     if any(not scalar.is_cpu for scalar in scalars):
@@ -109,7 +110,7 @@ def _answers(values: Iterable[Any]) -> list[Answer]:
 
 
 def _transferred(scalars: Sequence[Tensor]) -> list[Tensor]:
-    """The scalars, copied to the CPU at once."""
+    """Return the scalars, copied to the CPU at once."""
     packed = torch.cat([scalar.reshape(1).view(torch.uint8) for scalar in scalars]).cpu()
     parts = packed.split([scalar.element_size() for scalar in scalars])
     return [part.clone().view(scalar.dtype)[0] for part, scalar in zip(parts, scalars, strict=True)]
@@ -131,7 +132,7 @@ def drawing(state: Tensor) -> Iterator[Tensor]:
 
 
 def needed_for(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that must run to compute `nodes`, with all earlier random draws."""
+    """Return the nodes that must run to compute `nodes`, with all earlier random draws."""
     found = _ancestors(nodes)
     draws = [node for node in graph.nodes if DRAWS in node.meta]
     last = max((i for i, node in enumerate(draws) if node in found), default=-1)
@@ -149,7 +150,7 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _followers(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
-    """Those of `among` whose value may differ in the next step."""
+    """Return those of `among` whose value may differ in the next step."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node in among and (
@@ -160,7 +161,7 @@ def _followers(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
 
 
 def _peak_bytes(graph: fx.Graph) -> int:
-    """Peak live bytes while `graph` runs, besides its inputs; a view keeps its base alive."""
+    """Return the peak live bytes while `graph` runs, besides its inputs; a view keeps its base alive."""
     last = {source: position for position, node in enumerate(graph.nodes) for source in node.all_input_nodes}
     live: dict[fx.Node, int] = {}
     most = 0

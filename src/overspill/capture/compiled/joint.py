@@ -29,15 +29,15 @@ BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 SNAPSHOT = "overspill_snapshot"
 """Key in a node's meta: it is the copy of an input that backward reads and forward updates."""
 ABSENT = "overspill_absent"
-"""Key in a tangent's meta: it is None when backward runs."""
+"""Key in a tangent's meta: the tangent is None when backward runs."""
 StorageKey = int
-"""The identity of a fake tensor's storage; equal for all views and aliases of it."""
+"""The identity of a fake tensor's storage, equal for all its views and aliases."""
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """Where `graph` runs: the device of the first tensor that it is given, or makes, on one; else the CPU.
+    """Return the device on which `graph` runs: that of its first tensor on an accelerator, otherwise the CPU.
 
-    Numbers of the host may come before, and a graph may make all that it has.
+    Numbers of the host may come before that tensor, and a graph may make all tensors that it has.
     """
     values = (node.meta.get(key) for node in graph.nodes for key in ("val", "example_value"))
     devices = (value.device for value in tree_leaves(list(values)) if isinstance(value, torch.Tensor))
@@ -47,7 +47,7 @@ def device_of(graph: fx.Graph) -> torch.device:
 class JointGraph:
     """The joint graph of `module`, split into forward and backward, with its storages.
 
-    A *view* node makes no storage of its own. A *root* is the first node of a storage, of which views are made. Nodes
+    A *view* node makes no storage of its own. A *root* is the first node of a storage, from which views are made. Nodes
     that no output depends on are left out unless they draw random numbers or mutate.
     """
 
@@ -62,7 +62,7 @@ class JointGraph:
         self._find_roots()
 
     def copied(self) -> JointGraph:
-        """The same graph, to be changed."""
+        """Return a copy of the graph that may be changed."""
         return JointGraph(copied(self.module), len(self.forward_outputs))
 
     def _read_outputs(self, num_forward_outputs: int) -> None:
@@ -80,7 +80,7 @@ class JointGraph:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device on which the graph runs."""
         return device_of(self.module.graph)
 
     @cached_property
@@ -95,7 +95,7 @@ class JointGraph:
 
     @cached_property
     def gradients(self) -> dict[fx.Node, fx.Node]:
-        """Inputs that get a gradient, with the backward output that is it."""
+        """Inputs that get a gradient, with the backward output that is this gradient."""
         by_desc = {repr(p.meta.get("desc")): p for p in self.primals}
         return {
             by_desc[repr(desc.grad_of)]: value
@@ -105,12 +105,12 @@ class JointGraph:
 
     @cached_property
     def given_tangents(self) -> list[fx.Node]:
-        """The tangents that are there when backward runs."""
+        """The tangents that are not None when backward runs."""
         return [tangent for tangent in self.tangents if ABSENT not in tangent.meta]
 
     @cached_property
     def differentiable(self) -> dict[int, fx.Node]:
-        """Outputs of forward that may get a gradient, by their position as autograd counts, in the order of `tangents`."""
+        """Outputs of forward that may get a gradient, by autograd's position, in the order of `tangents`."""
         # Tokens, by which AOTAutograd orders checks of matrices, come before the outputs and after their gradients.
         pairs = zip(self.forward_descs, self.forward_outputs, strict=True)
         known = {repr(desc): (i, node) for i, (desc, node) in enumerate(p for p in pairs if not is_token(p[0]))}
@@ -119,7 +119,7 @@ class JointGraph:
 
     @cached_property
     def made_into_loss(self) -> frozenset[int]:
-        """Positions of the outputs from which a number follows that is returned too, as a loss from its logits."""
+        """Positions of the outputs that a returned scalar follows from, as a loss follows from its logits."""
         before = {n for n in self.differentiable.values() if not n.meta["val"].dim()}
         numbers, found = set(before), set[StorageKey]()
         for node in reversed(self.module.graph.nodes):
@@ -139,10 +139,10 @@ class JointGraph:
         return frozenset(key for node in nodes for key in storages(node))
 
     def _snapshot_mutated_inputs(self) -> bool:
-        """Let backward read a clone of each input that forward updates; returns whether there is one.
+        """Let backward read a clone of each input that forward updates; return whether there is one.
 
-        The clone is made before forward runs, for backward needs the value that forward saw. (Stock AOTAutograd reads
-        the updated one in 2.11 to 2.13.)
+        The clone is made before forward runs, because backward needs the value that forward saw. (Stock AOTAutograd
+        reads the updated one in 2.11 to 2.13.)
         """
         found = False
         for primal in self.primals:
@@ -185,15 +185,15 @@ class JointGraph:
                 user.replace_input_with(alias, copy_of(alias))
 
     def _split(self) -> None:
-        """Split nodes: forward has what its outputs need, and its draws and mutations; backward the rest."""
+        """Split the nodes: forward has what its outputs need and its draws and mutations, backward has the rest."""
         nodes = list(self.module.graph.nodes)
         kept = [n for n in nodes if n.op == "call_function" and (mutated_args(n) or is_random(n) or EFFECT in n.meta)]
         in_forward = [n for n in kept if n.meta.get("partitioner_tag") not in BACKWARD_TAGS]
         forward = _ancestors([*_nodes(self.forward_outputs), *in_forward, *self.snapshots])
         if any(tangent in forward for tangent in self.tangents):
             raise UnsupportedError(
-                "a forward output depends on a gradient, as where forward and backward of a Function both update a buffer (an amax "
-                "history); give each a buffer of its own, or use overspill.train_step"
+                "a forward output depends on a gradient, as where forward and backward of a Function both update a "
+                "buffer (an amax history); give each a buffer of its own, or use overspill.train_step"
             )
         # Only nodes that something depends on, in the order of the graph.
         needed = _ancestors([*_nodes(self.backward_outputs), *kept]) | forward
@@ -210,7 +210,7 @@ class JointGraph:
                 self.roots.setdefault(key, []).append(node)
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether `node` only makes a view of one of its inputs, and changes nothing."""
+        """Return whether `node` only makes a view of one of its inputs, and changes nothing."""
         if node.op != "call_function" or node.target is operator.getitem or mutated_args(node):
             return self._is_view_item(node)
         made = storages(node)
@@ -218,16 +218,19 @@ class JointGraph:
         return bool(made) and set(made) <= read
 
     def _is_view_item(self, node: fx.Node) -> bool:
-        """Whether `node` picks one result of a node that only makes views (`split`, `unbind`)."""
+        """Return whether `node` picks one result of a node that only makes views (`split`, `unbind`)."""
         return node.op == "call_function" and node.target is operator.getitem and self.is_view(node.args[0])
 
     def is_op(self, node: fx.Node) -> bool:
-        """Whether `node` computes: not an input, a view or the pick of a result."""
+        """Return whether `node` computes: it is no input, view or pick of a result."""
         return node.op == "call_function" and node.target is not operator.getitem and not self.is_view(node)
 
 
 def storages(node: fx.Node) -> list[StorageKey]:
-    """Keys of the distinct storages in a node's value. Raises UnsupportedError for sparse and other layouts."""
+    """Return the keys of the distinct storages in a node's value.
+
+    Raises UnsupportedError for sparse and other layouts.
+    """
     keys: dict[StorageKey, None] = {}
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):
@@ -236,7 +239,7 @@ def storages(node: fx.Node) -> list[StorageKey]:
 
 
 def storage_bytes(node: fx.Node) -> dict[StorageKey, int]:
-    """Bytes of each storage in a node's value, by key."""
+    """Return the bytes of each storage in a node's value, by key."""
     values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
     return {key_of(s): int(s.nbytes()) for s in (_storage(node, v) for v in values)}
 
@@ -250,7 +253,7 @@ def _storage(node: fx.Node, value: torch.Tensor) -> torch.UntypedStorage:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers, itself or in a graph that it calls."""
+    """Return whether `node` draws random numbers, itself or in a graph that it calls."""
     if isinstance(node.target, HigherOrderOperator):
         called = (
             getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"
@@ -260,9 +263,9 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether `node` gives the same bits again, so that a plan may recompute it.
+    """Return whether `node` gives the same bits when it runs again, so that a plan may recompute it.
 
-    Only aten ops do, whose tags can be trusted: those that draw no random numbers and change nothing in place.
+    Only aten ops do, because their tags can be trusted: those that draw no random numbers and change nothing in place.
     """
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace != "aten":
@@ -271,21 +274,21 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether `node` really draws random numbers."""
+    """Return whether `node` really draws random numbers."""
     if isinstance(node.target, OpOverload):
         return call_draws(node.target, node.args, node.kwargs)
     return is_random(node)
 
 
 def call_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `op` draws random numbers: attention is tagged random even without dropout."""
+    """Return whether a call of `op` draws random numbers: attention is tagged random even without dropout."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     return position_of(op, "dropout_p") is None or argument(op, args, kwargs, "dropout_p") != 0.0
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """Arguments that `node` updates in place."""
+    """Return the arguments that `node` updates in place."""
     if (positions := getattr(node.target, "updates", None)) is not None:  # a call of a compiled program
         return [node.args[i] for i in positions]
     written = written_arguments(node.target, node.args, node.kwargs)
@@ -308,7 +311,7 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _aliases(root: fx.Node) -> Iterator[fx.Node]:
-    """`root` and all views made from it."""
+    """Yield `root` and all views made from it."""
     keys = set(storages(root))
     pending, seen = [root], {root}
     while pending:
@@ -340,7 +343,7 @@ def _refuse_dynamic_shapes(graph: fx.Graph) -> None:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graph for another compilation, with Dynamo's sources of its inputs."""
+    """Return a copy of the graph for another compilation, with Dynamo's sources of its inputs."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(module.graph, {}))
     output.meta = dict(module.graph.find_nodes(op="output")[0].meta)

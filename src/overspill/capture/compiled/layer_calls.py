@@ -1,9 +1,9 @@
 """Record on each traced node which module was being called.
 
-Dynamo's nodes carry that; so do these, of a step whose Python is traced as it runs. Meanwhile `nn.Module._call_impl` is
-replaced. Not `__call__`: the tracer calls the one that it knew when it was imported. Nor are global module hooks used:
-they are Python state, which a capture of a training step restores before it runs the model
-(`runtime/step/python_state.py`), so that they would never be called.
+Dynamo's nodes carry that. The nodes of a step whose Python is traced as it runs carry it too, by this module. Meanwhile
+`nn.Module._call_impl` is replaced. Not `__call__`: the tracer calls the one that it knew when it was imported. Nor are
+global module hooks used. They are Python state, which a capture of a training step restores before it runs the model
+(`runtime/step/python_state.py`), so they would never be called.
 
 Relies on tracers giving each node `nn_module_stack` of `fx.traceback.current_meta`.
 """

@@ -1,8 +1,8 @@
 """Find the line of the user's Python that each traced node comes from.
 
 Relies on the node metadata `stack_trace`, which AOTAutograd hands on from Dynamo's nodes to those of forward and of
-their backward; on tracers making nodes by `fx.Graph.create_node`; and on the names of functions that Dynamo makes of
-the rest of a function behind a break.
+their backward. Relies on tracers making nodes by `fx.Graph.create_node`, and on the names of functions that Dynamo
+makes of the rest of a function after a break.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .joint import BACKWARD_TAGS
 LINES = "overspill_lines"
 """Key in a node's meta: the `Stack` that ran when it was made."""
 _FRAME = re.compile(r'^ {0,2}File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
-"""As the traceback module writes a frame; what it quotes of the source is indented further."""
+"""A frame as the traceback module writes it; quoted source lines are indented further."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
@@ -54,7 +54,7 @@ class NodeLines(FrameNumbers):
         self._by_text: dict[str, int] = {}
 
     def forward(self, node: fx.Node) -> tuple[int, ...]:
-        """The line number of a forward node as a tuple, empty if unknown."""
+        """Return the line number of a forward node as a tuple, empty if unknown."""
         number, sequence = self._own(node), node.meta.get("seq_nr")
         # An op that saves nothing repeats the number of the one before it; the first one owns it.
         if sequence is not None and number >= 0:
@@ -62,9 +62,9 @@ class NodeLines(FrameNumbers):
         return () if number < 0 else (number,)
 
     def backward(self, node: fx.Node) -> tuple[int, ...]:
-        """The line number of a backward node as a tuple, empty if unknown.
+        """Return the line number of a backward node as a tuple, empty if unknown.
 
-        Its forward node has to be asked for first.
+        `forward` has to be called for its forward node first.
         """
         number = self._own(node)
         if number < 0:
@@ -76,7 +76,7 @@ class NodeLines(FrameNumbers):
     def by_name(
         self, forward: Iterable[fx.Node], backward: Iterable[fx.Node]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """Lines of Inductor's forward and backward nodes, by the names in its comments.
+        """Return the lines of Inductor's forward and backward nodes, by the names in its comments.
 
         Forward nodes have the names of Dynamo's nodes, also where backward recomputes them.
         """

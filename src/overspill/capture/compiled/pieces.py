@@ -1,16 +1,16 @@
 """Run row-wise ops in pieces of rows, so that their temporaries have the size of a piece.
 
-A *chain* is a connected group of row-wise nodes over the same rows: casts and other pointwise ops, softmax over what is
-no row, the loss of a classifier and its gradient. Its inner results are read by no other node. The chain's nodes of
-forward, and those of backward, become loops over pieces, unrolled: slices of the chain's inputs, the same nodes on
-them, and copies into slices of what others read. What backward reads of the chain's forward is computed again there,
-piece by piece. Pieces are ordinary nodes: plans, checks and lowering know nothing of them.
+A *chain* is a connected group of row-wise nodes over the same rows. They are casts and other pointwise ops, softmax
+within a row, the loss of a classifier and its gradient. No other node reads its inner results. The chain's nodes of
+forward, and those of backward, become unrolled loops over pieces. A loop has slices of the chain's inputs, the same
+nodes on them, and copies into slices of the results that others read. Backward computes the results of the chain's
+forward that it reads again, piece by piece. Pieces are ordinary nodes: plans, checks and lowering know nothing of them.
 
-Each row sees the same kernel on the same numbers, and so has the same bits; an op is here only where its kernels give a
-row the same bits wherever it lies (`tests/capture/compiled/test_pieces.py`). Softmax on CUDA sums a row by how it is
-aligned: pieces begin where rows are aligned as in the whole (`ALIGNED_BYTES`; PyTorch 2.13,
-aten/src/ATen/native/cuda/PersistentSoftmax.cuh, SoftMax.cu). On the CPU a vectorised function may round otherwise than
-the scalar one that does the end of a loop, so there only pointwise ops that IEEE 754 rounds exactly are split.
+Each row sees the same kernel on the same numbers, and so has the same bits. An op is here only if its kernels give a
+row the same bits at any place (`tests/capture/compiled/test_pieces.py`). On CUDA the way softmax sums a row depends on
+the row's alignment. So pieces begin where rows are aligned as in the whole (`ALIGNED_BYTES`; PyTorch 2.13,
+aten/src/ATen/native/cuda/PersistentSoftmax.cuh, SoftMax.cu). On the CPU a vectorised function may round differently
+from the scalar one that computes the end of a loop. So there only pointwise ops that IEEE 754 rounds exactly are split.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from .joint import JointGraph, copied, is_repeatable, storage_bytes
 aten = torch.ops.aten
 
 EXACT = frozenset({
-    aten._to_copy.default, aten.clone.default, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
-    aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.abs.default, aten.relu.default, aten.threshold_backward.default,
-    aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
-    aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
-    aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor, aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar,
-    aten.logical_and.default, aten.logical_or.default, aten.logical_not.default,
+    aten._to_copy.default, aten.clone.default, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor,
+    aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.abs.default, aten.relu.default,
+    aten.threshold_backward.default, aten.maximum.default, aten.minimum.default, aten.clamp.default,
+    aten.clamp_min.default, aten.clamp_max.default, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor,
+    aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar, aten.logical_and.default, aten.logical_or.default,
+    aten.logical_not.default,
 })  # fmt: skip
-"""Pointwise ops whose result does not depend on where an element lies, on any device."""
+"""Pointwise ops whose result does not depend on an element's place in memory, on any device."""
 SOFTMAX = {
     **dict.fromkeys((aten._log_softmax.default, aten._softmax.default), ("self",)),
     **dict.fromkeys(
@@ -47,7 +48,7 @@ SOFTMAX = {
 }
 """Softmax and its gradient: the arguments that have rows."""
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default})
-"""Views that a chain may have within; rows stay what they are."""
+"""Views that a chain may contain; rows stay what they are."""
 LOSS, LOSS_GRADIENT = aten.nll_loss_forward.default, aten.nll_loss_backward.default
 IGNORED = -100
 """The `ignore_index` of the loss over picked numbers."""
@@ -55,15 +56,15 @@ IGNORED = -100
 ALIGNED_BYTES = 16
 """The largest access of CUDA's softmax kernels."""
 SHARE = 8
-"""A piece's temporaries are at most one part in so many of what the chain reads and writes."""
+"""A piece's temporaries are at most one SHARE-th of the bytes that the chain reads and writes."""
 WORTH = 4
-"""A chain is split if its largest op needs at least one part in so many of what the largest other op does."""
+"""A chain is split if its largest op needs at least one WORTH-th of the bytes that the step's largest op needs."""
 
 
 def in_pieces(joint: JointGraph) -> JointGraph | None:
-    """The same step with its large chains in pieces of rows; None if there is none worth it.
+    """Return the same step with its large chains in pieces of rows, or None if no chain is worth it.
 
-    `joint` stays as it is.
+    `joint` stays unchanged.
     """
     module = copied(joint.module)
     again = JointGraph(module, len(joint.forward_outputs))
@@ -87,7 +88,7 @@ def _ops(joint: JointGraph) -> list[fx.Node]:
 
 
 def _need(node: fx.Node) -> int:
-    """Bytes of all storages that a node reads and makes."""
+    """Return the bytes of all storages that a node reads and makes."""
     found: dict[int, int] = {}
     for n in (node, *node.all_input_nodes):
         found.update(storage_bytes(n))
@@ -99,13 +100,13 @@ def _largest_need(joint: JointGraph) -> int:
 
 
 def _nbytes(node: fx.Node) -> int:
-    """Bytes of the elements of a result that is one tensor."""
+    """Return the bytes of the elements of a result that is one tensor."""
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _lead(shape: Sequence[int], rows: int) -> int:
-    """How many dimensions count `rows`; 0 if no number of them does."""
+    """Return how many leading dimensions count `rows`; 0 if no number of them does."""
     return next((count for count in range(1, len(shape) + 1) if prod(shape[:count]) == rows), 0)
 
 
@@ -114,7 +115,11 @@ def _has_rows(node: fx.Node, rows: int) -> bool:
 
 
 def _rows_of(node: fx.Node) -> int:
-    """The rows of a seed: of softmax and a loss what they do not go over, of others all but the last dimension."""
+    """Return the number of rows of a seed.
+
+    For softmax and a loss they are the elements of all dimensions before the one reduced, for others of all but the
+    last.
+    """
     value = node_argument(node, "self").meta["val"] if node.target is LOSS else node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
@@ -123,7 +128,7 @@ def _rows_of(node: fx.Node) -> int:
 
 
 def _is_row_wise(node: fx.Node, rows: int) -> bool:
-    """Whether each of so many rows of the result follows from the same row of what has rows, and all of the rest."""
+    """Return whether each row of the result follows from the same row of inputs with rows, and all of the others."""
     value = node.meta.get("val")
     if rows < 2 or node.op != "call_function":
         return False
@@ -152,7 +157,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _alike(shape: Sequence[int], result: Sequence[int], lead: int, rows: int) -> bool | None:
-    """Whether an input of a pointwise op has the result's rows, or none; None: some of them."""
+    """Return whether an input of a pointwise op has the result's rows (True) or none (False); None if it has some."""
     aligned = [1] * (len(result) - len(shape)) + list(shape)
     pairs = [(mine, whole) for mine, whole in zip(aligned[:lead], result[:lead], strict=True) if whole != 1]
     if all(mine == 1 for mine, _ in pairs):
@@ -162,7 +167,7 @@ def _alike(shape: Sequence[int], result: Sequence[int], lead: int, rows: int) ->
 
 
 def _row_inputs(node: fx.Node, rows: int) -> list[fx.Node]:
-    """The inputs of a row-wise node that have its rows."""
+    """Return the inputs of a row-wise node that have its rows."""
     if node.target is LOSS:
         return [node_argument(node, name) for name in ("self", "target")]
     if node.target is LOSS_GRADIENT:
@@ -178,7 +183,7 @@ def _row_inputs(node: fx.Node, rows: int) -> list[fx.Node]:
 
 
 def _is_cut(node: fx.Node, rows: int) -> bool:
-    """Whether pieces of rows of an input are views of it."""
+    """Return whether pieces of rows of an input are views of it."""
     value = node.meta["val"]
     lead = _lead(value.shape, rows)
     steps = [(n, step) for n, step in zip(value.shape[:lead], value.stride()[:lead], strict=True) if n > 1]
@@ -186,12 +191,12 @@ def _is_cut(node: fx.Node, rows: int) -> bool:
 
 
 def _only_casts(node: fx.Node) -> bool:
-    """Whether a copy of the input into another dtype is the same."""
+    """Return whether a copy of the input into another dtype gives the same result."""
     return node.target is aten._to_copy.default
 
 
 class _Chain:
-    """A chain of `joint`: `nodes` over the same `rows`, views among them."""
+    """A chain of `joint`: `nodes` over the same `rows`, including views."""
 
     def __init__(self, joint: JointGraph, rows: int, nodes: set[fx.Node]) -> None:
         self.joint = joint
@@ -201,7 +206,7 @@ class _Chain:
 
     @classmethod
     def around(cls, joint: JointGraph, seed: fx.Node, taken: set[fx.Node]) -> _Chain | None:
-        """The largest chain with `seed`, or None if it is in none."""
+        """Return the largest chain with `seed`, or None if it is in none."""
         if not _is_row_wise(seed, rows := _rows_of(seed)):
             return None
         live = set(joint.forward) | set(joint.backward)
@@ -216,7 +221,7 @@ class _Chain:
         return chain if chain._narrowed(seed) else None
 
     def _narrowed(self, seed: fx.Node) -> bool:
-        """Take out what does not fit; returns whether there is a chain with `seed` left."""
+        """Take out the nodes that do not fit; return whether a chain with `seed` is left."""
         while out := [n for n in self.nodes if not self._fits(n)]:
             self.nodes.difference_update(out)
         # What is left may have fallen apart.
@@ -229,7 +234,7 @@ class _Chain:
         return bool(near)
 
     def _fits(self, node: fx.Node) -> bool:
-        """Whether `node` may be in the chain as it is now."""
+        """Return whether `node` may be in the chain as it is now."""
         # Inner results have no other reader; what others read is made whole.
         if node.target is not LOSS and not all(user in self.nodes for user in node.users):
             has_inner = any(user in self.nodes for user in node.users)
@@ -242,7 +247,7 @@ class _Chain:
         )
 
     def split(self) -> bool:
-        """Put the chain's parts of forward and backward in pieces; returns whether any is."""
+        """Put the chain's parts of forward and backward in pieces; return whether any was."""
         order = {node: position for position, node in enumerate(self.graph.nodes)}
         backward = self.joint.backward_set
         done = False
@@ -260,7 +265,7 @@ class _Chain:
         return node.target is LOSS or any(user not in self.nodes for user in node.users)
 
     def _behind(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
-        """The nodes of the chain that `ends` follow from, with these."""
+        """Return the nodes of the chain that `ends` follow from, including `ends`."""
         found: set[fx.Node] = set()
         pending = list(ends)
         while pending:
@@ -296,7 +301,7 @@ class _ChainPart:
         self.kept_bytes = sum(map(_nbytes, self.inputs)) + sum(_nbytes(n) for n in ends if n.target is not LOSS)
 
     def split(self) -> bool:
-        """Put pieces in the place of the part, where they take less memory; returns whether it did."""
+        """Replace the part by pieces, if they take less memory; return whether it did."""
         size = self._size()
         if size >= self.rows or not all(is_repeatable(n) or n.target in VIEWS for n in self.again):
             return False
@@ -313,7 +318,7 @@ class _ChainPart:
         return True
 
     def _size(self) -> int:
-        """Rows of a piece."""
+        """Return the number of rows of a piece."""
         pieces = -(-self.temporary_bytes * SHARE // max(self.kept_bytes, 1))
         step = lcm(*(_alignment(n, self.rows) for n in (*self.nodes, *self.inputs) if _has_rows(n, self.rows)))
         size = -(-self.rows // max(pieces, 1))
@@ -321,7 +326,7 @@ class _ChainPart:
 
 
 def _alignment(node: fx.Node, rows: int) -> int:
-    """So many rows of a result are a whole number of `ALIGNED_BYTES`."""
+    """Return the smallest number of rows whose bytes are a multiple of `ALIGNED_BYTES`."""
     return ALIGNED_BYTES // gcd(ALIGNED_BYTES, _nbytes(node) // rows)
 
 
@@ -402,7 +407,7 @@ class _RowLoop:
         return [rows, *shape[_lead(shape, self.rows) :]]
 
     def _flat(self, node: fx.Node, of: fx.Node) -> fx.Node:
-        """A view of `node` with one dimension of rows."""
+        """Return a view of `node` with one dimension of rows."""
         if node not in self.flat:
             value = node.meta["val"]
             shape = [self.rows, *value.shape[_lead(value.shape, self.rows) :]]
@@ -411,7 +416,7 @@ class _RowLoop:
         return self.flat[node]
 
     def _rowless(self, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """An input that all rows read, with no more dimensions than a row has."""
+        """Return an input that all rows read, with no more dimensions than a row has."""
         value, rest = source.meta["val"], len(self._shape(reader, 1)) - 1
         if reader.target not in SOFTMAX and reader.target is not LOSS_GRADIENT and value.dim() > rest:
             return self._call(aten.view.default, (source, list(value.shape[value.dim() - rest :])), {}, reader)
@@ -421,14 +426,14 @@ class _RowLoop:
         return self._call(aten.slice.Tensor, (node, 0, start, stop), {}, of)
 
     def _targets(self, loss: fx.Node) -> fx.Node:
-        """The classes to pick, one column; any for rows that are ignored."""
+        """Return the classes to pick, of shape [rows, 1]; class 0 for rows that are ignored."""
         given, ignored = node_argument(loss, "target"), node_argument(loss, "ignore_index")
         mask = self._call(aten.eq.Scalar, (given, ignored), {}, loss)
         picked = self._call(aten.masked_fill.Scalar, (given, mask, 0), {}, loss)
         return self._call(aten.view.default, (picked, [self.rows, 1]), {}, loss)
 
     def _loss(self, loss: fx.Node, picked: fx.Node) -> fx.Node:
-        """The loss over the picked numbers: the same kernel adds up the same numbers in the same order."""
+        """Return the loss over the picked numbers: the same kernel adds up the same numbers in the same order."""
         given, ignored = node_argument(loss, "target"), node_argument(loss, "ignore_index")
         mask = self._call(aten.eq.Scalar, (given, ignored), {}, loss)
         only = self._call(aten.zeros_like.default, (given,), {}, loss)
@@ -438,7 +443,7 @@ class _RowLoop:
         return made
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], of: fx.Node) -> fx.Node:
-        """A new node in the place of `of`, whose layer and lines it has."""
+        """Return a new node in place of `of`, with its layer and lines."""
         node = self.graph.call_function(target, args, kwargs)
         given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.mode:

@@ -1,8 +1,8 @@
-"""Ops that can write their result into memory that they are given.
+"""Find ops that can write their result into given memory.
 
-Of most ops that is the overload with `out=`, where the kernel itself is registered for it: it computes the same, and
-takes no memory of the result's size besides. An overload that PyTorch generates, which copies what the op has returned,
-is not. What copies or fills a tensor does so with any other.
+For most ops that is the overload with `out=`, if the kernel itself is registered for it. It computes the same, and
+takes no further memory of the result's size. An overload that PyTorch generates does not count, because it copies the
+op's own result. Ops that copy or fill a tensor do so with any given tensor.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ aten = torch.ops.aten
 
 
 class ResultMemory(NamedTuple):
-    """The call that makes a node's result in given memory: `target(*args, **kwargs)`.
-
-    The memory is the argument `name`, or the first one if that is empty.
-    """
+    """The call that makes a node's result in given memory: `target(*args, **kwargs)`."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str = ""
+    """The argument that is the memory; the first one if this is empty."""
 
 
 def into_memory(node: fx.Node) -> ResultMemory | None:
-    """How `node` makes its result in memory that it is given; None if it cannot."""
+    """Return the call by which `node` makes its result in given memory, or None if it cannot."""
     value, op = node.meta.get("val"), node.target
     if not isinstance(value, Tensor) or not isinstance(op, OpOverload) or not _fills_its_memory(value):
         return None
@@ -94,11 +92,11 @@ def _embedding(into: Tensor, weight: Tensor, indices: Tensor, *_: Any) -> Tensor
 
 
 PIECE_BYTES = 32 << 20
-"""Most bytes of a gradient of an embedding that are computed at a time."""
+"""The most bytes of an embedding's gradient that are computed at a time."""
 
 
 def scratch_in_pieces(graph: Graph, op: Op, tensor: int) -> int:
-    """Bytes that `op` takes besides to make `tensor` in given memory piece by piece."""
+    """Return the further bytes that `op` takes to make `tensor` in given memory piece by piece."""
     nbytes = graph.tensors[tensor].nbytes
     if op.name != "embedding_dense_backward" or not nbytes:
         return 0
@@ -107,7 +105,7 @@ def scratch_in_pieces(graph: Graph, op: Op, tensor: int) -> int:
 
 
 def _embedding_backward(into: Tensor, gradient: Tensor, *how: Any) -> Tensor:
-    """The gradient of an embedding, some columns at a time: each is summed by itself."""
+    """Compute the gradient of an embedding, some columns at a time: each column is summed by itself."""
     width, columns = into.shape[-1], max(1, PIECE_BYTES // (into.shape[0] * into.itemsize))
     for start in range(0, width, columns):
         some = slice(start, start + columns)
@@ -124,12 +122,16 @@ BY_HAND: dict[Any, Callable[..., Tensor]] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
-"""What these ops do (PyTorch 2.13, aten/src/ATen/native: TensorShape.cpp, TensorAdvancedIndexing.cpp, Embedding.cpp)."""
+"""The same computation for ops without an own `out=` kernel.
+
+PyTorch 2.13, aten/src/ATen/native: TensorShape.cpp, TensorAdvancedIndexing.cpp, Embedding.cpp.
+"""
 OF_NUMBERS = {
     aten.mul.Scalar: aten.mul.Tensor, aten.div.Scalar: aten.div.Tensor, aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
 }  # fmt: skip
-"""Ops that call another one with their number as a tensor; and `relu` is `clamp_min` of 0 (BinaryOps.cpp, Activation.cpp)."""
+"""Ops that call another one with their number as a tensor (BinaryOps.cpp). `relu` is `clamp_min` of 0
+(Activation.cpp)."""
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 FULL = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
 """Ops that fill their result with an argument."""
@@ -141,7 +143,7 @@ FILLED = {
 
 
 def _fills_its_memory(value: Tensor) -> bool:
-    """Whether a result is all of its storage, each byte once."""
+    """Return whether a result covers all of its storage, each byte once."""
     return (
         value.layout is torch.strided
         and 0 < value.numel() * value.element_size() == value.untyped_storage().nbytes()
@@ -153,7 +155,10 @@ def _fills_its_memory(value: Tensor) -> bool:
 
 @cache
 def out_overload(op: OpOverload, backend: str) -> tuple[Any, str] | None:
-    """The overload of `op` whose kernel for `backend` writes into `out=`, and the argument's name."""
+    """Return the overload of `op` whose `backend` kernel writes into `out=`, with that argument's name.
+
+    Returns None if it has no such kernel.
+    """
     wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
     if len(schema_of(op).returns) != 1 or any(a.alias_info is not None for a in schema_of(op).arguments):
         return None

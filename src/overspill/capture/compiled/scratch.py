@@ -1,11 +1,11 @@
-"""Scratch memory of ops: bytes that their kernels use beyond their results.
+"""Find the scratch memory of ops: bytes that their kernels use besides their results.
 
 Some C++ kernels make their result in a larger buffer, and keep that. Tracing does not show it. A mean or sum of losses
-would keep the bytes of all of them for as long as it lives, so a captured step copies it out; other results are counted
-as large as their buffer.
+would keep the bytes of all losses while it lives, so a captured step copies it out. Other results count as large as
+their buffer.
 
-On CUDA, kernels and libraries need workspaces while they run. `capture/fake_cuda` knows their sizes, but for those of
-cuDNN, which chooses among its engines by rules of its own. On a GPU that is there each of its calls is run once.
+On CUDA, kernels and libraries need workspaces while they run. `capture/fake_cuda` knows their sizes, except for cuDNN,
+which chooses among its engines by its own rules. On a GPU that this machine has, each call of cuDNN is run once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from overspill.pytorch.trees import tree_leaves
 aten = torch.ops.aten
 
 LOSSES = frozenset({
-    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
 })  # fmt: skip
 """Ops that reduce element losses within their own storage (PyTorch 2.13, aten/src/ATen/native/Loss.cpp)."""
 CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
@@ -46,7 +47,10 @@ def _of_safe_softmax(x: Tensor, dim: int, *_: Any) -> int:
 
 
 def _of_attention(q: Tensor, k: Tensor, *, backward: bool = False) -> int:
-    """What attention's blocks of rows and columns take, one a thread; half precision has each twice."""
+    """Return the bytes that attention's blocks of rows and columns take, one block a thread.
+
+    Half precision has each block twice.
+    """
     rows = min(q.shape[-2], 256 if q.shape[-2] >= 768 else 64 if q.shape[-2] >= 192 else 32)
     inside = max(4, q.itemsize)
     block = rows * min(k.shape[-2], 512) * (inside + (q.itemsize if q.itemsize < inside else 0))
@@ -58,21 +62,25 @@ TAKEN_ON_CPU: dict[Any, Callable[..., int]] = {
     **dict.fromkeys((aten.native_dropout.default, aten.native_dropout_backward.default), lambda x, *_: x.nbytes + 16),
     aten._safe_softmax.default: _of_safe_softmax,
     aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, *_: _of_attention(q, k),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda _, q, k, *__: _of_attention(q, k, backward=True),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        lambda _, q, k, *__: _of_attention(q, k, backward=True),
 }  # fmt: skip
-"""Bytes by op: a mask is cast to what it multiplies, the softmax of attention looks for rows that are masked whole, and a few
-are scalars (PyTorch 2.13, aten/src/ATen/native/Dropout.cpp, SoftMax.cpp, cpu/FlashAttentionKernel.cpp)."""
+"""Bytes of scratch on the CPU, by op.
+
+A dropout casts its mask to the dtype of what it multiplies. Attention's softmax looks for rows that are masked whole. A
+few bytes are scalars. (PyTorch 2.13, aten/src/ATen/native/Dropout.cpp, SoftMax.cpp, cpu/FlashAttentionKernel.cpp)
+"""
 
 
 def reduces_in_place(node: fx.Node) -> bool:
-    """Whether `node` is one of LOSSES with a reduction (mean or sum)."""
+    """Return whether `node` is one of LOSSES with a reduction (mean or sum)."""
     return node.target in LOSSES and node.meta["val"].dim() == 0
 
 
 def scratch_of(node: fx.Node) -> CallWorkspace:
-    """What `node` takes while it runs, besides its results.
+    """Return the workspace that `node` takes while it runs, besides its results.
 
-    On the CPU that is the loss of every element, for reduced LOSSES, and what dropouts and attention take.
+    On the CPU these are the losses of all elements, for reduced LOSSES, and the scratch of dropouts and attention.
     """
     where = _device_of(node)
     if where.type == "cuda":
@@ -90,19 +98,22 @@ def scratch_of(node: fx.Node) -> CallWorkspace:
 
 
 def measure(nodes: Iterable[fx.Node]) -> None:
-    """Run each call of cuDNN among `nodes` once, where they are for a GPU that is there; `scratch_of` knows them then."""
+    """Run each call of cuDNN among `nodes` once, if this machine has the GPU; `scratch_of` then knows their bytes."""
     if found := [n for n in nodes if _is_cudnns(n) and _device_of(n).type == "cuda"]:
         workspaces_of(found)
 
 
 def _is_cudnns(node: fx.Node) -> bool:
-    """Whether `node` is a convolution, or cuDNN's attention, which draws no random numbers."""
+    """Return whether `node` is a convolution, or cuDNN's attention without random draws."""
     quiet = node.target in ATTENTION_OF_CUDNN and not node_argument(node, "dropout_p")
     return node.target in CONVOLUTIONS or quiet
 
 
 def _most(node: fx.Node, capability: tuple[int, int], taken: Callable[[Scratch, str, Software], int]) -> CallWorkspace:
-    """The scratch of `node` on a GPU of this capability: a convolution's blocks in turn, of others the largest."""
+    """Return the scratch of `node` on a GPU of this capability.
+
+    For a convolution it has the blocks that are taken in turn; for others, only the largest.
+    """
     if (wanted := SCRATCH.get(node.target)) is None:
         return NO_WORKSPACE
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])

@@ -1,6 +1,6 @@
 """Trace a module's training step to a Graph with Dynamo and AOTAutograd.
 
-On fake tensors: nothing is computed.
+The step is traced on fake tensors: nothing is computed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
 
 
 class _Traced(BaseException):
-    """Ends a trace that has what it is for."""
+    """Raised to end a trace once it has the joint graph."""
 
 
 def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Iterator[Captured]:
-    """The Graph of one training step, and its FX graph; `step(*batch)` returns the loss.
+    """Yield the captured Graph of one training step, then the same in pieces of rows if its chains are worth it.
 
-    Then, when it is asked for, the same in pieces of rows, if it has chains worth it.
+    `step(*batch)` returns the loss. The second Graph is made only when the caller requests it.
 
-    Call it with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises
+    Call this with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises
     OverspillError if nothing requires a gradient, and Dynamo's errors if the module is not a single graph.
     """
     found: list[tuple[JointGraph, list[InputInfo], Surroundings]] = []
@@ -93,7 +93,7 @@ def leaves_told(module: fx.GraphModule, examples: Sequence[Any], casts: Casts) -
 
 
 def describe_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[InputInfo]:
-    """Kind and readable name of each input of Dynamo's graph, in order."""
+    """Return kind and readable name of each input of Dynamo's graph, in order."""
     described = []
     for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
         grapharg = node.meta.get("grapharg")
