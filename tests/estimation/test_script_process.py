@@ -57,7 +57,7 @@ REFUSED = r"^train\.py:\d+ .*\(.+\).*; --allow-writes"
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _outside_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory with things to lose."""
     monkeypatch.chdir(tmp_path)
     Path("runs/old").mkdir(parents=True)
@@ -286,7 +286,17 @@ def test_whoever_interrupts_an_estimate_ends_all_of_it() -> None:
         "print('ready', flush=True)\nwhile True: time.sleep(1)\n"
     )
     # What starts the tests may ignore Ctrl-C, and its children would too.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "overspill", "estimate", "--script", "train.py", "--json"]
+    command = [
+        "env",
+        "--default-signal=INT",
+        sys.executable,
+        "-m",
+        "overspill",
+        "estimate",
+        "--script",
+        "train.py",
+        "--json",
+    ]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as stack,

@@ -22,18 +22,18 @@ MODEL = NamedModel(
 
 def test_what_is_not_said_widens_the_interval_and_is_named() -> None:
     made = of_job(Job(MODEL, 4, "sgd"), Setting.of("t4"))
-    assert made.unsaid is not None
-    assert made.unsaid.options == ("--keep-outputs", "--shift-logits")
-    assert made.unsaid.more >= 4 * TOKENS * WORDS  # the logits of a step
+    assert made.unspecified is not None
+    assert made.unspecified.options == ("--keep-outputs", "--shift-logits")
+    assert made.unspecified.more >= 4 * TOKENS * WORDS  # the logits of a step
     assert "--keep-outputs, --shift-logits" in made.explain()
     said = of_job(Job(MODEL, 4, "sgd", keep_outputs=False, shift_logits=False), Setting.of("t4"))
-    assert said.unsaid is None
+    assert said.unspecified is None
     assert said.total_bytes == made.total_bytes
-    assert said.total.high + made.unsaid.more == made.total.high
+    assert said.total.high + made.unspecified.more == made.total.high
 
 
 def test_checkpoints_of_layers_of_8_bits_are_reentrant_or_not() -> None:
-    deep = "hf:llama,hidden_size=256,num_hidden_layers=4,num_attention_heads=2,intermediate_size=1024,vocab_size=64"
+    deep = "hf:llama,hidden_size=256,num_hidden_layers=2,num_attention_heads=2,intermediate_size=1024,vocab_size=64"
     said = Job(
         NamedModel(deep, seq_len=128), 4, "sgd", lora=4, quantize="8bit", checkpointing=True, attention="math",
         keep_outputs=False, shift_logits=False,
@@ -41,13 +41,13 @@ def test_checkpoints_of_layers_of_8_bits_are_reentrant_or_not() -> None:
     made, without, reentrant = (
         of_job(replace(said, reentrant=value), Setting.of("t4")) for value in (None, False, True)
     )
-    assert made.unsaid is not None
-    assert made.unsaid.options == ("--reentrant",)
-    assert without.unsaid is None
+    assert made.unspecified is not None
+    assert made.unspecified.options == ("--reentrant",)
+    assert without.unspecified is None
     assert without.total_bytes == made.total_bytes
-    assert made.unsaid.less == made.total_bytes - reentrant.total_bytes > 0
-    assert made.total.low == without.total.low - made.unsaid.less
-    assert of_job(replace(said, quantize="4bit-double"), Setting.of("t4")).unsaid is None
+    assert made.unspecified.less == made.total_bytes - reentrant.total_bytes > 0
+    assert made.total.low == without.total.low - made.unspecified.less
+    assert of_job(replace(said, quantize="4bit-double"), Setting.of("t4")).unspecified is None
 
 
 def test_a_loss_in_chunks_is_the_same_loss_and_advice_has_it_beside_packed_sequences() -> None:

@@ -185,16 +185,18 @@ class Reentrant(Attending):
 def test_a_checkpoint_is_parted_as_torch_compile_parts_it(
     net: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parted = []
+    partitioned = []
 
     def partition(*args: Any, **kwargs: Any) -> Any:
         parts = min_cut_rematerialization_partition(*args, **kwargs)
-        parted.append([sorted(str(n.target) for n in part.graph.nodes if n.op == "call_function") for part in parts])
+        partitioned.append(
+            [sorted(str(n.target) for n in part.graph.nodes if n.op == "call_function") for part in parts]
+        )
         return parts
 
     for module in ("torch._inductor.compile_fx", "overspill.runtime.compiled.inductor"):
         monkeypatch.setattr(f"{module}.min_cut_rematerialization_partition", partition)
     with torch._functorch.config.patch(enable_autograd_cache=False):
         assert_like_stock(net, "1GiB", 1.0, TRAIN_STEP)
-    mine, expected = parted
+    mine, expected = partitioned
     assert mine == expected

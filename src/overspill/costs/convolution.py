@@ -101,7 +101,7 @@ def with_algorithms(graph: Graph, device: Device, *, cudnn: int = 7) -> Graph:
     They are those that release `cudnn` offers. None of them is both slower and larger than another. The fastest is
     first, the last takes no workspace.
     """
-    return replace(graph, ops=tuple(_with_menu(graph, op, device, cudnn) for op in graph.ops))
+    return replace(graph, ops=tuple(_with_algorithms(graph, op, device, cudnn) for op in graph.ops))
 
 
 def fastest_workspace_bytes(sizes: Sizes, device: Device, limit_bytes: int, *, cudnn: int = 7) -> int:
@@ -157,7 +157,7 @@ def _fit(x: Tensor, w: Tensor, y: Tensor, passes: int) -> Sizes | None:
     return Sizes(x.shape[0], x.shape[1], y.shape[1], x.shape[2:], y.shape[2:], w.shape[2:], groups, item_bytes, passes)
 
 
-def _with_menu(graph: Graph, op: Op, device: Device, cudnn: int) -> Op:
+def _with_algorithms(graph: Graph, op: Op, device: Device, cudnn: int) -> Op:
     sizes = sizes_of(graph, op)
     if sizes is None:
         return op

@@ -12,6 +12,7 @@ from overspill.core import Device
 from overspill.costs import Interval, context_bytes, kernel_image_bytes
 from overspill.costs.engines import UNEXPLAINED
 from overspill.costs.interval import NOTHING
+from overspill.costs.library_ops import CUDNN
 from overspill.costs.scratch import Software
 from overspill.devices import device_names, load_device
 from overspill.job import Parallel
@@ -24,9 +25,6 @@ from .engine_samples import EngineSamples, interval
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
 from .unspecified import LOADING, Unspecified, unspecified
-
-# The ops of PyTorch, MXNet and TensorFlow that load cuDNN.
-_CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "Convolution", "Conv2D"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +105,7 @@ class Figures:
 
     @cached_property
     def _convolves(self) -> bool:
-        return any(op.name in _CUDNN for op in self.recording.ops)
+        return any(op.name in CUDNN for op in self.recording.ops)
 
     @cached_property
     def communication(self) -> Interval:
@@ -143,11 +141,11 @@ class Figures:
         found = interval(self.replayed.peak_device_bytes, drawn, self.context + self.communication, unexplained)
         if self.retrace is None or not self.retrace.job.fine_tunes:
             return found
-        more, less = (self.unsaid.more, self.unsaid.less) if self.unsaid is not None else (0, 0)
+        more, less = (self.unspecified.more, self.unspecified.less) if self.unspecified is not None else (0, 0)
         return replace(found, low=found.low - less, high=found.high + more + int(LOADING * found.central))
 
     @cached_property
-    def unsaid(self) -> Unspecified | None:
+    def unspecified(self) -> Unspecified | None:
         """Settings of a fine-tune that were not given, and what they may move; None where there are none."""
         if self.retrace is None:
             return None

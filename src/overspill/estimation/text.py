@@ -128,14 +128,14 @@ def figures(estimate: Figures) -> Iterator[str]:
     total = estimate.total
     if total.low != total.high:
         yield f"  nine of ten times between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context turn out"
-    if estimate.unsaid is not None:
-        yield f"  {open_settings(estimate.unsaid)}"
+    if estimate.unspecified is not None:
+        yield f"  {open_settings(estimate.unspecified)}"
 
 
-def open_settings(unsaid: Unspecified) -> str:
+def open_settings(unspecified: Unspecified) -> str:
     """Settings that were not given, how far they move the figure, and that giving them helps."""
-    more, less = format_bytes(unsaid.more), format_bytes(unsaid.less)
-    return f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: {', '.join(unsaid.options)}"
+    more, less = format_bytes(unspecified.more), format_bytes(unspecified.less)
+    return f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: {', '.join(unspecified.options)}"
 
 
 def stages(peaks: Mapping[int, int], count: int) -> str:

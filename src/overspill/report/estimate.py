@@ -36,7 +36,7 @@ def estimate_answer(
         "gpu": gpu,
         "allocator": made.allocator,
         **_bytes_of(made),
-        "unsaid": [] if made.unsaid is None else list(made.unsaid.options),
+        "unsaid": [] if made.unspecified is None else list(made.unspecified.options),
         "capacity_bytes": made.device.memory_bytes if asked else None,
         "fits": made.fits() if asked else None,
         "minimum_capacity_bytes": made.minimum_capacity_bytes,

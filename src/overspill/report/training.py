@@ -121,7 +121,7 @@ def peaks_table(trained: Trained) -> Table:
         *_of_card(trained),
         ("measured peak", run.measured_peak_bytes),
         *([("measured peak, reserved", run.reserved_peak_bytes)] if run.reserved_peak_bytes is not None else []),
-        ("unmanaged peak (planned)" if _parted_as_stock(run) else "unmanaged peak, so parted (planned)", whole),
+        ("unmanaged peak (planned)" if _partitioned_as_stock(run) else "unmanaged peak, so parted (planned)", whole),
     ]
     if trained.reference is not None:
         rows.append(("unmanaged peak (measured)", trained.reference.measured_peak_bytes))
@@ -185,7 +185,7 @@ def _times(trained: Trained) -> str:
     return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}{_partition(trained.managed)}"
 
 
-def _parted_as_stock(run: Run) -> bool:
+def _partitioned_as_stock(run: Run) -> bool:
     """Whether forward and backward are partitioned as stock torch.compile does.
 
     A share given as a budget is of that step.
@@ -195,7 +195,7 @@ def _parted_as_stock(run: Run) -> bool:
 
 def _partition(run: Run) -> str:
     """A note if forward and backward are partitioned otherwise than usual."""
-    return "" if _parted_as_stock(run) else f", parted as by activation_memory_budget={run.partition:g}"
+    return "" if _partitioned_as_stock(run) else f", parted as by activation_memory_budget={run.partition:g}"
 
 
 def usual_step_seconds(run: Run) -> float:

@@ -66,7 +66,7 @@ def surroundings_of(
         clip_bytes=_norm_bytes(p for o in stepping for group in o.param_groups for p in group["params"])
         if clips
         else 0,
-        elsewhere=(
+        outside_graph=(
             (TensorKind.PARAMETER, sum(p.nbytes for p in outside)),
             (TensorKind.GRADIENT, sum(p.nbytes for p in outside if p.requires_grad)),
             (TensorKind.ACTIVATION, retained_bytes),

@@ -127,9 +127,9 @@ def train_plain(
     That is eager PyTorch, or where the managed run has its kernels `torch.compile`, with that run's `partition`.
     """
     running = _running(job, options, steps, device, on_step, None, keep_state=keep_state)
-    parted = {} if partition is None else {"activation_memory_budget": partition}
+    partitioned = {} if partition is None else {"activation_memory_budget": partition}
     try:
-        with functorch_config.patch(parted):
+        with functorch_config.patch(partitioned):
             return _train(running, None, compiled=options.backend == "inductor")
     finally:
         reset_dynamo()

@@ -46,7 +46,7 @@ def nothing(*_: Any) -> None:
     raise AssertionError("a capture computes nothing")
 
 
-def captured(ops: GradientOps, elsewhere: Any = ()) -> CapturedStep:
+def captured(ops: GradientOps, outside_graph: Any = ()) -> CapturedStep:
     model = Tiny()
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     tensors = [*model.parameters(), *model.buffers()]
@@ -58,7 +58,7 @@ def captured(ops: GradientOps, elsewhere: Any = ()) -> CapturedStep:
     def step(*given: Tensor) -> Tensor:
         return functional_call(model, dict(zip(names, given, strict=False)), (given[-1],))
 
-    return trace_step(step, model, [*infos, InputInfo(TensorKind.INPUT, "x")], values, ops).captured(elsewhere)  # type: ignore[arg-type]
+    return trace_step(step, model, [*infos, InputInfo(TensorKind.INPUT, "x")], values, ops).captured(outside_graph)  # type: ignore[arg-type]
 
 
 def updates(state: int = 1) -> tuple[ParameterUpdate, ...]:

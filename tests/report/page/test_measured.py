@@ -139,8 +139,12 @@ def test_what_no_graph_knows_is_named_by_its_kind_and_an_ops_own_memory_is_its_w
     )
     section = with_measured(Step("", *_tables(graph), ()), record, [graph])
     (found,) = section.runs
-    strangers = section.tensors.name[len(graph.tensors) :]
-    assert strangers == ["optimizer state, outside planned ops", "other, outside planned ops", "moved between steps"]
+    external_tensors = section.tensors.name[len(graph.tensors) :]
+    assert external_tensors == [
+        "optimizer state, outside planned ops",
+        "other, outside planned ops",
+        "moved between steps",
+    ]
     assert list(found.tensor) == [len(graph.tensors), -2, len(graph.tensors) + 1]
     assert found.start[0] == 0
     assert found.seconds[-1] == 1.0

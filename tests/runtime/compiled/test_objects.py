@@ -298,9 +298,9 @@ def test_how_a_model_was_compiled_can_be_copied_and_pickled() -> None:  # Lightn
     session = overspill.Session(budget="1GiB", policy="vdnn-all", store="host")
     backend = backend_of(session)
     assert copy.deepcopy(backend) is backend
-    anew = pickle.loads(pickle.dumps(backend))
+    again = pickle.loads(pickle.dumps(backend))
     plain, model = made(), made()
-    compiled = torch.compile(model, backend=anew, dynamic=False)
+    compiled = torch.compile(model, backend=again, dynamic=False)
     torch.manual_seed(1)
     expected = F.cross_entropy(plain(batch()[0]), batch()[1])
     torch.manual_seed(1)

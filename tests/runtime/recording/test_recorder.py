@@ -138,9 +138,9 @@ def test_a_full_record_takes_what_is_said_of_it(graph: Graph) -> None:
 def test_a_storage_has_the_label_of_what_made_it_or_the_name_by_which_a_graph_is_given_it(graph: Graph) -> None:
     recorder = RunRecorder()
     recorder.start(CPU)
-    known, stranger = torch.zeros(16384), torch.zeros(10)
-    recorder.there([known, stranger], None)
-    recorder.there([stranger], TensorKind.GRADIENT)
+    known, unplanned = torch.zeros(16384), torch.zeros(10)
+    recorder.there([known, unplanned], None)
+    recorder.there([unplanned], TensorKind.GRADIENT)
     recorder.begin_step(CPU)
     new, part = torch.zeros(1), torch.zeros(7)
     recorder.given(graph, [1, None, 4, 2], [known, torch.zeros(1), new, part])

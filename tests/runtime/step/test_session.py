@@ -46,7 +46,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(map(same_bits, one.state_dict().values(), other.state_dict().values()))
 
 
-def elsewhere(step: overspill.TrainStep) -> int:
+def outside_graph(step: overspill.TrainStep) -> int:
     return sum(
         t.nbytes for t in step.plans[-1].graph.tensors if t.kind is TensorKind.PARAMETER and "elsewhere" in t.name
     )
@@ -62,7 +62,7 @@ def test_two_steps_in_one_session_leave_room_for_one_another() -> None:
         for step in steps:
             step(*batch(i))
     for step, other in zip(steps, reversed(models), strict=True):
-        assert elsewhere(step) >= whole_bytes(other)
+        assert outside_graph(step) >= whole_bytes(other)
         assert step.peak_bytes <= 3 << 20
     assert all(map(equal, models, expected))
 
@@ -114,7 +114,7 @@ def test_a_compiled_model_and_a_step_in_one_session() -> None:
         optimizer.step()
         optimizer.zero_grad()
         step(x, y)
-    assert elsewhere(step) >= whole_bytes(models[0])
+    assert outside_graph(step) >= whole_bytes(models[0])
     (plan,) = session.plans
     assert plan.graph.bytes_of(TensorKind.ACTIVATION) >= sum(p.nbytes for p in models[1].parameters())
     assert all(map(equal, models, expected))

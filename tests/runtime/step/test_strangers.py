@@ -73,7 +73,7 @@ def follows_slowly(critic: Critic, maker: nn.Module, x: Tensor, y: Tensor) -> Te
     return loss
 
 
-def parted(loss: Loss, critic: Critic, maker: nn.Module, inputs: list[Tensor], parts: int) -> Tensor:
+def partitioned(loss: Loss, critic: Critic, maker: nn.Module, inputs: list[Tensor], parts: int) -> Tensor:
     total = torch.zeros(())
     for part in zip(*(i.chunk(parts) for i in inputs), strict=True):
         found = loss(critic, maker, *part) / parts
@@ -104,7 +104,7 @@ def test_tensors_of_other_models_are_changed_as_in_plain_pytorch(loss: Loss, opt
         inputs = [torch.randn(size, 12), torch.randint(0, 5, (size,))]
         torch.manual_seed(seed)
         optimizers[0].zero_grad()
-        expected = parted(loss, plain, maker, inputs, int(options.get("accumulate", 1)))
+        expected = partitioned(loss, plain, maker, inputs, int(options.get("accumulate", 1)))
         optimizers[0].step()
         after = torch.get_rng_state()
         torch.manual_seed(seed)

@@ -1,17 +1,19 @@
 """Check which parameters `loss.backward()` gives gradients to while a step is traced.
 
-AOTAutograd calls `torch.autograd.grad`, which runs only what leads to a parameter, and ignores `.grad`. A backward that
-calls `backward()` itself, as a reentrant checkpoint's does, or adds to `.grad` in Python, would give nothing there. So
-autograd's graph is walked while the step is traced: each parameter that it reaches has to get a gradient, and no other
-may have a `.grad` afterwards. Otherwise, or if Python runs in a part of backward that the trace would leave out, a
-plain `loss.backward()` on fake tensors shows who gets gradients and how often (`ask`), and the step is traced with
-`backward()` too. If it still gives gradients to others, the step is refused.
+AOTAutograd calls `torch.autograd.grad`, which runs only the nodes that lead to a parameter, and ignores `.grad`. It
+would miss the gradients of a backward that calls `backward()` itself, as a reentrant checkpoint's does, or that adds to
+`.grad` in Python. So autograd's graph is walked while the step is traced. Each parameter that it reaches has to get a
+gradient, and no other may have a `.grad` afterwards.
 
-A trace keeps the activations that a reentrant checkpoint would recompute, for the plan decides about recomputation: it
-stays one autograd node, whose backward accumulates into `.grad`. With Inductor it is a plain call, as under
-`torch.compile`.
+Where that does not hold, `Backward.ask` runs a plain `loss.backward()` on fake tensors. It does so too where Python
+runs in a part of backward that the trace would leave out. It shows which parameters get gradients, and how often. The
+step is then traced with `backward()` too, and refused if it still gives gradients to others.
 
-Relies on AOTAutograd calling `torch.autograd.grad` behind the step.
+A trace keeps the activations that a reentrant checkpoint would recompute, because the plan decides about recomputation.
+The checkpoint stays one autograd node, whose backward accumulates into `.grad`. With Inductor it is a plain call, as
+under `torch.compile`.
+
+Relies on AOTAutograd calling `torch.autograd.grad` after the step.
 """
 
 from __future__ import annotations
@@ -42,21 +44,21 @@ from .joint import JointGraph, is_random
 
 Step = Callable[..., Any]
 _GIVE_BACK = ("torch.autograd.", "torch.utils.checkpoint", "torch.distributed.")
-"""Where PyTorch's own hooks on saved tensors are; a GraphModule of the user's is of PyTorch, too."""
+"""Modules of PyTorch's own hooks on saved tensors. All of `torch.` would include the user's GraphModules."""
 _SETTERS = ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "manual_seed"))
 
 
 _FAKE = (FakeTensor, FunctionalTensor)
 ONE_SIZE = (
-    "a planned step has tensors of one size: where only the first call does that, as observers of quantization do, call "
-    "the model once first"
+    "a planned step has tensors of one size: where only the first call does that, as observers of quantization do, "
+    "call the model once first"
 )
 
 
 def check_saved_hooks() -> None:
-    """Raise UnsupportedError where hooks on what autograd keeps are set, of which a planned step keeps nothing.
+    """Raise UnsupportedError if the user's hooks on saved tensors are active: a planned step saves nothing for them.
 
-    PyTorch's own (save_on_cpu, checkpoints) give back what they were given, and are as good as called.
+    PyTorch's own hooks (`save_on_cpu`, checkpoints) return the tensor that they were given, so they need not be called.
     """
     if (hooks := top_saved_hooks(True)) is not None:
         _check_saved(hooks[0])
@@ -76,14 +78,15 @@ def _push_checked(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
 
 
 class GradientPositions(NamedTuple):
-    """Positions of inputs that get a gradient, and of those with several additions."""
+    """Positions of the inputs that get a gradient, as one plain backward shows them."""
 
     given: frozenset[int]
     several: frozenset[int]
+    """Those whose gradient is added to several times, or in Python."""
 
 
-class Unheard(UnsupportedError):
-    """Raised where only a plain backward can show what gets gradients."""
+class NeedsPlainBackward(UnsupportedError):
+    """Raised where only a plain backward can show which inputs get gradients."""
 
 
 class Backward:
@@ -112,11 +115,11 @@ class Backward:
     def followed(self, casts: Casts | None = None) -> Iterator[None]:
         """Give AOTAutograd's joint graph the gradients of `loss.backward()`, inside the block.
 
-        `casts` is given the traced parameters.
+        Passes the traced parameters to `casts`.
         """
         self._awaited, self._casts = False, casts
         with ExitStack() as stack:
-            stack.enter_context(_strangers_kept(self._begin_backward))
+            stack.enter_context(_external_tensors_kept(self._begin_backward))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", _NO_LEAF)
             stack.enter_context(self._checkpoints())
@@ -127,7 +130,7 @@ class Backward:
             yield
 
     def traced(self, step: Step) -> Step:
-        """`step`, wrapped for AOTAutograd to trace."""
+        """Wrap `step` for AOTAutograd to trace."""
 
         def run(*values: Tensor) -> Any:
             self._awaited = False
@@ -146,37 +149,40 @@ class Backward:
             self._loss = found[0] if isinstance(found, tuple) else found
             self._copies = self._copies or any(version_of(t) != version for t, version in self._kept)
             if self._kept and self._plain is None:
-                raise Unheard(_UNHEARD)
+                raise NeedsPlainBackward(_NEEDS_PLAIN)
             self._awaited = True
             return found
 
         return run
 
     def ask(self, step: Step, values: Sequence[FakeTensor]) -> None:
-        """Find out by plain autograd what gets gradients. Raises UnsupportedError where it cannot."""
+        """Find out by plain autograd which inputs get gradients. Raises UnsupportedError where it cannot."""
         try:
-            with _strangers_kept(lambda: None), self._checkpoints() if self._inlined else ExitStack():
+            with _external_tensors_kept(lambda: None), self._checkpoints() if self._inlined else ExitStack():
                 self._plain = plain_gradients(step, values)
         except OverspillError:
             raise
         except Exception as error:
-            raise UnsupportedError(f"{_UNHEARD}, and that fails: {str(error).splitlines()[0]}") from error
+            raise UnsupportedError(f"{_NEEDS_PLAIN}, and that fails: {str(error).splitlines()[0]}") from error
         self._expected = self._plain.given
         if self._several and self._plain.several:
             raise UnsupportedError(
-                f"one backward adds to the gradient of {self._said(self._plain.several)} several times, or in Python, as reentrant checkpoints "
-                "do, and a planned step adds up micro-batches only behind it; pass use_reentrant=False, or leave accumulate=1"
+                f"one backward adds to the gradient of {self._said(self._plain.several)} several times, or in Python, "
+                "as reentrant checkpoints do, and a planned step adds up micro-batches only behind it; pass "
+                "use_reentrant=False, or leave accumulate=1"
             )
 
     def check(self, joint: JointGraph, resized: Iterable[int] = ()) -> None:
-        """Check that the captured step gives the same gradients as PyTorch, and has `resized` no input.
+        """Check that the captured step gives the same gradients as PyTorch, and resizes no input.
 
-        Raises UnsupportedError.
+        `resized` are positions of inputs that the step is known to resize. Raises UnsupportedError otherwise, or if the
+        step sets the state of the random generator.
         """
         if self._moved or (self._seeded and any(map(is_random, joint.module.graph.nodes))):
             raise UnsupportedError(
-                "the step sets the state of torch's random generator, which a planned step would do once, and leaves it so or draws from "
-                "it; seed between steps, or use torch.utils.checkpoint, whose recomputation is planned"
+                "the step sets the state of torch's random generator, which a planned step would do once, and leaves "
+                "it so or draws from it; seed between steps, or use torch.utils.checkpoint, whose recomputation is "
+                "planned"
             )
         # Ops of quantization resize a buffer, which no trace sees; what is empty is not changed otherwise.
         empty = {i for i, n in enumerate(joint.primals) if n in joint.write_backs and not n.meta["val"].numel()}
@@ -185,11 +191,13 @@ class Backward:
         given = {i for i, primal in enumerate(joint.primals) if primal in joint.gradients}
         if missing := self._expected - given:
             raise UnsupportedError(
-                f"loss.backward() gives a gradient to {self._said(missing)}, and the captured step gives none; use overspill.compile"
+                f"loss.backward() gives a gradient to {self._said(missing)}, and the captured step gives none; use "
+                "overspill.compile"
             )
         if more := given - self._expected:
             raise UnsupportedError(
-                f"loss.backward() gives no gradient to {self._said(more)}, and the captured step gives one; use overspill.compile"
+                f"loss.backward() gives no gradient to {self._said(more)}, and the captured step gives one; use "
+                "overspill.compile"
             )
 
     def _said(self, positions: AbstractSet[int]) -> str:
@@ -197,9 +205,9 @@ class Backward:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
 
     def _gradients(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
-        """Replaces `torch.autograd.grad`, so that AOTAutograd gets the gradients of `backward()`.
+        """Return to AOTAutograd the gradients of `backward()`, in place of `torch.autograd.grad`.
 
-        Its call is the first after the step.
+        AOTAutograd's call is the first after the step; any other call gets what autograd returns.
         """
         if not self._awaited or active_fake_mode() is None:
             return self._grad(outputs, inputs, grad_outputs, *args, **options)
@@ -217,12 +225,12 @@ class Backward:
         given = {i for i, gradient in enumerate(found) if gradient is not None}
         self._expected = frozenset(self._positions[i] for i in given)
         if left_out or reached != given or any(leaf.grad is not None for leaf in self._leaves):
-            raise Unheard(_UNHEARD)
+            raise NeedsPlainBackward(_NEEDS_PLAIN)
         return found
 
     def _begin_backward(self) -> None:
         if self._plain is None:
-            raise Unheard(_UNHEARD)
+            raise NeedsPlainBackward(_NEEDS_PLAIN)
 
     def _noted(self, setter: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +241,7 @@ class Backward:
 
     @contextmanager
     def _checkpoints(self) -> Iterator[None]:
-        """Let reentrant checkpoints on fake tensors compute nothing twice, inside the block."""
+        """Make reentrant checkpoints on fake tensors compute nothing twice, inside the block."""
         plain = checkpoint.CheckpointFunction
 
         class TracedCheckpoint:
@@ -255,7 +263,9 @@ class Backward:
 
 
 _NO_LEAF = "The .grad attribute of a Tensor that is not a leaf"
-_UNHEARD = "what gets gradients only plain autograd can tell, for the step's backward runs Python that may add to .grad"
+_NEEDS_PLAIN = (
+    "what gets gradients only plain autograd can tell, for the step's backward runs Python that may add to .grad"
+)
 
 
 class _Kept(torch.autograd.Function):
@@ -285,7 +295,10 @@ def _tuple(found: Any) -> tuple[Any, ...]:
 
 
 def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> GradientPositions:
-    """The inputs to which `step(*values)[0].backward()` gives gradients; on fake tensors, nothing is computed."""
+    """Return the positions of inputs to which `step(*values)[0].backward()` gives gradients, on fake tensors.
+
+    Nothing is computed.
+    """
     mode = next(v.fake_mode for v in values)
     with mode:
         leaves = [
@@ -303,7 +316,7 @@ def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> GradientPositio
 
 
 class _Accumulations:
-    """Counts additions to the gradient of one leaf."""
+    """Counts the additions to the gradient of one leaf."""
 
     def __init__(self, leaf: Tensor) -> None:
         self._leaf = leaf.requires_grad_()
@@ -321,7 +334,7 @@ class _Accumulations:
         self._behind = _state(leaf.grad)
 
     def are_several(self) -> bool:
-        """Whether there was more than one addition, or one made in Python."""
+        """Return whether there was more than one addition, or one made in Python."""
         gradient, version = _state(self._leaf.grad)
         if gradient is None:
             return False
@@ -334,7 +347,7 @@ def _state(gradient: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[int], bool]:
-    """Which `inputs` backward of `outputs` reaches, and whether Python runs in a node that reaches none."""
+    """Return which `inputs` backward of `outputs` reaches, and whether Python runs in a node that reaches none."""
     position = {get_gradient_edge(leaf).node: i for i, leaf in enumerate(inputs)}
     pending = [get_gradient_edge(o).node for o in outputs]
     leads: dict[Any, bool] = {}
@@ -357,7 +370,7 @@ def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[i
 
 @contextmanager
 def _random_state_kept() -> Iterator[Callable[[], bool]]:
-    """Restore the CPU's random state after a traced step. Yields a function that says whether the step set it."""
+    """Restore the CPU's random state after a traced step; yield a function that returns whether the step set it."""
     moved = False
     with disable_current_modes():
         before = torch.get_rng_state()
@@ -368,7 +381,7 @@ def _random_state_kept() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _strangers_kept(begin: Callable[[], None]) -> Iterator[None]:
+def _external_tensors_kept(begin: Callable[[], None]) -> Iterator[None]:
     """Call `begin` for each `backward()` on fake tensors, and restore `.grad` of real tensors afterwards."""
     plain = torch.autograd.backward
     before: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -392,7 +405,7 @@ def _strangers_kept(begin: Callable[[], None]) -> Iterator[None]:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves behind `outputs` that are real tensors."""
+    """Yield the leaves that `outputs` follow from and that are real tensors."""
     pending: list[Any] = [get_gradient_edge(o).node for o in outputs if o.requires_grad]
     seen = set(pending)
     while pending:

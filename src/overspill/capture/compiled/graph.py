@@ -26,7 +26,8 @@ from .result_memory import into_memory
 from .scratch import AS_LARGE_AS_INPUT, measure, scratch_of
 
 GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, CLIP, UPDATE = (
-    "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.clip", "step.update",
+    "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back",
+    "step.gradients", "step.clip", "step.update",
 )  # fmt: skip
 """Ops of the step outside of the captured graph: autograd's, the caller's and the optimizer's."""
 
@@ -34,7 +35,7 @@ RANDOM_STATE = "random state"
 """The random generator, as a tensor of no bytes that each random op updates."""
 
 CLONES_STORAGE = frozenset({"copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"})
-"""Ops that clone all of the storage behind their first argument, whatever view of it that is."""
+"""Ops that clone all of the storage of their first argument, whatever view of it that is."""
 
 TANGENTS_ARE_GIVEN = hasattr(torch.autograd.Function, "boxed_grads_call")
 """Whether backward may free its incoming gradients; older releases (2.11, say) hold them until it ends."""
@@ -45,54 +46,56 @@ HANDLE_BYTES = 8
 
 @dataclass(frozen=True)
 class InputInfo:
-    """One input of the step: kind, readable name, and whether it may be offloaded."""
+    """One input of the step."""
 
     kind: TensorKind
     name: str
+    """A name for people, such as the parameter's path."""
     movable: bool = False
+    """Whether it may be offloaded."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Bytes on the device during a step, outside of one captured graph.
-
-    `accumulates`: gradients of earlier backward passes are still there when the step begins. `elsewhere`: persistent
-    bytes of other parts of the model, by kind. `update_bytes`: the optimizer's temporaries. `reserved_bytes`: needs of
-    what runs between this graph's forward and backward (a loss outside the model, later graphs). `pending_bytes`:
-    activations that other calls of the model keep for a backward before the update. `sums`: gradients of these calls,
-    of the same parameters, are there in backward. `previous_bytes`: outputs of the step before, until forward returns
-    its own. `guard_bytes`: taken before forward by the guard program. `clip_bytes`: temporaries of
-    clipping gradients; 0: they are not clipped.
-    """
+    """Bytes on the device during a step, outside of one captured graph."""
 
     optimizer_state_bytes: int = 0
     update_bytes: int = 0
+    """The optimizer's temporaries."""
     reserved_bytes: int = 0
+    """Needs of what runs between this graph's forward and backward: a loss outside the model, later graphs."""
     accumulates: bool = False
-    elsewhere: tuple[tuple[TensorKind, int], ...] = ()
+    """Whether gradients of earlier backward passes are still there when the step begins."""
+    outside_graph: tuple[tuple[TensorKind, int], ...] = ()
+    """Persistent bytes of other parts of the model, by kind."""
     pending_bytes: int = 0
+    """Activations that other calls of the model keep for a backward before the update."""
     sums: bool = False
+    """Whether gradients of these calls, of the same parameters, are there in backward."""
     previous_bytes: int = 0
+    """Outputs of the previous step, alive until forward returns its own."""
     guard_bytes: int = 0
+    """Bytes that the guard program takes before forward."""
     clip_bytes: int = 0
+    """Temporaries of clipping gradients; 0 if they are not clipped."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A Graph and its FX nodes: `nodes` by op id, `tensor_of` by storage.
-
-    `partition` is the `activation_memory_budget` with which Inductor split forward and backward.
-    """
+    """A Graph with the FX nodes that it was captured from."""
 
     graph: Graph
     joint: JointGraph
     nodes: dict[int, fx.Node]
+    """The FX node of each op, by op id."""
     tensor_of: dict[StorageKey, int] = field(repr=False)
+    """The id of each storage's tensor in the Graph."""
     partition: float | None = field(default=None, kw_only=True)
+    """The `activation_memory_budget` with which Inductor split forward and backward."""
 
 
 def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
-    """The Graph of the step around `joint`; `inputs` describes its inputs by position."""
+    """Return the Graph of the step around `joint`; `inputs` describes its inputs by position."""
     return CaptureOfStep(joint, inputs, surroundings).build()
 
 
@@ -118,7 +121,7 @@ class CaptureOfStep:
         self.previous: tuple[int, ...] = ()
 
     def build(self) -> Captured:
-        """The Graph, with its ops and tensors mapped to the FX graph."""
+        """Return the Graph, with its ops and tensors mapped to the FX graph."""
         # Inputs, and what is on the device before forward.
         self._add_inputs()
         self._add_guards()
@@ -148,7 +151,7 @@ class CaptureOfStep:
 
     @property
     def whole_step(self) -> bool:
-        """Whether the captured graph has the optimizer's update too."""
+        """Whether the captured graph includes the optimizer's update."""
         return False
 
     def _add_handles(self) -> None:
@@ -181,7 +184,7 @@ class CaptureOfStep:
             info = self.inputs[index] if known else InputInfo(TensorKind.INPUT, node.name)
             self._add_storages(node, info.kind, info.name, persistent=True, movable=info.movable)
         self._add_constants()
-        for kind, nbytes in self.surroundings.elsewhere:
+        for kind, nbytes in self.surroundings.outside_graph:
             if nbytes:
                 self._add_tensor(nbytes, kind, f"{kind} elsewhere", persistent=True)
         if nbytes := self.surroundings.optimizer_state_bytes:
@@ -248,14 +251,17 @@ class CaptureOfStep:
         workspace = scratch_of(node)
         self._add_op(
             op_name(node), layer, layer_type, phase, reads, writes,
-            flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=workspace.nbytes, workspaces=workspace.blocks,
+            flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=workspace.nbytes,
+            workspaces=workspace.blocks,
             recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
             frames=frames, checkpoint=self._checkpoint(node) if in_forward else 0,
-            given=() if into_memory(node) is None else tuple(self.tensor_of[key] for key in keys if sizes[key] == values[key].nbytes),
+            given=()
+            if into_memory(node) is None
+            else tuple(self.tensor_of[key] for key in keys if sizes[key] == values[key].nbytes),
         )  # fmt: skip
 
     def _checkpoint(self, node: fx.Node) -> int:
-        """The position, from 1, of the node's checkpoint among those of this graph; 0: it has none."""
+        """Return the position, from 1, of the node's checkpoint among those of this graph; 0 if it has none."""
         mark = checkpoint_of(node)
         return 0 if mark is None else self.checkpoints.setdefault(mark, 1 + len(self.checkpoints))
 
@@ -277,10 +283,10 @@ class CaptureOfStep:
     def _recomputation(
         self, node: fx.Node, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tensors that a recomputation of `node` reads and writes; none if it may not be recomputed.
+        """Return the tensors that a recomputation of `node` reads and writes; none if it may not be recomputed.
 
-        Not recomputed either: ops that read an input that the step updates. Training batch norm is recomputed from its
-        input alone (`runtime/emitter.py` calls the op that does so).
+        Ops that read an input that the step updates are not recomputed either. Training batch norm is recomputed from
+        its input alone (`runtime/emitter.py` calls the op that does so).
         """
         if phase is not Phase.FORWARD or not is_repeatable(node) or not writes:
             return (), ()
@@ -325,7 +331,7 @@ class CaptureOfStep:
             self._add_op(RETURN, "", LayerType.OTHER, Phase.FORWARD, self.previous, ())
 
     def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
-        """Storages in which an output of forward is returned."""
+        """Return the storages in which forward returns an output."""
         return storages(output)
 
     def _add_tangents(self) -> None:
@@ -347,14 +353,14 @@ class CaptureOfStep:
         return sum(sizes.values())
 
     def _relaid_bytes(self) -> int:
-        """Bytes of the largest gradient that autograd copies because its layout is not the parameter's."""
+        """Return the bytes of the largest gradient that autograd copies for a layout that is not its parameter's."""
         values = dict(zip(self.joint.backward_outputs, self._gradient_values(), strict=True))
         pairs = ((values[made], primal.meta["val"]) for primal, made in self.joint.gradients.items())
         found = (value for value, of in pairs if isinstance(value, torch.Tensor) and not _lies_as(value, of))
         return max((value.numel() * value.element_size() for value in found), default=0)
 
     def _gradient_values(self) -> Sequence[Any]:
-        """The fake tensors that backward returns, by position."""
+        """Return the fake tensors that backward returns, by position."""
         return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in self.joint.backward_outputs]
 
     def _add_gradients_and_update(self) -> None:
@@ -386,9 +392,9 @@ class CaptureOfStep:
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd keeps a gradient of this layout.
+    """Return whether autograd keeps a gradient of this layout.
 
-    (`obeys_layout_contract`, torch/csrc/autograd/utils/grad_layout_contract.h)
+    As `obeys_layout_contract` in torch/csrc/autograd/utils/grad_layout_contract.h.
     """
     if not is_dense(parameter):
         return gradient.is_contiguous()
@@ -397,7 +403,7 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _flops(node: fx.Node) -> int:
-    """FLOPs of a node; 0 for ops without a formula, which memory bounds."""
+    """Return the FLOPs of a node; 0 for ops without a formula, which are memory-bound."""
     op = getattr(node.target, "overloadpacket", None)
     if op not in flop_registry:
         return 0
@@ -406,7 +412,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _moved_bytes(node: fx.Node) -> int:
-    """Bytes that a node reads and writes: each tensor's view, at most its storage."""
+    """Return the bytes that a node reads and writes: each tensor's view, at most its storage."""
     if node.target is torch.ops.aten.empty.memory_format:
         return 0
     total = 0

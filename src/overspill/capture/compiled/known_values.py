@@ -1,10 +1,12 @@
 """Answer a step's reads of values during tracing, if they follow from its inputs.
 
-A model calls `mask.all()`, `x.max() > k`, `.item()`, `nonzero()`. Fake tensors have no values; but what follows from
-inputs, buffers and constants is known when the step is captured. So the mode records how each such tensor was made, and
-computes an answer from the real tensors. Random numbers of the CPU's generator are known too: they are drawn, with all
-that the step draws before, and the generator is restored. Reads become `Guards` (`guards.py`), checked before each
-later step. What follows from parameters has no value before the step runs; reading it is refused.
+A model calls `mask.all()`, `x.max() > k`, `.item()`, `nonzero()`. Fake tensors have no values, but values that follow
+from inputs, buffers and constants are known when the step is captured. So the mode records how each such tensor was
+made, and computes an answer from the real tensors. Random numbers of the CPU's generator are known too: they are drawn,
+with all that the step draws before, and the generator is restored.
+
+Reads become `Guards` (`guards.py`), checked before each later step. Values that follow from parameters are unknown
+before the step runs; reading one is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ _MASKS = (torch.bool, torch.uint8)
 _DRAWS = frozenset(
     getattr(aten, name)
     for name in (
-        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "uniform", "normal",
-        "normal_functional", "exponential", "random", "native_dropout", "bernoulli_", "uniform_", "normal_",
+        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "uniform",
+        "normal", "normal_functional", "exponential", "random", "native_dropout", "bernoulli_", "uniform_", "normal_",
         "exponential_", "random_",
     )
 )  # fmt: skip
@@ -58,26 +60,30 @@ SHAPE_FOLLOWS: dict[Any, tuple[int, Any] | None] = {
     aten._ctc_loss.Tensor: (3, aten.max.default),  # the longest target
     aten._ctc_loss.default: None,
 }
-"""Ops whose result shapes follow from a number: of which argument, by which op; None: from no tensor."""
+"""Ops whose result shapes follow from a number: the argument it comes from and the op that computes it.
+
+None if it comes from no tensor.
+"""
 
 
 class Held(UnsupportedError):
-    """A step reads one of the model's tensors other than through the model."""
+    """Raised if a step reads one of the model's tensors other than through the model."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"the step reads {name} by a reference that was taken outside of it, where it is not followed; take it from the model, in the "
-            f"step: model.get_parameter(…), dict(model.named_parameters())"
+            f"the step reads {name} by a reference that was taken outside of it, where it is not followed; take it "
+            "from the model, in the step: model.get_parameter(…), dict(model.named_parameters())"
         )
 
 
-class ChangesStranger(UnsupportedError):
-    """A step changes a tensor that is neither the model's nor an input."""
+class ChangesExternalTensor(UnsupportedError):
+    """Raised if a step changes a tensor that is neither the model's nor an input."""
 
     def __init__(self, place: str = "") -> None:
         super().__init__(
-            f"the step changes in place a tensor that is neither its model's nor an input{place}, and not by a call of torch that is known to; "
-            "change it behind the step, register it as a buffer of the model, or use overspill.compile"
+            f"the step changes in place a tensor that is neither its model's nor an input{place}, and not by a call of "
+            "torch that is known to; change it behind the step, register it as a buffer of the model, or use "
+            "overspill.compile"
         )
 
 
@@ -97,7 +103,7 @@ class KnownValues(FakeTensorMode):
     supports_higher_order_operators = True
 
     def __init__(self, *, eager: bool = False) -> None:
-        """`eager`: the step runs eager's kernels, so that its random numbers are known, and packed sequences traced."""
+        """If `eager`, the step runs eager's kernels: its random numbers are known, and packed sequences are traced."""
         super().__init__(allow_non_fake_inputs=True)
         self._eager = eager
         self._depth = 0
@@ -109,7 +115,7 @@ class KnownValues(FakeTensorMode):
     def know(self, fake: FakeTensor, real: Tensor, position: int) -> None:
         """Note that `fake` has the values of `real`, the input at `position`.
 
-        Ignored if `real` is fake too.
+        If `real` is fake too, the values of this and of later inputs stay unknown.
         """
         self._without_values |= isinstance(real, FakeTensor)
         if not self._without_values:
@@ -124,9 +130,9 @@ class KnownValues(FakeTensorMode):
         """Start a pass over the step, forgetting reads of an earlier one."""
         self._graph = fx.Graph()
         self._nodes: dict[int, tuple[Any, fx.Node]] = {}
-        """The node that makes each known tensor, by its id; and the tensor, so that no other gets this id."""
+        """For each known tensor, by its id, the tensor and the node that makes it. Kept tensors keep their ids."""
         self._changed: set[int] = set()
-        self._strange: set[int] = set()
+        self._external: set[int] = set()
         self._knows_draws = self._eager
         self._drawn: Tensor | None = None
         self._constants: dict[str, Tensor] = {}
@@ -141,11 +147,11 @@ class KnownValues(FakeTensorMode):
         return list(self._constants.values())
 
     def guards(self) -> Guards:
-        """Guards for the reads of the last pass, in order."""
+        """Return guards for the reads of the last pass, in order."""
         return Guards.of(self._graph, self._constants, self._questions)
 
     def settled(self) -> Guards:
-        """The guards of the last pass; afterwards the mode holds no real tensors."""
+        """Return the guards of the last pass; afterwards the mode holds no real tensors."""
         found = self.guards()
         self._sources.clear()
         self.begin()
@@ -162,11 +168,14 @@ class KnownValues(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the op on fake tensors; reads of values are answered. Raises ChangesStranger."""
+        """Run the op on fake tensors, answering reads of values.
+
+        Raises ChangesStranger, and UnsupportedError for sparse tensors and unknown values.
+        """
         given = kwargs or {}
         written = tree_leaves(written_arguments(func, args, given))
-        if any(self._is_stranger(tensor) for tensor in written if isinstance(tensor, Tensor)):
-            raise ChangesStranger(where(stack_within(sys._getframe())))
+        if any(self._is_external(tensor) for tensor in written if isinstance(tensor, Tensor)):
+            raise ChangesExternalTensor(where(stack_within(sys._getframe())))
         if any(isinstance(tensor, Tensor) and is_sparse(tensor) for tensor in tree_leaves((args, given))):
             raise sparse(f"the step has a sparse tensor{where(stack_within(sys._getframe()))}")
         self._depth += 1
@@ -181,7 +190,7 @@ class KnownValues(FakeTensorMode):
         return made
 
     def create_symbolic_nested_int(self, *_: Any, **__: Any) -> Any:
-        """Refuse nested tensors, whose row sizes vary. Raises UnsupportedError."""
+        """Raise UnsupportedError for nested tensors, whose row sizes vary."""
         raise nested(f"the step makes a nested tensor{where(stack_within(sys._getframe()))}")
 
     # -- how known tensors are made
@@ -193,16 +202,16 @@ class KnownValues(FakeTensorMode):
         self._values[node] = source.real
 
     def _node(self, value: Tensor) -> fx.Node | None:
-        """The node of a known tensor; None for any other."""
+        """Return the node of a known tensor, or None for any other."""
         if not isinstance(value, FakeTensor):
             return self._constant(value)
         _, node = self._nodes.get(id(value), (None, None))
         return None if node is None or (self._changed and _storage(value) in self._changed) else node
 
     def _constant(self, value: Tensor) -> fx.Node:
-        """The node of a real tensor that the step reads by reference.
+        """Return the node of a real tensor that the step reads by reference.
 
-        Its value is read anew at each step.
+        Its value is read again at each step.
         """
         if name := self._own.get(id(value), ""):
             raise Held(name)
@@ -215,9 +224,9 @@ class KnownValues(FakeTensorMode):
             self._values[node] = value
         return self._nodes[id(value)][1]
 
-    def _is_stranger(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a real tensor or a view of one."""
-        return not isinstance(tensor, FakeTensor) or _storage(tensor) in self._strange
+    def _is_external(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a real tensor or a view of one."""
+        return not isinstance(tensor, FakeTensor) or _storage(tensor) in self._external
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         """Record how `made` is computed, if it follows from known tensors."""
@@ -240,9 +249,9 @@ class KnownValues(FakeTensorMode):
         if (
             func.is_view
             and func is not aten.lift_fresh.default
-            and any(isinstance(t, Tensor) and self._is_stranger(t) for t in tree_leaves((args, kwargs)))
+            and any(isinstance(t, Tensor) and self._is_external(t) for t in tree_leaves((args, kwargs)))
         ):
-            self._strange.update(_storage(result) for result in results if isinstance(result, FakeTensor))
+            self._external.update(_storage(result) for result in results if isinstance(result, FakeTensor))
         if (node := self._call(func, args, kwargs)) is None:
             return
         self._made_by(node, made, args, kwargs)
@@ -278,7 +287,7 @@ class KnownValues(FakeTensorMode):
         node.meta["nbytes"] = sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
 
     def _blank(self, tensor: Tensor) -> fx.Node:
-        """A node for a tensor like `tensor`, with arbitrary values."""
+        """Return a node for a tensor like `tensor`, with arbitrary values."""
         node = self._graph.call_function(
             torch.empty_strided,
             (tuple(tensor.shape), tensor.stride()),
@@ -288,7 +297,7 @@ class KnownValues(FakeTensorMode):
         return node
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
-        """A node that calls `func` on known tensors; None if one of them is not known."""
+        """Return a node that calls `func` on known tensors, or None if one of them is not known."""
         nodes = {id(t): self._node(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if None in nodes.values():
             return None
@@ -302,7 +311,7 @@ class KnownValues(FakeTensorMode):
     def _answer(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> Any:
-        """The result of `func`, which depends on values: a number, or fake tensors of the real shape."""
+        """Return the result of `func`, which depends on values: a number, or fake tensors of the real shape."""
         # A scalar is computed; for masks and indices a count of elements is enough.
         if func is aten._local_scalar_dense.default:
             return self._ask(self._call(aten.reshape.default, (args[0], []), {}), error).item()
@@ -322,7 +331,7 @@ class KnownValues(FakeTensorMode):
         return tree_map_only(Tensor, self._like, result)
 
     def _shaped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Results of `func` with the shape that it has where unknown values are zeros."""
+        """Return results of `func` with the shape that it has where unknown values are zeros."""
 
         def real(tensor: Tensor) -> Tensor:
             node = self._node(tensor)
@@ -349,15 +358,16 @@ class KnownValues(FakeTensorMode):
             return x.new_empty((count,))
 
     def _packed(self, error: Exception, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-        """A packed sequence: its fake data, and the real number of sequences at each time.
+        """Return a packed sequence: its fake data, and the real number of sequences at each time step.
 
-        These numbers are a constant of the step, since recurrent layers and unpacking make as many ops of them. Raises
-        UnsupportedError where the step is Inductor's.
+        These numbers are a constant of the step, because recurrent layers and unpacking make as many ops of them.
+        Raises UnsupportedError if Inductor compiles the step.
         """
         known = torch.stack(self._ask(self._call(aten.unbind.int, (lengths,), {}), error))
         if not self._eager:
             raise UnsupportedError(
-                f"the step packs sequences{where(stack_within(sys._getframe()))}, whose lengths torch.compile does not follow; use "
+                f"the step packs sequences{where(stack_within(sys._getframe()))}, whose lengths torch.compile does not "
+                "follow; use "
                 'backend="eager", or overspill.compile, which plans the graphs between'
             ) from error
         with _for_real():
@@ -366,7 +376,7 @@ class KnownValues(FakeTensorMode):
             return x.new_empty((len(data), *x.shape[2:])), batch_sizes
 
     def _rows(self, index: Tensor | None, error: Exception) -> list[Tensor | None]:
-        """Index tensors in place of a mask: one for each of its dimensions, of the real length."""
+        """Return index tensors in place of a mask: one for each of its dimensions, of the real length."""
         if index is None or index.dtype not in _MASKS:
             return [index]
         count = self._count(index, error)
@@ -374,7 +384,7 @@ class KnownValues(FakeTensorMode):
             return [torch.empty((count,), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
 
     def _count(self, mask: Tensor, error: Exception) -> int:
-        """Number of nonzero elements of `mask`."""
+        """Return the number of nonzero elements of `mask`."""
         return int(self._ask(self._call(aten.count_nonzero.default, (mask,), {}), error))
 
     def _like(self, real: Tensor) -> Tensor:
@@ -382,14 +392,17 @@ class KnownValues(FakeTensorMode):
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
     def _ask(self, node: fx.Node | None, error: Exception) -> Any:
-        """The real value of `node`, recorded as a question for later steps. Raises UnsupportedError if unknown."""
+        """Return the real value of `node`, recorded as a question for later steps.
+
+        Raises UnsupportedError if it is unknown.
+        """
         lines = stack_within(sys._getframe())
         place = where(lines)
         if node is None:
             if self._without_values:
                 raise UnsupportedError(
-                    f"the step reads values{place}, as .item() and `if` on a tensor do, and is planned here without any; "
-                    "call train_step(…).plan(…) with a real batch"
+                    f"the step reads values{place}, as .item() and `if` on a tensor do, and is planned here without "
+                    "any; call train_step(…).plan(…) with a real batch"
                 ) from error
             raise UnknownValue(place, lines) from error
         with _for_real():
@@ -399,7 +412,7 @@ class KnownValues(FakeTensorMode):
         return value
 
     def _value(self, node: fx.Node) -> Any:
-        """The real value of `node`, computed with everything that it depends on."""
+        """Return the real value of `node`, computed with everything that it depends on."""
         if self._drawn is None:
             self._drawn = torch.get_rng_state()
         needed = needed_for(self._graph, [node])
@@ -420,41 +433,42 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 class UnknownValue(UnsupportedError):
-    """A step reads a value that is unknown before it runs, at `lines`."""
+    """Raised if a step reads, at `lines`, a value that is unknown before it runs."""
 
     def __init__(self, place: str, lines: Stack = ()) -> None:
         super().__init__(
             f"the step reads values or makes shapes that follow from parameters{place}, as .item(), numpy(), nonzero() "
-            "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be read, and draws of the CPU's "
-            "generator in eager. Use "
-            "torch.where and the like, or overspill.compile, which plans the graphs between"
+            "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be "
+            "read, and draws of the CPU's generator in eager. Use torch.where and the like, or overspill.compile, "
+            "which plans the graphs between"
         )
         self.lines = lines
 
 
 def nested(what: str) -> UnsupportedError:
-    """The error for a nested tensor, named by `what`."""
+    """Return the error for a nested tensor, named by `what`."""
     return UnsupportedError(
         f"{what}, whose sizes follow from values; pad its parts and mask them (torch.nn.utils.rnn.pad_sequence)"
     )
 
 
 def sparse(what: str) -> UnsupportedError:
-    """The error for a sparse tensor, named by `what`."""
+    """Return the error for a sparse tensor, named by `what`."""
     return UnsupportedError(
-        f"{what}, whose size follows from values; let it be dense, or multiply by its indices and values, with index_select and index_add"
+        f"{what}, whose size follows from values; let it be dense, or multiply by its indices and values, with "
+        "index_select and index_add"
     )
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether a tensor is of a sparse layout, which has no strides."""
+    """Return whether a tensor is of a sparse layout, which has no strides."""
     return str(tensor.layout).startswith("torch.sparse")
 
 
 def where(lines: Stack) -> str:
-    """The user's innermost line as ` (file, line n)`, for a message.
+    """Return the user's innermost line as ` (file, line n)`, for a message.
 
-    With the line of his own program if the innermost is in a package.
+    If the innermost line is in a package, it is followed by the line of the user's own program that called it.
     """
     if not lines:
         return ""
@@ -478,6 +492,6 @@ def _storage(value: Tensor) -> int:
 
 
 def _new_bytes(made: FakeTensor, given: Any) -> int:
-    """Bytes of `made`; 0 if it is a view of what was `given`."""
+    """Return the bytes of `made`; 0 if it is a view of one of the tensors in `given`."""
     known = {_storage(t) for t in tree_leaves(given) if isinstance(t, Tensor)}
     return 0 if _storage(made) in known else int(made.untyped_storage().nbytes())

@@ -1,6 +1,7 @@
 """Trace a whole training step to a joint forward-backward graph with AOTAutograd.
 
-On fake tensors: nothing is computed. The step is a function of its parameters and buffers; backward starts from ones.
+The step is traced on fake tensors: nothing is computed. It is a function of its parameters and buffers; backward starts
+from ones.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from overspill.pytorch.fake_tensors import (
 )
 from overspill.pytorch.trees import tree_leaves
 
-from .backward import ONE_SIZE, Backward, Unheard
+from .backward import ONE_SIZE, Backward, NeedsPlainBackward
 from .casts import Casts
 from .checks import Checks
 from .effects import output_descs, without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
-from .known_values import ChangesStranger, UnknownValue, where
+from .known_values import ChangesExternalTensor, UnknownValue, where
 from .layer_calls import layers_noted
 from .lines import lines_noted
 
@@ -49,11 +50,11 @@ def joint_of_step(
     named: Callable[[str], str] = str,
     checks: Checks | None = None,
 ) -> JointGraph:
-    """The joint graph of forward and backward of `step(*values)`; backward starts from the loss.
+    """Return the joint graph of forward and backward of `step(*values)`; backward starts from the loss.
 
     `backward` checks its gradients. Nodes carry their layer in `module`, whose path `named` turns into a name. `checks`
-    finds the step's checks of values that are not known yet, which the graph makes. Raises UnsupportedError for a step
-    that is not a fixed graph, or has nothing to differentiate.
+    finds the step's checks of values that are not known yet; the graph makes these checks. Raises UnsupportedError for
+    a step that is not a fixed graph, or has nothing to differentiate.
     """
     checks = checks or Checks()
     sizes = [value.shape for value in values]
@@ -73,7 +74,8 @@ def joint_of_step(
     forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
     if not gradients:
         raise UnsupportedError(
-            "no parameter gets a gradient: the loss depends on none that requires one; compute it from what the model returns, and freeze less"
+            "no parameter gets a gradient: the loss depends on none that requires one; compute it from what the model "
+            "returns, and freeze less"
         )
     _seed_backward(graph_module.graph)
     joint = JointGraph(graph_module, forward_outputs)
@@ -82,10 +84,10 @@ def joint_of_step(
 
 
 def _heard(step: Callable[..., Any], values: Sequence[FakeTensor], backward: Backward, casts: Casts) -> fx.GraphModule:
-    """The joint graph as traced; plain autograd says what gets gradients where the trace cannot."""
+    """Return the joint graph as traced; where the trace cannot, plain autograd shows which inputs get gradients."""
     try:
         return _exported(step, values, backward, casts)
-    except Unheard:
+    except NeedsPlainBackward:
         backward.ask(step, values)
         return _exported(step, values, backward, casts)
 
@@ -117,7 +119,7 @@ class _Data:
 
 
 _KEPT = ("Unexpected fake", " in tensor_tracker")  # from 2.13 on, and before
-"""What tracers say of a fake tensor of an earlier trace."""
+"""Words in tracers' errors about a fake tensor of an earlier trace."""
 
 
 @contextmanager
@@ -128,16 +130,17 @@ def _explained() -> Iterator[None]:
     except (AssertionError, DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
         if any(sign in str(error) for sign in _KEPT):
             raise UnsupportedError(
-                "the step's Python keeps a tensor that it makes at its first call, as a GradScaler its scale, and a planned step would make "
-                "it once, not at every step; make it before the step and change it in place, with copy_(), and for float16 with a GradScaler use overspill.compile"
+                "the step's Python keeps a tensor that it makes at its first call, as a GradScaler its scale, and a "
+                "planned step would make it once, not at every step; make it before the step and change it in place, "
+                "with copy_(), and for float16 with a GradScaler use overspill.compile"
             ) from error
         if isinstance(error, AssertionError):
             raise
         # Name the innermost line outside torch and Overspill.
         frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        if changes_strangers(error):
-            raise ChangesStranger(place) from error
+        if changes_external_tensors(error):
+            raise ChangesExternalTensor(place) from error
         if "resize a view tensor to a larger size" in str(error):  # so functionalization has all inputs
             raise UnsupportedError(f"the model's forward resizes a tensor{place}; {ONE_SIZE}") from error
         if type(error) is RuntimeError and ".numpy()" not in str(error):
@@ -145,13 +148,13 @@ def _explained() -> Iterator[None]:
         raise UnknownValue(place) from error
 
 
-def changes_strangers(error: Exception) -> bool:
-    """Whether a trace failed on an in-place change of an unknown tensor."""
-    return isinstance(error, ChangesStranger) or "mutating a non-functional tensor" in str(error)
+def changes_external_tensors(error: Exception) -> bool:
+    """Return whether a trace failed on an in-place change of an unknown tensor."""
+    return isinstance(error, ChangesExternalTensor) or "mutating a non-functional tensor" in str(error)
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether `tensor` belongs to a trace."""
+    """Return whether `tensor` belongs to a trace."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or is_functional(tensor)
 
 
@@ -159,7 +162,7 @@ _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "
 
 
 class _Function(nn.Module):
-    """Wraps a plain function as a module without parameters, which AOTAutograd asks for."""
+    """Wraps a plain function as a module without parameters, which AOTAutograd requires."""
 
     def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
@@ -178,7 +181,7 @@ class _Function(nn.Module):
 
 
 def returned(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of the loss and of the step's other results, in order.
+    """Return the nodes of the loss and of the step's other results, in order.
 
     Raises UnsupportedError for results that are no tensors.
     """

@@ -35,30 +35,31 @@ NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
 )  # fmt: skip
 """Ops of the whole step that are not part of the model."""
 MUTATION = "overspill_mutation"
-"""Key in a node's meta: its `Mutation`, an in-place change because of which it cannot run twice."""
+"""Key in a node's meta: its `Mutation`, an in-place change, so it cannot run twice."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """An in-place change of a parameter or gradient: an UPDATE or REDUCE."""
+    """An in-place change of a parameter or gradient."""
 
     op: str
+    """UPDATE or REDUCE."""
     layer: str
 
     def __str__(self) -> str:
-        """The change in words, for messages."""
+        """Return the change in words, for messages."""
         return f"the {self.op.removeprefix('step.')} of {self.layer or 'a gradient'}"
 
 
-Elsewhere = tuple[tuple[TensorKind, int], ...]
-"""Bytes on the device all the while outside the graph, by kind."""
+OutsideGraph = tuple[tuple[TensorKind, int], ...]
+"""Bytes outside the graph that are on the device during all of the step, by kind."""
 AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE, SCATTER})
 """Ops that run as soon as their gradient is complete, not after all of backward."""
 
 PROCESS_GROUP = "process group"
-"""A tensor of no bytes that each collective updates, for all ranks have to call them in the same order."""
+"""A tensor of no bytes that each collective updates, because all ranks have to call them in the same order."""
 BUCKET_BYTES = 25 * 2**20
-"""Most bytes of gradients in one bucket, as in DistributedDataParallel (`bucket_cap_mb`)."""
+"""The most bytes of gradients in one bucket, as in DistributedDataParallel (`bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True)
@@ -71,93 +72,95 @@ class StateInfo:
 
 @dataclass(frozen=True)
 class AtOnce:
-    """One call for all updates of an optimizer: `run(runs, scale, given)`.
-
-    It gets the `run` of each `ParameterUpdate`, and in `given` its parameter, gradient and state. It takes
-    `workspace_bytes` more while it runs, and may `draw` random numbers. `why` names the optimizer and says why.
-    """
+    """One call for all updates of an optimizer."""
 
     run: Callable[..., None]
+    """`run(runs, scale, given)`: each `ParameterUpdate`'s `run`, and its parameter, gradient and state in `given`."""
     workspace_bytes: int
+    """Bytes that `run` takes while it runs."""
     why: str
+    """The optimizer's name, and the reason for one call."""
     draws: bool
+    """Whether `run` may draw random numbers."""
 
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """The optimizer's update of one parameter: `run(parameter, gradient, scale, *state)`.
-
-    `parameter` is its position among the inputs. `run` changes the parameter and the state in place, and takes
-    `workspace_bytes` more while it runs. `scale` is what `GradientOps.clip` returned, or None. An update that is not
-    `elementwise` depends on the order of elements in memory (it sums or rounds by it), so it has to see a gradient as
-    autograd lays it out. One that `changes_gradient` may change it in place. Updates with the same `at_once` are one op.
-    """
+    """The optimizer's update of one parameter."""
 
     parameter: int
+    """Its position among the inputs."""
     run: Callable[..., None]
+    """`run(parameter, gradient, scale, *state)` updates in place; `scale` is `GradientOps.clip`'s result or None."""
     state: tuple[StateInfo, ...] = ()
     workspace_bytes: int = 0
+    """Bytes that `run` takes while it runs."""
     elementwise: bool = False
+    """Whether each element is updated alone. If not, `run` needs the gradient in autograd's memory layout."""
     changes_gradient: bool = False
+    """Whether `run` may change the gradient in place."""
     at_once: AtOnce | None = None
+    """Updates with the same one are one op."""
 
 
 @dataclass(frozen=True)
 class GradientOps:
-    """Functions applied to gradients up to the update, in order; None skips one.
-
-    `accumulate(sum, gradient)` adds to a tensor that stays from one micro-batch to the next; only the last micro-batch
-    has `reduce` and `updates`. `reduce(*gradients)` averages a bucket of gradients, or of their sums, over processes,
-    in place, of which there are `ranks`; parameters in `groups` are gathered, and their gradients scattered. `norm(gradient)` is a number; `clip(*norms)`, given those of all gradients, returns the factor that
-    updates scale by.
-    """
+    """Functions applied to gradients up to the update, in order; None skips one."""
 
     updates: tuple[ParameterUpdate, ...] = ()
+    """The optimizer's updates; only the last micro-batch has them."""
     accumulate: Callable[[Tensor, Tensor], None] | None = None
+    """`accumulate(sum, gradient)` adds to a tensor that stays from one micro-batch to the next."""
     reduce: Callable[..., None] | None = None
+    """`reduce(*gradients)` averages a bucket of gradients or sums over processes, in place; last micro-batch only."""
     ranks: int = 1
+    """The number of these processes."""
     groups: tuple[GatheredGroup, ...] = ()
+    """Parameters that are gathered, and whose gradients are scattered."""
     norm: Callable[[Tensor], Tensor] | None = None
+    """`norm(gradient)` returns a number."""
     clip: Callable[..., Tensor] | None = None
+    """`clip(*norms)` takes the norms of all gradients and returns the factor that updates scale by."""
 
 
 @dataclass(frozen=True)
 class CapturedStep(Captured):
-    """A captured whole step, with its loss, other results and parameter updates.
-
-    `loss` and `others` are nodes; `updates` has only parameters that get a gradient.
-    """
+    """A captured whole step, with its loss, other results and parameter updates."""
 
     loss: fx.Node
     others: tuple[fx.Node, ...]
     updates: tuple[ParameterUpdate, ...]
+    """Only of parameters that get a gradient."""
 
     def moves(self, primal: fx.Node) -> bool:
-        """Whether the input `primal` may be offloaded between uses."""
+        """Return whether the input `primal` may be offloaded between uses."""
         return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The joint graph of a training step, and what it takes to make the step's Graph around it."""
+    """The joint graph of a training step, and what `captured` needs to make the step's Graph around it."""
 
     joint: JointGraph
     inputs: Sequence[InputInfo]
     values: Sequence[FakeTensor]
     ops: GradientOps
 
-    def captured(self, elsewhere: Elsewhere = ()) -> CapturedStep:
-        """The captured step; `elsewhere` is on the device during all of it, and none of its ops touches that."""
-        return self._around(self.joint, elsewhere)
+    def captured(self, outside_graph: OutsideGraph = ()) -> CapturedStep:
+        """Return the captured step; `elsewhere` is on the device during all of it, untouched by its ops."""
+        return self._around(self.joint, outside_graph)
 
-    def ways(self) -> Iterator[Callable[[Elsewhere], CapturedStep]]:
-        """Functions as `captured`: of the step as it was traced, and of that in pieces of rows if it has chains worth it."""
+    def ways(self) -> Iterator[Callable[[OutsideGraph], CapturedStep]]:
+        """Yield functions like `captured`, for the step as traced and in pieces of rows.
+
+        The second is missing if the step has no chains worth it.
+        """
         yield self.captured
         if (divided := in_pieces(self.joint)) is not None:
             yield partial(self._around, divided)
 
-    def _around(self, joint: JointGraph, elsewhere: Elsewhere) -> CapturedStep:
-        around = around_step(self.values, elsewhere)
+    def _around(self, joint: JointGraph, outside_graph: OutsideGraph) -> CapturedStep:
+        around = around_step(self.values, outside_graph)
         joint = with_gathers(joint, self.ops.groups) if self.ops.groups else joint.copied()
         return CaptureOfWholeStep(joint, list(self.inputs), self.ops, around).build()
 
@@ -173,19 +176,19 @@ def trace_step(
     """Trace one training step on fake tensors: nothing is computed.
 
     `step(*values)` returns the scalar loss, or a tuple of it and of other tensors without gradients. `values` are fake
-    tensors of one mode, described by `inputs`: parameters and buffers of `module`, and what the caller passes at each
-    step. Ops have the names of layers of `module`, which `named` makes of their paths. Raises UnsupportedError for a
+    tensors of one mode: parameters and buffers of `module`, and what the caller passes at each step. `inputs` describes
+    them. Ops have the names of layers of `module`, which `named` makes of their paths. Raises UnsupportedError for a
     step that cannot be captured.
     """
     backward = Backward([info.name for info in inputs], several=ops.accumulate is not None)
     return TracedStep(joint_of_step(step, module, values, backward, named), inputs, values, ops)
 
 
-def around_step(values: Sequence[FakeTensor], elsewhere: Elsewhere) -> Surroundings:
-    """Other bytes on the device: `elsewhere`, and those of the guard program."""
+def around_step(values: Sequence[FakeTensor], outside_graph: OutsideGraph) -> Surroundings:
+    """Return the other bytes on the device: `elsewhere`, and those of the guard program."""
     mode = values[0].fake_mode
     guards = mode.guards().nbytes if isinstance(mode, KnownValues) else 0
-    return Surroundings(elsewhere=elsewhere, guard_bytes=guards)
+    return Surroundings(outside_graph=outside_graph, guard_bytes=guards)
 
 
 class CaptureOfWholeStep(CaptureOfStep):
@@ -323,7 +326,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         )  # fmt: skip
 
     def _behind(self, node: fx.Node) -> tuple[int, ...]:
-        """Ids of the tensors that `node` is a view of."""
+        """Return the ids of the tensors that `node` is a view of."""
         return self._ids(set(storages(node)))
 
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
@@ -347,12 +350,13 @@ class CaptureOfWholeStep(CaptureOfStep):
         self._add_op(
             GATHER, group.name, LayerType.OTHER, Phase.FORWARD, reads, tuple(writes),
             workspace_bytes=group.gather_workspace_bytes, moved_bytes=nbytes, recomputable=True, recompute_reads=reads,
-            recompute_writes=tuple(writes), given=tuple(writes), collective=Collective(CollectiveKind.GATHER, nbytes, group.ranks),
+            recompute_writes=tuple(writes), given=tuple(writes),
+            collective=Collective(CollectiveKind.GATHER, nbytes, group.ranks),
             checkpoint=self.checkpoints.setdefault(-gather.number, 1 + len(self.checkpoints)) if group.reshards else 0,
         )  # fmt: skip
 
     def _scattered(self, gradients: dict[int, fx.Node]) -> dict[int, fx.Node]:
-        """`gradients` with those of sharded parameters scattered, group by group."""
+        """Return `gradients` with those of sharded parameters scattered, group by group."""
         found = dict(gradients)
         last = {position: place for place, position in enumerate(gradients)}
         groups = [(group, [p for p in group.positions if p in gradients]) for group in self.gradient_ops.groups]
@@ -365,7 +369,9 @@ class CaptureOfWholeStep(CaptureOfStep):
             parts = self._step_op(
                 SCATTER, Scatter(group, positions), given, Phase.BACKWARD, value=values, layer=group.name,
                 workspace_bytes=group.scatter_workspace_bytes(positions),
-                collective=Collective(CollectiveKind.SCATTER, sum(node.meta["val"].nbytes for node in given), group.ranks),
+                collective=Collective(
+                    CollectiveKind.SCATTER, sum(node.meta["val"].nbytes for node in given), group.ranks
+                ),
             )  # fmt: skip
             for place, position in enumerate(positions):
                 with self.graph.inserting_after(self._last_node()):
@@ -375,7 +381,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return found
 
     def _own(self, gradient: fx.Node) -> fx.Node:
-        """A gradient to change in place: a copy if forward or caller owns it."""
+        """Return a gradient to change in place: a copy if forward or the caller owns it."""
         if all(self.tensors[tensor].kind is TensorKind.GRADIENT for tensor in self._behind(gradient)):
             return gradient
         return self._copy(gradient)
@@ -386,7 +392,10 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)
 
     def _add_reductions(self, reduce: Callable[..., None], ranks: int, gradients: Iterable[fx.Node]) -> None:
-        """Add a reduction for each bucket; schedules keep their order, for all of them update the process group."""
+        """Add a reduction for each bucket.
+
+        Schedules keep the order of reductions, because all of them update the tensor PROCESS_GROUP.
+        """
         group = self._add_tensor(0, TensorKind.BUFFER, PROCESS_GROUP, persistent=True)
         distinct = {self._behind(node): node for node in gradients}
         for bucket in _buckets([self.joint.roots[storages(n)[0]][0] for n in distinct.values()]):
@@ -417,7 +426,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(NORM, run, (gradient,), Phase.UPDATE, value=number, workspace_bytes=copied)
 
     def _other_strides(self, parameter: fx.Node, gradient: fx.Node) -> tuple[int, ...] | None:
-        """The parameter's strides, in which autograd lays a gradient out; None if the gradient has them."""
+        """Return the parameter's strides, in which autograd lays a gradient out; None if the gradient has them."""
         value, strides = gradient.meta["val"], parameter.meta["val"].stride()
         alike = (n == 1 or one == other for n, one, other in zip(value.shape, value.stride(), strides, strict=True))
         return None if all(alike) else strides
@@ -438,7 +447,8 @@ class CaptureOfWholeStep(CaptureOfStep):
     ) -> fx.Node:
         """Add an Op and a node calling `run(*args)`, which changes `updates` in place or makes `value`.
 
-        Several values are those of a tuple. It counts as an update of the tensors `ordered_by` too, though they are not among its arguments.
+        Several values are the elements of a tuple. The op counts as an update of the tensors `ordered_by` too, though
+        they are not among its arguments.
         """
         with self.graph.inserting_after(self._last_node()):
             node = self.graph.call_function(run, args)
@@ -477,7 +487,7 @@ def _update_by_copy(run: Callable[..., None], strides: tuple[int, ...]) -> Calla
 
 
 def _early(ops: Sequence[Op]) -> list[int]:
-    """Ids of `ops` in order, with those in `AT_ONCE` right after the op that completes their gradient."""
+    """Return the ids of `ops` in order, with those in `AT_ONCE` right after the op that completes their gradient."""
     forward_end = max((op.id for op in ops if op.phase is Phase.FORWARD), default=-1)
     behind: list[int] = []  # for each op, itself or the one that it stands right behind
     written: dict[int, int] = {}
@@ -496,7 +506,7 @@ def _early(ops: Sequence[Op]) -> list[int]:
 def _buckets(gradients: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
     """Group `gradients`, in order of completion, in buckets of one dtype and device.
 
-    Many small collectives are slow; but a bucket is packed into a tensor of its own, and holds its gradients until it
+    Many small collectives are slow. But a bucket is packed into a tensor of its own, and holds its gradients until it
     is full. So it is no larger than the largest gradient.
     """
     limit = min(BUCKET_BYTES, max(map(_nbytes, gradients), default=0))

@@ -27,7 +27,7 @@ def capture_step_of_programs(
     ops: GradientOps,
     share: int = 1,
     checks: Sequence[Check] = (),
-    elsewhere: tuple[tuple[TensorKind, int], ...] = (),
+    outside_graph: tuple[tuple[TensorKind, int], ...] = (),
 ) -> CapturedStep:
     """The Graph of one training step around `programs`, made by Inductor from `traced`.
 
@@ -35,7 +35,7 @@ def capture_step_of_programs(
     what `checks` are of. Otherwise as `TracedStep.captured`. Raises UnsupportedError.
     """
     joint = joint_of_step(programs, traced, share, checks)
-    around = around_step([node.meta["val"] for node in traced.primals], elsewhere)
+    around = around_step([node.meta["val"] for node in traced.primals], outside_graph)
     capture = _CaptureOfStep(joint, list(inputs), ops, around)
     capture.take(programs, traced)
     return capture.build()

@@ -101,9 +101,9 @@ class _Looked(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The rows of `tokens`."""
-        elsewhere = tokens >= self.shard.num_embeddings
-        made: Tensor = self.shard(tokens.masked_fill(elsewhere, 0))
-        return made.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        of_other_ranks = tokens >= self.shard.num_embeddings
+        made: Tensor = self.shard(tokens.masked_fill(of_other_ranks, 0))
+        return made.masked_fill_(of_other_ranks.unsqueeze(-1), 0)
 
 
 class _Gathered(nn.Module):

@@ -39,7 +39,7 @@ def with_measured(section: Step, record: RunRecord, graphs: Sequence[Graph]) -> 
     """
     views = _Views(section, record, graphs, last_step(record))
     found = views.run()
-    return replace(section, tensors=_with_more(section.tensors, views.strangers), runs=(*section.runs, found))
+    return replace(section, tensors=_with_more(section.tensors, views.external_tensors), runs=(*section.runs, found))
 
 
 def is_of(record: RunRecord, graph: Graph) -> bool:
@@ -52,7 +52,7 @@ def _graphs_of(record: RunRecord, step: int) -> Iterator[Graph]:
         yield from (thing.label.graph for thing in record.within(things, step) if thing.label is not None)
 
 
-class _Stranger(NamedTuple):
+class _Unplanned(NamedTuple):
     """A storage that belongs to no graph."""
 
     name: str
@@ -67,7 +67,7 @@ class _Views:
     """
 
     def __init__(self, section: Step, record: RunRecord, graphs: Sequence[Graph], step: int) -> None:
-        self.strangers: list[_Stranger] = []
+        self.external_tensors: list[_Unplanned] = []
         self._section = section
         self._record = record
         self._step = step
@@ -148,7 +148,7 @@ class _Views:
         label = change.label
         if label is None or id(label.graph) not in self._firsts:
             kind = "other" if change.kind is None else change.kind.value
-            return self._stranger(_Stranger(f"{kind.replace('_', ' ')}, {OUTSIDE}", kind, change.nbytes))
+            return self._unplanned(_Unplanned(f"{kind.replace('_', ' ')}, {OUTSIDE}", kind, change.nbytes))
         first_tensor, first_op = self._firsts[id(label.graph)]
         if not label.is_op:
             return first_tensor + label.target
@@ -159,9 +159,9 @@ class _Views:
         place, self._made[key] = self._made[key], self._made[key] + 1
         return first_tensor + writes[place % len(writes)]
 
-    def _stranger(self, stranger: _Stranger) -> int:
-        self.strangers.append(stranger)
-        return len(self._section.tensors.name) + len(self.strangers) - 1
+    def _unplanned(self, unplanned: _Unplanned) -> int:
+        self.external_tensors.append(unplanned)
+        return len(self._section.tensors.name) + len(self.external_tensors) - 1
 
     def _events(self, compute: Sequence[Measured]) -> Iterator[tuple[int, int, int, float, float]]:
         """The stream, verb, target, begin and end of each op and copy."""
@@ -177,18 +177,18 @@ class _Views:
 
     def _moved(self, label: Label | None) -> int:
         if label is None or id(label.graph) not in self._firsts:
-            return self._stranger(_Stranger(MOVED, "other", 0))
+            return self._unplanned(_Unplanned(MOVED, "other", 0))
         return self._firsts[id(label.graph)][0] + label.target
 
 
-def _with_more(tensors: Tensors, strangers: Sequence[_Stranger]) -> Tensors:
+def _with_more(tensors: Tensors, external_tensors: Sequence[_Unplanned]) -> Tensors:
     """`tensors`, followed by those that no graph knows."""
-    none = np.full(len(strangers), -1, dtype=np.int64)
+    none = np.full(len(external_tensors), -1, dtype=np.int64)
     return Tensors(
-        name=[*tensors.name, *(s.name for s in strangers)],
-        kind=[*tensors.kind, *(s.kind for s in strangers)],
-        shape=[*tensors.shape, *("" for _ in strangers)],
-        nbytes=np.concatenate([tensors.nbytes, integers(s.nbytes for s in strangers)]),
+        name=[*tensors.name, *(s.name for s in external_tensors)],
+        kind=[*tensors.kind, *(s.kind for s in external_tensors)],
+        shape=[*tensors.shape, *("" for _ in external_tensors)],
+        nbytes=np.concatenate([tensors.nbytes, integers(s.nbytes for s in external_tensors)]),
         maker=np.concatenate([tensors.maker, none]),
         layer=np.concatenate([tensors.layer, none]),
     )

@@ -50,7 +50,7 @@ def estimate_page(made: Estimate, title: str | None = None, *, asked: bool = Tru
         "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
         "Memory over the step counts tensors and workspaces as requested; context and what the allocator keeps come on top.",
         *(line.strip() for line in trained(made)),
-        *([] if made.unsaid is None else [open_settings(made.unsaid)]),
+        *([] if made.unspecified is None else [open_settings(made.unspecified)]),
     ]
     said = estimate_verdict(made, asked=asked)
     if asked and made.largest_batch is not None:  # found by tracing more batches, for which no notebook should wait

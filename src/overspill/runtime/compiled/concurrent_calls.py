@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .concurrent_plans import ALONE, GraphProblem, Room, Settlement, is_summed, room_beside
+from .concurrent_plans import ALONE, GraphProblem, Room, Settlement, free_memory_for, is_summed
 from .other_batches import OtherBatches
 from .pending_calls import GraphKey, PendingCalls
 from .planned import Planned
@@ -25,7 +25,7 @@ class ConcurrentCalls:
 
     def __init__(self) -> None:
         self.pending = PendingCalls()
-        self.bystanders = OtherBatches()
+        self.other_batches = OtherBatches()
         self.problems: dict[GraphKey, GraphProblem[Any]] = {}
         self._keeps: Counter[GraphKey] = Counter()  # bytes kept for backward by the last plan of each kind of call
         self._late: set[GraphKey] = set()  # kinds of calls whose inputs arrive while others are pending
@@ -66,7 +66,7 @@ class ConcurrentCalls:
         if beside <= planned.beside:
             return None
         planned.beside |= beside
-        if any(isinstance(args[i], Tensor) and args[i] not in self.bystanders for i in planned.given if args):
+        if any(isinstance(args[i], Tensor) and args[i] not in self.other_batches for i in planned.given if args):
             self._late.add(planned.kind)
         self.pending.learn(planned.kind, planned.beside)
         return beside if planned.beside.keys() <= self.problems.keys() else None
@@ -75,7 +75,7 @@ class ConcurrentCalls:
         """Peak bytes of a plan with all calls known to be concurrent with it."""
         room, problem = planned.room, self.problems.get(planned.kind)
         sums = is_summed(planned.kind, self.pending.beside)
-        needed = room_beside(planned.kind, planned.beside, self.problems, self._keeps, sums=sums)
+        needed = free_memory_for(planned.kind, planned.beside, self.problems, self._keeps, sums=sums)
         more = needed.pending_bytes - room.pending_bytes + max(0, needed.loss_bytes - room.loss_bytes)
         if needed.sums and not room.sums and problem is not None:
             more += problem.gradient_bytes

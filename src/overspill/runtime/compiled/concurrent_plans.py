@@ -162,7 +162,7 @@ class GraphProblem(Generic[C]):
         return sum(t.nbytes for t in self.alone.tensors if t.kind is TensorKind.GRADIENT and not t.persistent)
 
 
-def room_beside(
+def free_memory_for(
     kind: GraphKey,
     others: Counter[GraphKey],
     problems: Mapping[GraphKey, GraphProblem[Any]],
@@ -276,7 +276,7 @@ class Settlement:
 
     def _room(self, kind: GraphKey, keeps: Mapping[GraphKey, int], keep: int | None) -> Room:
         others = self.beside.get(kind, Counter())
-        return room_beside(kind, others, self.problems, keeps, keep, sums=is_summed(kind, self.beside))
+        return free_memory_for(kind, others, self.problems, keeps, keep, sums=is_summed(kind, self.beside))
 
     def _keeps(self, kind: GraphKey, room: Room, budget: int) -> int:
         _, plan = self.problems[kind].planned(room, budget)

@@ -128,12 +128,12 @@ class GraphCompiler:
     def tell(self, seconds: float) -> None:
         """Log which kernels run by which plan, and the seconds it took."""
         if self.planned is not None:
-            plan, parted = self.planned.plan, self.planned.partition
+            plan, partitioned = self.planned.plan, self.planned.partition
             _LOG.info(
                 "%s graph with %s kernels%s, planned and compiled in %s: peak %s of %s, unmanaged %s",
                 "training" if self.planned.kind.inputs[0] else "evaluation",
-                "eager's" if parted is None else "Inductor's",
-                "" if parted in (None, 1.0) else f" (activation_memory_budget={parted:g})",
+                "eager's" if partitioned is None else "Inductor's",
+                "" if partitioned in (None, 1.0) else f" (activation_memory_budget={partitioned:g})",
                 format_seconds(seconds),
                 *map(format_bytes, (plan.peak_bytes, plan.budget_bytes, plan.unmanaged_peak_bytes)),
             )

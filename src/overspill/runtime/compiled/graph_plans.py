@@ -80,15 +80,15 @@ class GraphPlans:
             )
         self.forget()
 
-    def kept_elsewhere(self, kind: GraphKey, frame: GraphFrame) -> int:
+    def kept_by_others(self, kind: GraphKey, frame: GraphFrame) -> int:
         """Bytes that other models, and the model's other frames, keep for backward when a call of `kind` runs."""
-        return self._retained_elsewhere(kind, frame) + self.calls.kept_by_other_models(kind)
+        return self._retained_by_others(kind, frame) + self.calls.kept_by_other_models(kind)
 
     def make(self, problem: GraphProblem[C], inputs: Sequence[Any]) -> tuple[C, Planned]:
         """The captured graph and its plan. Raises InfeasibleBudget, which names the shapes of `inputs`."""
         kind, frame = problem.kind, problem.frame
         beside = self.calls.beside(kind)
-        room = self.calls.room(kind, self.kept_elsewhere(kind, frame))
+        room = self.calls.room(kind, self.kept_by_others(kind, frame))
         if frame.broken:
             problem = problem.as_one_of_several()
         budget = self.budget.bytes_for(problem, room, is_settled=kind in self.calls, plans=self.plans)
@@ -119,7 +119,7 @@ class GraphPlans:
         try:
             return *self._within(problem, room if trains else ALONE, budget), room
         except InfeasibleBudget as error:
-            retained = self._retained_elsewhere(kind, problem.frame)
+            retained = self._retained_by_others(kind, problem.frame)
             if self._options.limit.smallest:
                 budget = self.budget.grow(problem, room if trains else ALONE, error)
             elif trains and kind in self.calls:
@@ -163,7 +163,7 @@ class GraphPlans:
         plan = fit(made, problem.account, budget) if problem.account.is_card else made(budget)
         return captured[id(plan.graph)], plan
 
-    def _retained_elsewhere(self, kind: GraphKey, frame: GraphFrame) -> int:
+    def _retained_by_others(self, kind: GraphKey, frame: GraphFrame) -> int:
         """Bytes that the model's other frames keep between forward and backward.
 
         Of each frame, the most of any plan.

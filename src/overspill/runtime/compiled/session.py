@@ -279,9 +279,9 @@ class Session(PlannedPeaks):
         ends_in_loss = self.losses.is_only(joint, part, frame)
         surroundings = surroundings_of(
             joint, here, self.followed.parameters, self.followed.optimizers, self.options.reserve,
-            retained_bytes=self._kept_bytes() + (0 if trains else self._plans.kept_elsewhere(kind, frame)),
+            retained_bytes=self._kept_bytes() + (0 if trains else self._plans.kept_by_others(kind, frame)),
             accumulates=self.accumulates, clips=self.clips,
-            beside=self._batches_beside(joint, [examples[i] for i in given], examples), ends_in_loss=ends_in_loss,
+            beside=self._other_batches(joint, [examples[i] for i in given], examples), ends_in_loss=ends_in_loss,
             trained=self.followed.trained,
         )  # fmt: skip
         # Plan it beside the others.
@@ -333,15 +333,15 @@ class Session(PlannedPeaks):
             engine.store.reserve(needed)
         return number
 
-    def _batches_beside(self, joint: JointGraph, given: Sequence[Any], examples: Sequence[Any]) -> list[int]:
+    def _other_batches(self, joint: JointGraph, given: Sequence[Any], examples: Sequence[Any]) -> list[int]:
         """Bytes of each batch on the device outside the graph, if the loss is; `given` are its inputs."""
         outputs = outputs_of(joint)
         if not joint.tangents or not outputs or self.options.reserve is not None:
             return []
-        bystanders = self._plans.calls.bystanders
+        other_batches = self._plans.calls.other_batches
         if not len(self.pending):
-            bystanders.look([e for e in given if isinstance(e, Tensor)], outputs)
-        return bystanders.sizes(besides=[e for e in examples if isinstance(e, Tensor)])
+            other_batches.look([e for e in given if isinstance(e, Tensor)], outputs)
+        return other_batches.sizes(besides=[e for e in examples if isinstance(e, Tensor)])
 
     def part(self, examples: Sequence[Any]) -> Part:
         """The part of the job that a graph on these `examples` is."""

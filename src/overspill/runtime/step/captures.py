@@ -1,6 +1,6 @@
 """Capture a training step on fake tensors for one kind of inputs.
 
-Its graph is of aten ops or of Inductor's programs.
+The graph consists of aten ops or of Inductor's programs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from overspill.capture.compiled.compiling import answering_is_compiling
 from overspill.capture.compiled.gathers import GatheredGroup
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes
-from overspill.capture.compiled.known_values import ChangesStranger, Held, KnownValues
+from overspill.capture.compiled.known_values import ChangesExternalTensor, Held, KnownValues
 from overspill.capture.compiled.whole_step import (
     CapturedStep,
-    Elsewhere,
     GradientOps,
+    OutsideGraph,
     ParameterUpdate,
     StateInfo,
     TracedStep,
@@ -48,7 +48,7 @@ from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
 from .state import StepState
-from .swapped import Strangers, Swapped
+from .swapped import ExternalTensors, Swapped
 from .updates import NormClipping
 from .watching import watched
 
@@ -59,20 +59,18 @@ MOST_TRIES = 4
 
 
 class FoundStep(NamedTuple):
-    """A captured step.
-
-    With Inductor's kernels, by each partition, the usual one first. `takes` says what the first inputs are; the rest
-    follows from its updates.
-    """
+    """A captured step."""
 
     steps: Partitioned[CapturedStep]
+    """One capture for each partition with Inductor's kernels, the usual partition first; otherwise the variants."""
     takes: tuple[str | int, ...]
+    """Sources of the first inputs: names of parameters, then positions of buffers and inputs. Updates give the rest."""
     results: Results
     python: PythonState
     known: KnownValues
 
 
-Capturing = tuple[CapturedStep, Callable[[Elsewhere], CapturedStep]]
+Capturing = tuple[CapturedStep, Callable[[OutsideGraph], CapturedStep]]
 """A captured step, and a function that captures it with other bytes outside the graph."""
 
 
@@ -98,17 +96,17 @@ class StepCaptures:
     def capture(
         self,
         inputs: tuple[Any, ...],
-        elsewhere: Elsewhere,
+        outside_graph: OutsideGraph,
         *,
         last: bool,
         partition: float | None = None,
         tries: int = 1,
     ) -> FoundStep:
-        """The captured step on a micro-batch of `inputs`.
+        """Return the captured step on `inputs`, one micro-batch.
 
-        The `last` micro-batch's has the update. `elsewhere` are bytes outside the graph. `partition` is as that of the
-        Options; `tries` counts the captures for tensors of other models that the step was found to change, which the
-        state has taken in. Raises UnsupportedError.
+        The `last` micro-batch includes the update. `elsewhere` are bytes outside the graph. `partition` is that of
+        Options. A step may change tensors of other models: the state then takes these in and the capture is repeated.
+        `tries` counts the captures. Raises UnsupportedError.
         """
         leaves, spec = tree_flatten(inputs)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -117,7 +115,8 @@ class StepCaptures:
         results, swapped = Results(), Swapped(self.state)
         if by_inductor and (hooked := next(iter(self.state.module.gradient_hooks), "")):
             raise UnsupportedError(
-                f"{readable(hooked)} has a gradient hook, which torch.compile calls beside its kernels, and a planned step with "
+                f"{readable(hooked)} has a gradient hook, which torch.compile calls beside its kernels, and a planned "
+                "step with "
                 'backend="inductor" does not call; use backend="eager"'
             )
 
@@ -133,7 +132,8 @@ class StepCaptures:
             loss, others, results = split_results(returned)
             if others and share > 1:
                 raise UnsupportedError(
-                    f"the loss function returns {len(others)} tensors besides its loss, of each of {share} micro-batches; "
+                    f"the loss function returns {len(others)} tensors besides its loss, of each of {share} "
+                    "micro-batches; "
                     "let it return the loss alone, or leave accumulate=1"
                 )
             return (loss if share == 1 or by_inductor else loss / share), *others
@@ -145,8 +145,8 @@ class StepCaptures:
         def capture() -> tuple[Iterator[Capturing], PythonState]:
             if by_inductor:
                 chosen = self.options.partition if partition is None else partition
-                return self._capture_programs(function, infos, values, ops, elsewhere, chosen)
-            return self._capture_ops(function, infos, values, ops, elsewhere)
+                return self._capture_programs(function, infos, values, ops, outside_graph, chosen)
+            return self._capture_ops(function, infos, values, ops, outside_graph)
 
         # Finalizers and callbacks of a garbage collection would see the model's fake parameters, or make some.
         try:
@@ -157,15 +157,15 @@ class StepCaptures:
                     swapped.follows_references = True
                     made, python = capture()
         # It changes tensors of other models: take these in and capture again.
-        except Strangers as found:
+        except ExternalTensors as found:
             if not found.tensors or tries == MOST_TRIES:  # it is unknown which they are
-                raise ChangesStranger from found
+                raise ChangesExternalTensor from found
             with self.state.taking_in(found.tensors):
-                return self.capture(inputs, elsewhere, last=last, partition=partition, tries=tries + 1)
-        return FoundStep(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
+                return self.capture(inputs, outside_graph, last=last, partition=partition, tries=tries + 1)
+        return FoundStep(Partitioned(_with_others(made, outside_graph, swapped)), tuple(takes), results, python, known)
 
     def state_of(self, captured: CapturedStep) -> list[str]:
-        """Names of the optimizer state and gradient sums among a step's inputs."""
+        """Return the names of the optimizer state and gradient sums among the inputs of a step."""
         names = [*self.state.parameters]
         found = [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
         return found + (self._sum_residents(captured) if self.gradients.accumulate > 1 else [])
@@ -176,11 +176,11 @@ class StepCaptures:
         infos: Sequence[InputInfo],
         values: Sequence[FakeTensor],
         ops: GradientOps,
-        elsewhere: Elsewhere,
+        outside_graph: OutsideGraph,
     ) -> tuple[Iterator[Capturing], PythonState]:
-        """Capture `function` as aten ops, then in pieces of rows; with the Python state it read.
+        """Capture `function` as aten ops, then in pieces of rows; return also the Python state that it read.
 
-        Several processes, which have to agree, do not use pieces.
+        Several processes do not use pieces, because they must agree.
         """
 
         def traced(step: Step) -> TracedStep:
@@ -190,7 +190,7 @@ class StepCaptures:
         found, python = watched(lambda begin: traced(after(begin, function)), lambda found: found.joint.module.code)
         several = self.options.in_pieces and self.processes.size == 1
         ways = found.ways() if several else (found.captured,)
-        return ((way(elsewhere), way) for way in ways), python
+        return ((way(outside_graph), way) for way in ways), python
 
     def _capture_programs(
         self,
@@ -198,12 +198,12 @@ class StepCaptures:
         infos: Sequence[InputInfo],
         values: Sequence[FakeTensor],
         ops: GradientOps,
-        elsewhere: Elsewhere,
+        outside_graph: OutsideGraph,
         partition: float | None,
     ) -> tuple[Iterator[Capturing], PythonState]:
-        """Capture `function` as Inductor's programs, by each partition.
+        """Capture `function` as Inductor's programs, by each partition; return also the Python state that it read.
 
-        Several processes, which have to agree, use one partition. Also returns the Python state it read.
+        Several processes use one partition, because they must agree.
         """
         if partition is None and self.processes.size > 1:
             partition = float(functorch_config.activation_memory_budget)
@@ -211,21 +211,21 @@ class StepCaptures:
         backward = Backward([i.name for i in infos], inlined=True, several=self.gradients.accumulate > 1)
         made, python, checks = step_programs(function, self.state.module, values, lasting, partition, backward)
 
-        def captured(found: PartitionPrograms, elsewhere: Elsewhere) -> CapturedStep:
+        def captured(found: PartitionPrograms, outside_graph: OutsideGraph) -> CapturedStep:
             share = self.gradients.accumulate
             step = capture_step_of_programs(
-                found.programs, found.joint, infos, ops, share, checks=checks, elsewhere=elsewhere
+                found.programs, found.joint, infos, ops, share, checks=checks, outside_graph=outside_graph
             )
             return replace(step, partition=found.partition)
 
-        return ((captured(found, elsewhere), partial(captured, found)) for found in made), python
+        return ((captured(found, outside_graph), partial(captured, found)) for found in made), python
 
     def _described(
         self, inputs: Sequence[Tensor]
     ) -> tuple[list[InputInfo], list[FakeTensor], list[str | int], KnownValues]:
-        """Kind, fake value and source of each input, and known values.
+        """Return the kind, fake value and source of each input, and the known values.
 
-        Parameters, buffers and inputs, in this order.
+        The order is parameters, buffers, inputs.
         """
         infos, takes = [], []
         values: list[Any] = []
@@ -280,7 +280,7 @@ class StepCaptures:
         )
 
     def _groups(self, values: Sequence[FakeTensor]) -> tuple[GatheredGroup, ...]:
-        """The groups of parameters that `fully_shard` has made."""
+        """Return the groups of parameters that `fully_shard` has made."""
         if self.state.sharding is None:
             return ()
         names = [*self.state.parameters]
@@ -300,7 +300,7 @@ class StepCaptures:
         )  # fmt: skip
 
     def _sum_residents(self, captured: CapturedStep) -> list[str]:
-        """Names of the residents of accumulated gradients."""
+        """Return the names of the residents for accumulated gradients; create those that are missing."""
         nodes = captured.joint.primals
         names = list(self.state.parameters)
         found = []
@@ -315,10 +315,10 @@ class StepCaptures:
         return found
 
 
-def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere, swapped: Swapped) -> Iterator[CapturedStep]:
-    """The captured steps, made on demand, with room for earlier outputs.
+def _with_others(made: Iterator[Capturing], outside_graph: OutsideGraph, swapped: Swapped) -> Iterator[CapturedStep]:
+    """Yield the captured steps on demand, with memory for the outputs of the previous step.
 
-    The caller may still hold the tensors that the step before has returned.
+    The caller may still hold the tensors that the previous step returned.
     """
     while True:
         with CAPTURES.lock, without_collection(), closing(swapped):
@@ -327,5 +327,5 @@ def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere, swapped: Swapp
             captured, again = found
             if captured.others:  # the caller may still hold them
                 kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
-                captured = again((*elsewhere, (TensorKind.TEMPORARY, kept)))
+                captured = again((*outside_graph, (TensorKind.TEMPORARY, kept)))
         yield captured

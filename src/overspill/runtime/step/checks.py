@@ -1,6 +1,6 @@
-"""What `train_step` refuses: models, optimizers, hooks and inputs.
+"""Models, optimizers, hooks and inputs that `train_step` does not support.
 
-Each error is one line that says what was wrong and what would work.
+Each error is one line that says what is wrong and what would work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INSTEAD = (
 def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: Collection[str] = ()) -> None:
     """Raise RequestError or UnsupportedError for a model that cannot be planned.
 
-    Its parameters must be movable and updatable one by one; those `sharded` are so in parts.
+    Its parameters must be movable and updatable one by one. Those in `sharded` may be so in parts.
     """
     # The modules: not in another step, no sparse gradients.
     for path, module in step.named_modules():
@@ -67,7 +67,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded
 
 
 def _check_values(step: nn.Module) -> None:
-    """Raise RequestError for parameters on meta, without values, and UnsupportedError for sparse buffers."""
+    """Raise RequestError for parameters on meta, without values; UnsupportedError for sparse buffers."""
     if found := next((name for name, buffer in step.named_buffers() if is_sparse(buffer)), ""):
         raise sparse(f"{readable(found)} is a sparse tensor")
     for path, module in step.named_modules():
@@ -77,7 +77,8 @@ def _check_values(step: nn.Module) -> None:
         ):
             why = ", and accelerate's hooks bring them (cpu_offload, device_map)" if hooked else ""
             raise RequestError(
-                f"the parameters of {readable(path)} are on meta, without values{why}; load the model on one device, without "
+                f"the parameters of {readable(path)} are on meta, without values{why}; load the model on one device, "
+                "without "
                 "offload: a planned step keeps in the store what does not fit"
             )
 
@@ -89,12 +90,14 @@ def check_hooks(parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Opt
     for name, parameter in parameters.items():
         if accumulate_hooks_of(parameter):
             raise UnsupportedError(
-                f"{readable(name)} has a hook behind its gradient's accumulation (register_post_accumulate_grad_hook), and a planned step keeps "
+                f"{readable(name)} has a hook behind its gradient's accumulation "
+                "(register_post_accumulate_grad_hook), and a planned step keeps "
                 "no .grad; use register_hook, or clip_norm, clip_value or weight_decay for what it does"
             )
         if hooks_of(parameter) and parameter.requires_grad and id(parameter) not in trained:
             raise UnsupportedError(
-                f"{readable(name)} has a gradient hook, and a planned step makes gradients only of what the optimizer has; give it to the "
+                f"{readable(name)} has a gradient hook, and a planned step makes gradients only of what the optimizer "
+                "has; give it to the "
                 "optimizer, or freeze it with requires_grad_(False)"
             )
 
@@ -102,20 +105,21 @@ def check_hooks(parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Opt
 def check_trained(
     parameters: Mapping[str, nn.Parameter], names: Mapping[int, str], owned: Collection[int], *, allow_untrained: bool
 ) -> None:
-    """Raise RequestError for parameters of the optimizers that are not the model's, or that no optimizer trains.
+    """Raise RequestError for optimizer parameters outside the model, or model parameters without an optimizer.
 
-    `names` and `owned` are by the identity of a parameter.
+    Untrained parameters pass with `allow_untrained`. `names` and `owned` are keyed by the id of a parameter.
     """
-    if strangers := sum(1 for key in owned if key not in names):
+    if external_tensors := sum(1 for key in owned if key not in names):
         raise RequestError(
-            f"the optimizer has {strangers} parameters that are not the model's or the loss's; "
+            f"the optimizer has {external_tensors} parameters that are not the model's or the loss's; "
             "make it from model.parameters() of this model"
         )
     untrained = [n for n, p in parameters.items() if p.requires_grad and id(p) not in owned]
     if untrained and not allow_untrained:
         more = f" and {len(untrained) - 1} more parameters require" if len(untrained) > 1 else " requires"
         raise RequestError(
-            f"{readable(untrained[0])}{more} a gradient and no optimizer of this step trains it; give all optimizers as a list "
+            f"{readable(untrained[0])}{more} a gradient and no optimizer of this step trains it; give all optimizers "
+            "as a list "
             "(optimizer=[muon, adamw]), freeze it with requires_grad_(False), or say allow_untrained=True"
         )
 
@@ -151,10 +155,11 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_sharded(optimizer: Optimizer, elementwise: bool) -> None:
-    """Raise UnsupportedError for an optimizer whose update of a shard is not a part of the whole one's."""
+    """Raise UnsupportedError if the update of a shard is not a part of the update of the whole parameter."""
     if not elementwise:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} is not known to treat each element by itself, and each rank would update by its own rows "
+            f"{type(optimizer).__name__} is not known to treat each element by itself, and each rank would update by "
+            "its own rows "
             "alone; use one that does, such as AdamW or SGD"
         )
 
@@ -162,8 +167,8 @@ def check_sharded(optimizer: Optimizer, elementwise: bool) -> None:
 def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
     """Raise UnsupportedError for optimizer settings that a plan cannot honour.
 
-    They may change at any time. Raises RequestError if more than `own_hooks` of its step pre-hooks are those of train
-    steps.
+    They may change at any time. Raises RequestError if more than `own_hooks` of the optimizer's step pre-hooks belong
+    to train steps.
     """
     name = type(optimizer).__name__
     for key in ("capturable", "differentiable"):
@@ -180,9 +185,9 @@ def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
 
 
 def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Hooks called after each step of `optimizer`, its own first.
+    """Return the hooks called after each step of `optimizer`, its own before the global ones.
 
-    Ours, which need nothing of it, are left out.
+    Global hooks of Overspill are left out: they need none of its state.
     """
     of_all = (hook for hook in global_step_post_hooks.values() if not _is_ours(hook))
     return [*step_hooks(optimizer)[1].values(), *of_all]
@@ -193,7 +198,11 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
-    """Raise RequestError for inputs on another device or with gradients. UnsupportedError for nested and sparse ones and iterators."""
+    """Raise RequestError or UnsupportedError for inputs that a planned step cannot take.
+
+    RequestError: tensors on another device, or that require gradients. UnsupportedError: nested and sparse tensors,
+    iterators and random generators.
+    """
     for number, leaf in enumerate(leaves):
         if advances(leaf):
             raise UnsupportedError(
@@ -217,19 +226,19 @@ def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
 
 
 def check_same_places(known: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
-    """Raise RequestError where a parameter is no longer at its place."""
-    anew = "close() this step, then make optimizer and train_step anew for the model as it is"
+    """Raise RequestError if a parameter is no longer at its place in the model."""
+    again = "close() this step, then make optimizer and train_step anew for the model as it is"
     if gone := [name for name in known if name not in now]:
-        raise RequestError(f"the model has no parameter {readable(gone[0])} any more; {anew}")
+        raise RequestError(f"the model has no parameter {readable(gone[0])} any more; {again}")
     for name, parameter in now.items():
         if known.get(name) is not parameter:
             at = next((readable(n) for n, p in known.items() if p is parameter), None)
             was = "a new one" if at is None else f"that of {at}"
-            raise RequestError(f"{readable(name)} is not the parameter that the step was made for, but {was}; {anew}")
+            raise RequestError(f"{readable(name)} is not the parameter that the step was made for, but {was}; {again}")
 
 
 def check_unchanged(name: str, parameter: Tensor, known: Spec) -> None:
-    """Raise RequestError where a parameter's shape, dtype or device has changed."""
+    """Raise RequestError if the shape, dtype or device of a parameter has changed."""
     now = Spec.of(parameter)
     if (now.dtype, now.device, now.size) != (known.dtype, known.device, known.size):
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Learn what an optimizer's updates take, and where values of several parameters meet, on fake tensors of the real sizes."""
+"""Learn the memory of an optimizer's updates, and whether they mix parameters, on fake tensors of the real sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from .residency import Spec
 from .trials import quietly
 
 LEAST_MOVED_BYTES = 1024
-"""Bytes of a tensor of the state from which on it is moved; smaller ones stay, unless they are of the parameter's shape."""
+"""Bytes of a tensor of the state from which on it is moved; smaller ones stay, unless they are of the parameter's
+shape."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _BY_ROW = frozenset(
     getattr(torch.ops.aten, name).default for name in ("detach", "_to_copy", "clone", "bmm", "baddbmm")
@@ -41,41 +42,43 @@ Leaves = dict[str, tuple[torch.dtype, Spec | None]]
 
 @dataclass(frozen=True)
 class Needs:
-    """What updates of one parameter take, in bytes.
-
-    `leaves` are the tensors of its state that move. `rest_bytes` are those of other tensors of its state, which stay on
-    the device. `first_bytes` and `later_bytes` are temporaries: of the first update, which makes the state, and the most
-    of a later one.
-    """
+    """Memory that updates of one parameter take, in bytes."""
 
     leaves: Leaves
+    """Tensors of its state that move."""
     rest_bytes: int
+    """Bytes of other tensors of its state, which stay on the device."""
     first_bytes: int
+    """Temporaries of the first update, which makes the state."""
     later_bytes: int
+    """Most temporaries of a later update."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What one call for several parameters takes: each one's needs, and bytes that it keeps outside of their state.
-
-    `first_bytes` and `later_bytes` are the temporaries of the call; `draws`: it asks for random numbers;
-    `coupled`: it brings values of several parameters together.
-    """
+    """Memory that one call for several parameters takes."""
 
     each: list[Needs]
+    """Needs of each parameter."""
     first_bytes: int
+    """Temporaries of the first call."""
     later_bytes: int
+    """Most temporaries of a later call."""
     outside_bytes: int
+    """Bytes that the optimizer keeps outside of the parameters' state."""
     draws: bool = False
+    """Whether the call uses random numbers."""
     coupled: bool = False
+    """Whether the call combines values of several parameters."""
 
 
 def learned(
     optimizer: Optimizer, parameters: Sequence[tuple[int, Tensor]], steps: int, gradient: Callable[[Tensor], Tensor]
 ) -> Learned | None:
-    """What `steps` of `optimizer` take for `parameters`, each with its group's number, on fake tensors of their sizes.
+    """Return the memory that `steps` of `optimizer` take for `parameters`, learned on fake tensors of their sizes.
 
-    None where it does not step on such. `gradient` makes of a gradient what the update gets.
+    Each parameter comes with the number of its group. `gradient` turns a gradient into the one that the update gets.
+    Returns None if the optimizer cannot step on fake tensors.
     """
     fakes: list[Tensor] = []
     try:
@@ -133,8 +136,8 @@ def _learned(
                 leaves[number] |= {path: (t.dtype, Spec.of(t)) for path, t in moving.items()}
                 rest = {storage_key(t): t.untyped_storage().nbytes() for p, t in found.items() if p not in moving}
                 # What is made anew at each step is there twice until the step ends.
-                anew = sum(nbytes for key, nbytes in rest.items() if places[number] and key not in places[number])
-                rests[number] = max(rests[number], sum(rest.values()) + anew)
+                again = sum(nbytes for key, nbytes in rest.items() if places[number] and key not in places[number])
+                rests[number] = max(rests[number], sum(rest.values()) + again)
                 # What now lies where another tensor of the state was is copied to go where it is planned.
                 peak += sum(t.nbytes for path, t in moving.items() if places[number].get(storage_key(t), path) != path)
             peaks.append(peak)
@@ -144,7 +147,7 @@ def _learned(
 
 
 def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, int]:
-    """The storages of parameters, gradients and state, with a bit for each parameter."""
+    """Return the storages of parameters, gradients and state, with a bit for each parameter."""
     found: dict[int, int] = {}
     for number, fake in enumerate(fakes):
         for tensor in (fake, fake.grad, *tensors_in(optimizer.state.get(fake, {})).values()):
@@ -153,7 +156,7 @@ def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, in
 
 
 def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]) -> None:
-    """Raise UnsupportedError where parameters have state in common, or a weight is part of its own state."""
+    """Raise UnsupportedError if parameters share state, or a weight is part of its own state."""
     name, owners = type(optimizer).__name__, {storage_key(fake): -1 for fake in fakes}
     for number, fake in enumerate(fakes):
         for path, tensor in tensors_in(optimizer.state.get(fake, {})).items():
@@ -162,15 +165,17 @@ def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]
             if large and key not in shared and owners.setdefault(key, number) != number:
                 what = "a weight itself" if owners[key] < 0 else "one tensor for several parameters"
                 raise UnsupportedError(
-                    f"{name} keeps {what} in its state ({path!r}), which a planned step would take apart; keep a copy, or use "
+                    f"{name} keeps {what} in its state ({path!r}), which a planned step would take apart; keep a "
+                    "copy, or use "
                     "overspill.compile, which leaves the optimizer as it is"
                 )
 
 
 def moves(tensor: Tensor, parameter: Tensor, shared: set[int]) -> bool:
-    """Whether a tensor of the state may be moved.
+    """Return whether a tensor of the state may be moved.
 
-    It is on the parameter's device, dense, alone in its storage, and large, or of the parameter's shape.
+    It must be on the device of the parameter, dense, alone in its storage, and large or of the same shape as the
+    parameter.
     """
     storage = tensor.untyped_storage()
     if tensor.device != parameter.device or tensor.nbytes != storage.nbytes() or key_of(storage) in shared:
@@ -186,7 +191,7 @@ def _by_storage(state: Any) -> dict[int, str]:
 
 
 class Watching(LiveBytes):
-    """Counts bytes, and notes whether random numbers are drawn."""
+    """Counts bytes, and notes whether random numbers are used."""
 
     draws = False
 
@@ -196,9 +201,10 @@ class Watching(LiveBytes):
 
 
 class _OnFakes(Watching):
-    """Counts fake tensors' bytes, and follows which parameters values come from; a number that is asked of one is 1.
+    """Counts the bytes of fake tensors, and tracks the parameters that values come from.
 
-    `coupled`: an op had values of several parameters, other than one for each of them (`_foreach_`).
+    A number read from a fake tensor is 1. `coupled` is set by an op on values of several parameters, except one for
+    each (`_foreach_`).
     """
 
     def __init__(self, device: torch.device, owners: dict[int, int]) -> None:
@@ -207,7 +213,7 @@ class _OnFakes(Watching):
         self.coupled = False
 
     def _owner(self, tensor: Tensor) -> int | tuple[int, ...]:
-        """The parameters that a tensor comes from; of one stacked of single ones', those of each row."""
+        """Return the parameters that a tensor comes from; if it stacks single ones, the parameter of each row."""
         owners = self._owners.get(storage_key(tensor), 0)
         if isinstance(owners, int) or tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize:
             return owners

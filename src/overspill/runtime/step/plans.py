@@ -1,6 +1,6 @@
 """The plans of a train step, one for each kind of inputs.
 
-A step is captured, planned and lowered when inputs of a kind are first seen.
+A step is captured, planned and lowered when inputs of a new kind come.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
 from overspill.capture.compiled.kernels import kernel_settings
-from overspill.capture.compiled.whole_step import CapturedStep, Elsewhere
+from overspill.capture.compiled.whole_step import CapturedStep, OutsideGraph
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.costs import MeasuredTimes
@@ -58,36 +58,43 @@ LOSS_BYTES = 8
 
 @dataclass(frozen=True)
 class Compiled:
-    """One planned and lowered graph of the step.
+    """One planned and lowered graph of the step, for one kind of inputs, with or without the update.
 
-    It is for one kind of inputs, with or without the update. `takes` says what each input of `program` is: a resident's
-    name, or a position among what is given at each step (buffers, tensors of the caller). Its results are the loss, the
-    other tensors of `results`, and the residents `moving`. `stored` are those in the store when it begins;
-    `kept_in_store` are also there, unknown to the graph, and so are those `idle` that have been made. Those `copied` are on the device and in the store; their
-    handles are the last inputs; those `between` lie at these offsets of the arena between steps. It is valid while
-    `python` has not changed and `guards` hold for inputs and buffers. Of what is given it changes those `changed` that are inputs. It reads the tensors `outside` where they are:
-    another step's model may have them in its store.
+    It is valid while `python` has not changed and `guards` hold for inputs and buffers.
     """
 
     plan: Plan
     program: LoweredProgram
+    """Returns the loss, the other tensors of `results`, and the residents `moving`."""
     takes: tuple[str | int, ...]
+    """Each input of `program`: a resident's name, or a position among the buffers and the caller's tensors."""
     moving: tuple[str, ...]
+    """Residents that the program takes and returns."""
     stored: frozenset[str]
+    """Residents in the store when the program begins."""
     kept_in_store: frozenset[str]
+    """Residents that are also in the store, unknown to the graph."""
     idle: tuple[str, ...]
+    """Residents that this step does not use; those that have been made are also in the store."""
     copied: tuple[str, ...]
+    """Residents on the device and in the store. Their handles are the last inputs."""
     changed: tuple[int, ...]
+    """Positions of inputs that the program changes, buffers counted first."""
     between: dict[str, int]
+    """Offsets in the arena, in bytes, of residents that stay there between steps."""
     results: Results
     python: PythonState
+    """The model's Python values that the graph depends on."""
     guards: Guards
+    """Values of inputs and buffers that the graph depends on."""
     outside: tuple[Tensor, ...]
+    """Tensors read where they are. Another step's model may have them in its store."""
     partition: float | None
+    """The `activation_memory_budget` of the partition; None with eager kernels."""
 
 
 class StepPlans:
-    """The plans of one step, of what `captures` has of it."""
+    """The plans of one step, made from its `captures`."""
 
     def __init__(self, captures: StepCaptures) -> None:
         self.state = captures.state
@@ -126,20 +133,20 @@ class StepPlans:
         return MeasuredTimes(found[0].device, seconds) if found else None
 
     def captures(self, inputs: tuple[Any, ...]) -> Partitioned[CapturedStep]:
-        """The captures of a step on `inputs`; of several micro-batches, the last."""
+        """Return the captures of a step on `inputs`; with several micro-batches, those of the last."""
         *_, part = batches.split(inputs, self.gradients.accumulate)
-        return self._capture(part, self._elsewhere(part, inputs), last=True).steps
+        return self._capture(part, self._outside_graph(part, inputs), last=True).steps
 
     def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
-        """The smallest feasible budget in bytes for a step on `inputs`."""
+        """Return the smallest feasible budget in bytes for a step on `inputs`."""
         *_, part = batches.split(inputs, self.gradients.accumulate)
-        found = self._capture(part, self._elsewhere(part, inputs), last=True)
+        found = self._capture(part, self._outside_graph(part, inputs), last=True)
         return smallest_budget(self._planner(found.steps))
 
     def compile(self, inputs: tuple[Any, ...], whole: tuple[Any, ...], *, last: bool) -> Compiled:
-        """The plan of `inputs`, a micro-batch of the call's inputs `whole`.
+        """Return the plan of `inputs`, a micro-batch of the inputs `whole` of the call.
 
-        The `last` micro-batch's has the update.
+        The `last` micro-batch includes the update.
         """
         # Drop plans made for other tensors, or for other models on the device.
         if self.state.stale:
@@ -153,7 +160,7 @@ class StepPlans:
         with self.processes.announcing():
             found = self._known(key, [*self.state.buffers.values(), *batches.tensors(inputs)])
         if not self.processes.agree(key, known=found is not None) or found is None:
-            outside = self._elsewhere(inputs, whole)
+            outside = self._outside_graph(inputs, whole)
             if last:
                 found = self._planned(inputs, outside)
             else:
@@ -164,20 +171,21 @@ class StepPlans:
         return found
 
     def _check_apart(self, changed: tuple[int, ...], inputs: tuple[Any, ...]) -> None:
-        """Raise UnsupportedError where an input that the step changes lies in the memory of another, or of a buffer.
+        """Raise UnsupportedError if an input that the step changes shares memory with another input or a buffer.
 
-        A captured step has each input for itself, and would read what was there before.
+        A captured step treats each input as separate memory, and would read the old values.
         """
         if changed:
             own = len(self.state.buffers)
             given = [storage_key(t) for t in (*self.state.buffers.values(), *batches.tensors(inputs))]
             if shared := [i - own for i in changed if given.count(given[i]) > 1]:
                 raise UnsupportedError(
-                    f"the step changes its tensor {shared[0]} in place, which shares memory with another or with a buffer; give it a clone()"
+                    f"the step changes its tensor {shared[0]} in place, which shares memory with another or with a "
+                    "buffer; give it a clone()"
                 )
 
     def _key(self, inputs: tuple[Any, ...], *, last: bool) -> Any:
-        """The key of a plan, apart from the model's Python and values."""
+        """Return the key of a plan: all that it depends on except the model's Python and tensor values."""
         leaves, spec = tree_flatten(inputs)
         return (
             spec, last, tuple(map(batches.kind, leaves)), batches.repeats(leaves),
@@ -187,16 +195,16 @@ class StepPlans:
         )  # fmt: skip
 
     def share_buffers(self, inputs: tuple[Any, ...]) -> None:
-        """Broadcast rank 0's buffers before the model reads their values. Raises RequestError."""
+        """Broadcast the buffers of rank 0 before the model reads their values. Raises RequestError."""
         if self.processes.size > 1:
             self.processes.agree(self._key(inputs, last=False), known=True)
             self.processes.share_buffers(self.state.buffers.values())
 
     def _known(self, key: Any, given: Sequence[Tensor]) -> Compiled | None:
-        """An earlier plan for these inputs that is still valid, or None.
+        """Return an earlier plan for these inputs that is still valid, or None.
 
-        The model's Python must be unchanged, and the values in `given` must satisfy its guards. Raises UnsupportedError
-        where too many plans differ only in such values.
+        The model's Python must be unchanged, and the values in `given` must satisfy the guards of the plan. Raises
+        UnsupportedError if too many plans differ only in such values.
         """
         known = self._compiled.get(key, [])
         places = []
@@ -211,12 +219,14 @@ class StepPlans:
         if len(places) < MOST_ANSWERS:
             return None
         raise UnsupportedError(
-            f"the step asks for values{places[0]}, and has had {len(places)} different answers, each with a plan of its own, which "
-            "takes as long to make as the first; let it ask for fewer, as torch.where and the like do, or draw none (layerdrop=0), or use overspill.compile"
+            f"the step asks for values{places[0]}, and has had {len(places)} different answers, each with a plan of "
+            "its own, which "
+            "takes as long to make as the first; let it ask for fewer, as torch.where and the like do, or draw none "
+            "(layerdrop=0), or use overspill.compile"
         )
 
     def _keep(self, key: Any, found: Compiled) -> None:
-        """Add a plan for the model as it is now; old ones stay."""
+        """Add a plan for the model as it is now; earlier plans stay."""
         known = self._compiled.setdefault(key, [])
         if not self._told and len(known) >= TELLING and (changed := known[-1].python.changed()):
             self._told = True
@@ -231,10 +241,10 @@ class StepPlans:
         if len(self._compiled) > MOST_KINDS:
             del self._compiled[next(iter(self._compiled))]
 
-    def _elsewhere(self, inputs: tuple[Any, ...], whole: tuple[Any, ...]) -> Elsewhere:
-        """Bytes on the device all the while outside the graph, by kind.
+    def _outside_graph(self, inputs: tuple[Any, ...], whole: tuple[Any, ...]) -> OutsideGraph:
+        """Return the bytes outside the graph that are on the device throughout, by kind.
 
-        The rest of a call's inputs, its loss so far, the rest of the optimizer state, other models.
+        These are the other inputs of the call, its loss so far, optimizer state that does not move, and other models.
         """
         rest = batches.bytes_outside(whole, inputs)
         losses = 2 * LOSS_BYTES if self.gradients.accumulate > 1 else 0
@@ -243,11 +253,11 @@ class StepPlans:
             TensorKind.PARAMETER, self.beside()
         )  # fmt: skip
 
-    def _planned_before(self, last: Compiled, inputs: tuple[Any, ...], outside: Elsewhere) -> Compiled:
-        """The plan of a micro-batch before the last one.
+    def _planned_before(self, last: Compiled, inputs: tuple[Any, ...], outside: OutsideGraph) -> Compiled:
+        """Return the plan of a micro-batch before the last one.
 
-        The last one's plan has some optimizer state on the device and some in the store. What it has on the device
-        stays there if there is room, and else goes to the store too.
+        The plan of the last one has some optimizer state on the device and some in the store. State on the device stays
+        there if it fits, and otherwise goes to the store too.
         """
         state = {
             f"{name}.{path}": owned.spec(path, self.state.planned(name)).nbytes
@@ -277,7 +287,7 @@ class StepPlans:
     def _planned(
         self,
         inputs: tuple[Any, ...],
-        elsewhere: Elsewhere,
+        outside_graph: OutsideGraph,
         kept_in_store: frozenset[str] | None = None,
         budget: int | None = None,
         partition: float | None = None,
@@ -285,14 +295,14 @@ class StepPlans:
         """Capture, plan and lower one micro-batch.
 
         It is the last one, with the update, unless `kept_in_store` names the state that stays in the store meanwhile.
-        `partition` is as that of the Options.
+        `partition` is that of Options.
         """
         # Capture, and work out the budget.
         may_grow = budget is None and self.options.limit.smallest
         with self.processes.together():
-            found = self._capture(inputs, elsewhere, last=kept_in_store is None, partition=partition)
+            found = self._capture(inputs, outside_graph, last=kept_in_store is None, partition=partition)
             if self._must_agree(found):
-                return self._planned(inputs, elsewhere, kept_in_store, budget, partition)
+                return self._planned(inputs, outside_graph, kept_in_store, budget, partition)
             planned = self._planner(found.steps)
             if budget is None:
                 budget = self._budget(found.steps.graph, planned)
@@ -357,15 +367,19 @@ class StepPlans:
         )  # fmt: skip
 
     def _idle(self, names: Iterable[str | int], plan: Plan) -> tuple[str, ...]:
-        """State that other kinds of steps have made, and this one does not update, where it has no room beside `plan`."""
+        """Return the state that this kind of step does not update, if it does not fit next to `plan`.
+
+        Other kinds of steps have made this state. On a GPU it never counts as fitting.
+        """
         idle = {n for name, owned in self.state.owned.items() for n in owned.residents()}.difference(names)
         room = plan.budget_bytes - plan.peak_bytes if self.state.where.type == "cpu" else 0
         return tuple(idle) if sum(self.state.residency[name].spec.nbytes for name in idle) > room else ()
 
     def _must_agree(self, found: FoundStep) -> bool:
-        """Whether the step, so far of this process alone, has collectives, so that from now on its ranks agree.
+        """Return whether the step has collectives though it was planned for this process alone.
 
-        Raises UnsupportedError where their gradients would be clipped, of which each rank may have a part.
+        Its ranks then agree from now on. Raises UnsupportedError if their gradients would be clipped, because each rank
+        may have only a part of them.
         """
         if self.processes.size > 1:
             return False
@@ -373,37 +387,41 @@ class StepPlans:
         if others.size > 1:
             if self.gradients.clip_norm is not None:
                 raise UnsupportedError(
-                    "clip_norm= of a step with collectives of its own: each rank would clip by the norm of the gradients that it "
+                    "clip_norm= of a step with collectives of its own: each rank would clip by the norm of the "
+                    "gradients that it "
                     "has, which may be parts; shard the model by fully_shard, or use clip_value"
                 )
             self.join_processes(others)
         return others.size > 1
 
     def join_processes(self, processes: OneProcess) -> None:
-        """Plan with these from now on."""
+        """Plan together with `processes` from now on."""
         self.processes = self._captures.processes = processes
 
     def _capture(
-        self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool, partition: float | None = None
+        self, inputs: tuple[Any, ...], outside_graph: OutsideGraph, *, last: bool, partition: float | None = None
     ) -> FoundStep:
-        strangers = self.state.strangers
-        found = self._captures.capture(inputs, elsewhere, last=last, partition=partition)
-        if self.state.strangers is not strangers:
+        external_tensors = self.state.external_tensors
+        found = self._captures.capture(inputs, outside_graph, last=last, partition=partition)
+        if self.state.external_tensors is not external_tensors:
             self.clear()  # the plans of before take other inputs
         return found
 
     def _gathered(self, steps: Partitioned[CapturedStep], plan: Plan) -> Plan:
-        """`plan` with updates gathered into groups, unless each op is timed."""
+        """Return `plan` with updates gathered into groups, unless each op is timed."""
         if self.options.profile:
             return plan
         return gathered(steps.of(plan.graph), plan, self._account().measured)
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
-        """A function from bytes to the best plan of `steps`."""
+        """Return a function from bytes to the best plan of `steps`."""
         return steps.planner(self.options, self._account())
 
     def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
-        """The budget in bytes. A relative one is fixed by the first step, and holds for all kinds of inputs."""
+        """Return the budget in bytes.
+
+        A relative budget is fixed by the first step, and holds for all kinds of inputs.
+        """
         limit, account = self.options.limit, self._account()
         if not limit.is_relative:
             return account.fixed(limit)
@@ -417,7 +435,7 @@ class StepPlans:
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:
-    """PyTorch's global settings that decide which kernels and casts are captured."""
+    """Return PyTorch's global settings that decide which kernels and casts are captured."""
     return (
         torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), *kernel_settings(),

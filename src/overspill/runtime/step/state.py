@@ -1,6 +1,6 @@
 """Tensors that outlive a step: parameters, buffers and optimizer state.
 
-Where they are, and the guards on them.
+Their places, and the guards on them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ from .updates import OptimizerUpdates
 class StepState:
     """Tensors of model and optimizer that a step may leave in the store.
 
-    `strangers` are tensors of other models that a step changes in place, as their batch norms do in training. `owned`
-    are the parameters that the optimizer updates; `sums` names the residents in which gradients accumulate. `stale`:
-    plans no longer fit, since a tensor differs from what they were made for. `advice` gives a message for reads of
-    parameters during a step, else an empty string. Everything here is done within `gate`, one thread at a time.
+    - `strangers`: tensors of other models that a step changes in place, as their batch norms do in training.
+    - `owned`: state of each parameter that an optimizer updates, by name.
+    - `sums`: names of the residents in which gradients accumulate.
+    - `stale`: whether a tensor differs from what plans were made for, so that they no longer fit.
+    - `advice`: returns a message for reads of parameters during a step, or an empty string.
+
+    All methods are called within `gate`, one thread at a time.
     """
 
     def __init__(self, module: StepLoss, updates: Sequence[OptimizerUpdates], *, allow_untrained: bool = False) -> None:
-        """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
+        """Create the state. Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
         self.gate = Gate()
         self.module = module
         self.updates = tuple(updates)
@@ -67,7 +70,7 @@ class StepState:
                 check_sharded(of.optimizer, of.groups)
         # Parameters and buffers, as they are now.
         self.structure = Structure(module)
-        self.strangers: dict[str, Tensor] = {}
+        self.external_tensors: dict[str, Tensor] = {}
         self._buffer_specs = self._specs_of_buffers()
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.where = next(iter(self.parameters.values())).device
@@ -99,7 +102,7 @@ class StepState:
         self._guard_modules()
 
     def _guard_modules(self) -> None:
-        """Guard the parameters of each module that has some, or has buffers.
+        """Guard the parameters of each module that has parameters or buffers.
 
         A read of a buffer looks among the parameters first.
         """
@@ -111,7 +114,7 @@ class StepState:
         self.structure = Structure(self.module)
 
     def _look_again(self) -> None:
-        """The module tree has changed: check that all parameters are in place."""
+        """Check that all parameters are in place after a change of the module tree, and guard new modules."""
         now = Structure(self.module)
         check_same_places(self.structure.parameters, now.parameters)
         self._guard_modules()
@@ -138,18 +141,20 @@ class StepState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers by name, and the strangers."""
-        return {**self.structure.buffers, **self.strangers}
+        """The model's buffers by name, and the `strangers`."""
+        return {**self.structure.buffers, **self.external_tensors}
 
     @contextmanager
-    def taking_in(self, strangers: Iterable[Tensor]) -> Iterator[None]:
-        """Add `strangers` that steps change, unless the block raises."""
-        before = self.strangers
-        self.strangers = before | {f"tensor {i} of another model": t for i, t in enumerate(strangers, len(before))}
+    def taking_in(self, external_tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Add `strangers`, tensors that steps change; drop them again if the block raises."""
+        before = self.external_tensors
+        self.external_tensors = before | {
+            f"tensor {i} of another model": t for i, t in enumerate(external_tensors, len(before))
+        }
         try:
             yield
         except BaseException:
-            self.strangers = before
+            self.external_tensors = before
             raise
         finally:
             self._buffer_specs = self._specs_of_buffers()
@@ -160,7 +165,7 @@ class StepState:
     def adopt_parameters(self) -> None:
         """Notice parameters that `load_state_dict` or the user has changed, and those whose memory others hold.
 
-        These stay on the device. Raises RequestError and UnsupportedError.
+        The latter stay on the device. Raises RequestError and UnsupportedError.
         """
         if self.sharding is not None:
             self.sharding.take()
@@ -188,9 +193,9 @@ class StepState:
             check_order(overlapping, [group for optimizer in self.optimizers for group in optimizer.param_groups])
 
     def adopt_optimizers(self) -> None:
-        """Notice new parameter groups, settings and state. Called at the start, and before each step.
+        """Notice new parameter groups, settings and state, at the start and before each step.
 
-        Raises RequestError for a parameter that no optimizer has, or more than one.
+        Raises RequestError for a parameter with no optimizer, or more than one.
         """
         groups: dict[int, tuple[OptimizerUpdates, dict[str, Any]]] = {}
         for updates in self.updates:
@@ -228,12 +233,15 @@ class StepState:
             updates.outgrown = False
 
     def _is_known(self, state: dict[str, Any], name: str, owned: ParameterState) -> bool:
-        """Whether `state` is the guard of what we know, in which nobody has put other values."""
+        """Return whether `state` is our guard with unchanged values."""
         guard = self.state_guards.get(name)
         return state is guard and guard is not None and (guard.holds(owned.shown) or not owned.shown)
 
     def _disown(self, name: str, but: Container[str] = ()) -> None:
-        """A parameter has left the optimizer, or needs less: bring its state back for good, `but` those residents."""
+        """Forget the state of a parameter that has left the optimizer, and bring it back for good.
+
+        The residents `but` stay as they are.
+        """
         if (owned := self.owned.pop(name, None)) is None:
             return
         self.stale = True
@@ -290,20 +298,21 @@ class StepState:
                 residents[where] = Resident.blank(where, fresh.spec(path, self.spec(name, parameter)))
 
     def _check_own(self, name: str, updates: OptimizerUpdates, content: dict[str, Any]) -> None:
-        """Raise UnsupportedError where another parameter's state has a tensor of this one's."""
+        """Raise UnsupportedError if another parameter's state shares a tensor with this one's."""
         if not (mine := {id(t) for t in tensors_in(content).values()}):
             return
         mine -= {id(t) for t in updates.kept_outside()}
         for other, owned in self.owned.items():
             if other != name and any(id(tensor) in mine for tensor in tensors_in(owned.content).values()):
                 raise UnsupportedError(
-                    f"{readable(name)} and {readable(other)} have one tensor in their optimizer states, which a planned step would take "
+                    f"{readable(name)} and {readable(other)} have one tensor in their optimizer states, which a "
+                    "planned step would take "
                     "apart; give each its own"
                 )
 
     @contextmanager
     def model_is_there(self) -> Iterator[None]:
-        """Context within a step in which its thread may read the model, if none of its parameters is away."""
+        """Let the thread of a step read the model within the context, if none of its parameters is away."""
         residents = self.residency.residents
         if any(residents[name].away for name in self.parameters if name in residents):
             yield
@@ -319,11 +328,11 @@ class StepState:
                 guard.arm(bring)
 
     def spec(self, name: str, parameter: Tensor) -> Spec:
-        """The spec of `parameter` on the device."""
+        """Return the spec of `parameter` on the device."""
         return self.residency[name].spec if name in self.residency else Spec.of(local_of(parameter))
 
     def planned(self, name: str) -> Spec:
-        """The spec that plans count a parameter with: of a sharded one, that of the rank with most rows."""
+        """Return the spec that plans use for a parameter; if sharded, that of the rank with most rows."""
         parameter = self.parameters[name]
         spec = self.spec(name, parameter)
         if self.sharding is None or name not in self.sharding.parameters:
@@ -332,11 +341,11 @@ class StepState:
         return Spec(size, torch.empty(size, device="meta").stride(), spec.dtype, spec.device)
 
     def like(self, name: str) -> Tensor:
-        """A tensor without memory that has the planned size of a parameter."""
+        """Return a tensor without memory that has the planned size of a parameter."""
         return self.planned(name).placeholder()
 
     def whole(self, name: str) -> Spec:
-        """The spec of a parameter as forward reads it."""
+        """Return the spec of a parameter as forward reads it."""
         spec = self.spec(name, self.parameters[name])
         if self.sharding is None or name not in self.sharding.parameters:
             return spec
@@ -344,7 +353,10 @@ class StepState:
         return Spec(whole_size(of), whole_stride(of), of.param_dtype or of.orig_dtype, spec.device)
 
     def overlapping(self) -> dict[str, Tensor]:
-        """Weights and buffers that overlap one another, on fake memory that they share: updates of one wait for reads of all."""
+        """Return weights and buffers that overlap one another, on shared fake memory.
+
+        So an update of one waits for the reads of all.
+        """
         memory: dict[int, Tensor] = {}
         found = {}
         for name in self.holders.overlapping:
@@ -356,7 +368,7 @@ class StepState:
         return found
 
     def whole_bytes(self) -> int:
-        """Bytes of parameters, buffers and optimizer state, all on the device."""
+        """Return the bytes of parameters, buffers and optimizer state, all on the device."""
         moving = sum(of.spec.nbytes for name, of in self.residency.residents.items() if name not in self.sums)
         fixed = {
             storage_key(t): t.untyped_storage().nbytes()
@@ -368,27 +380,27 @@ class StepState:
         return moving + sum(fixed.values()) + self.rest_bytes()
 
     def rest_bytes(self) -> int:
-        """Bytes of what optimizers keep on the device and that does not move."""
+        """Return the bytes that optimizers keep on the device and that do not move."""
         outside = sum(updates.outside_bytes() for updates in self.updates)
         return outside + sum(owned.rest_bytes(self.like(name)) for name, owned in self.owned.items())
 
     def present_bytes(self) -> int:
-        """Bytes on the device now, sums of gradients included."""
+        """Return the bytes on the device now, sums of gradients included."""
         residents = self.residency.residents
         away = sum(of.spec.nbytes for name, of in residents.items() if of.here is None and name not in self.sums)
         return self.whole_bytes() - away + sum(residents[n].spec.nbytes for n in self.sums if not residents[n].away)
 
     def present(self) -> list[Tensor]:
-        """Movable tensors, and the optimizer's others, on the device now."""
+        """Return the movable tensors and the other optimizer tensors that are on the device now."""
         found = [of.hidden if of.away else of.tensor for of in self.residency.residents.values() if of.here is not None]
         for owned in self.owned.values():
             found += owned.others()
         return found
 
     def renew(self, holds: Callable[[Tensor], bool] = lambda _: False) -> int:
-        """Reallocate all movable tensors on the device, but for those that an arena `holds`; returns the bytes of all.
+        """Reallocate all movable tensors on the device, except those that an arena `holds`; return the bytes of all.
 
-        For counting what PyTorch's allocator hands out, which must see each tensor's allocation and its release.
+        A count of PyTorch's allocator must see the allocation and the release of each tensor.
         """
         present = self.present()
         for tensor in present:
@@ -397,7 +409,7 @@ class StepState:
         return sum(tensor.nbytes for tensor in present)
 
     def trains(self, name: str) -> bool:
-        """Whether the optimizer updates the parameter of that name."""
+        """Return whether an optimizer updates the parameter of that name."""
         return name in self.owned and self.parameters[name].requires_grad
 
     def release(self) -> None:
@@ -414,22 +426,25 @@ class StepState:
             self.sharding.let_go()
 
     def disown(self) -> None:
-        """Remove the guards and drop model and optimizer, as no step follows."""
+        """Remove the guards and drop model and optimizer, because no step follows."""
         self.release()
         self.owned.clear()
-        self.strangers.clear()
+        self.external_tensors.clear()
         for updates in self.updates:  # which the plans' graphs still have
             del updates.optimizer, updates.around
         del self.module, self.structure, self.updates
 
     def forget_sums(self, of_others_than: Container[Any] = ()) -> None:
-        """Drop the accumulated gradients; another kind of step may have some that this one does not know."""
+        """Drop the accumulated gradients.
+
+        `of_others_than` names those to keep: another kind of step may have some that this one does not know.
+        """
         for name in self.sums:
             if name not in of_others_than:
                 self.residency[name].blanked()
 
     def arm(self) -> None:
-        """Let the guards bring back what is away now."""
+        """Make the guards bring back all that is away now."""
         asks = bool(self.advice())
         for guard in self.guards.values():
             names = [self.names[id(p)] for p in dict.values(guard) if p is not None]
@@ -450,7 +465,7 @@ class StepState:
         return guard
 
     def _shown(self, name: str, tensor: Tensor) -> Tensor:
-        """State of a parameter as the user's optimizer has it: of a sharded one a DTensor."""
+        """Return the state of a parameter as the user's optimizer has it; a DTensor if sharded."""
         if self.sharding is None or name not in self.sharding.parameters:
             return tensor
         shown: Tensor = self.sharding.parameters[name].to_sharded_dtensor(tensor)
@@ -462,7 +477,7 @@ class StepState:
         return (lambda: self.bring(away)) if away or asks else None
 
     def bring(self, names: Iterable[str]) -> None:
-        """Bring these to the device. Raises RequestError while a step is under way, and StoreError."""
+        """Bring these tensors to the device. Raises RequestError while a step runs, and StoreError."""
         if advice := self.advice():
             raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
         names = list(names)
@@ -481,7 +496,7 @@ class StepState:
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:
-        """Context for tracing the model with fake parameters, past the guards."""
+        """Trace the model with fake parameters within the context, bypassing the guards."""
         self.gate.is_tracing = True
         try:
             yield

@@ -1,6 +1,6 @@
-"""Runs a model with other tensors as its parameters and buffers.
+"""Run a model with other tensors as its parameters and buffers.
 
-Also where backward runs parts of it again, as checkpointing does.
+This includes parts that backward runs again, as checkpointing does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from overspill.capture.compiled.step_joint import changes_strangers, is_traced
+from overspill.capture.compiled.step_joint import changes_external_tensors, is_traced
 from overspill.core.errors import UnsupportedError
 from overspill.pytorch.functorch import WRAP_FOR_GRAD
 from overspill.pytorch.modules import TABLES, as_parameter
@@ -39,9 +39,9 @@ class Swapped:
         """Whether references from outside to the model's own tensors also see the swapped ones."""
 
     def call(self, tensors: Mapping[str, Tensor], args: tuple[Any, ...], held: Sequence[Any]) -> Any:
-        """The model's result for `args` with `tensors` as its own, and with the objects among `args` holding what is `held`.
+        """Return the result of the model for `args`, with `tensors` as its parameters and buffers.
 
-        Raises UnsupportedError where it assigns one of these anew.
+        The objects among `args` hold the contents `held`. Raises UnsupportedError if the model replaces one of these.
         """
         self.close()
         self._open.enter_context(self._state.unguarded())
@@ -63,7 +63,7 @@ class Swapped:
         changed = self._open.enter_context(holding(args, held))
         # Run it, with hooks and outside references redirected too.
         instead = {id(own[name]): tensors[name] for name in tensors}
-        follows = self.follows_references or bool(self._state.strangers)
+        follows = self.follows_references or bool(self._state.external_tensors)
         following = partial(_in_place, instead) if follows else nullcontext
         self._call_hooks(tensors, following)
         with following():
@@ -72,18 +72,20 @@ class Swapped:
         for table, key, name in places:
             if dict.get(table, key) is not tensors[name]:
                 raise UnsupportedError(
-                    f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_(), or, where it grows with "
+                    f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_(), or, "
+                    "where it grows with "
                     "the input, call the model on the longest first"
                 )
         if name := changed():
             raise UnsupportedError(
-                f"the step changes {name} of the batch, and a planned step would do so once, not at every step; let it work "
+                f"the step changes {name} of the batch, and a planned step would do so once, not at every step; let "
+                "it work "
                 "on a copy (copy.copy)"
             )
         return returned
 
     def _call_hooks(self, tensors: Mapping[str, Tensor], following: Callable[[], AbstractContextManager[None]]) -> None:
-        """Have backward call parameter hooks with the swapped tensors' gradients."""
+        """Make backward call parameter hooks with the gradients of the swapped tensors."""
 
         def called(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
             with following():
@@ -95,38 +97,38 @@ class Swapped:
                     self._open.callback(tensors[name].register_hook(partial(called, hook)).remove)
 
     def _returned(self, args: Sequence[Any]) -> Any:
-        """The model's result. Raises Strangers where it changes tensors that are neither its own nor `args`."""
+        """Return the result of the model.
+
+        Raises Strangers if it changes tensors that are neither its own nor among `args`.
+        """
         step = self._state.module.forward  # hooks of all modules are not for this one, which is none of the user's
         try:
             return step(*args)
         except (RuntimeError, UnsupportedError) as error:
-            if not changes_strangers(error):
+            if not changes_external_tensors(error):
                 raise
-            with _Strangers() as found:
+            with _ExternalTensors() as found:
                 try:
                     step(*args)
                 except Exception:  # comes again where it is not of the copies
                     if not found.tensors:
                         raise
-            raise Strangers(found.tensors, error) from error
+            raise ExternalTensors(found.tensors, error) from error
 
     def close(self) -> None:
         """Give the model its own tensors back."""
         self._open.close()
 
 
-class Strangers(UnsupportedError):
-    """A step changes `tensors` in place that are not its model's or inputs.
-
-    As batch norms of another model do.
-    """
+class ExternalTensors(UnsupportedError):
+    """A step changes `tensors` in place that are neither its model's nor inputs, as batch norms of another model do."""
 
     def __init__(self, tensors: Sequence[Tensor], error: Exception) -> None:
         super().__init__(str(error))
         self.tensors = tensors
 
 
-class _Strangers(TorchFunctionMode):
+class _ExternalTensors(TorchFunctionMode):
     """Mode that redirects changes of untraced tensors to copies. `tensors` are the ones copied."""
 
     def __init__(self) -> None:
@@ -147,7 +149,7 @@ class _Strangers(TorchFunctionMode):
 
 
 def _changed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Arguments that this torch `function` may change in place."""
+    """Return the arguments that this torch `function` may change in place."""
     name = getattr(function, "__name__", "")
     if name in ("batch_norm", "instance_norm"):
         return args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")
@@ -160,7 +162,7 @@ _IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 
 @contextmanager
 def _in_place(instead: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context in which torch functions and transforms get other tensors for some. `instead` has them by id."""
+    """Give torch functions and transforms other tensors within the context: those in `instead`, by id."""
     wrap = WRAP_FOR_GRAD.now
 
     def wrapped(tensor: Any, level: int) -> Any:
@@ -179,9 +181,9 @@ class _Instead(TorchFunctionMode):
 
 
 def _on_others(others: Mapping[int, Tensor], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call `function` with `others` for the tensors with these ids.
+    """Call `function` with `others` in place of the tensors with these ids.
 
-    Where it returns one of these, the original is returned.
+    If it returns one of `others`, the original is returned.
     """
     before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) in others]
     args, kwargs = tree_map_only(Tensor, lambda t: others.get(id(t), t), (args, kwargs))

@@ -1,8 +1,10 @@
-"""Learn whether an optimizer can be called for one parameter at a time, by steps on tiny ones.
+"""Learn by steps on tiny parameters whether an optimizer can be called for one parameter at a time.
 
-An optimizer from outside torch.optim may do anything. So one step on all tiny parameters is compared with steps on each
-of them, bit by bit, some steps before training, and again before each step of training, with the settings and counters
-that the user's optimizer has then.
+An optimizer from outside torch.optim may do anything. So one step on all tiny parameters is compared bit by bit with
+steps on each of them. Some trials come before training, and one before each step of training, with the present settings
+and counters of the user's optimizer.
+
+Known limit: what holds for tiny parameters is assumed to hold for the real ones.
 """
 
 from __future__ import annotations
@@ -36,10 +38,13 @@ class _Tiny:
     """A tiny parameter of a group, with its state after the steps so far."""
 
     group: int
+    """Number of the group in the optimizer."""
     like: nn.Parameter
+    """The real parameter."""
     parameter: nn.Parameter
     state: dict[str, Any] = field(default_factory=dict)
     peak_bytes: int = 0
+    """Most temporary bytes of a step on it alone."""
 
 
 class Trials:
@@ -61,27 +66,30 @@ class Trials:
         self._together: list[_Tiny] = []
 
     def found_to_couple(self) -> None:
-        """Note that it brings values of several parameters together, of the real sizes if not of tiny ones."""
+        """Note that the optimizer combines values of several parameters, at least for the real sizes."""
         self.why_together = COUPLED
 
     def found_to_draw(self) -> None:
-        """Note that it draws random numbers, for parameters of the real sizes if not for tiny ones."""
+        """Note that the optimizer uses random numbers, at least for parameters of the real sizes."""
         self.draws, self.why_together = True, DRAWS
 
     def changed_keys(self, group: dict[str, Any]) -> set[str]:
-        """The keys of `group` that steps change."""
+        """Return the keys of `group` that steps change."""
         return next((keys for known, keys in self._changed if known is group), set())
 
     def look_again(self) -> bool:
-        """Try the next step; whether it began anew, since the optimizer has other groups or parameters than before."""
-        if anew := self._known != (known := _identity(self.optimizer)):
+        """Try the next step; return whether trials began again.
+
+        They begin again if the optimizer has other groups or parameters than before.
+        """
+        if again := self._known != (known := _identity(self.optimizer)):
             self._known = known
             self._begin()
         if not self.why_together:
             with quietly(self.optimizer):
                 self._step()
         self.steps += 1
-        return anew
+        return again
 
     def _begin(self) -> None:
         outside = Outside(self.optimizer)
@@ -113,7 +121,7 @@ class Trials:
             tiny.peak_bytes = peak
 
     def _step(self, *, goes_on: bool = False) -> None:
-        """One step on all and on each; with `goes_on` the next trial begins where it ends."""
+        """Step once on all and on each; with `goes_on` the next trial begins where it ends."""
         gradients = [self._gradient(tiny) for tiny in self._apart]
         before, drawn, changes = Outside(self.optimizer), _random_states(), Changes()
         agree = True
@@ -140,7 +148,7 @@ class Trials:
             before.restore()
 
     def _gradient(self, tiny: _Tiny) -> Tensor:
-        """A random gradient, of another size each time: what a threshold is for must happen."""
+        """Return a random gradient, of another magnitude each time, so that thresholds are crossed."""
         size = 10 ** float(torch.randn((), generator=self._drawn).mul(2).clamp(-6, 6))
         return torch.randn(tiny.parameter.shape, generator=self._drawn).mul(size).to(tiny.parameter.dtype)
 
@@ -171,7 +179,7 @@ class Trials:
 
 @contextmanager
 def quietly(optimizer: Optimizer) -> Iterator[None]:
-    """Context that leaves optimizer and random generators as they are."""
+    """Restore optimizer and random generators at the end of the context."""
     outside, drawn = Outside(optimizer), random.getstate()
     by_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
@@ -186,12 +194,12 @@ def quietly(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _identity(optimizer: Optimizer) -> tuple[int, ...]:
-    """What an optimizer is made of; `load_state_dict` makes new groups."""
+    """Return the ids of the groups and parameters of an optimizer; `load_state_dict` makes new groups."""
     return tuple(i for group in optimizer.param_groups for i in (id(group), *map(id, group["params"])))
 
 
 def _examples(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Of a group's parameters one of each kind, and two where there are two."""
+    """Return one parameter of each kind in a group, and one more if several exist."""
     trained = [p for p in parameters if p.requires_grad] or [*parameters]
     kinds: dict[Any, nn.Parameter] = {}
     for parameter in trained:
@@ -209,7 +217,7 @@ def _tiny(like: nn.Parameter, number: int) -> nn.Parameter:
 
 
 def _take_counters(state: dict[str, Any], known: dict[str, Any]) -> None:
-    """Set the numbers in a tiny parameter's new `state` to what the real one has, of a checkpoint."""
+    """Set the numbers in a tiny parameter's new `state` to those of the real one, as from a checkpoint."""
     for key, value in state.items():
         if type(value) in (int, float) and type(dict.get(known, key)) is type(value):
             state[key] = dict.get(known, key)

@@ -130,13 +130,13 @@ def segments_of(graph: Graph) -> list[RecomputeSegment]:
         segment = RecomputeSegment(op, join=cheap) if begins else next(iter(sources.values()))
         if begins:
             found.append(segment)
-        anew = begins or any(t in unsaved for t in op.reads)
+        again = begins or any(t in unsaved for t in op.reads)
         # Results of cheap layers may be recomputed, others are checkpoints.
         for tensor in op.writes:
             if graph.tensors[tensor].persistent:
                 continue
             segment_of[tensor] = segment
-            if not anew:
+            if not again:
                 segment.made.append(tensor)
             elif graph.first_backward_use(tensor) is None:
                 unsaved.add(tensor)
