@@ -39,7 +39,8 @@ class StepFigures:
         - `planned_peak_bytes`: of the plans in force.
         - `offloaded_bytes`, `prefetched_bytes`, `step_seconds`: of a step.
         - `wait_seconds`, on the CPU: how long compute waited for transfers.
-        - `measured_peak_bytes`, on CUDA, where compute waits on the device: PyTorch's peak of allocated bytes since its last reset.
+        - `measured_peak_bytes`, on CUDA, where compute waits on the device: PyTorch's peak of allocated bytes since its
+          last reset.
 
         Raises RequestError if Overspill takes no part in the model.
         """

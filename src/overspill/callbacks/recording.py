@@ -37,8 +37,8 @@ def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Ite
     on. Nothing is planned or compiled again.
 
     Args:
-        model: The result of `overspill.compile` or `overspill.train_step`, a module that has one inside, or a Session. All
-            models that share a session are recorded.
+        model: The result of `overspill.compile` or `overspill.train_step`, a module that has one inside, or a Session.
+            All models that share a session are recorded.
         steps: The most steps to record. Later steps run unrecorded.
         snapshot: On CUDA, let PyTorch record its memory meanwhile, for `snapshot()`.
 

@@ -154,11 +154,11 @@ class Op:
     """
 
     def workspace_of(self, algorithm: int) -> int:
-        """Return the workspace in bytes of an algorithm, by number. Raises IndexError if it does not exist."""
+        """Return the workspace in bytes of an algorithm. Raises IndexError if it does not exist."""
         return self.algorithms[algorithm].workspace_bytes if algorithm else self.workspace_bytes
 
     def slowdown_of(self, algorithm: int) -> float:
-        """Time of an algorithm, by number, over that of the fastest. Raises IndexError if there is none."""
+        """Return the time of an algorithm over that of the fastest. Raises IndexError if it does not exist."""
         return self.algorithms[algorithm].slowdown if algorithm else 1.0
 
 

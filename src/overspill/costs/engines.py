@@ -8,7 +8,7 @@ unless its name ends in `nchw`.
     in place    reads and writes the tensors as given: direct and implicit products, 1x1 as a plain product; no bytes
     operands    forward alone: reads channels-last copies, and writes the given layout (kernels called nhwckrsc_nchw)
     copies      reads and writes channels-last copies (nhwckrsc_nhwc, cutlass_tensorop_..._nhwc)
-    winograd    the data gradient of 3x3 with stride 1: transformed weights, 16 numbers for 9 (ampere_scudnn_winograd_...)
+    winograd    the data gradient of 3x3 with stride 1: transformed weights, 16 numbers for 9 (ampere_scudnn_winograd)
 
 Engines that work in place explain the measured jobs best, for all kinds of convolution. The others have even shares of
 the rest. Convolutions of one kind are much alike, so in a job most of them take the same engine.

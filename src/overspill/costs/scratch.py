@@ -126,9 +126,9 @@ def _convolution(scratch: Scratch, compute_capability: str) -> Interval:
 
 
 def engines_of(scratch: Scratch, compute_capability: str) -> tuple[str | None, tuple[int, int, int, int]]:
-    """The kind of a convolution, and the workspaces of ENGINES.
+    """Return the kind of a convolution, and the workspaces of ENGINES.
 
-    None where all engines work in place.
+    The kind is None if all engines work in place.
     """
     convolution = Convolution(*scratch.sizes)
     kind = kind_of(scratch.family, convolution, scratch.dtype, compute_capability)

@@ -50,8 +50,8 @@ def load_device(name: str | Path) -> Device:
     """Return the device called `name`, or the one in the file at that path.
 
     Args:
-        name: A name, alias or path; case, spaces, dashes and underscores do not matter. `cpu` is this machine's, with its
-            physical memory. The driver's name of a GPU works too.
+        name: A name, alias or path; case, spaces, dashes and underscores do not matter. `cpu` is this machine's, with
+            its physical memory. The driver's name of a GPU works too.
 
     Returns:
         The Device: memory in bytes, rates in bytes and FLOP per second, each figure with its source.
