@@ -2,20 +2,19 @@
 
     overspill.estimate(build, inputs, loss, "adamw", device="rtx4090").fits()
 
-says before the run, and without the GPU, whether its memory will do;
+predicts before the run, and without the GPU, whether its memory is enough.
 
     overspill.plan(build, inputs, loss, "adamw", device="rtx4090", budget="8GiB").slowdown
 
-what it costs to train it in less; and
+predicts the cost of training in less memory.
 
     model = overspill.compile(model, budget="8GiB")
 
-trains within 8 GiB of device memory, with the same numbers to the last bit, and
+trains within 8 GiB of device memory, with the same numbers to the last bit.
 
     with overspill.record(model) as recording: ...
 
-shows what some steps of that did. `import overspill` is cheap: torch is
-imported when something that needs it is first used.
+records some steps of that. `import overspill` is cheap: torch is imported when something that needs it is first used.
 """
 
 from __future__ import annotations

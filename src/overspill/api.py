@@ -42,32 +42,35 @@ def plan(
     cuda: str | None = None,
     **how: Any,
 ) -> Plan:
-    """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
+    """Plan one training step within `budget` on `device`; nothing is run.
 
     Args:
-        build: A built-in model or `package.module:callable` by name, a module (left as it is), or a function that makes one,
-            or that returns (module, make_batch, loss); `batch` with the first and the last.
-        inputs: What the model reads, as of `overspill.estimate`.
-        loss: A criterion of torch.nn, a function of the model and all inputs, or None for a model that returns its own loss.
+        build: A built-in model or `package.module:callable` by name, a module (left as it is), or a function. The
+            function returns a module, or (module, make_batch, loss). A name and a function that returns three need
+            `batch`.
+        inputs: The inputs of the model, see `overspill.estimate`.
+        loss: A criterion of torch.nn, a function of the model and all inputs, or None for a model that returns its
+            own loss.
         optimizer: Its name, or a function of the parameters; its state counts.
-        budget: A size (`"8GiB"`), a share of what the step takes unmanaged (`0.5`), `"smallest"`, or None for all of the device.
+        budget: A size (`"8GiB"`), a share of what the step takes unmanaged (`0.5`), `"smallest"`, or None for all
+            of the device.
         device: By name, by file, or as a Device; `cpu` is this machine.
         policy: A name that `overspill policies` lists, with parameters as `"window:window=1GiB"`, or a policy.
         batch: Samples in a step; by default the first dimension of `inputs`.
-        whole_step: Parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
+        whole_step: Whether parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
         placement: An allocator or solver within whose peak the plan must stay.
         times: Op times that were measured on the device, in place of estimates.
-        backend: With `inductor` the step is as `torch.compile` has it, by the program that Inductor writes for the CPU.
-        torch: The PyTorch release that a GPU runs it with, as in `overspill.estimate`.
+        backend: `inductor`: the step as `torch.compile` runs it, from the program that Inductor writes for the CPU.
+        torch: The PyTorch release that a GPU runs it with, see `overspill.estimate`.
         cuda: The CUDA release, likewise.
-        **how: How it is trained: `dtype` and the other arguments of `overspill.estimate` that say so.
+        **how: How it is trained: `dtype` and the other such arguments of `overspill.estimate`.
 
     Returns:
-        The Plan. Its times are simulated.
+        The Plan, checked and simulated.
 
     Raises:
         InfeasibleBudget: With the smallest budget that works.
-        RequestError: For what cannot be right.
+        RequestError: For a wrong or impossible argument.
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
@@ -97,30 +100,30 @@ def compare(
     cuda: str | None = None,
     **how: Any,
 ) -> Comparison:
-    """A row for each of `policies` on one training step: its plan, or why there is none.
+    """Plan one training step by each of `policies`, and compare the plans.
 
     Args:
-        build: As of `overspill.plan`, as are `inputs`, `loss` and `optimizer`.
-        inputs: What the model reads.
+        build: The model, see `overspill.plan`.
+        inputs: The inputs of the model, see `overspill.plan`.
         loss: The criterion, or the function of the model and all inputs.
-        optimizer: Its name.
+        optimizer: Its name, or a function of the parameters.
         budget: A size, a share, or None for all of the device.
         device: By name, by file, or as a Device.
         policies: Names that `overspill policies` lists, or policies; by default all of them.
         batch: Samples in a step.
-        whole_step: Parameters, gradients and optimizer state may move too.
-        placement: An allocator or solver that places all plans, or `"own"`: each policy's has that of its paper.
+        whole_step: Whether parameters, gradients and optimizer state may move too.
+        placement: An allocator or solver that places all plans, or `"own"`: for each policy that of its paper.
         times: Op times that were measured on the device.
-        backend: With `inductor` the step is as stock `torch.compile` has it.
+        backend: `inductor`: the step as stock `torch.compile` runs it.
         torch: The PyTorch release that a GPU runs it with.
         cuda: The CUDA release.
-        **how: How it is trained, as of `overspill.plan`.
+        **how: How it is trained, see `overspill.plan`.
 
     Returns:
-        The fastest that fits comes first, then what does not fit, the least bytes first.
+        A row for each policy: its plan, or why it has none. The fastest that fits comes first, then those that do not fit, the least bytes first.
 
     Raises:
-        RequestError: For what cannot be right.
+        RequestError: For a wrong or impossible argument.
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
@@ -151,28 +154,28 @@ def sweep(
     cuda: str | None = None,
     **how: Any,
 ) -> Sweep:
-    """What one training step costs at up to `points` budgets, from all that it takes unmanaged to the smallest that works.
+    """Plan one training step at up to `points` budgets, from all that it takes unmanaged to the smallest that works.
 
     Args:
-        build: As of `overspill.plan`, as are `inputs`, `loss` and `optimizer`.
-        inputs: What the model reads.
+        build: The model, see `overspill.plan`.
+        inputs: The inputs of the model, see `overspill.plan`.
         loss: The criterion, or the function of the model and all inputs.
-        optimizer: Its name.
+        optimizer: Its name, or a function of the parameters.
         device: By name, by file, or as a Device.
         policies: Names that `overspill policies` lists, or policies.
         points: The most budgets to plan for; None: 12.
         batch: Samples in a step.
-        whole_step: Parameters, gradients and optimizer state may move too.
-        backend: With `inductor` the step is as stock `torch.compile` has it.
+        whole_step: Whether parameters, gradients and optimizer state may move too.
+        backend: `inductor`: the step as stock `torch.compile` runs it.
         torch: The PyTorch release that a GPU runs it with.
         cuda: The CUDA release.
-        **how: How it is trained, as of `overspill.plan`.
+        **how: How it is trained, see `overspill.plan`.
 
     Returns:
         For each policy the memory against the simulated time, and at each budget the proven bound.
 
     Raises:
-        RequestError: For what cannot be right.
+        RequestError: For a wrong or impossible argument.
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .plans.sweep import POINTS, check_points  # noqa: PLC0415 - needs numpy and HiGHS
@@ -197,11 +200,11 @@ def advise(
     batch: int | None = None,
     **how: Any,
 ) -> list[Advice]:
-    """What makes the job fit on `device`, or take less of it: each change tried, those that cost least first.
+    """Try common memory-saving changes to a job on `device` and rank those that help by cost, the cheapest first.
 
     Args:
-        build: As of `overspill.estimate`, as are `inputs`, `loss` and `optimizer`.
-        inputs: What the model reads.
+        build: The model, see `overspill.estimate`.
+        inputs: The inputs of the model, see `overspill.estimate`.
         loss: The criterion, or the function of the model and all inputs.
         optimizer: Its name, or a function of the parameters.
         device: The GPU that it should fit on.
@@ -209,7 +212,7 @@ def advise(
         **how: How it is trained now: the other arguments of `overspill.estimate`.
 
     Returns:
-        The changes. Where the job fits as it is, only what costs neither results nor hardware is tried.
+        The changes. If the job fits already, only changes that cost neither results nor hardware are tried.
 
     Raises:
         RequestError: As `overspill.estimate` does.
@@ -229,21 +232,21 @@ def pack(
     time_limit: float | None = None,
     seed: int = 0,
 ) -> Solution:
-    """An address for every block of a trace, or of a CSV file or memory snapshot, in as few bytes as `solver` finds.
+    """Find an address for every block of a trace, in as few bytes as `solver` can.
 
     Args:
         blocks: A Trace, or the path of a CSV, of a saved trace or of a memory snapshot (docs/placement.md).
-        capacity: The bytes that are enough, as a size; the search ends when they do.
+        capacity: The bytes that are enough, as a size; the search stops there.
         solver: `portfolio`, `exact`, or another that docs/placement.md names.
-        time_limit: Seconds to search, unless the best there can be is found; None: as long as it gains anything, 10 at most.
-        seed: Of what is drawn at random.
+        time_limit: Seconds to search, unless the best possible layout is found earlier; None: as long as it gains,
+            10 at most.
+        seed: Of the random numbers.
 
     Returns:
-        The Solution: the best layout found, whose `peak_bytes` may be above the capacity, and `bound_bytes`, which no layout is
-        below.
+        The Solution: the best layout found, and `bound_bytes`, which no layout is below. Its `peak_bytes` may be above the capacity.
 
     Raises:
-        RequestError: For a file that cannot be read, or a name that is not known.
+        RequestError: For a file that cannot be read, or an unknown name.
     """
     from .placement.packing import LEAST_GAIN, Limits, solver_named  # noqa: PLC0415 - needs numpy
     from .placement.packing.files import read_trace  # noqa: PLC0415
@@ -272,7 +275,7 @@ def _job(
     optimizer: str | MakeOptimizer,
     how: dict[str, Any],
 ) -> Job:
-    """The job that was asked for. Raises RequestError."""
+    """Return the job that the arguments describe. Raises RequestError."""
     from .job import job_of  # noqa: PLC0415
 
     if isinstance(build, str) and batch is None:

@@ -1,4 +1,4 @@
-"""The errors that Overspill raises on purpose. Each has one clear line, and the exit code of the command line."""
+"""The errors that Overspill raises on purpose, each with one clear line and the exit code of the command line."""
 
 from .core.errors import (
     InfeasibleBudget,
