@@ -1,6 +1,6 @@
 """The built-in models by name, and the user's own.
 
-Nothing here imports torch before a model is loaded; `overspill.models.step` stands apart for that reason.
+Nothing here imports torch before a model is loaded. `overspill.models.step` is separate for that reason.
 """
 
 from .built_model import DTYPES as DTYPES

@@ -13,7 +13,7 @@ from .vision import classification_loss, image_batches, resized_grid
 
 
 def _last_grid(image_size: int) -> int:
-    """Side of the last feature maps for an image of this side. It is 6 at 224."""
+    """Return the side of the last feature maps for an image of this side; it is 6 at 224."""
     side = (image_size + 2 * 2 - 11) // 4 + 1
     for _ in range(3):
         side = (side - 3) // 2 + 1
@@ -21,10 +21,7 @@ def _last_grid(image_size: int) -> int:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """AlexNet at 224x224, or a small one.
-
-    It has 1000 classes; the small one has 10 at 64x64.
-    """
+    """Return AlexNet at 224x224 with 1000 classes, or a small one at 64x64 with 10."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=63)
     c1, c2, c3, c4, c5 = (8, 16, 16, 16, 16) if small else (64, 192, 384, 256, 256)
     grid, hidden, classes = (1, 32, 10) if small else (6, 4096, 1000)

@@ -1,6 +1,6 @@
 """BERT-base for masked language modelling (Devlin et al., arXiv:1810.04805).
 
-It is as transformers defines it. It is built from a configuration with random weights; nothing is downloaded.
+It is built as transformers defines it, from a configuration with random weights; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMALL: dict[str, Any] = {
 
 
 def masked_loss(module: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy of the masked tokens."""
+    """Return the mean cross entropy of the masked tokens."""
     return module(input_ids=input_ids, labels=labels).loss
 
 
@@ -44,9 +44,9 @@ def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Ten
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """BERT-base on 128 tokens, or a small one.
+    """Return BERT-base on 128 tokens, or a small one.
 
-    It has 12 layers of 768; the small one 2 layers of 64 on 32 tokens. Raises RequestError without transformers.
+    It has 12 layers of 768; the small one has 2 layers of 64 on 32 tokens. Raises RequestError without transformers.
     """
     seq_len = checked_size(name, "seq_len", size, default=32 if small else 128, maximum=_POSITIONS)
     try:

@@ -19,17 +19,18 @@ DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
 class BuiltModel:
     """A model to train, with its batches and its loss.
 
-    `loss(module, *make_batch(batch_size))` is the scalar that a step minimises. `make_batch` draws CPU tensors from
-    torch's global generator, so a seed fixes the data. `varied`: of other sizes each time. `assumed` says in words what
-    nobody gave and was invented.
+    `loss(module, *make_batch(batch_size))` is the scalar that a step minimises.
     """
 
     name: str
     module: nn.Module
     make_batch: Callable[[int], tuple[Tensor, ...]]
+    """Samples CPU tensors from torch's global generator, so that a seed fixes the data."""
     loss: Callable[..., Tensor]
     varied: bool = False
+    """Whether batches have other sizes each time."""
     assumed: str = ""
+    """In words, the placeholder values for what the user left unspecified."""
 
 
 def checked_size(
@@ -42,7 +43,10 @@ def checked_size(
     maximum: int | None = None,
     multiple: int = 1,
 ) -> int:
-    """`size`, or `default` if None, checked for network `name`. Raises RequestError for a size that it cannot take."""
+    """Return `size`, or `default` if None, checked for network `name`.
+
+    Raises RequestError for a size that the network cannot take.
+    """
     if size is None:
         return default
     if size < minimum:

@@ -26,21 +26,20 @@ _PATIENCE_SECONDS = 10
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of linear layers are quantised: `kind` is a choice of Job's `quantize`.
-
-    Layers that `kept` names are as they were; None: those that transformers chooses. `compute` is the dtype of products;
-    None: the job's.
-    """
+    """How the weights of linear layers are quantised."""
 
     kind: str
+    """A choice of Job's `quantize`."""
     kept: tuple[str, ...] | None = None
+    """Layers that are not quantised, by name; None: those that transformers chooses."""
     compute: str | None = None
+    """The dtype of products; None: the job's."""
 
 
 def located(name: str) -> tuple[Path | None, dict[str, Any]]:
-    """The file of the configuration that `name` gives, and the fields that follow; no file of a model type.
+    """Return the file of the configuration that `name` gives, and the fields that follow; no file for a model type.
 
-    Of a name on the Hub it is the cached file, or is downloaded. Raises RequestError.
+    For a name on the Hub it is the cached file, or is downloaded. Raises RequestError.
     """
     rest = name.partition(":")[2]
     source, *parts = [rest] if rest.endswith(".json") else rest.split(",")
@@ -77,9 +76,9 @@ def _on_hub(name: str, source: str) -> Path:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The configuration that `name` gives, as its file and the name say it.
+    """Return the configuration that `name` gives, from its file and the fields in the name.
 
-    Raises RequestError for what is no configuration, and for more layers than any model has.
+    Raises RequestError if it is no configuration, or has more layers than any model.
     """
     path, fields = located(name)
     try:
@@ -93,7 +92,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def check_repeated(name: str, fields: dict[str, Any]) -> None:
-    """Raise RequestError for a field that asks for more layers than can be made, or for less than none."""
+    """Raise RequestError for a field with more layers than can be made, or with a negative number."""
     for key, value in fields.items():
         if isinstance(value, dict):
             check_repeated(name, value)
@@ -103,7 +102,7 @@ def check_repeated(name: str, fields: dict[str, Any]) -> None:
 
 
 def quantization_of(name: str) -> Quantization | None:
-    """How the configuration that `name` gives quantises weights. Raises RequestError for ways that are not known here."""
+    """Return how the configuration that `name` gives quantises weights. Raises RequestError for an unknown method."""
     said = settings_of(name).get("quantization_config")
     if not said or (isinstance(said, dict) and said.get("dequantize")):
         return None
@@ -128,5 +127,5 @@ def quantization_of(name: str) -> Quantization | None:
 
 
 def one_line(error: Exception) -> str:
-    """The message of `error`, for an error of one line."""
+    """Return the message of `error`, for an error of one line."""
     return " ".join(str(error).split())[:300].rstrip(".")

@@ -21,15 +21,15 @@ _SIZES = ("width", "depth", "heads", "vocabulary", "seq_len")
 
 
 def is_configured(name: str) -> bool:
-    """Whether `name` gives a configuration, not `package.module:callable`."""
+    """Return whether `name` gives a configuration, not `package.module:callable`."""
     kind, _, rest = name.partition(":")
     return kind == HUGGING_FACE or (kind == DECODER and (not rest or "=" in rest))
 
 
 def check_configured(name: str) -> None:
-    """Raise RequestError where `name` cannot be parsed.
+    """Raise RequestError if `name` cannot be parsed.
 
-    Sizes and files are looked at when it is loaded.
+    Sizes and files are checked when it is loaded.
     """
     kind, _, rest = name.partition(":")
     if kind == DECODER:
@@ -41,7 +41,7 @@ def check_configured(name: str) -> None:
 
 
 def load_configured(name: str, seq_len: int | None = None) -> BuiltModel:
-    """A decoder or a model of transformers, on `seq_len` tokens. Raises RequestError."""
+    """Return a decoder or a model of transformers, on `seq_len` tokens. Raises RequestError."""
     check_configured(name)
     if name.partition(":")[0] == HUGGING_FACE:
         from .hugging_face import load_hugging_face  # noqa: PLC0415  # imports torch

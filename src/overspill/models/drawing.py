@@ -1,4 +1,4 @@
-"""The generators that users' code draws from on the host: torch's, Python's and NumPy's."""
+"""The random generators that users' code samples from on the host: torch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 
 def python_randomness() -> tuple[Any, Any]:
-    """The state of Python's generator, and of the one that `np.random.rand()` draws from."""
+    """Return the state of Python's generator, and of the one that `np.random.rand()` samples from."""
     return random.getstate(), np.random.get_state()  # noqa: NPY002 - users do draw from it
 
 
 def set_python_randomness(state: tuple[Any, Any]) -> None:
-    """Have both generators go on from `state`."""
+    """Make both generators go on from `state`."""
     random.setstate(state[0])
     np.random.set_state(state[1])  # noqa: NPY002
 
 
 @contextmanager
 def drawing_from(seed: int | None) -> Iterator[None]:
-    """All generators begin with `seed` inside (None: as they are), and afterwards go on as if nothing had been drawn."""
+    """Seed all generators with `seed` inside the block (None: leave them), and restore their states afterwards."""
     kept = python_randomness()
     with torch.random.fork_rng(devices=[]):
         if seed is not None:

@@ -20,10 +20,12 @@ _BLOCK = 256
 class Blockwise8bit(Optimizer):
     """An 8-bit optimizer of bitsandbytes that makes no updates.
 
-    It has `states` of a byte an element each, with a float32 scale for 256 elements. bitsandbytes/optim/optimizer.py,
-    0.44 and later, `Optimizer2State.init_state`. `paged` states of large parameters are memory that the driver moves
-    between host and GPU (cudaMallocManaged): no allocator of PyTorch gives it, and it makes way for what does not fit,
-    so none of it is counted. The kernels update in place.
+    It has `states` of one byte an element each, with a float32 scale for 256 elements. Source:
+    bitsandbytes/optim/optimizer.py, 0.44 and later, `Optimizer2State.init_state`. The kernels update in place.
+
+    `paged` states of large parameters are memory that the driver moves between host and GPU (cudaMallocManaged). No
+    allocator of PyTorch allocates it, and the driver moves it out if other memory does not fit, so none of it is
+    counted.
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, states: int, paged: bool) -> None:
@@ -41,7 +43,7 @@ class Blockwise8bit(Optimizer):
         return loss
 
     def state_bytes(self, parameter: Tensor) -> int:
-        """Bytes of the state of `parameter`, without the shared quantisation maps."""
+        """Return the bytes of the state of `parameter`, without the shared quantisation maps."""
         count = parameter.numel()
         if count < _SMALLEST_8BIT:
             return 4 * count * self._states

@@ -8,9 +8,9 @@ from overspill.core.errors import RequestError
 
 
 def parsed_fields(name: str, parts: list[str]) -> dict[str, Any]:
-    """The fields of `key=value` parts.
+    """Return the fields of `key=value` parts.
 
-    A value is a number, true or false, or else text.
+    A value is a number, true or false, or otherwise text.
     """
     fields: dict[str, Any] = {}
     for part in parts:

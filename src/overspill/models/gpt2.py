@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each position's mix of earlier positions, (batch, positions, width)."""
+        """Return each position's mix of earlier positions, `[batch, positions, width]`."""
         batch, positions, _ = x.shape
         heads_of = (batch, positions, -1, self.head_width)
         query, key, value = (part.view(heads_of).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
@@ -87,7 +87,7 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(_DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream after this block."""
+        """Return the residual stream after this block."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -113,16 +113,17 @@ class Gpt2(nn.Module):
         _init(self, shape.depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, positions, vocabulary)."""
+        """Return the logits, `[batch, positions, vocabulary]`."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(places))
         return self.head(self.norm(self.blocks(x)))
 
 
 def _init(model: nn.Module, depth: int) -> None:
-    """Initial weights, normal as in the release.
+    """Initialise the weights, normal as in the release.
 
-    Deviation 0.02, 0.01 for positions; what adds to the residual stream is scaled by 1/sqrt(additions).
+    The deviation is 0.02, and 0.01 for positions. Weights that add to the residual stream are scaled by
+    1/sqrt(additions).
     """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -134,12 +135,12 @@ def _init(model: nn.Module, depth: int) -> None:
 
 
 def next_token_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy of each position's next token."""
+    """Return the mean cross entropy of each position's next token."""
     return F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
 
 
 def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """A `make_batch` of random tokens and the token after each. Both are (batch, seq_len)."""
+    """Return a `make_batch` of random tokens and the token after each, both `[batch, seq_len]`."""
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(vocabulary, (batch_size, seq_len + 1), device="cpu")
@@ -150,9 +151,9 @@ def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[T
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """GPT-2 on 512 tokens, or a small one.
+    """Return GPT-2 on 512 tokens, or a small one.
 
-    It has 12 layers of 768; the small one 2 layers of 64 on 32 tokens.
+    It has 12 layers of 768; the small one has 2 layers of 64 on 32 tokens.
     """
     seq_len = checked_size(name, "seq_len", size, default=32 if small else _SEQ_LEN, maximum=_POSITIONS)
     shape = _SMALL if small else _FULL
@@ -160,10 +161,9 @@ def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
 
 
 def build_decoder(name: str, sizes: Mapping[str, int], seq_len: int | None) -> BuiltModel:
-    """A decoder of these sizes on `seq_len` tokens.
+    """Return a decoder of these sizes on `seq_len` tokens, 512 by default.
 
-    Sizes are fields of `Shape`; by default there are 512 tokens. Raises RequestError for sizes that no decoder can
-    have.
+    Sizes are fields of `Shape`. Raises RequestError for sizes that no decoder can have.
     """
     length = checked_size(name, "seq_len", seq_len, default=_SEQ_LEN)
     shape = Shape(**{"positions": max(_POSITIONS, length), **sizes})

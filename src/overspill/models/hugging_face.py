@@ -1,7 +1,7 @@
 """Models of transformers by configuration, with random weights.
 
-`hf:gpt2,n_layer=6`, `hf:config.json`, `hf:owner/name`. Weights are never downloaded. Of a name on the Hub the
-configuration is read, from the local cache or from there.
+Names are `hf:gpt2,n_layer=6`, `hf:config.json`, `hf:owner/name`. Weights are never downloaded. For a name on the Hub
+the configuration is read, from the local cache or from the Hub.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _IMAGE_SIZE = 224
 
 
 class _Kind(NamedTuple):
-    """A task of transformers' models, and its classes.
-
-    `auto` makes the model; names of architectures of that kind have one of `endings`.
-    """
+    """A task of transformers' models, and its classes."""
 
     what: str
     auto: str
+    """The class that makes the model."""
     mapping: str
     endings: tuple[str, ...]
+    """The endings of the names of architectures of that kind."""
 
 
 CAUSAL = _Kind(
@@ -54,7 +53,7 @@ IMAGES = _Kind(
 
 
 def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
-    """The model that `name` configures, with batches and loss.
+    """Return the model that `name` configures, with batches and loss.
 
     It reads `seq_len` tokens if it reads text. Raises RequestError.
     """
@@ -95,7 +94,7 @@ def _load(name: str, seq_len: int | None, transformers: Any) -> BuiltModel:
 
 
 def _kind(name: str, config: Any, transformers: Any) -> _Kind:
-    """The task that the configuration names, or its model type's."""
+    """Return the task that the configuration names, or that of its model type."""
     kinds = (TEXT_TO_TEXT, IMAGES) if getattr(config, "is_encoder_decoder", False) else (MASKED, CAUSAL, IMAGES)
     known = [kind for kind in kinds if type(config) in getattr(transformers, kind.mapping)]
     for architecture in getattr(config, "architectures", None) or ():
@@ -111,7 +110,7 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
 
 
 def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any) -> nn.Module:
-    """The model with attention `attention`, or transformers' own if unsupported."""
+    """Return the model with attention `attention`, or transformers' own if unsupported."""
     auto = getattr(transformers, kind.auto)
     if getattr(config, "architectures", None) is None:
         config.architectures = []  # transformers goes through them, and a type's defaults have none
@@ -131,11 +130,11 @@ def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any
 
 
 def _causal_attention(transformers: Any) -> str:
-    """The name of torch's attention with the causal mask alone.
+    """Return the name of torch's attention with the causal mask alone.
 
-    For batches that are neither padded nor packed. Under "sdpa" transformers looks into the batch for padding and
-    packing, but not while it is traced; it then makes a mask, with other kernels and other bits. It makes none for an
-    attention that no mask function is registered for.
+    It is for batches that are neither padded nor packed. Under "sdpa" transformers checks the batch for padding and
+    packing, but not while it is traced. It then makes a mask, with other kernels and other bits. It makes none for an
+    attention without a registered mask function.
     """
     transformers.AttentionInterface.register("causal_sdpa", transformers.AttentionInterface()["sdpa"])
     return "causal_sdpa"
@@ -145,9 +144,9 @@ def _causal_attention(transformers: Any) -> str:
 
 
 def _config(name: str, auto: Any, known: list[str]) -> Any:
-    """The configuration that `name` gives, with its fields changed.
+    """Return the configuration that `name` gives, with its fields changed.
 
-    It is a file, a name on the Hub, or a model type. Code that comes with a model is not run.
+    `name` is a file, a name on the Hub, or a model type. Code that comes with a model is not run.
     """
     (path, fields), said = located(name), settings_of(name)
     kind = name.partition(":")[2].split(",")[0] if path is None else said.get("model_type")
@@ -178,19 +177,19 @@ def _config(name: str, auto: Any, known: list[str]) -> Any:
 
 
 def _loss_on_text(module: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """The model's own loss: mean cross entropy of predicted tokens."""
+    """Return the model's own loss: mean cross entropy of predicted tokens."""
     loss: Tensor = module(input_ids=input_ids, labels=labels).loss
     return loss
 
 
 def _loss_on_images(module: nn.Module, pixel_values: Tensor, labels: Tensor) -> Tensor:
-    """The model's own loss."""
+    """Return the model's own loss."""
     loss: Tensor = module(pixel_values=pixel_values, labels=labels).loss
     return loss
 
 
 def _token_batches(vocabulary: int, seq_len: int, padding: int | None) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Batches of text without padding, for which some models look."""
+    """Return batches of text without padding, which some models check for."""
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(vocabulary, (batch_size, seq_len), device="cpu")

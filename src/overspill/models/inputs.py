@@ -23,7 +23,7 @@ class Inputs:
     """
 
     def __init__(self, inputs: Any) -> None:
-        """Raises RequestError where there is no tensor among `inputs`."""
+        """Raise RequestError if `inputs` holds no tensor."""
         self._inputs = inputs if callable(inputs) else _each(inputs, _on_host)
         self._by_size = callable(inputs) and _takes_argument(inputs)
         tensors = [] if callable(inputs) else tensors_in(inputs)
@@ -33,10 +33,10 @@ class Inputs:
         self.batch: int | None = first.shape[0] if first is not None and first.dim() else None
 
     def at(self, batch: int | None) -> Any:
-        """The inputs with `batch` samples.
+        """Return the inputs with `batch` samples.
 
-        They are what the function returns; or the whole numbers that were given, in as many rows, and zeros for all
-        others. Raises RequestError where a function wants a batch size and `batch` is None.
+        They are the result of the function; otherwise the given integers, in `batch` rows, and zeros for all other
+        tensors. Raises RequestError if a function takes a batch size and `batch` is None.
         """
         if callable(self._inputs):
             if self._by_size and batch is None:
@@ -46,7 +46,7 @@ class Inputs:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts, in order."""
+    """Return all tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -60,7 +60,7 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with all tensors in nested tuples, named ones too, lists and dicts changed."""
+    """Return `value` with all tensors in nested tuples, named ones too, lists and dicts changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -84,7 +84,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, batch: int | None, size: int | None) -> Tensor:
-    """A tensor of that shape, whose first dimension is `size` where it was `batch`."""
+    """Return a tensor of that shape, whose first dimension is `size` where it was `batch`."""
     shape = list(tensor.shape)
     if shape and size is not None and shape[0] == batch:
         shape[0] = size

@@ -1,7 +1,7 @@
 """Word language model of LSTM cells (Zaremba et al., arXiv:1409.2329).
 
 It is the medium regularised network of §4.1. The steps are unrolled over nn.LSTMCell, as in the paper's own program.
-Each batch starts from a state of zeros, where the paper carries the last one over.
+Each batch starts from a state of zeros; the paper carries the last one over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SMALL = _LstmShape(vocabulary=97, width=16, layers=2)
 class LstmStack(nn.Module):
     """One step of a stack of LSTM layers.
 
-    Dropout falls on what enters a layer from below, never on its own state (§3.2).
+    Dropout applies to a layer's input from below, never to its own state (§3.2).
     """
 
     def __init__(self, inputs: int, width: int, layers: int, dropout: float) -> None:
@@ -45,15 +45,12 @@ class LstmStack(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def start(self, like: Tensor) -> list[State]:
-        """Each layer's first state, zeros.
-
-        For as many sequences as `like` has, of its kind.
-        """
+        """Return each layer's first state: zeros, for as many sequences as `like` has, of its dtype and device."""
         zeros = like.new_zeros(like.shape[0], self.width)
         return [(zeros, zeros) for _ in self.cells]
 
     def forward(self, x: Tensor, states: Sequence[State]) -> list[State]:
-        """Each layer's next state.
+        """Return each layer's next state.
 
         The output of the stack is the last one's first tensor.
         """
@@ -75,7 +72,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits (batch, steps, vocabulary)."""
+        """Return the logits, `[batch, steps, vocabulary]`."""
         x = self.words(words)
         states = self.layers.start(x[:, 0])
         outputs = []
@@ -92,9 +89,9 @@ def uniform_init(module: nn.Module, bound: float) -> None:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """The LSTM language model on 35 words, or a small one.
+    """Return the LSTM language model on 35 words, or a small one.
 
-    It has two layers of 650; the small one two layers of 16 over 4 words.
+    It has two layers of 650; the small one has two layers of 16 over 4 words.
     """
     seq_len = checked_size(name, "seq_len", size, default=4 if small else 35)
     shape = _SMALL if small else _FULL

@@ -29,14 +29,14 @@ _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """The names of all optimizers."""
+    """Return the names of all optimizers."""
     return tuple(_NAMED)
 
 
 def is_eight_bit(name: str) -> bool:
-    """Whether `name` is an 8-bit optimizer of bitsandbytes.
+    """Return whether `name` is an 8-bit optimizer of bitsandbytes.
 
-    Of these the bytes are known and no update is made.
+    The bytes of these are known, and no update is made.
     """
     return name in _NAMED and "states" in _NAMED[name][1]
 
@@ -48,7 +48,7 @@ def check_optimizer(name: str) -> None:
 
 
 def optimizer_named(name: str) -> Callable[[Iterable[Any]], Optimizer]:
-    """The optimizer called `name`, as a function of the parameters. Raises RequestError for an unknown name."""
+    """Return the optimizer called `name`, as a function of the parameters. Raises RequestError for an unknown name."""
     check_optimizer(name)
     from torch import optim  # noqa: PLC0415 - the names are listed without paying for torch
 

@@ -17,30 +17,28 @@ _DEEPER = "configuration E with {more} more convolutions in each of its five gro
 
 @dataclass(frozen=True)
 class Entry:
-    """One built-in model: its description and where it is built.
-
-    `builder` is `module:function`, a module of this package or (with a dot) of any other, called as
-    `function(name, small=, size=)`; `size_option` names what `size` means to it.
-    """
+    """One built-in model: its description and where it is built."""
 
     name: str
     family: str
     summary: str
     batch_input: str
     builder: str
+    """`module:function`, called as `function(name, small=, size=)`.
+
+    The module is one of this package, or with a dot any other.
+    """
     size_option: str
+    """The name of the option that gives `size`."""
 
 
 def images(family: str, builder: str, name: str, summary: str, *, size: int = 224) -> Entry:
-    """The entry of a model that reads square images.
-
-    Their side is `size` by default.
-    """
+    """Return the entry of a model that reads square images of side `size` by default."""
     return Entry(name, family, summary, f"images 3x{size}x{size}", builder, "image_size")
 
 
 def tokens(family: str, builder: str, name: str, summary: str, *, size: int) -> Entry:
-    """The entry of a model that reads sequences of `size` tokens by default."""
+    """Return the entry of a model that reads sequences of `size` tokens by default."""
     return Entry(name, family, summary, f"{size} tokens", builder, "seq_len")
 
 
@@ -91,20 +89,20 @@ MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for ent
 
 
 def names() -> tuple[str, ...]:
-    """The names of all built-in models, aliases included. Family by family."""
+    """Return the names of all built-in models, aliases included, family by family."""
     return tuple(MODELS)
 
 
 def describe() -> list[Entry]:
-    """The entries of all built-in models, aliases included. Family by family."""
+    """Return the entries of all built-in models, aliases included, family by family."""
     return list(MODELS.values())
 
 
 def load(name: str, *, small: bool = False, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
-    """A model by name: built in, configured, or the user's.
+    """Return a model by name: built in, configured, or the user's.
 
-    The last two are as `configured.FORMS` and `package.module:callable`. Raises RequestError. `small` is the same
-    structure with few channels and small inputs, for tests.
+    A configured name has a form of `configured.FORMS`, a user's is `package.module:callable`. `small` is the same
+    structure with few channels and small inputs, for tests. Raises RequestError.
     """
     for option, size in (("image_size", image_size), ("seq_len", seq_len)):
         if size is not None and size < 1:
@@ -151,7 +149,7 @@ def check_name(name: str) -> None:
 
 
 def _entry(name: str) -> Entry:
-    """The entry of this name. The error for an unknown one guesses what was meant."""
+    """Return the entry of this name. The error for an unknown one suggests a close name."""
     if name in MODELS:
         return MODELS[name]
     MODELS.check_installed(name)

@@ -29,9 +29,9 @@ Shortcut = Callable[[int, int, int], nn.Module]
 
 
 def conv_norm(channels: int, width: int, kernel: int, stride: int = 1, rate: int = 1) -> nn.Sequential:
-    """A convolution without bias, with batch norm.
+    """Return a convolution without bias, with batch norm.
 
-    `rate` is how far apart the kernel's taps lie.
+    `rate` is its dilation: the distance between the kernel's taps.
     """
     conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2 * rate, dilation=rate, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(width))
@@ -40,7 +40,7 @@ def conv_norm(channels: int, width: int, kernel: int, stride: int = 1, rate: int
 class PaddedShortcut(nn.Module):
     """A strided shortcut without parameters, option A of §3.3.
 
-    It is every `stride`-th pixel, and zeros for the channels that are new.
+    It takes every `stride`-th pixel, and zeros for the channels that are new.
     """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -49,20 +49,17 @@ class PaddedShortcut(nn.Module):
         self.new_channels = width - channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """The strided input with zero channels appended."""
+        """Return the strided input with zero channels appended."""
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
 
 
 def projection(channels: int, width: int, stride: int) -> nn.Module:
-    """A shortcut by a strided 1x1 convolution, option B of §3.3.
-
-    It is the identity where shapes agree.
-    """
+    """Return a shortcut by a strided 1x1 convolution, or the identity if shapes agree. Option B of §3.3."""
     return nn.Identity() if stride == 1 and channels == width else conv_norm(channels, width, 1, stride)
 
 
 def padding(channels: int, width: int, stride: int) -> nn.Module:
-    """A `PaddedShortcut`, or the identity where shapes agree. Option A of §3.3."""
+    """Return a `PaddedShortcut`, or the identity if shapes agree. Option A of §3.3."""
     return nn.Identity() if stride == 1 and channels == width else PaddedShortcut(channels, width, stride)
 
 
@@ -75,18 +72,18 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         return F.relu(self.branch(x) + self.shortcut(x))
 
 
 def _basic(channels: int, width: int, stride: int, shortcut: Shortcut) -> Residual:
-    """A residual block of two 3x3 convolutions (Figure 5, left)."""
+    """Return a residual block of two 3x3 convolutions (Figure 5, left)."""
     branch = nn.Sequential(conv_norm(channels, width, 3, stride), nn.ReLU(), conv_norm(width, width, 3))
     return Residual(branch, shortcut(channels, width, stride))
 
 
 def bottleneck_block(channels: int, width: int, stride: int, shortcut: Shortcut, rate: int = 1) -> Residual:
-    """A residual block of 1x1, 3x3 and 1x1 convolutions.
+    """Return a residual block of 1x1, 3x3 and 1x1 convolutions.
 
     The last is four times as wide (Figure 5, right).
     """
@@ -99,7 +96,7 @@ def bottleneck_block(channels: int, width: int, stride: int, shortcut: Shortcut,
 def _stages(
     stages: tuple[int, ...], width: int, *, bottleneck: bool, shortcut: Shortcut
 ) -> tuple[list[nn.Module], int]:
-    """The residual stages after a stem, and their output channels.
+    """Return the residual stages after a stem, and their output channels.
 
     The stem has `width` channels; each stage doubles the width.
     """
@@ -120,7 +117,7 @@ def _head(channels: int, classes: int) -> list[nn.Module]:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """A ResNet at 224x224, or a small one.
+    """Return a ResNet at 224x224, or a small one.
 
     It has 1000 classes; the small one has 10 at 64x64, and 8 channels in stage one.
     """
@@ -135,7 +132,7 @@ def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
 
 
 def build_cifar(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """ResNet-32 for CIFAR-10 at 32x32, or a small one.
+    """Return ResNet-32 for CIFAR-10 at 32x32, or a small one.
 
     §4.2 with n = 5; the small one has half the channels.
     """

@@ -1,7 +1,4 @@
-"""A model and its loss as one module.
-
-What is captured and compiled then includes the loss.
-"""
+"""A model and its loss as one module, so that the captured and compiled program includes the loss."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from .built_model import BuiltModel
 
 
 class TrainingStep(nn.Module):
-    """A built model with its loss: on a batch, the scalar loss.
-
-    The model is `self.model`.
-    """
+    """A built model (`self.model`) with its loss: on a batch, the scalar loss."""
 
     def __init__(self, job: BuiltModel) -> None:
         super().__init__()
@@ -30,18 +24,15 @@ class TrainingStep(nn.Module):
         self.loss = job.loss
 
     def forward(self, *batch: Tensor) -> Tensor:
-        """The loss of the model on `batch`.
-
-        These are the tensors that the job's `make_batch` returned.
-        """
+        """Return the loss of the model on `batch`, the tensors that the job's `make_batch` returned."""
         return self.loss(self.model, *batch)
 
 
 class StepLoss(nn.Module):
     """`model` with its loss: on inputs, the loss.
 
-    `loss` is a criterion of torch.nn, given the model's output and the last input, or a function of the model and all
-    inputs, or None for a model that returns its own loss (as its output, or as the output's `loss`).
+    `loss` is a criterion of torch.nn, called on the model's output and the last input, or a function of the model and
+    all inputs. None is for a model that returns its own loss, as its output or as the output's `loss`.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
@@ -52,12 +43,15 @@ class StepLoss(nn.Module):
         """What is called with the gradients of parameters, by their names."""
 
     def forward(self, *inputs: Any) -> Any:
-        """The loss on `inputs`. A single dictionary gives the model keyword arguments. Raises RequestError."""
+        """Return the loss on `inputs`. Raises RequestError.
+
+        A single dictionary gives the model keyword arguments.
+        """
         return loss_on(self.model, self.loss, inputs)
 
 
 def loss_on(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> Any:
-    """The loss of `model` on `inputs`. `loss` is as of StepLoss. Raises RequestError."""
+    """Return the loss of `model` on `inputs`; `loss` is as of StepLoss. Raises RequestError."""
     if loss is None:
         return _own_loss(_call(model, inputs))
     if not is_criterion(loss):
@@ -84,22 +78,22 @@ def scalar_loss(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple
 
 
 def is_criterion(loss: Callable[..., Any]) -> bool:
-    """Whether `loss` takes an output and a target.
+    """Return whether `loss` takes an output and a target.
 
-    So do torch's own losses; others take the model and all inputs.
+    Torch's own losses do; others take the model and all inputs.
     """
     return isinstance(loss, nn.Module) or (getattr(loss, "__module__", "") or "").startswith("torch.")
 
 
 def loss_in(output: Any) -> Any:
-    """The `loss` attribute or key of a model's output, or None."""
+    """Return the `loss` attribute or key of a model's output, or None."""
     # The attribute first: one set on a transformers.ModelOutput that had no loss does not become a key of it.
     found = getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose tensors need no memory.
+    """Return a copy of `module` whose tensors need no memory.
 
     Call it in a fake mode, where its parameters and buffers are made.
     """
@@ -113,9 +107,9 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 def convert(module: nn.Module, dtype: torch.dtype | None, memory_format: torch.memory_format | None = None) -> None:
-    """`module.to(dtype, memory_format=…)`, for fake tensors too.
+    """Apply `module.to(dtype, memory_format=…)` to fake tensors too.
 
-    Torch does that to real tensors only; what is shared stays shared.
+    Torch does that to real tensors only. Shared tensors stay shared.
     """
     made: dict[int, Tensor] = {}
     for part in module.modules():
@@ -130,20 +124,17 @@ def convert(module: nn.Module, dtype: torch.dtype | None, memory_format: torch.m
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`value` in `dtype` if it is of floating point."""
+    """Return `value` in `dtype` if it is of floating point."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def whole_dtype(dtype: str) -> torch.dtype | None:
-    """The dtype that the whole model is converted to, or None.
-
-    None where its weights stay as they are.
-    """
+    """Return the dtype that the whole model is converted to, or None if its weights keep theirs."""
     return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
 
 
 def under_autocast(loss: Callable[..., Tensor], model: nn.Module, *batch: Tensor) -> Tensor:
-    """The loss of `model` on `batch`, under autocast in bfloat16."""
+    """Return the loss of `model` on `batch`, under autocast in bfloat16."""
     with torch.autocast(batch[0].device.type, torch.bfloat16):
         return loss(model, *batch)
 

@@ -19,16 +19,13 @@ _STRIDE = 16  # four pools of two
 
 
 def _pair(channels: int, width: int) -> nn.Sequential:
-    """Two 3x3 convolutions, each with a ReLU, as in the figure."""
+    """Return two 3x3 convolutions, each with a ReLU, as in the figure."""
     first, second = nn.Conv2d(channels, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
 class UNet(nn.Module):
-    """A contracting and an expanding path, with skip connections.
-
-    There is one from each level of the one to the same level of the other.
-    """
+    """A contracting and an expanding path, with a skip connection at each level."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,7 +40,7 @@ class UNet(nn.Module):
         self.classify = nn.Conv2d(width, _CLASSES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, classes, height, width)."""
+        """Return the logits, `[batch, classes, height, width]`."""
         skips = []
         for pair in self.down[:-1]:
             x = pair(x)
@@ -56,9 +53,9 @@ class UNet(nn.Module):
 
 
 def segmentation_loss(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy over pixels.
+    """Return the mean cross entropy over pixels.
 
-    The mean is taken apart from the cross entropy, whose own mean over images adds with atomics on CUDA.
+    The mean is a separate op, because cross entropy's own mean over images adds with atomics on CUDA.
     """
     return F.cross_entropy(module(images), labels, reduction="none").mean()
 
@@ -72,9 +69,9 @@ def _batches(image_size: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """U-Net at 256x256, or a small one.
+    """Return U-Net at 256x256, or a small one.
 
-    It has 64 to 1024 channels; the small one 8 to 128 at 32x32.
+    It has 64 to 1024 channels; the small one has 8 to 128 at 32x32.
     """
     default = 32 if small else 256
     image_size = checked_size(name, "image_size", size, default=default, minimum=_STRIDE, multiple=_STRIDE)

@@ -24,22 +24,22 @@ _SEQ_LEN = 128
 
 
 def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
-    """The model that the user's callable `spec` makes.
+    """Return the model that the user's callable `spec` makes.
 
     It is called without arguments. It returns a module, `(module, make_batch)` or `(module, make_batch, loss)`.
-    `make_batch(batch_size)` returns a tensor, a tuple of tensors or a dict of them; without it, inputs follow from the
-    module's first layer and the sizes given here. `loss(output, *batch)` returns a scalar; a loss of torch.nn is called
+    `make_batch(batch_size)` returns a tensor, a tuple of tensors or a dict of them. Without it, inputs follow from the
+    module's first layer and the sizes given here. `loss(output, *batch)` returns a scalar. A loss of torch.nn is called
     on the output and the last tensor of the batch.
 
-    Without `loss`, the module reads the whole batch, and its output's `loss`, the output itself if it is a scalar, or
-    the mean of its squares is minimised. With `loss`, the module reads what its forward requires: the first tensors of
-    a tuple, or the entries of a dict that forward has names for; the rest (labels) is for the loss.
+    Without `loss`, the module reads the whole batch. A step then minimises its output's `loss`, the output itself if it
+    is a scalar, or the mean of its squares. With `loss`, the module reads what its forward requires: the first tensors
+    of a tuple, or the entries of a dict that forward has names for. The rest (labels) is for the loss.
     """
     return model_of(spec, _guarded(f"{spec} raised", _resolve(spec)), image_size=image_size, seq_len=seq_len)
 
 
 def model_of(spec: str, made: Any, *, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
-    """The model that the user's callable `spec` has `made`. Raises RequestError."""
+    """Return the model that the user's callable `spec` has `made`. Raises RequestError."""
     module, make_batch, loss = _parts(spec, made)
     assumed = ""
     if make_batch is None:
@@ -56,9 +56,9 @@ def model_of(spec: str, made: Any, *, image_size: int | None = None, seq_len: in
 
 
 def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
-    """The result of the user's `function`, with errors in one line.
+    """Return the result of the user's `function`, with errors in one line.
 
-    What it raises becomes a RequestError that begins with `context`.
+    An exception becomes a RequestError that begins with `context`.
     """
     try:
         return function(*args)
@@ -71,10 +71,7 @@ def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
 
 
 def _resolve(spec: str) -> Callable[[], Any]:
-    """The callable that `package.module:callable` names.
-
-    It is found from the current directory as `python -m` would.
-    """
+    """Return the callable that `package.module:callable` names, found from the current directory as by `python -m`."""
     module_name, _, attributes = spec.partition(":")
     if not all(part.isidentifier() for text in (module_name, attributes) for part in text.split(".")):
         raise RequestError(f"{spec!r} does not name a model; write package.module:callable")
@@ -104,7 +101,7 @@ def _resolve(spec: str) -> Callable[[], Any]:
 
 
 def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | None, Callable[..., Any] | None]:
-    """The module, make_batch and loss that the callable returned. The last two may be absent."""
+    """Return the module, make_batch and loss that the callable returned; the last two may be absent."""
     # Each mistake has its own message.
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3:
@@ -129,7 +126,7 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
 def _derived_batches(
     spec: str, module: nn.Module, image_size: int | None, seq_len: int | None
 ) -> tuple[Callable[[int], Tensor], str]:
-    """A make_batch that suits the module's first layer, and in words what it makes."""
+    """Return a make_batch that suits the module's first layer, and a description of it in words."""
     first = next((layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None), None)
     given = {option for option, size in (("image_size", image_size), ("seq_len", seq_len)) if size is not None}
     size = 0
@@ -163,10 +160,7 @@ def _derived_batches(
 
 
 class _Adapter:
-    """The batches and loss of a user's model, in flat tuples.
-
-    It turns the user's make_batch and loss into those of a BuiltModel.
-    """
+    """Turns the user's make_batch and loss into those of a BuiltModel, in flat tuples."""
 
     def __init__(
         self, spec: str, module: nn.Module, make_batch: Callable[[int], Any], loss: Callable[..., Any] | None
@@ -185,7 +179,7 @@ class _Adapter:
             self._read = max(1, _required(self._signature))
 
     def make_batch(self, batch_size: int) -> tuple[Tensor, ...]:
-        """The user's batch as a tuple of tensors. They are in the order of its dict if it is one."""
+        """Return the user's batch as a tuple of tensors, in the order of its dict if it is one."""
         batch = _guarded(f"make_batch of {self._spec} raised", self._make_batch, batch_size)
         self._keys = tuple(batch) if isinstance(batch, Mapping) else ()
         if isinstance(batch, Tensor):
@@ -215,10 +209,7 @@ class _Adapter:
         return tuple(tensors)
 
     def _check_loss(self, batch: tuple[Tensor, ...]) -> None:
-        """Raise RequestError where the user's loss cannot be called.
-
-        It is called on the module's output and `batch`.
-        """
+        """Raise RequestError if the user's loss cannot be called on the module's output and `batch`."""
         if self._loss is None:
             return
         if self._criterion is not None and len(batch) < 2:
@@ -239,12 +230,12 @@ class _Adapter:
             ) from error
 
     def _of_criterion(self, output: Any, *batch: Tensor) -> Any:
-        """A torch.nn loss of the output and the target."""
+        """Return a torch.nn loss of the output and the target."""
         assert self._criterion is not None
         return self._criterion(output, batch[-1])
 
     def loss(self, module: nn.Module, *batch: Tensor) -> Tensor:
-        """The scalar loss of the module's output. It is the user's loss, or the default one."""
+        """Return the scalar loss of the module's output: the user's loss, or the default one."""
         args, kwargs = self._arguments(batch)
         output = module(*args, **kwargs)
         loss = _default_loss(output) if self._loss is None else self._loss(output, *batch)
@@ -260,7 +251,7 @@ class _Adapter:
         return loss
 
     def _arguments(self, batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """The positional and named arguments of the module, from `batch`."""
+        """Return the positional and named arguments of the module, from `batch`."""
         if not self._keys:
             return batch[: self._read], {}
         named = dict(zip(self._keys, batch, strict=True))
@@ -268,15 +259,15 @@ class _Adapter:
 
 
 def _required(signature: inspect.Signature) -> int:
-    """The number of positional arguments without a default."""
+    """Return the number of positional arguments without a default."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is p.empty for p in signature.parameters.values())
 
 
 def _default_loss(output: Any) -> Tensor | None:
-    """The output's loss where the user gave none, or None.
+    """Return the output's loss if the user gave none, or None.
 
-    It is the output's `loss`, the output itself if a scalar, or the mean of its squares; None if there is nothing such.
+    It is the output's `loss`, the output itself if a scalar, or the mean of its squares.
     """
     if isinstance(output, Tensor):
         return output if output.dim() == 0 else output.float().square().mean()

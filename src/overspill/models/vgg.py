@@ -1,7 +1,4 @@
-"""VGG (Simonyan and Zisserman, arXiv:1409.1556, Table 1).
-
-And the deep extensions of vDNN (Rhu et al. 2016, §IV-C).
-"""
+"""VGG (Simonyan and Zisserman, arXiv:1409.1556, Table 1), and the deep extensions of vDNN (Rhu et al. 2016, §IV-C)."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ _STRIDE = 32  # five pools of two
 
 
 def _groups(name: str, *, small: bool) -> tuple[tuple[int, ...], ...]:
-    """Kernel sizes of each group's convolutions.
+    """Return the kernel sizes of each group's convolutions.
 
-    A small extension adds 1 to 4 convolutions per group where the real one adds 20 to 80.
+    A small extension adds 1 to 4 convolutions per group; the real one adds 20 to 80.
     """
     configuration = _ALIASES.get(name, name)
     if configuration in _CONFIGURATIONS:
@@ -38,11 +35,11 @@ def _groups(name: str, *, small: bool) -> tuple[tuple[int, ...], ...]:
 
 
 def _linear_std(name: str, *, small: bool) -> float:
-    """Standard deviation of the linear layers' initial weights.
+    """Return the standard deviation of the linear layers' initial weights.
 
     It is torchvision's 0.01, except where that trains badly. The small linear layers would drown the signal at 0.01.
-    Over 116 convolutions and more, gradients add up until SGD at a rate of 0.01 diverges within four steps; half the
-    spread makes them eight times smaller.
+    Over 116 convolutions and more, gradients add up until SGD at a rate of 0.01 diverges within four steps. Half the
+    deviation makes them eight times smaller.
     """
     if small:
         return 0.1
@@ -50,7 +47,7 @@ def _linear_std(name: str, *, small: bool) -> float:
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """A VGG at 224x224, or a small one.
+    """Return a VGG at 224x224, or a small one.
 
     It has 1000 classes; the small one has 10 at 64x64, and 8 to 16 channels.
     """

@@ -1,7 +1,4 @@
-"""Parts of all image classifiers: batches, losses, initial weights, head.
-
-The head accepts any image size.
-"""
+"""Parts of all image classifiers: batches, losses, initial weights, and a head for any image size."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from overspill.core.errors import RequestError
 
 
 def image_batches(image_size: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """A `make_batch` of random images and labels.
-
-    They are normal noise (batch, 3, size, size) and (batch,).
-    """
+    """Return a `make_batch` of random images and labels: normal noise `[batch, 3, size, size]`, and `[batch]`."""
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         images = torch.randn(batch_size, 3, image_size, image_size, device="cpu")
@@ -31,9 +25,9 @@ def image_batches(image_size: int, classes: int) -> Callable[[int], tuple[Tensor
 def check_normalised_batch(name: str, batch_size: int, image_size: int, one_pixel: int | None) -> None:
     """Raise RequestError for a batch too small for batch norm.
 
-    One value per channel has no variance to divide by. `one_pixel` is the largest image whose smallest maps are 1x1,
-    which is the whole downsampling of a network that pads each of its layers; None where images of every size have such
-    maps.
+    One value per channel has no variance to divide by. `one_pixel` is the largest image whose smallest maps are 1x1.
+    For a network that pads each of its layers, that is its whole downsampling. None means that images of every size
+    have such maps.
     """
     if batch_size == 1 and (one_pixel is None or image_size <= one_pixel):
         larger = "" if one_pixel is None else f" or image_size {one_pixel + 1} and above"
@@ -46,7 +40,7 @@ def check_normalised_batch(name: str, batch_size: int, image_size: int, one_pixe
 def normalised_image_batches(
     name: str, image_size: int, classes: int, one_pixel: int | None
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """`image_batches`, checked to be large enough for batch norm, by `check_normalised_batch`."""
+    """Return `image_batches`, checked by `check_normalised_batch` to be large enough for batch norm."""
     draw = image_batches(image_size, classes)
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
@@ -57,12 +51,12 @@ def normalised_image_batches(
 
 
 def classification_loss(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy of the module's logits."""
+    """Return the mean cross entropy of the module's logits."""
     return F.cross_entropy(module(images), labels)
 
 
 def resized_grid(have: int, want: int) -> nn.Module:
-    """A module that resizes (have, have) maps to (want, want).
+    """Return a module that resizes `[have, have]` maps to `[want, want]`.
 
     The linear layers then fit any image size. At the published image size the two agree and it does nothing: the papers
     have no pooling there.
@@ -73,7 +67,7 @@ def resized_grid(have: int, want: int) -> nn.Module:
 def he_init(module: nn.Module, mode: Literal["fan_in", "fan_out"], linear_std: float = 0.01) -> None:
     """Initialise convolutions with He et al.'s normal weights.
 
-    arXiv:1502.01852 §2.2; linear layers get small ones, and there are no biases. Deep networks without normalisation
+    Source: arXiv:1502.01852 §2.2. Linear layers get small weights, biases are zero. Deep networks without normalisation
     keep sane activations only with it.
     """
     for layer in module.modules():
