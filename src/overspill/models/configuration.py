@@ -69,7 +69,8 @@ def _on_hub(name: str, source: str) -> Path:
         return Path(hub.hf_hub_download(source, "config.json"))
     except Exception as error:  # no network, no such model, one that wants a login
         raise RequestError(
-            f"{name}: its configuration cannot be had: {one_line(error)}; download its config.json, and name that: hf:config.json"
+            f"{name}: its configuration cannot be had: {one_line(error)}; download its config.json, and name that: "
+            "hf:config.json"
         ) from error
     finally:
         hub_logging.set_verbosity(level)
@@ -117,7 +118,8 @@ def quantization_of(name: str) -> Quantization | None:
         known = False
     if method != "bitsandbytes" or not known or compute not in ("float32", "bfloat16", "float16"):
         raise RequestError(
-            f"{name}: its quantization_config ({method}) is not known here as it is set; known are 4 and 8 bits of bitsandbytes; "
+            f"{name}: its quantization_config ({method}) is not known here as it is set; known are 4 and 8 bits of "
+            "bitsandbytes; "
             "to estimate it dequantised, write hf:FOLDER,quantization_config=false",
             fields=["model"],
         )

@@ -104,7 +104,8 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
     if known:
         return known[0]
     raise RequestError(
-        f"{name}: of {config.model_type} transformers makes no language model that reads text alone, and no image classifier; "
+        f"{name}: of {config.model_type} transformers makes no language model that reads text alone, and no image "
+        "classifier; "
         "name a function of yours that makes the model: package.module:callable"
     )
 

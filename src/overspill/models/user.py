@@ -113,7 +113,8 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
     for role, part in (("make_batch", make_batch), ("loss", loss)):
         if part is not None and not callable(part):
             raise RequestError(
-                f"{spec} returned {'a tensor' if isinstance(part, Tensor) else type(part).__name__} as {role}, which must be "
+                f"{spec} returned {'a tensor' if isinstance(part, Tensor) else type(part).__name__} as {role}, which "
+                "must be "
                 f"callable; it must return {_WANTED}"
             )
     if isinstance(make_batch, nn.Module):
@@ -188,13 +189,15 @@ class _Adapter:
         tensors = tuple(batch.values()) if isinstance(batch, Mapping) else batch
         if not isinstance(tensors, tuple | list) or not tensors:
             raise RequestError(
-                f"make_batch of {self._spec} returned {type(batch).__name__}; it must return a tensor, a tuple of tensors or a "
+                f"make_batch of {self._spec} returned {type(batch).__name__}; it must return a tensor, a tuple of "
+                "tensors or a "
                 "dict of them"
             )
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 raise RequestError(
-                    f"make_batch of {self._spec} returned {type(tensor).__name__} among its tensors; leave it out, or make it a tensor"
+                    f"make_batch of {self._spec} returned {type(tensor).__name__} among its tensors; leave it out, or "
+                    "make it a tensor"
                 )
         # The batch must suit forward and the loss.
         args, kwargs = self._arguments(tuple(tensors))
@@ -225,7 +228,8 @@ class _Adapter:
         except TypeError as error:
             given = ", ".join(["output", *self._keys] if self._keys else ["output", *["tensor"] * len(batch)])
             raise RequestError(
-                f"the loss of {self._spec} is called as loss(output, *batch), here loss({given}), and takes {signature}: {error}; "
+                f"the loss of {self._spec} is called as loss(output, *batch), here loss({given}), and takes "
+                f"{signature}: {error}; "
                 "let it take the output and every tensor of the batch"
             ) from error
 
@@ -246,7 +250,8 @@ class _Adapter:
             raise RequestError(f"the loss of {self._spec} is {what}, not a scalar tensor; take its mean or sum")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise RequestError(
-                f"the loss of {self._spec} follows from no parameter that requires a gradient; leave out what detaches it"
+                f"the loss of {self._spec} follows from no parameter that requires a gradient; leave out what detaches "
+                "it"
             )
         return loss
 
