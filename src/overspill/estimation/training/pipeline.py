@@ -107,7 +107,7 @@ class Stage:
             for block in self._blocks:
                 block.forward = self._passed
             self._blocks[0].forward = run
-            with torch.no_grad(), self._outside_graph():
+            with torch.no_grad(), self._elsewhere():
                 self._loss(self.module, inputs)
         finally:
             for block, forward in forwards.items():
@@ -123,7 +123,7 @@ class Stage:
         parts = {m: late for m, late in ends.items() if m not in around}
         return [m for m, late in parts.items() if not late], [m for m, late in parts.items() if late]
 
-    def _outside_graph(self) -> ExitStack:
+    def _elsewhere(self) -> ExitStack:
         """A context in which nothing is allocated on this stage's device."""
         made = ExitStack()
         made.enter_context(self._recorder.placing(on_device=False))
@@ -154,7 +154,7 @@ class Stage:
         What was received lives in its graph.
         """
         if not self._first:
-            self._outside = self._outside_graph()
+            self._outside = self._elsewhere()
             self._outside.enter_context(torch.no_grad())
         try:
             return self._loss(self.module, inputs)
