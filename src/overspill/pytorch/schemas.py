@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+Arguments = Mapping[str, Any]
+"""The arguments of a call by their names in the schema."""
+
 
 @cache
 def _parameters(op: Any) -> dict[str, tuple[int, Any]]:

@@ -3,13 +3,13 @@
 AOTAutograd traces under the Python dispatcher, where an op may have a Python kernel for the keys Autograd and
 CompositeImplicitAutograd. Such a kernel replaces the op's own C++ kernel *and* its derivative: `F.interpolate` becomes
 indexing and multiplications, an LSTM a loop over time steps. Sums are then taken in another order, and the last bits
-differ. Here these kernels are removed while a step is traced, so that the trace has the C++ ones, which eager runs too,
-and autograd's own formulas behind them.
+differ. Here these kernels are removed while a step is traced. So the trace has the C++ kernels, which eager runs too,
+and autograd's own formulas for their derivatives.
 
-Autocast too is followed as in eager: each cast is made once (`casts.py`), and backward is traced without it, as when
-the user calls `loss.backward()` outside of its region.
+Autocast is followed as in eager too. Each cast is made once (`casts.py`), and backward is traced without autocast, as
+when the user calls `loss.backward()` outside of its region.
 
-Relies on `fx.Graph.eliminate_dead_code` asking the setting `fallback_random` of Inductor.
+Relies on `fx.Graph.eliminate_dead_code` reading Inductor's setting `fallback_random`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from overspill.pytorch.dispatch import (
 from overspill.pytorch.fake_tensors import FunctionalTensor, functional_value, op_implementations_dict
 from overspill.pytorch.functorch import functorch_config
 from overspill.pytorch.inductor_settings import inductor_config
+from overspill.pytorch.schemas import position_of
 
 from .casts import CAST, Casts
 from .effects import checks_kept
@@ -70,10 +71,10 @@ _under_way: list[Casts] = []
 
 @contextmanager
 def eager_kernels() -> Iterator[Casts]:
-    """Trace eager's kernels inside the block; yields the casts of the trace.
+    """Trace eager's kernels inside the block; yield the casts of the trace.
 
-    Whoever traces calls `begin` of them when a trace begins, with the parameters. Not re-entered: an inner call joins
-    the outer.
+    The caller calls `begin` of the casts when a trace begins, with the traced parameters. Not re-entered: an inner call
+    joins the outer one.
     """
     with _lock:
         if _under_way:
@@ -106,7 +107,7 @@ def eager_kernels() -> Iterator[Casts]:
 
 
 def kernel_settings() -> tuple[bool, ...]:
-    """PyTorch's settings that decide which kernels attention and recurrent layers are captured with."""
+    """Return PyTorch's settings that decide which kernels attention and recurrent layers are captured with."""
     backends, cuda = torch.backends, torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
@@ -115,7 +116,7 @@ def kernel_settings() -> tuple[bool, ...]:
 
 
 def _take(instead: dict[Any, dict[Any, Callable[..., Any]]]) -> dict[Any, dict[Any, Any]]:
-    """Remove PyTorch's Python kernels and install `instead` and REPLACED; returns each op's former ones."""
+    """Remove PyTorch's Python kernels and install `instead` and REPLACED; return each op's former kernels."""
     taken = {}
     for op in dict.fromkeys((*_ops_with_python_kernels(), *REPLACED, *instead)):
         taken[op] = dict(op.py_kernels)
@@ -149,7 +150,7 @@ def _cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """CuDNN's batch norm as the op whose schema shows its statistics updates; it selects cuDNN again."""
+    """Run cuDNN's batch norm as the op whose schema shows its statistics updates; that op selects cuDNN again."""
     if training and running_mean is not None and running_var is not None:
         return aten._batch_norm_with_update(x, weight, bias, running_mean, running_var, momentum, eps)
     # By the key that the derivative is registered for: under AutogradCUDA there is only the fallback that has none.
@@ -168,7 +169,7 @@ def _cudnn_batch_norm(
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Any:
-    """Dropout with a one-byte mask where that gives the same numbers as eager, else eager's own.
+    """Run dropout with a one-byte mask where that gives the same numbers as eager, otherwise eager's own.
 
     On the CPU eager divides the mask by the share that is kept, then multiplies by it, in the precision of `x`.
     """
@@ -189,10 +190,10 @@ NO_REST = 64
 
 
 def _sigmoid_in_rows(x: Tensor) -> Tensor:
-    """In-place sigmoid of rows that are not adjacent, one row at a time as in eager.
+    """Run an in-place sigmoid on rows that are not adjacent, one row at a time as in eager.
 
     The elements at the end of a row that do not fill a vector are rounded differently. The gates of a GRU are such
-    rows, parts of longer ones; once an in-place update of them is captured as a new tensor, they would be adjacent.
+    rows, parts of longer ones. A trace captures their in-place update as a new tensor, in which they would be adjacent.
     """
     count = x.shape[-1] if x.dim() > 1 else 0
     if x.device.type == "cpu" and count % NO_REST and x.stride(-1) == 1 and x.stride(-2) > count:
@@ -203,9 +204,9 @@ def _sigmoid_in_rows(x: Tensor) -> Tensor:
 
 
 def _bernoulli_in_order(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
-    """In-place draws in the order of memory, as in eager.
+    """Draw in place in the order of memory, as in eager.
 
-    Dropout draws its mask so. A new tensor, as a trace has it, would get them in the order of its elements.
+    Dropout draws its mask so. A trace makes a new tensor, which would get the draws in the order of its elements.
     """
     if x.is_contiguous():
         with no_python_dispatcher():
@@ -214,9 +215,10 @@ def _bernoulli_in_order(x: Tensor, p: float = 0.5, *, generator: torch.Generator
 
 
 def _recurrent(op: Any) -> Callable[..., Any]:
-    """The layer by its C++ kernel. Raises UnsupportedError for cuDNN's, which cannot be traced.
+    """Return a function that runs the layer by its C++ kernel.
 
-    It takes all weights as one storage, and keeps a dropout's state outside of PyTorch's graph.
+    It raises UnsupportedError for cuDNN's kernel, which cannot be traced. That kernel takes all weights as one storage,
+    and keeps a dropout's state outside of PyTorch's graph.
     """
 
     def run(x: Tensor, *args: Any) -> Any:
@@ -230,11 +232,14 @@ def _recurrent(op: Any) -> Callable[..., Any]:
     return run
 
 
-def _packed(op: Any, position: int, kernel: Callable[..., Any] | None = None) -> dict[Any, Callable[..., Any]]:
-    """`op` on a packed sequence, by `kernel` or else its C++ kernel, which looks at the number of sequences at each time.
+def _packed(op: Any, kernel: Callable[..., Any] | None = None) -> dict[Any, Callable[..., Any]]:
+    """Return kernels that run `op` on a packed sequence, by `kernel` or by its own C++ kernel.
 
-    These numbers are its argument at `position`. They are real ones (`known_values.py`), wrapped by what makes ops functional.
+    The kernel reads the number of sequences at each time step. These numbers are real (`known_values.py`);
+    functionalization wraps them.
     """
+    position = position_of(op, "batch_sizes")
+    assert position is not None
     kernel = kernel or functools.partial(call_kernel, op, DispatchKey.CompositeImplicitAutograd)
 
     def run(*args: Any) -> Any:
@@ -249,7 +254,10 @@ def _packed(op: Any, position: int, kernel: Callable[..., Any] | None = None) ->
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """The sequences beside each other and their lengths (aten/src/ATen/native/PackedSequence.cpp), whose C++ writes lengths."""
+    """Return the sequences padded to one length, and their lengths.
+
+    As in aten/src/ATen/native/PackedSequence.cpp, whose C++ writes the lengths into a tensor.
+    """
     counts = batch_sizes.tolist()
     padded = data.new_full((max(total_length, len(counts)), counts[0], *data.shape[1:]), padding_value)
     # Copy times with as many sequences at once.
@@ -263,7 +271,10 @@ def _pad_packed_sequence(
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths_and_how: Any) -> Any:
-    """CTC loss with its lengths where the sound is: PyTorch reads them, which a trace cannot, or asks that they be there."""
+    """Run CTC loss with its lengths on the device of the log probabilities.
+
+    Otherwise PyTorch reads the lengths, which a trace cannot, or requires them on that device.
+    """
     lengths = (length.to(log_probs.device) for length in lengths_and_how[:2])
     op = aten.ctc_loss.Tensor
     return call_kernel(op, DispatchKey.CompositeImplicitAutograd, log_probs, targets, *lengths, *lengths_and_how[2:])
@@ -272,9 +283,9 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths_and_how: Any) -> Any:
 RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
 REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
     **{layer.input: {DispatchKey.CompositeImplicitAutograd: _recurrent(layer.input)} for layer in RECURRENT},
-    **{layer.data: _packed(layer.data, 1, _recurrent(layer.data)) for layer in RECURRENT},
-    aten._pad_packed_sequence.default: _packed(aten._pad_packed_sequence.default, 1, _pad_packed_sequence),
-    aten._pack_padded_sequence_backward.default: _packed(aten._pack_padded_sequence_backward.default, 2),
+    **{layer.data: _packed(layer.data, _recurrent(layer.data)) for layer in RECURRENT},
+    aten._pad_packed_sequence.default: _packed(aten._pad_packed_sequence.default, _pad_packed_sequence),
+    aten._pack_padded_sequence_backward.default: _packed(aten._pack_padded_sequence_backward.default),
     aten.ctc_loss.Tensor: {DispatchKey.CompositeImplicitAutograd: _ctc_loss},
     aten.cudnn_batch_norm.default: {DispatchKey.Autograd: _cudnn_batch_norm},
     aten.dropout.default: dict.fromkeys(KEYS, _dropout),
@@ -303,7 +314,7 @@ RUN_AS = {aten.mkldnn_rnn_layer.default: run_with_gradients(aten.mkldnn_rnn_laye
 
 
 def _fake_rnn_layer(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """OneDNN's RNN layer on fake tensors, with a workspace of the real size; PyTorch's own is empty."""
+    """Run oneDNN's RNN layer on fake tensors, with a workspace of the real size; PyTorch's own is empty."""
     with mode:
         x, *_ = args
         output, hidden, cell, workspace = mkldnn_rnn_layer(*args, **kwargs)
@@ -321,7 +332,7 @@ def _plain(argument: Any) -> Any:
 
 @cache
 def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
-    """Bytes of the workspace that the layer saves for backward.
+    """Return the bytes of the workspace that the layer saves for backward.
 
     Only oneDNN knows them, so the layer is run once, on zeros.
     """
@@ -336,10 +347,10 @@ def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
 
 
 def _fake_rnn_layer_backward(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fake gradients of oneDNN's RNN layer: in float32 whatever the layer computes in, and each in memory of its own.
+    """Return fake gradients of oneDNN's RNN layer, in float32 for any precision, each in memory of its own.
 
-    PyTorch's meta function has the layer's precision up to 2.12, and one memory for both biases, until results come out of the
-    cache of fake tensors, where nothing is shared: captured again, the same step would have another floor.
+    PyTorch's meta function gives them the layer's precision up to 2.12, and both biases share one memory. Results from
+    the cache of fake tensors share nothing, so the same step captured again would have another floor.
     """
     with mode:
         found = mkldnn_rnn_layer_backward(*args, **kwargs)
@@ -347,7 +358,10 @@ def _fake_rnn_layer_backward(mode: Any, _: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _fake_loss_backward(mode: Any, _: Any, __: Tensor, x: Tensor, target: Tensor, *___: Any, **____: Any) -> Tensor:
-    """The fake gradient of a mean of differences. PyTorch's own divides by how many there are, which may be none."""
+    """Return the fake gradient of a mean of differences.
+
+    PyTorch's own divides by the number of elements, which may be zero.
+    """
     with mode:
         return torch.empty_like(x - target)
 

@@ -1,12 +1,12 @@
 """Give traced tensors the strides that they have in eager.
 
-PyTorch's fake results of some ops lie in another order than those of the kernels. A `reshape` may then be traced as a
-view that is none, and ops behind it may take other kernels. `REAL` says how such results lie.
+PyTorch's fake results of some ops have another layout than those of the kernels. A `reshape` may then be traced as a
+view although it copies, and later ops may take other kernels. `REAL` has the layouts of such results.
 
-Where eager updates a tensor in place, a trace makes a new one. That has the strides of the op's results, which may
-differ, and then ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and
-one with sizes of 1 loses the strides by which a convolution picks its layout. Elements with gaps between them would
-become dense.
+Where eager updates a tensor in place, a trace makes a new one. It has the strides of the op's results, which may
+differ, and then ops that read it may take other kernels. After `scatter_add_` a tensor in channels-last would be
+contiguous. One with sizes of 1 loses the strides by which a convolution picks its layout. Elements with gaps between
+them would become dense.
 """
 
 from __future__ import annotations
@@ -27,82 +27,96 @@ from overspill.pytorch.fake_tensors import (
     functional_value,
     replace_value,
 )
-from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.schemas import Arguments, arguments, written_arguments
 from overspill.pytorch.trees import tree_leaves
 
 aten = torch.ops.aten
 
 
-def _contiguous(*_: Any) -> Any:
-    """Dense, its dimensions in their order."""
+def _contiguous(_: Arguments) -> Any:
+    """Return the layout that is dense, with the dimensions in their order."""
     return torch.contiguous_format
 
 
-def _on_cpu(number: int) -> Callable[..., Any]:
-    """On the CPU in the memory format of argument `number`, whatever the order of its dimensions."""
+def _on_cpu(name: str) -> Callable[..., Any]:
+    """Return a rule: on the CPU, the memory format of the argument `name`, whatever the order of its dimensions."""
 
-    def found(*args: Any) -> Any:
-        return suggest_memory_format(args[number]) if args[number].device.type == "cpu" else None
+    def found(given: Arguments) -> Any:
+        return suggest_memory_format(given[name]) if given[name].device.type == "cpu" else None
 
     return found
 
 
-def _like_product(gradient: Tensor, mask: Tensor, *_: Any) -> Any:
-    """As what the CPU's kernel, a product, gives; on a GPU in the memory format of the gradient."""
+def _like_product(given: Arguments) -> Any:
+    """Return the strides of a product, the CPU's kernel; on a GPU, the memory format of the gradient."""
+    gradient, mask = given["grad_output"], given["mask"]
     return (gradient * mask).stride() if gradient.device.type == "cpu" else suggest_memory_format(gradient)
 
 
-def _like_sum(first: int, second: int) -> Callable[..., Any]:
-    """As the sum of two arguments: a kernel of several operands follows the first of them. Both may be numbers."""
+def _like_sum(first: str, second: str) -> Callable[..., Any]:
+    """Return a rule: the strides of the sum of two arguments.
 
-    def found(*args: Any) -> Any:
-        summed = args[first] + args[second]
+    A kernel of several operands follows the first of them. Both may be numbers.
+    """
+
+    def found(given: Arguments) -> Any:
+        summed = given[first] + given[second]
         return summed.stride() if isinstance(summed, Tensor) else None
 
     return found
 
 
-REAL: dict[Any, Callable[..., Any]] = {
+def _like_noise(given: Arguments) -> Any:
+    """Return the strides of the product with the noise, in training."""
+    return (given["noise"] * given["grad_output"]).stride() if given["training"] else None
+
+
+REAL: dict[Any, Callable[[Arguments], Any]] = {
     aten._log_softmax_backward_data.default: _contiguous,
     aten.huber_loss_backward.default: _contiguous,
     aten.mse_loss_backward.default: _contiguous,
     aten.smooth_l1_loss_backward.default: _contiguous,
-    aten.log_sigmoid_forward.default: lambda x: torch.contiguous_format if x.device.type == "cpu" else None,
+    aten.log_sigmoid_forward.default: lambda given: (
+        torch.contiguous_format if given["self"].device.type == "cpu" else None
+    ),
     aten.native_dropout_backward.default: _like_product,
-    aten.binary_cross_entropy_backward.default: lambda _, x, *__: torch.empty_like(x).stride(),
+    aten.binary_cross_entropy_backward.default: lambda given: torch.empty_like(given["self"]).stride(),
     aten.pow.Scalar: _contiguous,
     aten.float_power.Scalar: _contiguous,
-    aten.rrelu_with_noise_backward.default: lambda g, _, noise, *more: (noise * g).stride() if more[2] else None,
-    aten.copysign.Tensor: _like_sum(0, 1),
-    aten.div.Tensor_mode: _like_sum(0, 1),
-    aten.elu_backward.default: _like_sum(0, 5),
-    aten.hardsigmoid_backward.default: _like_sum(0, 1),
-    aten.hardswish_backward.default: _like_sum(0, 1),
-    aten.hardtanh_backward.default: _like_sum(0, 1),
-    aten.logit_backward.default: _like_sum(0, 1),
-    aten.softplus_backward.default: _like_sum(0, 1),
-    aten.special_xlog1py.default: _like_sum(0, 1),
-    aten.xlogy.Tensor: _like_sum(0, 1),
-    aten._native_batch_norm_legit_functional.default: _on_cpu(0),
-    aten._native_batch_norm_legit.default: _on_cpu(0),
-    aten._native_batch_norm_legit.no_stats: _on_cpu(0),
-    aten.native_batch_norm.default: _on_cpu(0),
-    aten.native_batch_norm_backward.default: _on_cpu(1),
-    aten.channel_shuffle.default: _on_cpu(0),
-    aten.max_unpool2d.default: _on_cpu(0),
-    aten.reflection_pad2d_backward.default: _on_cpu(1),
-    aten.reflection_pad3d.default: _on_cpu(0),
-    aten.reflection_pad3d_backward.default: _on_cpu(1),
-    aten.replication_pad2d_backward.default: _on_cpu(1),
-    aten.replication_pad3d.default: _on_cpu(0),
-    aten.replication_pad3d_backward.default: _on_cpu(1),
+    aten.rrelu_with_noise_backward.default: _like_noise,
+    aten.copysign.Tensor: _like_sum("self", "other"),
+    aten.div.Tensor_mode: _like_sum("self", "other"),
+    aten.elu_backward.default: _like_sum("grad_output", "self_or_result"),
+    aten.hardsigmoid_backward.default: _like_sum("grad_output", "self"),
+    aten.hardswish_backward.default: _like_sum("grad_output", "self"),
+    aten.hardtanh_backward.default: _like_sum("grad_output", "self"),
+    aten.logit_backward.default: _like_sum("grad_output", "self"),
+    aten.softplus_backward.default: _like_sum("grad_output", "self"),
+    aten.special_xlog1py.default: _like_sum("self", "other"),
+    aten.xlogy.Tensor: _like_sum("self", "other"),
+    aten._native_batch_norm_legit_functional.default: _on_cpu("input"),
+    aten._native_batch_norm_legit.default: _on_cpu("input"),
+    aten._native_batch_norm_legit.no_stats: _on_cpu("input"),
+    aten.native_batch_norm.default: _on_cpu("input"),
+    aten.native_batch_norm_backward.default: _on_cpu("input"),
+    aten.channel_shuffle.default: _on_cpu("self"),
+    aten.max_unpool2d.default: _on_cpu("self"),
+    aten.reflection_pad2d_backward.default: _on_cpu("self"),
+    aten.reflection_pad3d.default: _on_cpu("self"),
+    aten.reflection_pad3d_backward.default: _on_cpu("self"),
+    aten.replication_pad2d_backward.default: _on_cpu("self"),
+    aten.replication_pad3d.default: _on_cpu("self"),
+    aten.replication_pad3d_backward.default: _on_cpu("self"),
 }
-"""Of ops whose fake results lie otherwise: the memory format, or strides, of those of the first one's shape; None where it is right."""
+"""For ops whose fake results have another layout: the memory format, or the strides, of the kernel's first result.
+
+Results of the same shape as the first one have the same layout. A rule returns None where the fake result is right.
+"""
 
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """Let fake results lie as those of the kernels do, inside the block."""
+    """Give fake results the strides of the kernels' results, inside the block."""
     dispatch: Callable[..., Any] = FakeTensorMode.dispatch
 
     def run(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -110,14 +124,14 @@ def strides_of_kernels() -> Iterator[None]:
         if op not in REAL or results is NotImplemented:  # tensors of another kind run it themselves
             return results
         with mode:
-            return _lying_as(results, REAL[op](*args))
+            return _lying_as(results, REAL[op](arguments(op, args, kwargs or {})))
 
     with patch.object(FakeTensorMode, "dispatch", run):
         yield
 
 
 def _lying_as(results: Any, how: Any) -> Any:
-    """Fake `results`, those of the first one's shape in this memory format, or with these strides."""
+    """Return fake `results`, those of the first one's shape with this memory format or these strides."""
     if how is None or results is None:
         return results
     if isinstance(results, (tuple, list)):
@@ -130,7 +144,7 @@ def _lying_as(results: Any, how: Any) -> Any:
 
 @contextmanager
 def strides_kept() -> Iterator[None]:
-    """Let in-place updates keep the strides of traced tensors, inside the block."""
+    """Make in-place updates keep the strides of traced tensors, inside the block."""
     dispatch: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
 
     def run(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -159,7 +173,7 @@ def _restore(tensor: FunctionalTensor) -> None:
 
 
 def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """`value` with its dimensions laid out in the order of `strides`, copied if they are in another."""
+    """Return `value` with its dimensions laid out in the order of `strides`, copied if they are in another."""
     if _same_places(value, strides):
         return value
     order, back = _orders(strides)
@@ -167,17 +181,20 @@ def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def in_order_of(like: Tensor, make: Callable[[list[int]], Tensor]) -> Tensor:
-    """What `make` makes of sizes, with the shape of `like` and its dimensions laid out in the same order."""
+    """Return a tensor with the shape of `like` and its dimensions laid out in the same order.
+
+    `make` makes it, given the sizes in the order of memory.
+    """
     order, back = _orders(like.stride())
     return make([like.shape[dim] for dim in order]).permute(back)
 
 
 def _orders(strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The dimensions from the largest stride to the smallest, and for each its position there."""
+    """Return the dimensions from the largest stride to the smallest, and for each its position there."""
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     return order, [order.index(dim) for dim in range(len(strides))]
 
 
 def _same_places(value: Tensor, strides: Sequence[int]) -> bool:
-    """Whether elements have the addresses that `strides` give them; dimensions of size 1 do not count."""
+    """Return whether elements have the addresses that `strides` give them; dimensions of size 1 do not count."""
     return all(a == b for size, a, b in zip(value.shape, value.stride(), strides, strict=True) if size != 1)

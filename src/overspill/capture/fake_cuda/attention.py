@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from overspill.costs.scratch import Scratch
+from overspill.pytorch.schemas import Arguments
 
-from .workspaces import LAST, Given, Wanted, of_bytes
+from .workspaces import LAST, Wanted, of_bytes
 
 aten = torch.ops.aten
 HALF = {torch.float16, torch.bfloat16}
@@ -171,7 +172,7 @@ def math_attention(
 # --- Scratch of kernels -----------------------------------------------------------------------------------------------
 
 
-def efficient_backward(given: Given, result: Any) -> Wanted:
+def efficient_backward(given: Arguments, result: Any) -> Wanted:
     """Scratch of efficient attention's backward: row sums, and accumulators in half precision.
 
     transformers/cuda/attention_backward.cu, `_efficient_attention_backward`: `delta`, the row sums of `grad_out * out`.
@@ -188,7 +189,7 @@ def efficient_backward(given: Given, result: Any) -> Wanted:
     return [(2, Scratch("floats", (rows + query.numel() + key.numel() + value.numel(),), "float32"))]
 
 
-def flash_backward(given: Given, result: Any) -> Wanted:
+def flash_backward(given: Arguments, result: Any) -> Wanted:
     """Scratch of flash attention's backward: row sums, and float accumulators of gradients.
 
     transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and the float accumulator of dq, both with rows
@@ -204,17 +205,17 @@ def flash_backward(given: Given, result: Any) -> Wanted:
     return wanted
 
 
-def safe_softmax(given: Given, result: Tensor) -> Wanted:
+def safe_softmax(given: Arguments, result: Tensor) -> Wanted:
     """Scratch of `_safe_softmax`: a plain softmax, and a mask of one byte a value (attention.cpp)."""
     return of_bytes(0, result.numel() * (result.element_size() + 1))
 
 
-def fast_attention(given: Given, result: Any) -> Wanted:
+def fast_attention(given: Arguments, result: Any) -> Wanted:
     """Scratch of inference's fused attention (transformers/cuda/attention.cu, `native_multi_head_attention_cuda`)."""
     return of_bytes(LAST, _inside_attention(given["query"], given["num_head"], mask=given["mask"]))
 
 
-def fast_encoder_layer(given: Given, result: Any) -> Wanted:
+def fast_encoder_layer(given: Arguments, result: Any) -> Wanted:
     """Scratch of the fused encoder layer: attention, or the feed-forward layers if larger.
 
     aten/src/ATen/native/transformers/transformer.cpp, `transformer_encoder_layer_forward`. The feed-forward part has

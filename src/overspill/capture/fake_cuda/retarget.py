@@ -31,10 +31,11 @@ from overspill.pytorch.dispatch import (
     forget_dispatch,
 )
 from overspill.pytorch.fake_tensors import FakeTensor, FunctionalTensor
+from overspill.pytorch.schemas import Arguments
 
 from . import attention, recurrent, workspaces
 from .attention import CAPABILITY
-from .workspaces import Given, Wanted, of_bytes
+from .workspaces import Wanted, of_bytes
 
 aten = torch.ops.aten
 
@@ -299,13 +300,13 @@ FAKES: dict[Any, Callable[..., Any]] = {
 # --- SCRATCH ----------------------------------------------------------------------------------------------------------
 
 
-def _ctc_betas(given: Given, result: Any) -> Wanted:
+def _ctc_betas(given: Arguments, result: Any) -> Wanted:
     """Backward variables of CTC loss, as large as `log_alpha` (LossCTC.cu, `ctc_loss_backward_gpu_template`)."""
     log_alpha = given["log_alpha"]
     return of_bytes(1, log_alpha.numel() * log_alpha.element_size())
 
 
-SCRATCH: dict[Any, Callable[[Given, Any], Wanted]] = {
+SCRATCH: dict[Any, Callable[[Arguments, Any], Wanted]] = {
     aten.convolution.default: workspaces.convolution,
     aten.convolution_backward.default: workspaces.convolution_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: attention.efficient_backward,

@@ -7,7 +7,6 @@ given back after which output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from math import gcd, prod
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from overspill.costs.scratch import Scratch
+from overspill.pytorch.schemas import Arguments
 
-Given = Mapping[str, Any]
 Wanted = list[tuple[int, Scratch]]
 LAST = 1 << 30
 """The position that is after all outputs."""
@@ -72,14 +71,14 @@ def _workspaces(family: str, sizes: tuple[int, ...], x: Tensor, position: int) -
     return [(position, Scratch("conv_trial", (sum(sizes[:3]) * x.element_size(),), "")), *wanted]
 
 
-def convolution(given: Given, result: Tensor) -> Wanted:
+def convolution(given: Arguments, result: Tensor) -> Wanted:
     """Workspace of a convolution; with benchmark on, first one for trials of new sizes."""
     x, w, transposed = given["input"], given["weight"], given["transposed"]
     family = "conv_backward_data" if transposed else "conv_forward"
     return _workspaces(family, _conv_sizes(x, w, result, given["stride"], given["groups"], transposed), x, 0)
 
 
-def convolution_backward(given: Given, result: Any) -> Wanted:
+def convolution_backward(given: Arguments, result: Any) -> Wanted:
     """Workspaces for the gradient of the input, then of the weight."""
     x, transposed, mask = given["input"], given["transposed"], given["output_mask"]
     sizes = _conv_sizes(x, given["weight"], given["grad_output"], given["stride"], given["groups"], transposed)
@@ -100,7 +99,7 @@ def _sorted(pairs: int, item: int, besides: int) -> Wanted:
     return [(LAST, Scratch("sort", (besides, pairs * (item + _LONG)), ""))]
 
 
-def sort(given: Given, result: Any) -> Wanted:
+def sort(given: Arguments, result: Any) -> Wanted:
     """Scratch of sort (cuda/Sort.cpp, `sort_cuda_kernel`; SortStable.cu, `do_launch_stable_sort_kernel`)."""
     x, dim = given["self"], given["dim"]
     length = x.shape[dim] if x.dim() else 1
@@ -115,7 +114,7 @@ def sort(given: Given, result: Any) -> Wanted:
     return _sorted(x.numel(), item, moved + x.numel() * _LONG)
 
 
-def topk(given: Given, result: Any) -> Wanted:
+def topk(given: Arguments, result: Any) -> Wanted:
     """Scratch of topk, only for k above 4096, when it sorts (cuda/TensorTopK.cpp, `topk_out_cuda`)."""
     values = result[0]
     if given["k"] <= 4096:
@@ -123,7 +122,7 @@ def topk(given: Given, result: Any) -> Wanted:
     return _sorted(values.numel(), values.element_size(), values.numel() * (values.element_size() + 3 * _LONG))
 
 
-def index_put(given: Given, result: Any) -> Wanted:
+def index_put(given: Arguments, result: Any) -> Wanted:
     """Scratch of accumulating index_put: sorted linear indices (cuda/Indexing.cu, `index_put_with_sort_kernel`)."""
     indices = [index for index in given["indices"] if isinstance(index, Tensor)]
     if not given["accumulate"] or not indices:
@@ -132,7 +131,7 @@ def index_put(given: Given, result: Any) -> Wanted:
     return _sorted(pairs, _LONG, 4 * pairs * _LONG)
 
 
-def embedding_backward(given: Given, result: Any) -> Wanted:
+def embedding_backward(given: Arguments, result: Any) -> Wanted:
     """Scratch of an embedding's gradient; few indices need none (cuda/Embedding.cu)."""
     indices = given["indices"].numel()
     if indices <= 3072 and not given["scale_grad_by_freq"]:
@@ -140,7 +139,7 @@ def embedding_backward(given: Given, result: Any) -> Wanted:
     return _sums_of_rows(indices, given["grad_output"].shape[-1], result.shape[0])
 
 
-def embedding_bag_backward(given: Given, result: Any) -> Wanted:
+def embedding_bag_backward(given: Arguments, result: Any) -> Wanted:
     """Scratch of an embedding bag's gradient, as an embedding's (cuda/EmbeddingBag.cu)."""
     if given["mode"] == 2:
         return []
@@ -163,7 +162,7 @@ def _sums_of_rows(indices: int, width: int, rows: int) -> Wanted:
 # --- Normalisation ----------------------------------------------------------------------------------------------------
 
 
-def layer_norm_backward(given: Given, result: Any) -> Wanted:
+def layer_norm_backward(given: Arguments, result: Any) -> Wanted:
     """Scratch of layer norm's weight gradients (cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`).
 
     Only if rows are very many and short are they summed in two passes: one row of each in 32.
@@ -171,7 +170,7 @@ def layer_norm_backward(given: Given, result: Any) -> Wanted:
     return _sums_of_blocks(given["input"], prod(given["normalized_shape"]), sum(given["output_mask"][1:]))
 
 
-def rms_norm_backward(given: Given, result: Any) -> Wanted:
+def rms_norm_backward(given: Arguments, result: Any) -> Wanted:
     """Scratch of RMS norm's weight gradient, as layer norm's."""
     return _sums_of_blocks(given["input"], prod(given["normalized_shape"]), int(given["output_mask"][1]))
 
@@ -184,7 +183,7 @@ def _sums_of_blocks(x: Tensor, width: int, weights: int) -> Wanted:
     return of_bytes(LAST, weights * min(32 * 1024 // columns, -(-rows // 32)) * width * x.element_size())
 
 
-def group_norm(given: Given, result: Any) -> Wanted:
+def group_norm(given: Arguments, result: Any) -> Wanted:
     """A float scale and shift for each sample and channel (cuda/group_norm_kernel.cu)."""
     x = given["input"]
     if given["weight"] is None and given["bias"] is None:
@@ -192,7 +191,7 @@ def group_norm(given: Given, result: Any) -> Wanted:
     return of_bytes(LAST, 4 * 2 * x.shape[0] * x.shape[1])
 
 
-def group_norm_backward(given: Given, result: Any) -> Wanted:
+def group_norm_backward(given: Arguments, result: Any) -> Wanted:
     """Floats ds, db, c1 a channel and c2, c3 a group (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
     x, group, mask = given["input"], given["group"], given["output_mask"]
     per_channel = 2 + int(bool(mask[0]) and given["weight"] is not None)
@@ -202,13 +201,13 @@ def group_norm_backward(given: Given, result: Any) -> Wanted:
 # --- Losses and reductions --------------------------------------------------------------------------------------------
 
 
-def reduced_loss(given: Given, result: Tensor) -> Wanted:
+def reduced_loss(given: Arguments, result: Tensor) -> Wanted:
     """The loss of every element, before the reduction (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu)."""
     x = given["self"]
     return of_bytes(0, x.numel() * x.element_size()) if result.dim() == 0 < x.dim() else []
 
 
-def loss_with_logits(given: Given, result: Tensor) -> Wanted:
+def loss_with_logits(given: Arguments, result: Tensor) -> Wanted:
     """Temporaries of `binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp).
 
     Log-sigmoid, the weight of positive targets, and the loss of every element.
@@ -222,7 +221,7 @@ _FEW_VALUES = 256
 """From so many values a thread on, blocks share a sum: `max_values_per_thread`."""
 
 
-def reduction(given: Given, result: Tensor) -> Wanted:
+def reduction(given: Arguments, result: Tensor) -> Wanted:
     """Partial sums and counters of blocks that share a sum.
 
     aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`. For a matrix's columns that can be
@@ -280,12 +279,12 @@ def _power(n: int) -> int:
     return 1 << (max(n, 1).bit_length() - 1)
 
 
-def logsumexp(given: Given, result: Tensor) -> Wanted:
+def logsumexp(given: Arguments, result: Tensor) -> Wanted:
     """Exponentials of the whole input (aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`)."""
     return of_bytes(0, given["self"].numel() * given["self"].element_size())
 
 
-def foreach_norm(given: Given, result: Any) -> Wanted:
+def foreach_norm(given: Arguments, result: Any) -> Wanted:
     """A float for each tensor and chunk of 65536 (cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
     longest = max((tensor.numel() for tensor in given["self"]), default=0)
     return of_bytes(LAST, 4 * len(given["self"]) * -(-longest // 65536))
