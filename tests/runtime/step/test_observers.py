@@ -36,7 +36,7 @@ from overspill.runtime.transfer.stores import HostStore
 
 @pytest.mark.parametrize(("store", "seed"), [("host", 1), pytest.param("disk", 2, marks=pytest.mark.long)])
 def test_who_looks_at_any_moment_sees_right_values_or_one_error_and_changes_nothing(store: str, seed: int) -> None:
-    observed = explore(seed, 40, 20, store)
+    observed = explore(seed, 20, 600, store)  # a busy machine shall try as many
     assert observed.faults == []
     assert observed.right > 5
     assert observed.refused > 2
