@@ -27,14 +27,14 @@ MakeOptimizer = Callable[[Iterable["Tensor"]], "Optimizer"]
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Gradient accumulation and gradient clipping of one training step.
-
-    `accumulate` is the number of micro-batches; None clips nothing.
-    """
+    """Gradient accumulation and gradient clipping of one training step."""
 
     accumulate: int = 1
+    """The number of micro-batches."""
     clip_norm: float | None = None
+    """The norm that all gradients together are clipped to; None: no clipping."""
     clip_value: float | None = None
+    """The largest absolute value that each gradient element is clipped to; None: no clipping."""
 
     def __post_init__(self) -> None:
         """Raise RequestError for values out of range."""
@@ -46,19 +46,26 @@ class GradientOptions:
 class Job:
     """A model, its batch, and how it is trained or run.
 
-    Without an `optimizer` (a name, or a function of the parameters) the model is only run. `model` builds it anew,
-    weights and data following from the seed; or it is a Script or a Source, another framework's file, which say by
-    themselves what is not in their `fields`. `batch` samples are read at once, `accumulate` such micro-batches make a
-    step; of a pipeline `batch` is all that its stages read in a step. `dtype` is float32, bfloat16, float16, amp
-    (autocast in float16 with a GradScaler) or amp-bfloat16. `parallel` says how several GPUs share the work. Each `way`
-    says what it is. `checkpointing` may also be the names of the classes whose modules are computed again.
+    Each `way` describes itself.
     """
 
     model: Callable[[], BuiltModel] | NamedModel | GivenModel | Script | Source
+    """Builds the model again, with weights and data that follow from the seed.
+
+    Or it is a Script or a Source (another framework's file), which determine themselves all that is not in their
+    `fields`.
+    """
     batch: int | None = None
+    """Samples that are read at once; `accumulate` such micro-batches make a step.
+
+    For a pipeline it is all that its stages read in a step.
+    """
     optimizer: str | MakeOptimizer | None = "sgd"
+    """Its name, or a function of the parameters; None: the model is only run."""
     dtype: str = "float32"
+    """float32, bfloat16, float16, amp (autocast in float16 with a GradScaler) or amp-bfloat16."""
     parallel: Parallel | None = None
+    """How several GPUs share the work; None: one GPU."""
     accumulate: int = way(
         int, 1, "Micro-batches, of --batch samples each, that make a step.", COMPILED, metavar="N", positive=True
     )
@@ -75,6 +82,7 @@ class Job:
     checkpointing: bool | tuple[str, ...] = way(
         bool, False, "Compute the blocks that the model repeats again in backward.", PIPELINE
     )
+    """Or the names of the classes whose modules are computed again."""
     reentrant: bool | None = way(
         bool, None, "Of --checkpointing: with reentrance, as in transformers before 5.  [default: without]",
         flag="--reentrant/--no-reentrant",
@@ -162,7 +170,7 @@ class Job:
         return f"{self.name}, batch {self.batch}, {self.optimizer}"
 
     def request(self) -> dict[str, Any]:
-        """The requested model, batch, optimizer and dtype, for JSON output."""
+        """Return the requested model, batch, optimizer and dtype, for JSON output."""
         own = isinstance(self.model, Script)  # which says neither
         return {
             "model": self.name,
@@ -173,10 +181,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward pass.
-
-        So there is with an optimizer, or with a loss that the user gave.
-        """
+        """Whether it has a backward pass: with an optimizer, or with a loss that the user gave."""
         return self.optimizer is not None or getattr(self.model, "loss", None) is not None
 
     @property
@@ -206,12 +211,12 @@ class Job:
         return self._configured or (models.Quantization(self.quantize) if self.quantize else None)
 
     def build(self) -> BuiltModel:
-        """A new model with its batches and its loss."""
+        """Return a new model with its batches and its loss."""
         assert not isinstance(self.model, (Script, Source))
         return self.model()
 
     def make_optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
-        """The optimizer for `parameters`; a job for inference has none."""
+        """Return the optimizer for `parameters`; a job for inference has none."""
         make = self.optimizer
         assert make is not None
         return (models.optimizer_named(make) if isinstance(make, str) else make)(parameters)
@@ -261,7 +266,7 @@ class Job:
         )  # fmt: skip
 
     def micro_batch(self, batch: int | None) -> int | None:
-        """Samples of `batch` that the model reads at once, rounded up."""
+        """Return the samples of `batch` that the model reads at once, rounded up."""
         return batch if batch is None or self.parallel is None else -(-batch // self.parallel.pieces)
 
     def check_batch(self) -> None:
@@ -280,10 +285,10 @@ class Job:
             )
 
     def stages(self) -> list[Job]:
-        """This job for each GPU that may need most memory.
+        """Return this job for each GPU that may need most memory.
 
-        Of a pipeline these are the first two stages and the last, else this job alone. Between them is no stage that
-        needs more than the second, which has more micro-batches under way.
+        For a pipeline these are the first two stages and the last, otherwise this job alone. No stage between them
+        needs more than the second, which has more micro-batches in flight.
         """
         parallel = self.parallel
         if parallel is None or parallel.kind != "pp":
@@ -323,7 +328,7 @@ class Job:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether backward adds to gradients that are there already."""
+        """Whether backward adds to gradients that exist already."""
         return self.accumulate > 1 or not self.set_to_none
 
     def check_planned(self, *, whole_step: bool = False) -> None:
@@ -363,7 +368,7 @@ class Job:
     def check_trained(self, *, whole_step: bool = False) -> None:
         """Raise RequestError for a job that cannot be trained here.
 
-        One with 4-bit or 8-bit weights or optimizers, which bitsandbytes computes, is planned but not trained.
+        A job with 4-bit or 8-bit weights or optimizers, which bitsandbytes computes, is planned but not trained.
         """
         self.check_planned(whole_step=whole_step)
         first_of(
@@ -378,9 +383,9 @@ class Job:
         )  # fmt: skip
 
     def manner(self, *, whole_step: bool) -> str:
-        """How training differs from the plain loop, for a title.
+        """Return how training differs from the plain loop, for a title.
 
-        It names the dtype, several GPUs, what is planned if that is the whole step, and other options.
+        It names the dtype, several GPUs, the whole step if that is planned, and other options.
         """
         parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
         if self.parallel is not None:
@@ -404,9 +409,9 @@ class Job:
         return self.changed(*(f.name for f in fields(self) if f.name not in plain))
 
     def said(self) -> str:
-        """The job in words, for a reader.
+        """Return the job in words.
 
-        With several GPUs also whose batch and whose bytes are meant.
+        With several GPUs it also tells which of them the batch and the bytes are of.
         """
         by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "an optimizer")
         parts = ["run without gradients" if self.optimizer is None else f"trained by {by}", f"in {self.dtype}"]
@@ -419,24 +424,24 @@ class Job:
         return ", ".join(parts)
 
     def _way(self, name: str) -> str:
-        """An option that differs from the plain loop, in words."""
+        """Return an option that differs from the plain loop, in words."""
         value, word = getattr(self, name), name.replace("_", " ")
         return f"no {word}" if value is False else word if value is True else f"{word} {value}"
 
     def changed(self, *names: str) -> list[str]:
-        """Those of `names` whose fields differ from their defaults."""
+        """Return those of `names` whose fields differ from their defaults."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
 
 def refuse(why: str, names: list[str]) -> None:
-    """Raise RequestError with the reason `why` if there are `names` of fields."""
+    """Raise RequestError with the reason `why` if `names` of fields are given."""
     if names:
         raise RequestError(f"{', '.join(f'{name}=' for name in names)}: {why}", fields=names)
 
 
 def first_of(*rules: tuple[object, Iterable[str], str]) -> None:
-    """Raise RequestError for the first of `rules` that holds: whether it does, which fields it is of, and what is said."""
+    """Raise RequestError for the first of `rules` that holds: whether it does, its fields, and its message."""
     for holds, names, why in rules:
         if holds:
             raise RequestError(why, fields=names)
@@ -446,9 +451,9 @@ def job_of(
     build: str | nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None, batch: int | None,
     optimizer: str | MakeOptimizer | None, **how: Any,
 ) -> Job:  # fmt: skip
-    """The job of a built-in model's name or of a module.
+    """Return the job of a built-in model's name or of a module. Raises RequestError.
 
-    `batch` None: that of its inputs. Raises RequestError.
+    If `batch` is None, it is that of the inputs.
     """
     if not isinstance(build, str):
         given = GivenModel(build, inputs, loss)

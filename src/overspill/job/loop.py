@@ -1,4 +1,4 @@
-"""The loop that trains a job, as its user would write it: the same is recorded for an estimate and run by `train`."""
+"""The training loop of a job, as a user would write it: recorded for an estimate, and run by `train`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def train_steps(
     scaler: Scaler | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[None]:
-    """Train one step each time that it is asked for the next, without end.
+    """Train one step for each item of the iterator, without end.
 
-    `inputs_of` gives the micro-batch of a number, and `loss_of` its loss. `around` is around all that comes after a loss.
-    Like a user's loop it holds batch and loss until the next ones are there.
+    `inputs_of` returns the micro-batch of a number, and `loss_of` its loss. `around` is the context of all that comes
+    after a loss. Like a user's loop, it holds batch and loss until the next ones exist.
     """
     while True:
         if optimizer is not None:
@@ -46,9 +46,9 @@ def train_steps(
 
 
 def update(job: Job, module: nn.Module, optimizer: Optimizer | None, scaler: Scaler | None) -> None:
-    """The end of a step: clip gradients, by the norm of all and then by value, and update the parameters.
+    """End a step: clip gradients, by the norm of all and then by value, and update the parameters.
 
-    It goes through the scaler where there is one. Without an optimizer gradients are given up.
+    It goes through the scaler if one is given. Without an optimizer, gradients are freed.
     """
     if optimizer is not None and scaler is not None and job.clips:
         scaler.unscale_(optimizer)

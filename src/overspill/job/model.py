@@ -20,10 +20,9 @@ def _nobody(_: str) -> None:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model by name; calling it builds the model anew.
+    """A model by name; calling it builds the model again.
 
-    The name is that of a built-in model, of a configuration, or of a callable of the user's. `tell` is called with what
-    nobody gave and was assumed.
+    The name is that of a built-in model, of a configuration, or of a user's callable.
     """
 
     name: str
@@ -31,9 +30,10 @@ class NamedModel:
     image_size: int | None = None
     seq_len: int | None = None
     tell: Callable[[str], None] = _nobody
+    """Called with each value that the user did not give and that was assumed."""
 
     def __call__(self) -> BuiltModel:
-        """A new model. Raises RequestError."""
+        """Return a new model. Raises RequestError."""
         built = models.load(self.name, small=self.small, image_size=self.image_size, seq_len=self.seq_len)
         if built.assumed:
             self.tell(built.assumed)
@@ -43,14 +43,14 @@ class NamedModel:
 class GivenModel:
     """A user's module or model function, with inputs and a loss.
 
-    `loss` is what it is trained on. `batch` is the first dimension of the inputs, if they have one. A function without
-    `inputs` returns what the callable of `package.module:callable` does.
+    `loss` is the function that training minimises. `batch` is the first dimension of the inputs, if they have one. A
+    function without `inputs` returns what the callable of `package.module:callable` does.
     """
 
     def __init__(
         self, build: nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None = None
     ) -> None:
-        """Raises RequestError if these cannot be a model and its inputs."""
+        """Raise RequestError if these cannot be a model and its inputs."""
         from torch import nn  # noqa: PLC0415
 
         from overspill.models.inputs import Inputs  # noqa: PLC0415
@@ -64,7 +64,7 @@ class GivenModel:
         self.name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
 
     def __call__(self) -> BuiltModel:
-        """The model, ready for fake tensors. Raises RequestError.
+        """Return the model, ready for fake tensors. Raises RequestError.
 
         A module that was passed is copied without memory for its weights.
         """
@@ -93,18 +93,18 @@ class GivenModel:
 
 @dataclass(frozen=True)
 class Script:
-    """A user's training script, run on a GPU that is not there.
-
-    It gets its `arguments` and runs for its first `iterations`. It is ended after `time_limit` seconds, and changes
-    real files only with `allow_writes`. `tell` is called with what its recording lacks.
-    """
+    """A user's training script, run on a simulated GPU."""
 
     path: str
     arguments: tuple[str, ...] = ()
     iterations: int = 3
+    """It runs for the first so many."""
     time_limit: float = 600.0
+    """Seconds after which it is ended."""
     allow_writes: bool = False
+    """Whether it may change real files."""
     tell: Callable[[str], None] = _nobody
+    """Called with what its recording lacks."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
     """The fields of a job that it does not say by itself."""

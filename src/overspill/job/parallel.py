@@ -27,33 +27,42 @@ _DTYPES = ("bfloat16", "float16", "float32")
 class Parallel:
     """How a model is trained on several GPUs, one process each.
 
-    There are `gpus` of them; batches are those of one GPU. The names and defaults of options are torch's. For `ddp`:
-    `gradient_as_bucket_view`, `find_unused_parameters`, `static_graph` and `bucket_cap_mb` (None: 25 MiB). For `fsdp`:
-    `reshard_after_forward` (False keeps each block's parameters from its forward to its backward), `param_dtype` and
-    `reduce_dtype` of MixedPrecisionPolicy, `replicas` (HSDP: each shard is on that many GPUs) and `blocks`, the class
-    names of the modules that are sharded one by one; without them `repeated_blocks`, and `cpu_offload`
-    (CPUOffloadPolicy: shards, their gradients and the optimizer are on the host). `tp` cuts linear layers, and all GPUs
-    read the same batch. `pp` cuts the model in consecutive stages, one a GPU: a batch is of all of them, in
-    `micro_batches` (None: as many as GPUs), and `stage` is the one that is looked at. For `ddp` also `shard_optimizer`:
-    ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink` says whether GPUs that can be linked so are.
+    The names and defaults of options are torch's.
     """
 
     kind: str = "ddp"
+    """`ddp`, `fsdp`, `tp` or `pp`.
+
+    `tp` cuts linear layers, and all GPUs read the same batch. `pp` cuts the model in consecutive stages, one a GPU.
+    """
     gpus: int = 2
+    """The number of GPUs; batches are those of one GPU, for `pp` of all of them."""
     gradient_as_bucket_view: bool = False
+    """For `ddp`, as the next three."""
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_cap_mb: float | None = None
+    """None: 25 MiB."""
     reshard_after_forward: bool = True
+    """For `fsdp`; False keeps each block's parameters from its forward to its backward."""
     param_dtype: str | None = None
+    """For `fsdp`, that of MixedPrecisionPolicy."""
     reduce_dtype: str | None = None
+    """For `fsdp`, that of MixedPrecisionPolicy."""
     replicas: int = 1
+    """For `fsdp`: HSDP, with each shard on that many GPUs."""
     blocks: tuple[str, ...] = ()
+    """For `fsdp`: class names of the modules that are sharded one by one; by default `repeated_blocks`."""
     cpu_offload: bool = False
+    """For `fsdp`: CPUOffloadPolicy, with shards, their gradients and the optimizer on the host."""
     shard_optimizer: bool = False
+    """For `ddp`: ZeRO-1, torch's ZeroRedundancyOptimizer."""
     micro_batches: int | None = None
+    """For `pp`, of one batch; None: as many as GPUs."""
     stage: int = 0
+    """For `pp`, the stage that is estimated."""
     nvlink: bool = True
+    """Whether GPUs that can be linked by NVLink are."""
 
     def __str__(self) -> str:
         return f"{self.kind} over {self.gpus} GPUs"
@@ -109,7 +118,7 @@ class Parallel:
         return (self.micro_batches or self.gpus) if self.kind == "pp" else 1
 
     def communication(self, device: Device) -> Interval:
-        """Bytes that NCCL keeps on each GPU, outside the allocator.
+        """Return the bytes that NCCL keeps on each GPU, outside the allocator.
 
         HSDP has a communicator in each direction.
         """
@@ -118,9 +127,9 @@ class Parallel:
 
 
 def parallel_of(kind: str | None, gpus: int | None, **options: Any) -> Parallel | None:
-    """The options of `--parallel KIND --gpus N`; None for one GPU.
+    """Return the options of `--parallel KIND --gpus N`; None for one GPU.
 
-    DDP if only the number of GPUs is given.
+    If only the number of GPUs is given, they are DDP's.
     """
     if gpus is not None and gpus < 1:
         raise RequestError(f"{gpus} GPUs is not a positive number")

@@ -15,14 +15,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A model of another framework, with the shapes of its inputs.
-
-    `target` is its file or callable; shapes are as the user gave them.
-    """
+    """A model of another framework, with the shapes of its inputs."""
 
     framework: str
     target: str
+    """Its file or callable."""
     inputs: tuple[str, ...] = ()
+    """Shapes, as the user gave them."""
 
     fields: ClassVar[frozenset[str]] = frozenset({"batch", "optimizer"})
     """The fields of a job that it does not say by itself."""
@@ -44,9 +43,9 @@ class Source:
 
     @classmethod
     def of(cls, named: Mapping[str, object], inputs: Sequence[str]) -> Source | None:
-        """The framework's job among command-line options, or None.
+        """Return the framework's job among command-line options, or None. Raises RequestError for two.
 
-        It is the one of `named` that is not None. Raises RequestError for two.
+        It is the one of `named` that is not None.
         """
         given = [
             cls(framework, str(target), tuple(inputs)) for framework, target in named.items() if target is not None
@@ -63,9 +62,9 @@ class Source:
 
 
 def shapes_of(inputs: Sequence[str], batch: int) -> dict[str, Shape]:
-    """Names and shapes of inputs, parsed from `data=N,3,224,224`.
+    """Return names and shapes of inputs, parsed from `data=N,3,224,224`, where N is the batch.
 
-    N is the batch. Raises RequestError for anything else.
+    Raises RequestError for anything else.
     """
     found: dict[str, Shape] = {}
     for text in inputs:

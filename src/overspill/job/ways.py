@@ -1,4 +1,4 @@
-"""Ways to train: what a field of Job says of itself, once for the command line, for checks and for errors."""
+"""Options of training: each field of Job describes itself, once for the command line, for checks and for errors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ INFERENCE, PIPELINE, COMPILED = "inference", "pp", "compiled"
 
 @dataclass(frozen=True)
 class Way:
-    """An option of a job: its type on the command line, and what it is, in a line.
-
-    `positive`: a number that must be above 0. `flag`: the option as typer writes it, if not the field's name.
-    `goes_with`: the cases in which it is not refused.
-    """
+    """An option of a job: its type on the command line, and its description in one line."""
 
     kind: type
     default: Any
     help: str
     metavar: str | None
     positive: bool
+    """Whether it is a number that must be above 0."""
     choices: tuple[str, ...]
     flag: str | None
+    """The option as typer writes it, if not the field's name."""
     goes_with: frozenset[str]
+    """The cases in which it is supported."""
 
 
 def way(
@@ -40,18 +39,21 @@ def way(
     choices: tuple[str, ...] = (),
     flag: str | None = None,
 ) -> Any:
-    """A field of Job that is a way to train; without `goes_with` it is refused in every special case."""
+    """Return a field of Job that is an option of training.
+
+    Without `goes_with` it is refused in every special case.
+    """
     said = Way(kind, default, help, metavar, positive, choices, flag, frozenset(goes_with))
     return field(default=default, metadata={"way": said})
 
 
 def ways_of(job: Any) -> dict[str, Way]:
-    """The ways among the fields of a Job, or of its class, by name."""
+    """Return the `way` fields of a Job, or of its class, by name."""
     return {f.name: f.metadata["way"] for f in fields(job) if "way" in f.metadata}
 
 
 def check_values(ways: Mapping[str, Way], holder: Any) -> None:
-    """Raise RequestError for a field of `holder`, by its name among `ways`, whose value is none of the way's."""
+    """Raise RequestError for a field of `holder`, by its name among `ways`, whose value the way does not allow."""
     for name, said in ways.items():
         value = getattr(holder, name)
         if value is None:
@@ -64,5 +66,5 @@ def check_values(ways: Mapping[str, Way], holder: Any) -> None:
 
 
 def refused_in(case: str, job: Any) -> Collection[str]:
-    """The ways of a Job that do not go with `case`."""
+    """Return the ways of a Job that do not go with `case`."""
     return [name for name, said in ways_of(job).items() if case not in said.goes_with]

@@ -1,7 +1,7 @@
-"""LoRA adapters (Hu et al., 2021): peft puts them in itself.
+"""LoRA adapters (Hu et al., 2021), which peft adds itself.
 
-Only beside weights of few bits, which bitsandbytes has not made here, is there a layer of ours, with the forward of
-peft/tuners/lora/bnb.py, 0.21.
+Quantised weights are the exception, because bitsandbytes has not made them here. Next to them is a layer of Overspill,
+with the forward of peft/tuners/lora/bnb.py, 0.21.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ALL_LINEAR = "all-linear"
 def add_adapters(model: nn.Module, rank: int, targets: str | None, dropout: float) -> None:
     """Freeze `model` and add adapters to layers of it, with peft.
 
-    `targets` are names of layers, separated by commas, or `all-linear`; None: those that peft chooses for the kind of
-    model, and all linear ones but the output's where it knows none. Raises RequestError where there is none.
+    `targets` are names of layers, separated by commas, or `all-linear`. None: those that peft chooses for the kind of
+    model; if it knows none, all linear ones but the output's. Raises RequestError if no layer matches.
     """
     try:
         import peft  # noqa: PLC0415 - an optional package
@@ -57,7 +57,7 @@ def _stay(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
 
 
 def _all_linear(model: nn.Module) -> list[str]:
-    """The names of all linear layers but the output's."""
+    """Return the names of all linear layers but the output's."""
     kept = heads(model)
     found = {name: layer for name, layer in linear_layers(model) if layer not in kept}
     found |= {name: layer for name, layer in model.named_modules() if isinstance(layer, Quantized)}
@@ -79,12 +79,12 @@ def _no_targets(model: nn.Module, targets: str | None) -> RequestError:
 
 @cache
 def _beside_few_bits() -> type[nn.Module]:
-    """The layer of peft of an adapter beside a quantised one."""
+    """Return peft's layer for an adapter of a quantised layer."""
     from peft.tuners.lora.layer import Linear  # noqa: PLC0415
 
     class Adapted(Linear):
         def forward(self, x: Tensor) -> Tensor:
-            """The sum of the layer's and the adapter's outputs."""
+            """Return the sum of the layer's and the adapter's outputs."""
             result: Tensor = self.base_layer(x)
             if isinstance(self.base_layer, Linear4bit):
                 result = result.clone()
@@ -99,7 +99,7 @@ def _beside_few_bits() -> type[nn.Module]:
 
 
 def upcast(model: nn.Module) -> None:
-    """Make all that is not quantised float32: peft's `prepare_model_for_kbit_training`."""
+    """Make all that is not quantised float32, by peft's `prepare_model_for_kbit_training`."""
     import peft  # noqa: PLC0415
 
     peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

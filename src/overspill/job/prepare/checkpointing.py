@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks are recomputed in backward. Their activations are dropped after forward."""
+"""Activation checkpointing: the activations of blocks are dropped after forward and recomputed in backward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = (), *, reentrant: bool = False) -> None:
     """Checkpoint the modules of these `classes`, or the `repeated_blocks`.
 
-    It is torch's own checkpoint, without reentrance as torch recommends, or `reentrant`; `gradient_checkpointing_enable`
-    of transformers does so to the same blocks.
-    Raises RequestError where there is none to checkpoint.
+    It is torch's own checkpoint, non-reentrant as torch recommends, or `reentrant`. transformers'
+    `gradient_checkpointing_enable` checkpoints the same blocks. Raises RequestError if no block matches.
     """
     if classes:
         blocks = [part for part in module.modules() if type(part).__name__ in classes]
@@ -38,7 +37,7 @@ def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = (), *, reent
 
 @cache
 def _checkpointed(kind: type[nn.Module], reentrant: bool) -> type[nn.Module]:
-    """A subclass of `kind`, by the same name, that recomputes its forward in backward."""
+    """Return a subclass of `kind`, by the same name, that recomputes its forward in backward."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not reentrant:
@@ -52,11 +51,11 @@ def _checkpointed(kind: type[nn.Module], reentrant: bool) -> type[nn.Module]:
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks of a model, as layers of a transformer.
+    """Yield the repeated blocks of a model, such as the layers of a transformer.
 
     They are modules in a ModuleList or Sequential, two or more of one class, made of other modules. They are the layers
-    of a transformer's encoder and decoder, the blocks of a ResNet's stages. Within such a block no others are looked
-    for; containers and modules that train nothing are none.
+    of a transformer's encoder and decoder, or the blocks of a ResNet's stages. Blocks within such a block do not count,
+    nor do containers and modules that train nothing.
     """
     children = list(module.children())
     classes = Counter(type(child) for child in children)
@@ -69,7 +68,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def sharded_blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
-    """The modules that `fully_shard` is called on one by one. Raises RequestError when there are none."""
+    """Return the modules that `fully_shard` is called on one by one. Raises RequestError if there are none."""
     if parallel.blocks:
         found = [m for m in module.modules() if m is not module and type(m).__name__ in parallel.blocks]
         if not found:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The names and modules of all linear layers.
+    """Yield the names and modules of all linear layers.
 
     The `Conv1D` of transformers is one too: a linear layer with its weight transposed.
     """
@@ -19,17 +19,17 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def width_of(layer: nn.Module) -> tuple[int, int]:
-    """The number of input and of output features of `layer`."""
+    """Return the number of input and of output features of `layer`."""
     weight: Any = layer.weight
     made, read = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
     return read, made
 
 
 def heads(model: nn.Module) -> set[nn.Module]:
-    """The output layers, and those that share an embedding's weight.
+    """Return the output layers, and those that share an embedding's weight.
 
-    They are left as they are by transformers (integrations/bitsandbytes.py, `get_keys_to_not_convert`) and by peft's
-    "all-linear" (peft/utils/other.py).
+    transformers (integrations/bitsandbytes.py, `get_keys_to_not_convert`) and peft's "all-linear" (peft/utils/other.py)
+    leave them unchanged.
     """
     get: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
     layers = [layer for _, layer in linear_layers(model)]
@@ -46,6 +46,6 @@ def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def bias_of(layer: nn.Module) -> Tensor | None:
-    """The layer's bias, or None."""
+    """Return the layer's bias, or None."""
     found: Any = layer.bias
     return found

@@ -65,7 +65,7 @@ def prepare(module: nn.Module, job: Job) -> None:
 
 
 def _as_transformers(module: nn.Module, job: Job) -> None:
-    """What only models of transformers have: attention spelt out, and their loss. Raises RequestError for others."""
+    """Apply options of transformers' models alone: eager attention, and their loss. Raises RequestError for others."""
     if job.attention == EAGER:
         if not hasattr(module, "set_attn_implementation"):
             raise RequestError(
@@ -85,14 +85,14 @@ def _as_transformers(module: nn.Module, job: Job) -> None:
 
 
 def _loss_of_shifted_logits(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    """transformers/loss/loss_utils.py of 4.46 to 4.49, `ForCausalLMLoss`."""
+    """Return the loss of transformers/loss/loss_utils.py of 4.46 to 4.49, `ForCausalLMLoss`."""
     logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
     return F.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))
 
 
 def _loss_in_chunks(module: nn.Module, chunks: int) -> None:
-    """Let the output layer give its input on, and the loss run it for a chunk of tokens at a time.
+    """Make the output layer return its input, and the loss run the layer for a chunk of tokens at a time.
 
     Raises RequestError for a model that does more than scale its logits.
     """
@@ -119,9 +119,9 @@ def _loss_in_chunks(module: nn.Module, chunks: int) -> None:
 
 
 def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
-    """A batch on its device, in the job's dtype and memory format.
+    """Return a batch on its device, in the job's dtype and memory format.
 
-    Every tensor in `value` goes where `to` says; floating ones get the dtype, images the memory format.
+    Every tensor in `value` is moved by `to`. Floating ones get the dtype, images the memory format.
     """
     if isinstance(value, Tensor):
         options = to | ({"dtype": whole_dtype(job.dtype)} if value.is_floating_point() else {})
@@ -137,7 +137,7 @@ def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
 
 @contextmanager
 def attention_kernel(job: Job) -> Iterator[None]:
-    """A context in which only the job's attention kernel is used. Raises RequestError where it does not suit a call."""
+    """Allow only the job's attention kernel inside the block. Raises RequestError if it does not suit a call."""
     if job.attention in (None, EAGER):
         yield
         return
@@ -155,10 +155,10 @@ def attention_kernel(job: Job) -> Iterator[None]:
 
 
 def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
-    """Raise RequestError where the job's attention kernel cannot be used.
+    """Raise RequestError if the job's attention kernel cannot be used.
 
-    That is where `device` has no such kernel, or `run`, on fake tensors, calls no attention that could have it. Run it in
-    `attention_kernel`.
+    That is so if `device` has no such kernel, or if `run`, on fake tensors, calls no attention that could use it. Run
+    it in `attention_kernel`.
     """
     if job.attention == EAGER:
         return
@@ -175,7 +175,7 @@ def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
 
 
 def no_attention(job: Job) -> RequestError:
-    """The error for a model without attention that the kernel is for."""
+    """Return the error for a model without attention that the kernel is for."""
     return RequestError(
         f"the model calls no scaled_dot_product_attention, which attention={job.attention} would be for; leave it out",
         fields=["attention"],
@@ -195,7 +195,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _compute_dtype(dtype: str) -> torch.dtype:
-    """The dtype of products with quantised weights."""
+    """Return the dtype of products with quantised weights."""
     if dtype.startswith("amp"):
         return torch.bfloat16 if dtype == "amp-bfloat16" else torch.float16
     return whole_dtype(dtype) or torch.float32

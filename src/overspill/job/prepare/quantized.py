@@ -1,10 +1,12 @@
 """Linear layers with 4-bit or 8-bit weights, in bitsandbytes' formats.
 
-Their forward and backward make tensors of the right sizes. Nothing of bitsandbytes is needed. 4 bits is NF4 (Dettmers
-et al., "QLoRA", 2023, §3): two values a byte, a float32 scale for 64 values; with double quantisation a scale of 8 bits,
-and of those scales one in float32 for 256. 8 bits is LLM.int8 (Dettmers et al., 2022): a byte a value and a float32 scale a row.
-What forward and backward make and keep is that of bitsandbytes/autograd/_functions.py (`MatMul4Bit`, `MatMul8bitLt`)
-and nn/modules.py, 0.49. How many columns of an activation are outliers in LLM.int8 depends on values; none is assumed.
+Their forward and backward make tensors of the right sizes, without bitsandbytes. 4 bits is NF4 (Dettmers et al.,
+"QLoRA", 2023, §3): two values a byte, a float32 scale for 64 values. With double quantisation the scale has 8 bits, and
+256 of those scales have one in float32. 8 bits is LLM.int8 (Dettmers et al., 2022): a byte a value and a float32 scale
+a row. Forward and backward make and keep what bitsandbytes/autograd/_functions.py (`MatMul4Bit`, `MatMul8bitLt`) and
+nn/modules.py, 0.49, do.
+
+Known limit: how many columns of an activation are outliers in LLM.int8 depends on values; none is assumed.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _LEVELS = 16
 def quantize_weights(model: nn.Module, said: Quantization, compute: torch.dtype) -> None:
     """Replace the linear layers of `model` by quantised ones.
 
-    Not those that `said` keeps, or else the output's, nor those that the model keeps in float32 (the second of T5's feed-forward
-    layers), as in transformers. `compute` is what products are in. Raises RequestError where there is none.
+    Some stay, as in transformers: those that `said` keeps (by default the output's), and those that the model keeps in
+    float32 (the second of T5's feed-forward layers). `compute` is the dtype of products. Raises RequestError if no
+    layer is left to quantise.
     """
     kept, names = heads(model), {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     if said.kept is not None:  # names take the place of the output's layer, unless it is the embedding
@@ -65,7 +68,7 @@ class Quantized(nn.Module):
 
 
 class Linear4bit(Quantized):
-    """A 4-bit linear layer, whose weight each product dequantises as a whole."""
+    """A 4-bit linear layer; each product dequantises its whole weight."""
 
     def __init__(self, layer: nn.Module, compute: torch.dtype, *, double: bool) -> None:
         super().__init__(layer)
@@ -80,7 +83,7 @@ class Linear4bit(Quantized):
         self.code = _frozen(_LEVELS, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, in the dtype of `x`."""
+        """Return the product, in the dtype of `x`."""
         dtype, x = x.dtype, x.to(self.compute)
         bias = None if self.bias is None else self.bias.to(self.compute)
         if x.numel() == x.shape[-1] and not x.requires_grad:
@@ -94,7 +97,7 @@ class Linear4bit(Quantized):
         return out.to(dtype)
 
     def dequantized(self, like: Tensor) -> Tensor:
-        """The weight in the dtype of products, on the device of `like`.
+        """Return the weight in the dtype of products, on the device of `like`.
 
         Its scales are dequantised first.
         """
@@ -112,13 +115,13 @@ class Linear4bit(Quantized):
 class _Product4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear4bit, bias: Tensor | None) -> Tensor:
-        """The product; its inputs are not kept, since the weight gets no gradient."""
+        """Return the product; its inputs are not kept, because the weight gets no gradient."""
         ctx.layer = layer
         return F.linear(x, layer.dequantized(x), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        """The gradient of `x`."""
+        """Return the gradient of `x`."""
         return torch.matmul(grad, ctx.layer.dequantized(grad)) if ctx.needs_input_grad[0] else None, None, None
 
 
@@ -131,14 +134,14 @@ class Linear8bit(Quantized):
         self.SCB = _frozen(self.out_features, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, in the dtype of `x`."""
+        """Return the product, in the dtype of `x`."""
         return _Product8bit.apply(x, self)
 
 
 class _Product8bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear8bit) -> Tensor:
-        """The product of int8 rows, in int32 and then dequantised."""
+        """Return the product of int8 rows, in int32 and then dequantised."""
         ctx.layer = layer
         # As bitsandbytes has it (`ctx.tensors`), and not saved: so checkpoints without reentrance do not give it up.
         ctx.x = x if ctx.needs_input_grad[0] else None
@@ -158,7 +161,7 @@ class _Product8bit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """The gradient of `x`."""
+        """Return the gradient of `x`."""
         if not ctx.needs_input_grad[0]:
             return None, None
         x: Tensor = ctx.x
