@@ -279,7 +279,8 @@ class Job:
         if self.batch % pieces:
             even = pieces * -(-self.batch // pieces)
             raise RequestError(
-                f"a batch of {self.batch} is no multiple of {pieces} micro-batches, as many as there are GPUs unless said; take "
+                f"a batch of {self.batch} is no multiple of {pieces} micro-batches, as many as there are GPUs unless "
+                "said; take "
                 f"{even}, or another micro_batches=",
                 fields=["batch", "parallel"],
             )

@@ -42,7 +42,8 @@ def add_adapters(model: nn.Module, rank: int, targets: str | None, dropout: floa
             names = _all_linear(model)
     config = peft.LoraConfig(r=rank, target_modules=names, lora_dropout=dropout)
     config._register_custom_module({Quantized: _beside_few_bits()})
-    # peft moves adapters to the layer's device and dtype, and then casts all to float32. They are made so, and torch cannot
+    # peft moves adapters to the layer's device and dtype, and then casts all to float32. They are made so, and torch
+    # cannot
     # move fake ones.
     try:
         with warnings.catch_warnings(), patch.object(nn.Module, "to", _stay):

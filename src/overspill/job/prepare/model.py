@@ -69,7 +69,8 @@ def _as_transformers(module: nn.Module, job: Job) -> None:
     if job.attention == EAGER:
         if not hasattr(module, "set_attn_implementation"):
             raise RequestError(
-                f"attention=eager: {type(module).__name__} is no model of transformers, which alone has its attention spelt out "
+                f"attention=eager: {type(module).__name__} is no model of transformers, which alone has its attention "
+                "spelt out "
                 "too; take math, or leave it out",
                 fields=["attention"],
             )
@@ -148,7 +149,8 @@ def attention_kernel(job: Job) -> Iterator[None]:
         if "No available kernel" not in str(error):
             raise
         raise RequestError(
-            f"attention={job.attention}: that kernel does not take the model's attention, with its dtype, dropout, mask or sizes; "
+            f"attention={job.attention}: that kernel does not take the model's attention, with its dtype, dropout, "
+            "mask or sizes; "
             "leave it out",
             fields=["attention"],
         ) from None
