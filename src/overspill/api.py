@@ -1,4 +1,4 @@
-"""The public verbs that answer questions without running anything: `plan`, `compare`, `sweep`, `advise` and `pack`."""
+"""Public functions that answer questions without running anything: plan, compare, sweep, advise and pack."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def compare(
         **how: How it is trained, see `overspill.plan`.
 
     Returns:
-        A row for each policy: its plan, or why it has none. The fastest that fits comes first, then those that do not fit, the least bytes first.
+        A row for each policy: its plan, or why it has none. The fastest that fits comes first, then those that do not
+        fit, the least bytes first.
 
     Raises:
         RequestError: For a wrong or impossible argument.
@@ -243,7 +244,8 @@ def pack(
         seed: Of the random numbers.
 
     Returns:
-        The Solution: the best layout found, and `bound_bytes`, which no layout is below. Its `peak_bytes` may be above the capacity.
+        The Solution: the best layout found, and `bound_bytes`, which no layout is below. Its `peak_bytes` may be above
+        the capacity.
 
     Raises:
         RequestError: For a file that cannot be read, or an unknown name.
