@@ -14,6 +14,7 @@ from overspill.core import Graph, Phase
 from overspill.core.device import ABSENT
 from overspill.core.errors import Amount, InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes
+from overspill.costs.library_ops import CONVOLUTIONS, MATRIX_PRODUCTS
 from overspill.plans.account import Account
 from overspill.plans.plan import NO_LIMIT_BYTES, Plan, make_plan
 from overspill.policies.in_core import Liveness
@@ -21,7 +22,7 @@ from overspill.policies.in_core import Liveness
 from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
 from .arena import in_arena
-from .card_events import ELASTIC, MATRIX_PRODUCTS, STEPS, events_of
+from .card_events import STEPS, events_of
 from .packing import DEFAULT, solver_named
 from .place import SEARCH, place_plan
 from .replay import replay
@@ -29,7 +30,7 @@ from .replay import replay
 STEPS_EXPANDING = 12
 """Steps simulated with expandable segments, which grow in later steps too, ever more rarely: for GPT-2, not beyond the twelfth."""
 SHARES = (0.0, 0.5, 1.0)
-"""Shares of the likely workspaces of ELASTIC ops that are tried."""
+"""Shares of the likely workspaces of convolutions that are tried."""
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
 """Orders among equal free blocks that are tried."""
 ARENA_GRAIN_BYTES = 1 << 20
@@ -99,7 +100,9 @@ class Card(Account):
         """
         if self.pool is not None:
             return place_plan(plan, self.pool).peak_bytes
-        has_elastic = not self.is_measured and any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
+        has_elastic = not self.is_measured and any(
+            op.name in CONVOLUTIONS and op.workspace_bytes for op in plan.graph.ops
+        )
         steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
         found = []
         orders = product(SHARES if has_elastic else SHARES[-1:], (False, True), (False,))

@@ -7,22 +7,17 @@ from itertools import zip_longest
 
 from overspill.capture.compiled.result_memory import scratch_in_pieces
 from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, Tensor, TensorKind, Verb
+from overspill.costs.library_ops import CONVOLUTIONS, MATRIX_PRODUCTS, SLICE_BYTES
 
 from .events import ALLOCATE, EMPTY, FREE, Events
 
 STEPS = 3
 """Steps simulated. The first makes the optimizer's state, which then lies where feature maps had been; the second runs
 around that, and the third around what the second leaves."""
-MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
-"""Ops whose first call makes a library's handle."""
-ELASTIC = frozenset({"convolution", "convolution_backward"})
-"""Ops whose library may take less workspace than is likely, or none."""
 THREADS = ("forward", "backward")
 """Those that run ops; a whole step is run by the first."""
 BACKWARDS = frozenset({"native_dropout"})
 """Ops that allocate the last of their results first (aten/src/ATen/native/cuda/Dropout.cu: the mask)."""
-SLICE_BYTES = 64 << 20
-"""The largest temporary of an optimizer's update of one parameter, which takes it slice by slice (`runtime/step/updates.py`)."""
 
 
 def events_of(
@@ -40,7 +35,7 @@ def events_of(
     """The allocations and frees of the first `steps` of `schedule`, in order.
 
     They begin with the model and its batch on an empty device. Handles of libraries are made at the first matrix
-    product of a thread, of `handle_bytes` each, and stay; of a device that is `used`, they are there before. ELASTIC ops take a `share` of their workspaces. The updates
+    product of a thread, of `handle_bytes` each, and stay; of a device that is `used`, they are there before. Convolutions take a `share` of their workspaces. The updates
     of each of `groups` have their temporaries at once, but for the first time, which makes the state. Ops allocate
     their results in order, but for those in BACKWARDS; or all `backwards`, with their workspaces first. What has one of
     `places` lies in an arena, which is one block.
@@ -146,7 +141,7 @@ class _Run:
         """Add an op that writes these tensors, with its workspace."""
         if op.phase is Phase.UPDATE:
             self.take_state()
-        share = self.share if op.name in ELASTIC else 1.0
+        share = self.share if op.name in CONVOLUTIONS else 1.0
         if op.workspaces and workspace_bytes == op.workspace_bytes:
             self.take_in_turn(writes, [int(share * nbytes) for nbytes in op.workspaces])
             self.take_handles(op, thread)
@@ -188,7 +183,7 @@ class _Run:
         if not self.graph.whole_step:
             return _pieces(nbytes, self.parameters)
         return _pieces(
-            nbytes, [min(SLICE_BYTES, max((self.graph.tensors[t].nbytes for t in op.reads), default=nbytes))]
+            nbytes, [min(SLICE_BYTES["cuda"], max((self.graph.tensors[t].nbytes for t in op.reads), default=nbytes))]
         )
 
     def take_handles(self, op: Op, thread: str) -> None:

@@ -9,14 +9,8 @@ import torch
 from overspill.core import Device
 from overspill.core.device import ABSENT
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill.costs import (
-    Interval,
-    context_bytes,
-    cublas_workspace_bytes,
-    cublaslt_workspace_bytes,
-    kernel_image_bytes,
-)
-from overspill.costs.blas_workspace import Lifetime
+from overspill.costs import Interval, context_bytes, kernel_image_bytes
+from overspill.costs.library_ops import handle_bytes
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
@@ -138,15 +132,8 @@ def card_of(device: Device, software: Software | None = None) -> Card:
     `software`: None for that here. Raises UnsupportedError where nobody knows what PyTorch's allocator takes.
     """
     software = software or software_named()
-    capability, environment, release = device.compute_capability, software.environment, software.torch_version
-    blas = cublas_workspace_bytes(capability, environment, release)
-    lt = cublaslt_workspace_bytes(capability, environment, release)
-    handles = (
-        blas.own_bytes,
-        lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
-    )  # in the order in which they come up
-    is_measured = device.index not in (None, ABSENT)
-    return Card(device, tuple(filter(None, handles)), allocator_config(), is_measured=is_measured)
+    handles = handle_bytes(device.compute_capability, software)
+    return Card(device, handles, allocator_config(), is_measured=device.index not in (None, ABSENT))
 
 
 def allocator_config() -> CachingConfig:

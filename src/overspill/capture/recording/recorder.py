@@ -17,6 +17,7 @@ from overspill.capture.fake_cuda import retarget
 from overspill.capture.fake_cuda.engine import called_by_engine, in_place
 from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
 from overspill.core import Phase, TensorKind
+from overspill.costs.library_ops import MATRIX_PRODUCTS
 from overspill.costs.scratch import Scratch
 from overspill.pytorch.autograd import current_backward, current_node, next_sequence_number, sequence_number
 from overspill.pytorch.dispatch import schema_of
@@ -30,7 +31,6 @@ from .recording import Allocation, RecordedOp, Recording
 
 _LARGE = 1 << 30  # bytes that are not taken on the host for a tensor made from nothing
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-_GEMM = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
 
 
 class _Life:
@@ -192,7 +192,7 @@ class Recorder:
         frame = self._lines.now(node, in_backward=phase is Phase.BACKWARD)
         op = len(self._ops)
         name = schema_of(func).name.partition("::")[2]
-        if name in _GEMM:
+        if name in MATRIX_PRODUCTS:
             self._library_handle("gemm_handle", layer, phase, op)
         # Its results and scratch, in the order in which the kernel allocates them.
         keys = [storage_key(tensor) for tensor in written_tensors(func, args, kwargs)]

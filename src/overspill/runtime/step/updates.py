@@ -23,6 +23,7 @@ from overspill.capture.compiled.whole_step import AtOnce
 from overspill.capture.fake_cuda.attention import CAPABILITY
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.core.units import format_bytes
+from overspill.costs.library_ops import SLICE_BYTES
 from overspill.pytorch.optimizers import foreach_norm
 from overspill.runtime.optimizer_outside import Changes, Outside
 from overspill.runtime.optimizer_step import is_own, lent, own_step, temporary_bytes, tried
@@ -37,8 +38,6 @@ ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
 )
 """Optimizers of torch.optim that treat each element of a parameter by itself, so that slices give the same bits."""
-SLICE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-"""Bytes of a parameter updated at a time; on CUDA a launch costs more than the temporaries."""
 PROBE_SHAPES = {1: (3072,), 2: (64, 48), 3: (17, 16, 12), 4: (12, 11, 6, 4), 5: (8, 7, 6, 4, 3)}
 """Shapes of tiny parameters to try an optimizer on, by number of dimensions. All sizes differ, so that a state tensor's
 sizes tell which of the parameter's they follow. Their elements outweigh step counts and other scalars."""
