@@ -14,9 +14,9 @@ from .stores import Store, memory_of
 
 
 class Checksums:
-    """Reads and writes `store` with a CRC-32 of all bytes; CPU only.
+    """Reads and writes `store` with a CRC-32 of all bytes.
 
-    There the processor sees the bytes.
+    CPU only, because there the processor sees the bytes.
     """
 
     def __init__(self, store: Store) -> None:
@@ -29,7 +29,7 @@ class Checksums:
         self._store.write(slot, source)
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Fill `target`. Raises StoreError for other bytes than were written."""
+        """Fill `target`. Raises StoreError if the bytes differ from those written."""
         self._store.read(slot, target)
         expected = self._of.get((slot.chunk, slot.offset))
         if expected is not None and zlib.crc32(memory_of(target)) != expected:
@@ -39,5 +39,5 @@ class Checksums:
             )
 
     def forget(self, slot: Slot) -> None:
-        """Drop the checksum of `slot`, to which nothing has been written since."""
+        """Drop the checksum of `slot`, because nothing has been written to it since."""
         self._of.pop((slot.chunk, slot.offset), None)

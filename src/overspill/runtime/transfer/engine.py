@@ -26,8 +26,8 @@ _LOG = logging.getLogger("overspill")
 class _Stored:
     """One offloaded storage: its slot, and the tensor's layout in it.
 
-    `leaving` is the copy to the store while it is in progress; `written`: it is done. `handle` refers to the handle
-    weakly.
+    `leaving` is the copy to the store while it is in progress, and `written` is set when it is done. `handle` refers to
+    the handle weakly.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class _Stored:
         self.dropped = False
 
     def empty(self) -> Tensor:
-        """A new uninitialised tensor for it, on its device."""
+        """Return a new uninitialised tensor for it, on its device."""
         if self.offset == 0 and self.size.numel() * self.dtype.itemsize == self.nbytes:  # dense, as nearly all are
             tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
             if tensor.untyped_storage().nbytes() == self.nbytes:
@@ -66,27 +66,29 @@ class _Stored:
         return self.within(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage())
 
     def within(self, storage: UntypedStorage) -> Tensor:
-        """The tensor, laid out in `storage`."""
+        """Return the tensor, laid out in `storage`."""
         tensor = torch.empty(0, dtype=self.dtype, device=self.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
 class _HandleRef(weakref.ref[UntypedStorage]):
-    """Weak reference to the storage of `stored`'s handle, at address `key`."""
+    """Weak reference to the storage of a handle."""
 
     __slots__ = ("key", "stored")
     key: int
+    """Address of the handle, its key in the table."""
     stored: _Stored
+    """The offloaded storage of the handle."""
 
 
 class TransferEngine:
     """Moves storages between the device and `store` on two lanes, one each way.
 
-    An offloaded tensor becomes a *handle*: a tensor of one element, whose address is the key to a table. Autograd can save
-    it, and when autograd drops it (backward done, or never run) the death of its storage gives the slot back.
+    An offloaded tensor becomes a *handle*: a tensor of one element, whose address is the key to a table. Autograd can
+    save it. When autograd drops it (backward done, or never run), the death of its storage frees the slot.
 
-    A transfer that failed can be awaited again, which starts it again: nothing is lost before that.
-    `checksums` are those through which the lanes write and read, if they do.
+    A transfer that failed can be awaited again, which starts it again. Nothing is lost before that. The lanes write and
+    read through `checksums`, if given.
     """
 
     def __init__(self, store: Store, outward: Lane, inward: Lane, checksums: Checksums | None = None) -> None:
@@ -106,11 +108,11 @@ class TransferEngine:
 
     @property
     def stored_count(self) -> int:
-        """The number of storages now in the table."""
+        """The number of storages now in the store."""
         return len(self._table)
 
     def offload(self, source: Tensor) -> Tensor:
-        """Start copying the whole storage of `source` to the store; returns its handle. Raises StoreError."""
+        """Start copying the whole storage of `source` to the store, and return its handle. Raises StoreError."""
         memory = source.untyped_storage()
         nbytes = memory.nbytes()
         stored = _Stored(
@@ -126,7 +128,7 @@ class TransferEngine:
         return self._handle(stored)
 
     def blank(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The handle of a dense tensor without values yet.
+        """Return the handle of a dense tensor without values yet.
 
         It has space in the store; nothing is copied.
         """
@@ -149,8 +151,7 @@ class TransferEngine:
     def await_offload(self, handle: Tensor, source: Tensor | None = None) -> None:
         """Wait until the copy of `handle` is done.
 
-        Raises StoreError if it failed. After that, it can be awaited again with its `source`, which is then copied
-        again.
+        Raises StoreError if it failed. It can then be awaited again with its `source`, which is copied again.
         """
         stored = self._table[handle.data_ptr()]
         # Forgotten first: a ticket that failed holds the error, whose traceback would hold the handle and so the slot.
@@ -165,10 +166,10 @@ class TransferEngine:
         stored.written = True
 
     def prefetch(self, handle: Tensor, into: UntypedStorage | None = None) -> Tensor:
-        """Start bringing `handle` back; returns the tensor, with its old strides.
+        """Start bringing `handle` back, and return the tensor with its old strides.
 
-        It must not be read before `await_prefetch`. Its bytes come to new memory, or to the storage `into`, which has
-        as many.
+        It must not be read before `await_prefetch`. Its bytes go to new memory, or to the storage `into` of the same
+        size.
         """
         stored = self._table[handle.data_ptr()]
         tensor = stored.empty() if into is None else stored.within(into)
@@ -180,7 +181,7 @@ class TransferEngine:
         return tensor
 
     def await_prefetch(self, tensor: Tensor) -> Tensor:
-        """Wait until `tensor` is filled; returns it.
+        """Wait until `tensor` is filled, and return it.
 
         Raises StoreError if that failed; it can then be awaited again, or cancelled.
         """
@@ -203,7 +204,7 @@ class TransferEngine:
     def settle(self) -> None:
         """Wait for all transfers in progress.
 
-        A failed one is started again when it is awaited.
+        One that fails is started again when it is awaited.
         """
         for stored in list(self._table.values()):  # a finalizer may take one out
             if stored.leaving is not None and _failed(stored.leaving):
@@ -223,7 +224,7 @@ class TransferEngine:
             self._arrived(key)
 
     def sent_back(self, tensor: Tensor) -> Tensor:
-        """Exchange `tensor`, whose prefetch is cancelled, for a new handle."""
+        """Return a new handle in exchange for `tensor`, and cancel its prefetch."""
         key = storage_key(tensor)
         _, stored = self._arriving[key]
         again = _Stored(
@@ -254,14 +255,14 @@ class TransferEngine:
         self._outward, self._inward = store.lanes(device)
 
     def close(self) -> None:
-        """Finish transfers and release the store, whatever goes wrong."""
+        """Finish transfers and release the store, whatever fails."""
         with ExitStack() as end:  # the last first
             for let_go in (self.store.close, self._table.clear, self._arriving.clear, self._inward.close):
                 end.callback(let_go)
             self._outward.close()
 
     def close_dropped(self) -> None:
-        """Close after the owner was garbage collected; errors go to the log."""
+        """Close after the owner was garbage collected, and log errors."""
         try:
             self.close()
         except RuntimeError as error:
@@ -274,7 +275,7 @@ class TransferEngine:
 
 
 def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -> TransferEngine:
-    """The engine for tensors on `device`, with the store's lanes. Raises RequestError."""
+    """Return the engine for tensors on `device`, with the lanes of the store. Raises RequestError."""
     if not checksum:
         return TransferEngine(store, *store.lanes(device))
     if device.type == "cuda":
@@ -294,12 +295,12 @@ def _failed(ticket: Ticket) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of `error`, without a device's debugging hints."""
+    """Return the first line of `error`, without the debugging hints of a device."""
     return str(error).partition("\n")[0]
 
 
 def _when_a_handle_dies(engine: TransferEngine) -> Callable[[weakref.ref[UntypedStorage]], None]:
-    """A callback that frees a dead handle's slot. It does not keep `engine` alive."""
+    """Return a callback that frees the slot of a dead handle, and does not keep `engine` alive."""
     known = weakref.ref(engine)
 
     def died(handle: weakref.ref[UntypedStorage]) -> None:

@@ -1,4 +1,4 @@
-"""Resets threads, locks and shared files in a forked child."""
+"""Reset threads, locks and shared files in a forked child."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Forkable(Protocol):
     """An object that must be reset in a forked child."""
 
     def forked(self) -> None:
-        """Called in the child before anything else runs there."""
+        """Reset the object in the child, before other code runs there."""
 
 
 _LIVING: weakref.WeakSet[Forkable] = weakref.WeakSet()
@@ -24,14 +24,14 @@ def tell_of_forks(thing: Forkable) -> None:
 
 
 class ForkedLock:
-    """A process-wide re-entrant lock that a forked child gets anew."""
+    """A process-wide re-entrant lock that a forked child replaces."""
 
     def __init__(self) -> None:
         self.lock = RLock()
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Make a new lock, held by nobody."""
+        """Make a new lock, held by no thread."""
         self.lock = RLock()
 
 

@@ -2,14 +2,16 @@
 
 The latter decides how much RAM a budget on the CPU saves.
 
-glibc maps large blocks on their own up to a threshold that it raises, as they are freed, to 32 MiB. Blocks below it
-come from a heap that feature maps of many sizes leave full of holes. A low fixed threshold ends that, at a price:
-ResNet-50 at batch 32 took 10 s a step with glibc's own threshold and 13.5 s with 4 MiB, plain or managed (two cores,
-glibc 2.36). So it is set only where memory is scarce and plain training could hardly run at all.
+glibc gives large blocks their own mapping, from a threshold on. As they are freed, it raises the threshold to 32 MiB.
+Blocks below it come from a heap that activations of many sizes leave full of holes. A low fixed threshold ends that, at
+a price. ResNet-50 at batch 32 took 10 s a step with glibc's own threshold and 13.5 s with 4 MiB, with or without
+Overspill (two cores, glibc 2.36). So it is set only where memory is scarce and a run without Overspill could hardly
+work at all.
 
-Where it is not, the opposite helps. Under a plan the end of the heap is free again and again within a step, when feature maps
-have left, and glibc gives more than 64 MiB of it back, to fault it in anew: a step of ResNet-50 at batch 8 within half of its
-memory had 60 000 page faults by Inductor's kernels, plain training 6 000. With the end kept it has 7.
+Where memory is not scarce, the opposite helps. Under a plan, the end of the heap becomes free many times within a step,
+when activations have left. glibc returns free ends over 64 MiB to the system, and later pages them in again. With
+Inductor's kernels, a step of ResNet-50 at batch 8 within half of its memory had 60 000 page faults; without Overspill,
+6 000. With the end kept it has 7.
 """
 
 from __future__ import annotations
@@ -40,22 +42,23 @@ _GROUP_FILES = {
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     "": ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
 }
-"""Limit, use, and the counters of memory.stat that can be dropped, by controller: versions 1 and 2 of control groups."""
+"""Limit, use, and the counters of memory.stat that can be dropped, by controller: versions 1 and 2 of control
+groups."""
 
 _is_scarce = False
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """Zeros in pages shared with no other memory, unseen by PyTorch's modes. Raises OSError."""
+    """Return a uint8 tensor of zeros, `[nbytes]`, in its own pages and unseen by PyTorch's modes. Raises OSError."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def suit_heap(unmanaged_peak_bytes: int) -> bool:
-    """Tune glibc's heap for a step; whether freed blocks go back at once.
+    """Tune glibc's heap for a step, and return whether freed blocks go back to the system at once.
 
-    They do if memory is scarce for such a step; else the heap's free end is kept. This is for the whole process, and
-    once scarce stays scarce.
+    They do if memory is scarce for such a step; otherwise the free end of the heap is kept. The setting is for the
+    whole process, and once scarce stays scarce.
     """
     global _is_scarce  # noqa: PLW0603 - of the process, as the C library's thresholds are
     _is_scarce = _is_scarce or available_bytes() < SCARCE * unmanaged_peak_bytes
@@ -73,9 +76,9 @@ def give_back() -> None:
 
 @functools.cache
 def return_freed_blocks() -> bool:
-    """Make glibc return large freed blocks at once; whether it can.
+    """Make glibc return large freed blocks at once; return whether it can.
 
-    For the whole process.
+    The setting is for the whole process.
     """
     return _set_thresholds(MAPPED_FROM_BYTES, MAPPED_FROM_BYTES)
 
@@ -89,9 +92,9 @@ def _set_thresholds(mapped_from_bytes: int, trimmed_from_bytes: int) -> bool:
 
 
 def available_bytes() -> int:
-    """Bytes this process can still take.
+    """Return the bytes that this process can still allocate.
 
-    The least of free RAM, its address-space limit and its control group's.
+    This is the least of free RAM, its address-space limit and the limits of its control groups.
     """
     limits = [_status(Path("/proc/meminfo"), "MemAvailable")]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -106,9 +109,9 @@ def available_bytes() -> int:
 
 
 def _left_in(root: Path, path: str, limit: str, current: str, droppable: tuple[str, ...]) -> Iterator[int]:
-    """Bytes left in the control group `path` and in those around it, as far as they have limits.
+    """Yield the bytes left in the control group `path` and in its parents, if they have limits.
 
-    File pages are not taken: the kernel drops them when a limit is reached, as MemAvailable has it too.
+    File pages count as free: the kernel drops them when a limit is reached, as in MemAvailable.
     """
     for group in (root / path, *(root / path).parents):
         if not group.is_relative_to(root):
@@ -120,7 +123,10 @@ def _left_in(root: Path, path: str, limit: str, current: str, droppable: tuple[s
 
 
 def _status(path: Path, key: str) -> int:
-    """A `key: N kB` line of a /proc file, in bytes. Without such a file, more than any machine has."""
+    """Return a `key: N kB` line of a /proc file, in bytes.
+
+    Without such a file or line, return more than any machine has.
+    """
     try:
         line = next(line for line in path.read_text().splitlines() if line.startswith(f"{key}:"))
     except (OSError, StopIteration):

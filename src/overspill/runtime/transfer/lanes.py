@@ -1,7 +1,7 @@
-"""Lanes: each carries out one direction's transfers, in order, concurrently with compute.
+"""Lanes: each carries out the transfers of one direction, in order, concurrently with compute.
 
-A lane is a thread on the CPU, and a stream elsewhere. Compute pays for every transfer that it starts and awaits, so
-that is done with few calls and objects.
+A lane is a thread on the CPU, and a stream on other devices. Compute pays for every transfer that it starts and awaits,
+so both take few calls and objects.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from . import _copies
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a store: `nbytes` bytes from `offset` on, in arena chunk `chunk`."""
+    """A place in a store."""
 
     chunk: int
+    """Number of the arena chunk."""
     offset: int
+    """First byte within the chunk."""
     nbytes: int
 
 
@@ -46,17 +48,17 @@ class Ticket(Protocol):
     """
 
     def wait(self) -> None:
-        """Block later work of the compute stream until the transfer is done. Raises what went wrong in it."""
+        """Block later work of the compute stream until the transfer is done. Raises its errors."""
 
 
 class Noted(Protocol):
     """Callbacks for the begin and end of a copy."""
 
     def begin(self, stream: Any = None) -> None:
-        """The copy begins now, or at this point of `stream`."""
+        """Note that the copy begins now, or at this point of `stream`."""
 
     def end(self, stream: Any = None) -> None:
-        """The copy ends now, or at this point of `stream`."""
+        """Note that the copy ends now, or at this point of `stream`."""
 
 
 class Lane(ABC):
@@ -66,7 +68,7 @@ class Lane(ABC):
     def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Start a copy between `slot` and `memory`, after all work given to compute.
 
-        `noted` is called when it begins and ends.
+        `noted` is called when the copy begins and ends.
         """
 
     @abstractmethod
@@ -80,13 +82,13 @@ class Lane(ABC):
 class ThreadLane(Lane):
     """A lane of one thread; its copies release the interpreter lock.
 
-    They are system calls and memory moves. The queue is one that a finalizer may use in the middle of its own `put`;
-    the pools of `concurrent.futures` have locks that a finalizer would wait for in vain. In a forked child, which has
-    no such thread, `submit` carries the job out itself.
+    The copies are system calls and memory moves. A finalizer may use the queue even in the middle of a `put` of the
+    same thread. The pools of `concurrent.futures` have locks on which such a finalizer would wait forever. A forked
+    child has no such thread, so `submit` copies itself.
     """
 
     def __init__(self, name: str, copy: Copy) -> None:
-        """Start the thread. Raises StoreError where the system gives none."""
+        """Start the thread. Raises StoreError if the system refuses one."""
         self._copy = copy
         self._process = os.getpid()
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
@@ -111,7 +113,7 @@ class ThreadLane(Lane):
         return ticket
 
     def close(self) -> None:
-        """Drop what has not started, finish what has, and end the thread."""
+        """Drop copies that have not started, finish the others, and end the thread."""
         self._end()
 
 
@@ -122,7 +124,7 @@ _LOCAL = threading.local()
 
 
 def is_lane() -> bool:
-    """Whether this is a lane's thread, in which finalizers must wait for no transfer."""
+    """Return whether this is the thread of a lane, in which finalizers must not wait for a transfer."""
     return getattr(_LOCAL, "is_lane", False)
 
 
@@ -172,7 +174,7 @@ class _ThreadTicket:
             self._finish(None)
 
     def drop(self) -> None:
-        """Mark it as never to be carried out."""
+        """Mark the ticket as never to be carried out."""
         self._finish(StoreError(CLOSED))
 
     def _finish(self, error: BaseException | None) -> None:
@@ -183,8 +185,8 @@ class _ThreadTicket:
     def wait(self) -> None:
         if not self._is_done and self._process != os.getpid():
             raise StoreError(
-                "this process was forked while a copy to or from the store was under way, which ends in its parent only; "
-                "fork between two steps"
+                "this process was forked while a copy to or from the store was under way, which ends in its parent "
+                "only; fork between two steps"
             )
         with self._pending:  # no more than a look, so that several may wait
             pass
@@ -215,9 +217,9 @@ class _NotedTicket(_ThreadTicket):
 
 
 class StreamLane(Lane):
-    """A lane that is a stream of its own.
+    """A lane with its own stream.
 
-    `streams` is the module `accelerator`, or a test's stand-in.
+    `streams` is the module `accelerator`, or a stand-in in tests.
     """
 
     def __init__(self, device: torch.device, copy: Copy, streams: Any = accelerator) -> None:
@@ -229,8 +231,8 @@ class StreamLane(Lane):
     def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Enqueue the copy after the compute stream's work so far.
 
-        No `record_stream`: the ticket holds the memory until compute waits for the event, after which it can only be
-        reused after the copy.
+        There is no `record_stream`. The ticket holds the memory until compute waits for the event, so the memory is
+        reused only after the copy.
         """
         self.stream.wait_stream(self._streams.current_stream(self._device))
         if noted is not None:
@@ -242,7 +244,7 @@ class StreamLane(Lane):
         return _StreamTicket(self, self.stream.record_event(), memory)
 
     def wait(self, event: Any) -> None:
-        """Let later work of the compute stream run after `event`."""
+        """Make later work of the compute stream run after `event`."""
         self._streams.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
@@ -267,9 +269,9 @@ class CopyLane(Lane):
     """A stream for copies to or from page-locked host memory, one native call each."""
 
     def __init__(self, streams: accelerator.RawStreams, address: Callable[[Slot], int], *, outward: bool) -> None:
-        """`address` gives the address of a slot.
+        """Make the stream; `address` returns the address of a slot.
 
-        Raises RuntimeError where no library has the functions of such a device.
+        Raises RuntimeError if no library has the functions of such a device.
         """
         self._address = address
         self._compute = streams.compute
@@ -292,5 +294,5 @@ class CopyLane(Lane):
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """The storage as a one-dimensional uint8 tensor, which keeps it alive."""
+    """Return the storage as a uint8 tensor of one dimension, which keeps it alive."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

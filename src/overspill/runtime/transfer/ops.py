@@ -1,6 +1,6 @@
 """Transfer functions that lowered graphs call.
 
-They are plain functions, for PyTorch's dispatcher costs more than they do. `await_offload` takes the source as an
+They are plain functions, because PyTorch's dispatcher costs more than they do. `await_offload` takes the source as an
 argument, so that reference counting keeps it until the copy is done. `await_prefetch` returns its argument, and
 consumers read that.
 """
@@ -25,7 +25,7 @@ _numbers = itertools.count(1)
 
 
 def register_engine(engine: TransferEngine) -> int:
-    """A number by which lowered graphs call `engine`. The caller keeps the engine alive."""
+    """Return a number by which lowered graphs call `engine`. The caller keeps the engine alive."""
     number = next(_numbers)
     known = _ENGINES  # which a module that is torn down no longer names
     known[number] = weakref.ref(engine, lambda _: known.pop(number, None))
@@ -35,7 +35,7 @@ def register_engine(engine: TransferEngine) -> int:
 def open_engine(
     store: str | None, where: torch.device, directory: str | Path | None = None, *, checksum: bool = False
 ) -> tuple[TransferEngine, int]:
-    """An engine with a new store for tensors on `where`, and the number by which lowered graphs call it.
+    """Return an engine with a new store for tensors on `where`, and its number for lowered graphs.
 
     Raises RequestError and StoreError.
     """
@@ -44,14 +44,14 @@ def open_engine(
 
 
 def engine_numbered(number: int) -> TransferEngine:
-    """The engine with this number. Raises OverspillError where it has been closed."""
+    """Return the engine with this number. Raises OverspillError if it has been closed."""
     if (known := _ENGINES.get(number)) is not None and (engine := known()) is not None:
         return engine
     raise OverspillError("the store of this compiled model has been closed; compile the model again")
 
 
 def offload(source: Tensor, engine: int) -> Tensor:
-    """Start copying `source` to the store; returns its handle."""
+    """Start copying `source` to the store, and return its handle."""
     return engine_numbered(engine).offload(source)
 
 
@@ -61,15 +61,15 @@ def await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
 
 
 def prefetch(handle: Tensor, engine: int, into: UntypedStorage | None = None) -> Tensor:
-    """Start bringing `handle` back; returns the tensor, not to be read yet.
+    """Start bringing `handle` back, and return the tensor, not to be read yet.
 
-    Its bytes go to `into` if it is given.
+    Its bytes go to `into` if given.
     """
     return engine_numbered(engine).prefetch(handle, into)
 
 
 def await_prefetch(arriving: Tensor, engine: int) -> Tensor:
-    """Wait until `arriving` is filled; returns it."""
+    """Wait until `arriving` is filled, and return it."""
     return engine_numbered(engine).await_prefetch(arriving)
 
 
@@ -82,5 +82,5 @@ for _call in (offload, await_offload, await_prefetch, hold):
 
 
 def fake_handle() -> Tensor:
-    """A fake handle, made inside the caller's fake mode."""
+    """Return a fake handle, made inside the caller's fake mode."""
     return torch.empty((1,), dtype=torch.int64, device="cpu")

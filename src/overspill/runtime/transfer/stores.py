@@ -1,7 +1,7 @@
 """Stores for offloaded bytes: a file on disk, host memory, or pinned memory.
 
-A store hands out slots of one arena and takes them back, so that after the first step it neither grows nor fragments
-further. Reads and writes are called on a lane, never on the compute thread (except to enqueue them, for CUDA).
+A store allocates slots of one arena and reuses freed ones, so that after the first step it neither grows nor fragments
+further. Reads and writes run on a lane, never on the compute thread (except to enqueue them, for CUDA).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PAGE_BYTES = 4096
 class Store(ABC):
     """Base of all stores.
 
-    Slots of equal (page-rounded) size are reused; the arena grows only when none is free. Slots are also released by
-    finalizers, which may run in the middle of anything, `allocate` included. So `release` takes no lock: released slots
-    go to a queue, which the next `allocate` empties.
+    Free slots of equal (page-rounded) size are reused; the arena grows only when none is free. Finalizers release slots
+    too, and may run in the middle of anything, even `allocate`. So `release` takes no lock: released slots go to a
+    queue, which the next `allocate` empties.
     """
 
     name: ClassVar[str] = ""
@@ -84,7 +84,7 @@ class Store(ABC):
             self._free[slot.nbytes].append(slot)
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:  # noqa: ARG002 - of the streams of some devices
-        """One lane each way for transfers from and to `device`."""
+        """Return one lane each way for transfers from and to `device`."""
         return (
             ThreadLane("offload", lambda slot, source: self.write(slot, source)),  # noqa: PLW0108 - `write` as it is then
             ThreadLane("prefetch", lambda slot, target: self.read(slot, target)),  # noqa: PLW0108
@@ -96,13 +96,13 @@ class Store(ABC):
         return sum(size for _, size in self._tails)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for `nbytes` in all. Raises StoreError when there is none."""
+        """Grow the arena to `nbytes` in all. Raises StoreError if they do not fit."""
         with self._lock:
             if (missing := nbytes - self.capacity_bytes) > 0:
                 self._add_chunk(missing)
 
     def allocate(self, nbytes: int) -> Slot:
-        """A slot for `nbytes` bytes."""
+        """Return a slot for `nbytes` bytes. Raises StoreError if they do not fit."""
         rounded = max(PAGE_BYTES, whole_pages(nbytes))
         with self._lock:
             self._take_back()
@@ -123,7 +123,7 @@ class Store(ABC):
         return Slot(chunk, used, nbytes)
 
     def release(self, slot: Slot) -> None:
-        """Free `slot`; safe to call anywhere, since it never waits."""
+        """Free `slot`; safe to call anywhere, because it never waits."""
         self._returned.append(slot)
 
     def _add_chunk(self, nbytes: int) -> None:
@@ -151,7 +151,7 @@ class Store(ABC):
 class DiskStore(Store):
     """One preallocated file without a name, of mode 0600.
 
-    Nothing is left behind, even if the process is killed.
+    No file remains, even if the process is killed.
     """
 
     name = "disk"
@@ -164,7 +164,8 @@ class DiskStore(Store):
             self._file = _nameless_file(self.directory)
         except OSError as error:
             raise RequestError(
-                f"cannot write to the store directory {self.directory}: {error.strerror}; give a writable one with --store-dir"
+                f"cannot write to the store directory {self.directory}: {error.strerror}; give a writable one with "
+                "--store-dir"
             ) from None
         self._end = weakref.finalize(self, os.close, self._file)
         self._chunk_offsets: list[int] = []
@@ -189,7 +190,7 @@ class DiskStore(Store):
     def write(self, slot: Slot, source: Tensor) -> None:
         """Write all bytes.
 
-        The system may take few at a time; raises StoreError when it takes none.
+        The system may accept only some at a time. Raises StoreError if it accepts none.
         """
         self._check_process()
         view = memory_of(source)
@@ -202,7 +203,7 @@ class DiskStore(Store):
             done += count
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Read all bytes. Raises StoreError when the file ends before."""
+        """Read all bytes. Raises StoreError if the file ends before."""
         self._check_process()
         view = memory_of(target)
         done = 0
@@ -216,8 +217,8 @@ class DiskStore(Store):
     def _check_process(self) -> None:
         if self.is_forked:
             raise StoreError(
-                f"the disk store in {self.directory} is the one of the process that this one was forked from, which goes on "
-                "writing to it; call the step's synchronize() before the fork, or use --store host"
+                f"the disk store in {self.directory} is the one of the process that this one was forked from, which "
+                "goes on writing to it; call the step's synchronize() before the fork, or use --store host"
             )
 
     def _position(self, slot: Slot) -> int:
@@ -233,7 +234,7 @@ class DiskStore(Store):
             raise StoreError(f"the disk store in {self.directory} failed to {action}: {error.strerror}") from error
 
     def _no_room(self, nbytes: int, error: OSError) -> StoreError:
-        """The error for `nbytes` that do not fit on the file system."""
+        """Return the error for `nbytes` that do not fit on the file system."""
         needs = f"the disk store needs {format_bytes(nbytes)} more in {self.directory}"
         instead = "or name another directory with --store-dir, or use --store host"
         try:
@@ -243,18 +244,18 @@ class DiskStore(Store):
         free = system.f_bavail * system.f_frsize
         missing = max(nbytes - free, 0) or nbytes
         return StoreError(
-            f"{needs}, which has {format_bytes(free)} free ({error.strerror}): {missing} bytes are missing on the file system "
-            f"mounted at {mounted}; free some space, {instead}"
+            f"{needs}, which has {format_bytes(free)} free ({error.strerror}): {missing} bytes are missing on the "
+            f"file system mounted at {mounted}; free some space, {instead}"
         )
 
     def close(self) -> None:
-        """Close the file, whose space the system then frees."""
+        """Close the file; the system then frees its space."""
         self._end()
         self._file = -1
 
 
 class HostStore(Store):
-    """Plain host memory, outside the device's budget."""
+    """Pageable host memory, outside the budget of the device."""
 
     name = "host"
     _advice = "use --store disk, or a larger budget"
@@ -291,8 +292,8 @@ class HostStore(Store):
 class PinnedStore(HostStore):
     """Page-locked host memory for CUDA, with copies that do not block.
 
-    The arena is ordinary memory locked for the device: torch's own pinned allocator would round each block up to a
-    power of two. `pages` is a PageLock, or a test's stand-in.
+    The arena is ordinary memory locked for the device. The pinned allocator of torch would round each block up to a
+    power of two. `pages` is a PageLock, or a stand-in in tests.
     """
 
     name = "pinned"
@@ -314,7 +315,7 @@ class PinnedStore(HostStore):
         return chunk
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:
-        """Two streams of `device`."""
+        """Return two streams of `device`, one each way."""
         lanes: tuple[CopyLane | StreamLane, CopyLane | StreamLane]
         if (streams := raw_streams(device)) is not None and can_copy(streams.path, streams.prefix):
             lanes = CopyLane(streams, self._address, outward=True), CopyLane(streams, self._address, outward=False)
@@ -363,10 +364,10 @@ _USUAL = {"cpu": DiskStore.name, "cuda": PinnedStore.name}
 
 
 def make_store(name: str | None, device: torch.device, directory: str | Path | None = None) -> Store:
-    """The store called `name`, or the usual one for `device`.
+    """Return the store called `name`, or the default one for `device`.
 
-    That is disk on the CPU, pinned memory on CUDA. Raises RequestError for a store that does not exist or does not fit
-    the device.
+    The default is disk on the CPU, pinned memory on CUDA. Raises RequestError for a store that does not exist or does
+    not fit the device.
     """
     chosen = STORES.named(name or _USUAL[device.type])
     if directory is not None and not chosen.takes_directory:
@@ -382,19 +383,22 @@ def make_store(name: str | None, device: torch.device, directory: str | Path | N
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes` rounded up to pages, as slots and chunks are."""
+    """Return `nbytes` rounded up to pages, as slots and chunks are."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def store_bytes(plan: Plan) -> int:
-    """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
+    """Return the store bytes that one step of `plan` needs, each tensor rounded up to pages."""
     moved = plan.schedule.targets(Verb.OFFLOAD) + plan.schedule.targets(Verb.PREFETCH)
     stored = dict.fromkeys((*plan.schedule.stored, *moved))
     return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in stored)
 
 
 def _nameless_file(directory: Path) -> int:
-    """The descriptor of a new unnamed file on `directory`'s file system. Nobody else can open it. Raises OSError."""
+    """Return the descriptor of a new unnamed file on the file system of `directory`.
+
+    No other process can open it. Raises OSError.
+    """
     with contextlib.suppress(OSError):  # a file system without such files, or no such directory, as the next line says
         return os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
     file, path = tempfile.mkstemp(prefix="overspill-", dir=directory)
@@ -403,7 +407,7 @@ def _nameless_file(directory: Path) -> int:
 
 
 def _mount_point(directory: Path) -> Path:
-    """Mount point of the file system that holds `directory`."""
+    """Return the mount point of the file system that holds `directory`."""
     path = directory.resolve()
     while not path.is_mount():
         path = path.parent
@@ -411,5 +415,5 @@ def _mount_point(directory: Path) -> Path:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a one-dimensional uint8 CPU tensor, without a copy."""
+    """Return the bytes of a one-dimensional uint8 CPU tensor, without a copy."""
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
