@@ -1,4 +1,4 @@
-"""Attaches a recorder to sessions and train steps for a while."""
+"""Attach a recorder to sessions and train steps for a while."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .sources import RecordedSource
 
 @contextmanager
 def recording(recorder: RunRecorder, sources: Sequence[RecordedSource]) -> Iterator[RunRecorder]:
-    """Record what runs by the plans of `sources` while this lasts.
+    """Record all that runs by the plans of `sources` within the context.
 
-    The recorder is then finished. Raises RequestError where one of them is being recorded already.
+    The recorder is finished at its end. Raises RequestError if one of the sources is being recorded already.
     """
     if any(source.recorder is not None for source in sources):
         raise RequestError("this is being recorded already; begin the next recording when that one has ended")
@@ -52,7 +52,7 @@ def recording(recorder: RunRecorder, sources: Sequence[RecordedSource]) -> Itera
 
 @contextmanager
 def _steps_by_optimizers(recorder: RunRecorder, sources: Sequence[RecordedSource]) -> Iterator[None]:
-    """Let each step of the sources' optimizers end a recorded step. Their state is counted too."""
+    """End a recorded step at each step of the sources' optimizers, and count the optimizer state."""
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         if not recorder.is_over and any(source.ends_by(optimizer) for source in sources):

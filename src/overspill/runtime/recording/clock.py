@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """When work given to a stream is done; on the CPU at once."""
+    """Tells when the work given to a stream is done; on the CPU it is done at once."""
 
     def mark(self, stream: Any = None) -> Any:
-        """A mark after all work given to `stream`, or else to compute."""
+        """Return a mark after all work given to `stream`, or to compute if None."""
 
     def is_past(self, mark: Any) -> bool:
-        """Whether all work before the mark is done."""
+        """Return whether all work before the mark is done."""
 
     def seconds(self, mark: Any) -> float:
-        """The time of a mark that has passed, in seconds of the record."""
+        """Return the time of a mark that has passed, in seconds of the record."""
 
     def give_back(self, mark: Any) -> None:
         """Recycle a mark."""
@@ -29,25 +29,25 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The CPU's clock, whose marks are seconds. Work is done when its call returns."""
+    """The clock of the CPU, whose marks are seconds. Work is done when its call returns."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
 
     def mark(self, stream: Any = None) -> float:  # noqa: ARG002 - it has none
-        """Now."""
+        """Return the present time in seconds of the record."""
         return self._now()
 
     def is_past(self, mark: float) -> bool:  # noqa: ARG002
-        """Always."""
+        """Return True: work is done when its call returns."""
         return True
 
     def seconds(self, mark: float) -> float:
-        """Itself."""
+        """Return the mark itself."""
         return mark
 
     def give_back(self, mark: float) -> None:
-        """Nothing to do."""
+        """Do nothing: marks are plain numbers."""
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all marks have passed."""

@@ -1,6 +1,6 @@
-"""Wraps a lowered program's instructions to report to a recorder.
+"""Wrap the instructions of a lowered program to report to a recorder.
 
-A program is wrapped when it first runs in a recording; the plain one is left as it is.
+A program is wrapped when it first runs in a recording. The original program stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .recorder import RunRecorder
 
 
 class RecordedCall:
-    """Calls `target` between the recorder's begin and end."""
+    """A call of `target` between the recorder's begin and end."""
 
     def __init__(self, target: Callable[..., Any], label: Label, recorder: RunRecorder) -> None:
         self._target = target
@@ -27,7 +27,7 @@ class RecordedCall:
         self._recorder = recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target between begin and end; returns its result."""
+        """Call the target between begin and end, and return its result."""
         recorder = self._recorder
         recorder.begin(self._label)
         try:
@@ -40,7 +40,7 @@ class RecordedCall:
 
 
 def label_of(node: fx.Node, graph: Graph) -> Label | None:
-    """The label of a lowered node; None if it carries out no instruction."""
+    """Return the label of a lowered node; None if it carries out no instruction."""
     if node.op != "call_function" or (does := node.meta.get(DOES)) is None:
         return None  # an input too may have the meta of what made it
     verb, target = does
@@ -48,7 +48,7 @@ def label_of(node: fx.Node, graph: Graph) -> Label | None:
 
 
 def instrumented(program: LoweredProgram, graph: Graph, recorder: RunRecorder) -> Instructions:
-    """The instructions of `program`, wrapped to report to `recorder`."""
+    """Return the instructions of `program`, wrapped to report to `recorder`."""
 
     def wrap(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
         label = label_of(node, graph)

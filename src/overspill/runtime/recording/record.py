@@ -14,16 +14,15 @@ SHORTEST_WAIT_SECONDS = 20e-6
 
 
 class Label(NamedTuple):
-    """The meaning of an instruction of a lowered graph.
-
-    `target` is an op or a tensor of `graph`, by `verb`. Without a verb it is a tensor that the graph was given.
-    `others` is how many other ops ran in the same call.
-    """
+    """The meaning of an instruction of a lowered graph."""
 
     graph: Graph
     verb: Verb | None
+    """None for an input of the graph."""
     target: int
+    """Number of an op or a tensor of `graph`, by `verb`; without a verb, of a tensor."""
     others: int = 0
+    """Number of other ops that ran in the same call."""
 
     @property
     def is_op(self) -> bool:
@@ -32,7 +31,7 @@ class Label(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The op's name, with the number of others, or the tensor's."""
+        """The op's name with the number of others, or the tensor's name."""
         if not self.is_op:
             return self.graph.tensors[self.target].name
         return self.graph.ops[self.target].name + (f" and {self.others} others" if self.others else "")
@@ -53,12 +52,10 @@ class Label(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A measured interval in seconds of the record, with what ran.
-
-    Without a label it is a step, or a move between two steps.
-    """
+    """A measured interval in seconds of the record."""
 
     label: Label | None
+    """The instruction that ran; None for a step, or a move between two steps."""
     begin_seconds: float
     end_seconds: float
 
@@ -69,7 +66,7 @@ class Measured(NamedTuple):
 
     @property
     def is_op(self) -> bool:
-        """Whether it is an op."""
+        """Whether an op ran."""
         return self.label is not None and self.label.is_op
 
     @property
@@ -79,48 +76,52 @@ class Measured(NamedTuple):
 
 
 class MemoryChange(NamedTuple):
-    """A storage that came to the device or left it.
-
-    `nbytes` is below zero when it leaves. `label` is the instruction that ran, None outside planned graphs; `kind` is
-    the storage's kind where that is known.
-    """
+    """A storage that came to the device or left it."""
 
     seconds: float
     storage: int
+    """Key of the storage."""
     nbytes: int
+    """Bytes of the storage; negative when it leaves."""
     label: Label | None
+    """The instruction that ran; None outside planned graphs."""
     kind: TensorKind | None
+    """Kind of the storage, if known."""
     step: int
+    """Number of the step, from 0."""
 
 
 class StepFacts(NamedTuple):
-    """Facts about one step.
-
-    Whether plans were made in it, the seconds spent on instrumenting its graphs, and whether all of it is recorded.
-    """
+    """Facts about one step."""
 
     plans: bool
+    """Whether plans were made in it."""
     prepared_seconds: float
+    """Seconds spent on instrumenting its graphs."""
     is_whole: bool
+    """Whether all of it is recorded."""
 
 
 @dataclass
 class RunRecord:
     """The measured times of one run, in seconds since its begin.
 
-    Lists are in the order in which things ended. `compute` has ops and waits for transfers on the device, on the CPU of
-    the training thread. `copies` are those of the lanes, by verb. `host` is what the host issued when, on CUDA only.
-    `changes` of memory are on the clock of compute. `plans` are those that ran.
+    The intervals of a list have the order of their ends.
     """
 
     compute: list[Measured] = field(default_factory=list)
+    """Ops, and waits for transfers: on the device, or on the training thread of the CPU."""
     copies: dict[Verb, list[Measured]] = field(default_factory=lambda: {Verb.OFFLOAD: [], Verb.PREFETCH: []})
+    """Copies of the lanes, by verb."""
     host: list[Measured] = field(default_factory=list)
+    """When the host issued each instruction; only on CUDA."""
     steps: list[Measured] = field(default_factory=list)
     facts: list[StepFacts] = field(default_factory=list)
     """One for each step."""
     changes: list[MemoryChange] = field(default_factory=list)
+    """Changes of memory, on the clock of compute."""
     plans: list[Plan] = field(default_factory=list)
+    """The plans that ran."""
     on_device: bool = False
     """Whether it ran on CUDA, asynchronously to the host."""
     device_snapshot: dict[str, Any] | None = None
@@ -131,7 +132,7 @@ class RunRecord:
     def time_changes(self, places: Sequence[int]) -> None:
         """Move each change from the host's time to that of compute.
 
-        `places` are positions among compute's begins and ends.
+        `places` are positions among the begins and ends of `compute`, one for each change.
         """
         latest = 0.0
         times = [at for thing in self.compute for at in (thing.begin_seconds, thing.end_seconds)]
@@ -141,21 +142,21 @@ class RunRecord:
             self.changes[number] = self.changes[number]._replace(seconds=latest)
 
     def changes_in_steps(self) -> list[MemoryChange]:
-        """Memory changes up to the end of the last step."""
+        """Return the memory changes up to the end of the last step."""
         return [change for change in self.changes if change.step < len(self.steps)]
 
     def live_bytes(self) -> Iterator[tuple[MemoryChange, int]]:
-        """Each change up to the last step's end, with live bytes after it."""
+        """Yield each change up to the end of the last step, with the live bytes after it."""
         live = 0
         for change in self.changes_in_steps():
             live += change.nbytes
             yield change, live
 
     def peak_bytes(self, step: int | None = None) -> int:
-        """Peak live bytes of everything seen, in one step or in all."""
+        """Return the peak live bytes of all that was recorded, in one step or in all."""
         return max((live for change, live in self.live_bytes() if step in (None, change.step)), default=0)
 
     def within(self, things: list[Measured], step: int) -> list[Measured]:
-        """Those of `things` that began in this step."""
+        """Return those of `things` that began in this step."""
         _, begin, end = self.steps[step]
         return [thing for thing in things if begin <= thing.begin_seconds < end]

@@ -1,7 +1,7 @@
-"""The recorder: collects what graphs, lanes and steps do into a RunRecord.
+"""Record the events of graphs, lanes and steps in a RunRecord.
 
-What it costs is part of a step's time, so it does little at each call: on CUDA it records events, which nobody waits
-for; they are read between steps, once they have passed, and at the end.
+Its cost is part of the time of a step, so it does little at each call. On CUDA it records events without waiting for
+them. They are read between steps, once they have passed, and at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ F = TypeVar("F")
 MOST_ENTRIES = 500_000
 """Most ops, copies and memory changes in a record, some 150 MB; then recording ends."""
 _STARTED = frozenset({Verb.OFFLOAD, Verb.PREFETCH, Verb.START})
-"""Verbs that only start what takes time: a copy, which the lane reports itself, or a collective, which is waited for."""
+"""Verbs that only start what takes time: a copy, which the lane reports itself, or a collective, which is waited
+for."""
 
 
 class Copying:
@@ -43,20 +44,20 @@ class Copying:
         self._begun: Any = None
 
     def begin(self, stream: Any = None) -> None:
-        """The copy begins, on `stream` if the lane is one."""
+        """Note that the copy begins, on `stream` if the lane is one."""
         self._begun = self._recorder.mark(stream)
 
     def end(self, stream: Any = None) -> None:
-        """The copy ends."""
+        """Note that the copy ends."""
         self._recorder.copied(self._verb, self._label, self._begun, self._recorder.mark(stream))
 
 
 class RunRecorder:
     """Writes a RunRecord.
 
-    It ends after `most_steps` steps (None: all), or when it `is_over`. Steps are marked `by_hand`, or else by train
-    steps and optimizers. With `snapshot`, PyTorch's own memory recorder is on meanwhile, on CUDA. `most_entries` bounds
-    the record. `on_over` is called when recording ends.
+    Recording ends after `most_steps` steps (None: all), or when it `is_over`; then `on_over` is called. Steps are
+    marked `by_hand`, or otherwise by train steps and optimizers. With `snapshot`, PyTorch's own memory recorder is on
+    meanwhile, on CUDA. `most_entries` bounds the record.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class RunRecorder:
         self._step_ended: Any = None
 
     def now(self) -> float:
-        """Seconds since the record began."""
+        """Return the seconds since the record began."""
         return time.perf_counter() - self._begun
 
     @property
@@ -114,8 +115,8 @@ class RunRecorder:
     def start(self, device: torch.device, tracker: LiveBytes | None = None) -> None:
         """Start the clock for `device`.
 
-        `tracker` counts its storages already; else one of ours counts what instructions make. Raises RequestError where
-        a snapshot is wanted of an allocator whose memory PyTorch does not record.
+        `tracker` already counts its storages. Without one, a new tracker counts the tensors that instructions make.
+        Raises RequestError if a snapshot is wanted of an allocator whose memory PyTorch does not record.
         """
         self.record.on_device = device.type != "cpu"
         # On CUDA events tell the time, on the CPU the host's clock.
@@ -133,7 +134,7 @@ class RunRecorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context for one step that the user marks by hand."""
+        """Mark one step by hand, as long as the context."""
         if not self.is_over:
             self._begin_step()
         yield
@@ -142,7 +143,7 @@ class RunRecorder:
             self._close_step()
 
     def begin_step(self, device: torch.device | None = None) -> None:
-        """A planned call is about to run on `device`.
+        """Note that a planned call is about to run on `device`.
 
         A step begins, unless one is running that no optimizer has ended.
         """
@@ -195,7 +196,7 @@ class RunRecorder:
                 self._new_plans = True
 
     def _end(self) -> None:
-        """Stop recording and release everything that only served it."""
+        """Stop recording and release all objects that only served it."""
         if self.is_over:
             return
         self.is_over = True
@@ -211,7 +212,7 @@ class RunRecorder:
     def finish(self) -> None:
         """Finish the record.
 
-        What is running counts as ended here, and all clocks are read.
+        A running step counts as ended now, and all clocks are read.
         """
         if self._step_begun is not None:
             is_whole = self._step_ended is not None
@@ -240,11 +241,11 @@ class RunRecorder:
     # -- what instrumented graphs and lanes call
 
     def mark(self, stream: Any = None) -> Any:
-        """A mark after all work given to `stream`, or else to compute."""
+        """Return a mark after all work given to `stream`, or to compute if None."""
         return None if self._clock is None else self._clock.mark(stream)
 
     def form_of(self, plain: Any, make: Callable[[], F]) -> F:
-        """The instrumented form of `plain`, from `make` at the first call."""
+        """Return the instrumented form of `plain`, made by `make` at the first call."""
         found = self._forms.get(id(plain))
         if found is None:
             begun = self.now()
@@ -254,7 +255,7 @@ class RunRecorder:
         return form
 
     def given(self, graph: Graph, tensors: Sequence[int | None], values: Sequence[Any]) -> None:
-        """A graph is about to run on `values`, its `tensors`.
+        """Note that a graph is about to run on `values`, its `tensors`.
 
         A tensor is None for a handle or a value that is no tensor.
         """
@@ -280,7 +281,7 @@ class RunRecorder:
                 self._current = None
 
     def there(self, values: Sequence[Any], kind: TensorKind | None) -> None:
-        """Count tensors on the device that no graph is given."""
+        """Count tensors on the device that are inputs of no graph."""
         if self.tracker is None or self.is_over:
             return
         self._kind = kind
@@ -291,7 +292,7 @@ class RunRecorder:
                 self._comings.be(row, kind)
 
     def begin(self, label: Label) -> None:
-        """The instruction of `label` begins."""
+        """Note that the instruction of `label` begins."""
         if self._left < 0:
             self._fill()
         if self.is_over or self._clock is None:
@@ -305,7 +306,7 @@ class RunRecorder:
             self._since = self.mark()
 
     def end(self, made: Any = None) -> None:
-        """The instruction that began last ends, having made `made`."""
+        """Note that the instruction that began last ends; `made` is its result."""
         label = self._current
         if label is None or self.is_over:
             return
@@ -323,21 +324,21 @@ class RunRecorder:
                 self._history.annotate("")
 
     def forget(self) -> None:
-        """The instruction that began last has failed."""
+        """Forget the instruction that began last, because it failed."""
         self._current = None
 
     def copying(self, verb: Verb) -> Copying:
-        """The Copying for a transfer that the current instruction starts."""
+        """Return the Copying for a transfer that the current instruction starts."""
         return Copying(self, verb, self._current)
 
     def copied(self, verb: Verb, label: Label | None, begun: Any, ended: Any) -> None:
-        """A copy is done, or enqueued on its stream. Called by lanes' threads too."""
+        """Note a copy that is done, or enqueued on its stream. The threads of lanes call it too."""
         if not self.is_over:
             self._marked.add(self.record.copies[verb], label, begun, ended)
             self._left -= 1
 
     def changed(self, storage: int, nbytes: int) -> None:
-        """A storage came to the device, or left it (`nbytes` below zero)."""
+        """Note that a storage came to the device, or left it (`nbytes` negative)."""
         if self.is_over or not nbytes:
             return
         current = self._current
@@ -359,7 +360,7 @@ class RunRecorder:
             self._marked.read(self._clock)
 
     def _fill(self) -> None:
-        """The record is full."""
+        """End the recording because the record is full."""
         self.record.is_full = True
         if self._step_begun is not None:
             self._step_ended = self.mark()

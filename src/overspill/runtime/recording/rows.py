@@ -1,4 +1,4 @@
-"""A recorder's raw rows, made into the record at the end.
+"""Raw rows of a recorder, made into the record at the end.
 
 Rows are plain values: an object for each would make the garbage collector run in the middle of steps.
 """
@@ -22,7 +22,7 @@ class Marked:
         self._read: list[Any] = []
 
     def add(self, into: list[Measured], label: Label | None, begun: Any, ended: Any) -> None:
-        """Add an interval for the list `into`. Lanes' threads call it too."""
+        """Add an interval for the list `into`. The threads of lanes call it too."""
         self._marked.extend((into, label, begun, ended))
 
     def read(self, clock: Clock) -> None:
@@ -35,7 +35,7 @@ class Marked:
             clock.give_back(ended)
 
     def put(self) -> None:
-        """Append what was read to the lists it belongs to."""
+        """Append the intervals read so far to the lists they belong to."""
         row = iter(self._read)
         for into, label, begin, end in zip(row, row, row, row, strict=True):
             into.append(Measured(label, begin, end))
@@ -53,7 +53,7 @@ class Comings:
     def add(
         self, seconds: float, storage: int, nbytes: int, label: Label | None, kind: TensorKind | None, step: int
     ) -> int:
-        """Add a change; returns its row."""
+        """Add a change and return its row."""
         self._rows += (seconds, storage, nbytes, label, kind, step)
         return len(self._rows) - self._COLUMNS
 
@@ -66,7 +66,7 @@ class Comings:
         self._rows[row + 4] = kind
 
     def all(self) -> list[MemoryChange]:
-        """All changes in order; they are removed here."""
+        """Return all changes in order, and remove them here."""
         row = iter(self._rows)
         found = [MemoryChange(*change) for change in zip(row, row, row, row, row, row, strict=True)]
         self._rows.clear()

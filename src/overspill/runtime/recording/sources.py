@@ -26,7 +26,7 @@ class RecordedSource(ABC):
 
     @property
     def recorder(self) -> RunRecorder | None:
-        """The recorder attached now, or None."""
+        """The attached recorder, or None."""
         return self._of.recorder
 
     def tell(self, recorder: RunRecorder | None) -> None:
@@ -52,10 +52,10 @@ class RecordedSource(ABC):
 
     @abstractmethod
     def present(self) -> Iterable[tuple[TensorKind | None, Sequence[Tensor]]]:
-        """Tensors known to be on the device between calls, by kind."""
+        """Return the tensors known to be on the device between calls, by kind."""
 
     def ends_by(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 - of a session
-        """Whether a step of `optimizer` ends a step of this."""
+        """Return whether a step of `optimizer` ends a recorded step of this source."""
         return False
 
 
@@ -91,9 +91,9 @@ class _OfStep(RecordedSource):
 
 
 def sources_of(found: Session | TrainStep) -> list[RecordedSource]:
-    """The sources to record for `found`.
+    """Return the sources to record for `found`.
 
-    With a session, also the train steps that share its budget.
+    For a session these include the train steps that share its budget.
     """
     if isinstance(found, TrainStep):
         return [_OfStep(found)]
