@@ -195,13 +195,13 @@ def test_a_signal_ends_the_campaign_and_what_it_has_started(gpu: ModuleType, tmp
     )
     path = os.pathsep.join([str(BENCH), str(tmp_path)])
     started = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not list_of_children(started.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
     (child,) = list_of_children(started.pid)
     started.send_signal(signal.SIGTERM)
-    assert started.wait(10) == 0
+    assert started.wait(120) == 0
     (line,) = gpu.lines.read([tmp_path / "out"])
     assert (line.experiment, line.status) == ("slow", "cut")
     assert not Path(f"/proc/{child}").exists()

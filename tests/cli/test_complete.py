@@ -22,7 +22,7 @@ def offered(words: str) -> list[str]:
     }
     code = "import sys; from overspill.cli import main\ntry: main()\nfinally: assert not {'torch', 'numpy'} & {*sys.modules}"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.stderr == ""
     return done.stdout.split()

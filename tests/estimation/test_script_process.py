@@ -201,9 +201,9 @@ def test_it_may_change_files_where_that_is_allowed() -> None:
 )  # fmt: skip
 def test_it_ends_with_an_answer(text: str, found: tuple[int, bool]) -> None:
     started = time.monotonic()
-    recorded = run(text, time_limit=100)
+    recorded = run(text, time_limit=300)
     assert (recorded.iterations, recorded.finished) == found
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 200
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_whoever_interrupts_an_estimate_ends_all_of_it() -> None:
         while not _with(marker):  # between two programs a process has no arguments
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert json.loads(out) == {"error": "interrupted", "exit_code": 130}
     assert err.endswith("error: interrupted\n")

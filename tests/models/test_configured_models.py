@@ -274,10 +274,10 @@ def test_a_configuration_that_is_not_followed_is_refused_before_it_is_made(
     changed: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changed), encoding="utf-8")
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(RequestError, match=said):
         Job(NamedModel(f"hf:{tmp_path}/config.json"), 2)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_nobody_is_asked_to_run_code_and_the_hub_is_asked_once(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -160,7 +160,7 @@ def test_every_op_sees_what_it_sees_in_the_order_of_the_graph(graph: Graph) -> N
 def test_thousands_of_layers_take_a_moment() -> None:
     deep = block({i: (i - 1,) if i else () for i in range(6000)})
     fan = block({0: (), **dict.fromkeys(range(1, 3000), (0,)), 3000: tuple(range(1, 3000))})
-    begun = perf_counter()
+    begun = process_time()
     assert depth_first(deep) == tuple(range(12000))
     depth_first(fan)
-    assert perf_counter() - begun < 2
+    assert process_time() - begun < 2

@@ -124,9 +124,9 @@ def test_a_recording_keeps_no_memory_of_the_size_of_its_tensors() -> None:
 
 def test_a_step_of_a_small_network_is_recorded_in_a_moment() -> None:
     record(job())
-    start = time.perf_counter()
+    start = time.process_time()
     recording = record(job())
-    spent = time.perf_counter() - start
+    spent = time.process_time() - start
     assert spent / len(recording.ops) < 0.002
 
 

@@ -40,19 +40,20 @@ def test_more_time_never_gives_a_higher_peak_and_buys_a_lower_one() -> None:
 
 def test_a_limit_is_used_where_the_bound_is_not_met_and_not_where_it_is() -> None:
     trace = Trace(tuple(Block(i, i % 9, i % 9 + 1 + i % 5, 1 + i % 4) for i in range(60)))
-    began = time.perf_counter()
+    began = time.process_time()
     assert Portfolio().solve(trace, Limits(time_limit_seconds=60)).optimal
-    assert time.perf_counter() - began < 5
-    began = time.perf_counter()
+    assert time.process_time() - began < 5
+    began, used = time.perf_counter(), time.process_time()
     assert not Portfolio(exact_blocks=0).solve(HARD, Limits(time_limit_seconds=0.7)).optimal
-    assert 0.7 < time.perf_counter() - began < 5
+    assert time.perf_counter() - began > 0.7
+    assert time.process_time() - used < 5
 
 
 def test_a_search_that_has_to_gain_something_ends_when_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incumbent, "LONG_SECONDS", 0.2)
-    began = time.perf_counter()
+    began = time.process_time()
     Portfolio(exact_blocks=0).solve(HARD, Limits(time_limit_seconds=60, least_gain=0.5))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,8 @@ def test_an_interrupt_before_there_is_a_layout_is_none_to_hide() -> None:
 def test_after_an_interrupt_the_other_spaces_get_one_layout_each(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Trace(tuple(Block(2 * b.id + k, b.start, b.end, b.nbytes, space=k) for b in HARD.blocks for k in (0, 1)))
     monkeypatch.setattr(portfolio, "window_bound", stop)
-    began = time.perf_counter()
+    began = time.process_time()
     found = Portfolio().solve(both, Limits(time_limit_seconds=120))
     assert found.layout is not None
     assert found.stopped == "interrupted"
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20

@@ -43,6 +43,6 @@ def test_every_solver_keeps_to_its_time_limit(name: str, capacity: bool) -> None
         )
     trace = Trace(tuple(blocks))
     limits = Limits(trace.lower_bound_bytes if capacity else None, time_limit_seconds=0.5)
-    began = time.perf_counter()
+    began = time.process_time()
     assert SOLVERS[name].solve(trace, limits).layout is not None
-    assert time.perf_counter() - began < 2.5
+    assert time.process_time() - began < 2.5

@@ -225,7 +225,7 @@ except StoreError as error:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_real_limits_of_file_size_and_of_memory_are_store_errors(tmp_path: Path) -> None:
     child = in_child(LIMITS, tmp_path)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=300)
     disk, host = output.splitlines()
     assert disk.startswith(f"disk the disk store needs 16.0 MiB more in {tmp_path}")
     assert host.startswith("host the host store needs 4.0 GiB more of host memory")

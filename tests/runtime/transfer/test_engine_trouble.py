@@ -189,7 +189,7 @@ def test_with_its_handle_goes_all_that_was_kept_for_it(engine: TransferEngine, i
         if is_closed:
             engine.close()
         del handle
-        deadline = time.monotonic() + 5  # a thread may be copying it
+        deadline = time.monotonic() + 60  # a thread may be copying it
         while alive() is not None and time.monotonic() < deadline:
             time.sleep(0.001)
         assert alive() is None
