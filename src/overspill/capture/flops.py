@@ -11,14 +11,17 @@ from torch.utils.flop_counter import flop_registry
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """FLOPs of an op, a packet of overloads that `flop_registry` has."""
+    """Return the FLOPs of an op, a packet of overloads that `flop_registry` has."""
     if "scaled_dot_product" in op.__name__:
         args = _with_all_heads(args)
     return int(flop_registry[op](*args, **kwargs, out_val=result))
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:
-    """Queries, keys and values, with keys and values for each head that queries have: PyTorch 2.11 counts no shared ones."""
+    """Return queries, keys and values, with keys and values for each head that queries have.
+
+    PyTorch 2.11 does not count heads that share keys and values.
+    """
     tensors = [a for a in args if isinstance(a, Tensor) and a.dim() == 4]
     heads = max((t.shape[1] for t in tensors), default=0)
     shared = {id(t) for t in tensors if 0 < t.shape[1] < heads}

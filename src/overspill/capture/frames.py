@@ -1,7 +1,7 @@
-"""Find the user's Python lines behind an op.
+"""Find the user's Python lines that an op comes from.
 
 The user's lines are those of his program and of the packages that it uses. Left out are frames of torch, of Overspill
-(but for its networks), of Python's standard library, and everything outside of what is captured.
+(except its networks), of Python's standard library, and everything outside of the captured program.
 
 Relies on a module's hooks and forward being called from the file of `nn.Module`.
 """
@@ -49,12 +49,12 @@ _OUTERMOST = tuple(
         "estimation/script_process/run.py",
     )
 )
-"""Our files that call the user's program; frames outside of them are not part of it."""
+"""Overspill's files that call the user's program; frames outside of them are not part of it."""
 ENGINE = engine_run_backward.__code__
-"""The code from which Python goes into autograd's engine."""
+"""The code that calls autograd's engine from Python."""
 _CALLS_MODULES = nn.Module.__call__.__code__.co_filename
 _MOST_UPWARDS = 2
-"""A path relative to the working directory that climbs further is no shorter than the absolute one."""
+"""The most parent folders in a path relative to the working directory; beyond, the absolute path is as short."""
 Stack = tuple[tuple[str, int, str], ...]
 """File, line and function of each frame, outermost first."""
 NOBODYS = -2
@@ -87,7 +87,7 @@ class FrameNumbers:
         self._modules: list[tuple[int, int]] = [(0, -1)]
 
     def found(self) -> tuple[Frame, ...]:
-        """All frames, by number."""
+        """Return all frames, by number."""
         return self._table.found()
 
     def enter(self, frame: FrameType | None) -> None:
@@ -103,14 +103,14 @@ class FrameNumbers:
             self._modules.append((id(frame), self.running(frame)))
 
     def leave(self) -> None:
-        """The forward of the module entered last ends."""
+        """Note that the forward of the module entered last ends."""
         if len(self._modules) > 1:
             self._modules.pop()
 
     def running(self, frame: FrameType | None, *, in_backward: bool = False) -> int:
-        """The number of the innermost running line, from `frame` outwards; -1 for none.
+        """Return the number of the innermost running line, from `frame` outwards; -1 for none.
 
-        `in_backward`: NOBODYS if autograd's engine is reached before any line.
+        If `in_backward`, returns NOBODYS where autograd's engine is reached before any line.
         """
         stack: list[int] = []
         # Collect the user's frames outwards, up to the module's call, the engine or the edge of the program.
@@ -138,7 +138,7 @@ class FrameNumbers:
         return found
 
     def of_stack(self, stack: Stack) -> int:
-        """The number of the innermost line of a recorded stack; -1 for none."""
+        """Return the number of the innermost line of a recorded stack; -1 for none."""
         found = self._of_lines.get(stack)
         if found is None:
             found = -1
@@ -149,7 +149,7 @@ class FrameNumbers:
         return found
 
     def backward_of(self, number: int) -> int:
-        """The number for the backward of a line; -1 for none."""
+        """Return the number for the backward of a line; -1 for none."""
         found = self._of_backward.get(number)
         if found is None:
             found = self._table.number(replace(self._table[number], backward=True))
@@ -157,7 +157,7 @@ class FrameNumbers:
         return found
 
     def _new(self, frame: FrameType | None, end: FrameType | None, number: int) -> int:
-        """The number of the innermost line from `frame` to before `end`; line `number` called the outermost."""
+        """Return the number of the innermost line from `frame` to before `end`; line `number` called the outermost."""
         users: list[FrameType] = []
         while frame is not None and frame is not end:
             if _FILES[frame.f_code.co_filename] == _USERS:
@@ -176,7 +176,7 @@ class FrameNumbers:
 
 
 def stack_within(frame: FrameType | None) -> Stack:
-    """The user's running lines, from `frame` to the program's edge or autograd's engine."""
+    """Return the user's running lines, from `frame` to the program's edge or autograd's engine."""
     found = []
     while frame is not None and frame.f_code is not ENGINE and (what := _FILES[frame.f_code.co_filename]) != _OUTSIDE:
         if what == _USERS:
@@ -188,7 +188,7 @@ def stack_within(frame: FrameType | None) -> Stack:
 
 
 def _what(file: str) -> int:
-    """The kind of `file`."""
+    """Return the kind of `file`."""
     if file == ENGINE.co_filename:
         return _AUTOGRAD
     if file == _CALLS_MODULES:
@@ -205,13 +205,13 @@ def _what(file: str) -> int:
 
 
 def is_of_the_script(file: str) -> bool:
-    """Whether `file` is the user's own: not torch's, Overspill's, Python's library or a package."""
+    """Return whether `file` is the user's own: not torch's, Overspill's, Python's library or a package."""
     of_a_package = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
     return not of_a_package and not file.startswith((*TORCH, OURS, STANDARD, "<"))
 
 
 def shown_path(file: str) -> str:
-    """The path in short: within its package, or from the working directory."""
+    """Return the path in short: within its package, or from the working directory."""
     if not file.startswith(os.sep) and not Path(file).is_absolute():
         return file
     if file.startswith(OURS):

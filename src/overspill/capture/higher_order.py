@@ -1,4 +1,4 @@
-"""Higher-order operators on fake tensors of our own modes."""
+"""Run higher-order operators on fake tensors of Overspill's own modes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from overspill.pytorch.higher_order import registered_hop_fake_fns
 
 
 def fake_rule(func: Any) -> Callable[..., Any] | None:
-    """What FakeTensorMode does with a higher-order operator; called with the mode before the operator's arguments.
+    """Return FakeTensorMode's rule for a higher-order operator, or None if it needs none.
 
-    PyTorch looks for it by that exact class, and so finds none for a subclass. None where it needs none.
+    Call it with the mode before the operator's arguments. PyTorch looks for the rule by that exact class, and so finds
+    none for a subclass.
     """
     if not isinstance(func, HigherOrderOperator) or func in registered_hop_fake_fns:
         return None

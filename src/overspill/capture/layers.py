@@ -48,7 +48,7 @@ class LayerNames:
         self._by_sequence: dict[int, tuple[str, LayerType]] = {}
 
     def forward(self, node: fx.Node) -> tuple[str, LayerType]:
-        """Layer name and type of a forward node."""
+        """Return layer name and type of a forward node."""
         path, leaf = _module_of(node)
         kind = _match(_MODULE_TYPES, leaf) if leaf else None
         kind = kind or _match(_OP_TYPES, op_name(node)) or LayerType.OTHER
@@ -61,7 +61,7 @@ class LayerNames:
         return found
 
     def backward(self, node: fx.Node) -> tuple[str, LayerType]:
-        """Layer name and type of a backward node."""
+        """Return layer name and type of a backward node."""
         found = self._by_sequence.get(node.meta.get("seq_nr", -1))
         if found is not None:
             return found
@@ -70,14 +70,14 @@ class LayerNames:
 
 
 def op_name(node: fx.Node) -> str:
-    """The name of a node's op without namespace and overload: `convolution`."""
+    """Return the name of a node's op without namespace and overload: `convolution`."""
     target = node.target
     packet = getattr(target, "overloadpacket", None)
     return str(packet).rsplit(".", 1)[-1] if packet is not None else getattr(target, "__name__", str(target))
 
 
 def readable_path(source: str) -> str:
-    """A readable path from Dynamo's source: `L['self']._modules['a']._parameters['w']` → `a.w`."""
+    """Turn Dynamo's source into a readable path: `L['self']._modules['a']._parameters['w']` → `a.w`."""
     path = re.sub(r"^L\['\w+'\](\.__self__)?", "", source)  # the latter where a bound method is compiled
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
@@ -87,7 +87,7 @@ def readable_path(source: str) -> str:
 
 
 def _module_of(node: fx.Node) -> tuple[str, str]:
-    """Path of the innermost module around `node`, and its class if torch's leaf."""
+    """Return the path of the innermost module around `node`, and its class if it is torch's leaf."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return "", ""
@@ -99,7 +99,7 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
 
 
 def layer_type_of(op: str) -> LayerType:
-    """The layer type that an aten op's name suggests; OTHER if none."""
+    """Return the layer type that an aten op's name suggests; OTHER if none."""
     return _match(_OP_TYPES, op) or LayerType.OTHER
 
 

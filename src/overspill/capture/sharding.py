@@ -1,8 +1,8 @@
-"""The Graph of one rank of a sharded step: shards, a gather and a scatter for each group, as FSDP2 has them.
+"""Make the Graph of one rank of a sharded step: shards, a gather and a scatter for each group, as FSDP2 has them.
 
-Parameters, their optimizer state and what becomes of gradients are shards by rows, as FSDP2's `fully_shard` cuts them.
-A group is gathered before its first reader, and its gradients are scattered once all are there. Both go through one
-packed buffer: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, all_gather_output and reduce_scatter_input.
+Parameters, their optimizer state and reduced gradients are shards by rows, as FSDP2's `fully_shard` cuts them. A group
+is gathered before its first reader, and its gradients are scattered once all are there. Both go through one packed
+buffer: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, all_gather_output and reduce_scatter_input.
 """
 
 from __future__ import annotations
@@ -20,30 +20,26 @@ GATHER, SCATTER = "step.gather", "step.scatter"
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered together, by name.
-
-    `again`: the program gathers them a second time for backward (`reshard_after_forward`).
-    """
+    """Parameters that are gathered together, by name."""
 
     name: str
     parameters: tuple[str, ...]
     again: bool = True
+    """Whether the program gathers them a second time for backward (`reshard_after_forward`)."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a step is sharded over `ranks`.
-
-    Shards and the optimizer's state have elements of `shard_bytes`; None: as the captured parameters.
-    """
+    """The sharding of a step over `ranks`."""
 
     ranks: int
     groups: tuple[Group, ...]
     shard_bytes: int | None = None
+    """Bytes of an element of shards and optimizer state; None: as in the captured parameters."""
 
 
 def sharded(graph: Graph, sharding: Sharding) -> Graph:
-    """The step of one of the ranks, given the whole step of a model that is not sharded."""
+    """Return the step of one of the ranks, given the whole step of a model that is not sharded."""
     return _Sharded(graph, sharding).graph()
 
 
@@ -86,7 +82,7 @@ class _Sharded:
         return len(self.tensors) - 1
 
     def _find_gradients(self) -> None:
-        """Find what each update reads as its gradient, with a new tensor for the shard of the sum."""
+        """Find the gradient that each update reads, and add a new tensor for the shard of the sum."""
         made = {t for op in self.before.ops if op.phase is Phase.BACKWARD for t in op.writes}
         for op in self.before.ops:
             parameters = [t for t in op.writes if t in self.group_of]
@@ -123,7 +119,7 @@ class _Sharded:
         return self.before.ops[op].phase is Phase.BACKWARD
 
     def _apart(self, op: Op) -> Op:
-        """An op as the rank has it: on gathered parameters, or on shards once backward is done."""
+        """Return an op as the rank has it: on gathered parameters, or on shards once backward is done."""
         if op.phase is not Phase.UPDATE:
             return replace(
                 op, reads=_through(op.reads, self.full), recompute_reads=_through(op.recompute_reads, self.full)

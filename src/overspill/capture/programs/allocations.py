@@ -1,9 +1,10 @@
-"""Record what PyTorch's allocator hands out while code runs.
+"""Record the blocks that PyTorch's allocator gives out while code runs.
 
-Compiled kernels and library calls report their allocations nowhere else. Relies on the profiler's memory events (2.11
-to 2.14), which come from the allocator itself, with an address, and a negative size where a block is freed. Blocks from
-before the recording are not known, nor are their frees: the profiler may report one, with the size of whatever it once
-saw at that address, and it is left out.
+Compiled kernels and library calls report their allocations nowhere but there. Relies on the profiler's memory events
+(2.11 to 2.14). They come from the allocator itself, with an address, and a negative size if a block is freed.
+
+Blocks from before the recording are unknown, and so are their frees. The profiler may report such a free, with the size
+that it once saw at that address; it is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Allocations:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Record the block as the next part."""
+        """Record the block of code as the next part."""
         with record_function(_MARK):
             yield
 
@@ -71,7 +72,7 @@ def allocations() -> Iterator[Allocations]:
 
 
 def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Time (ns), block number and bytes of each change, for blocks that were allocated meanwhile."""
+    """Yield time (ns), block number and bytes of each change, for blocks that were allocated meanwhile."""
     # All memory events, from the tree of ops.
     events, left = [], [*reversed(tree)]
     while left:
@@ -91,7 +92,7 @@ def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def peak_of(changes: Iterable[int]) -> tuple[int, int]:
-    """Peak bytes and bytes left at the end, starting from none."""
+    """Return peak bytes and bytes left at the end, starting from none."""
     now = most = 0
     for change in changes:
         now += change

@@ -1,7 +1,7 @@
 """Mark a checkpoint's ops for Inductor's partitioner, as `torch.compile` does.
 
 Dynamo marks each op of a checkpoint while AOTAutograd traces it, and the partitioner recomputes these. A trace that
-runs the user's Python itself has to do the same: otherwise the partition differs, and so do the last bits.
+runs the user's Python itself has to do the same. Otherwise the partition differs, and so do the last bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AGAIN = (checkpoint.CheckpointPolicy.MUST_RECOMPUTE, checkpoint.CheckpointPolic
 
 
 def checkpoint_of(node: fx.Node) -> int | None:
-    """The checkpoint that computes `node` again in backward, by a number of its own in this process; None: none does."""
+    """Return the checkpoint that computes `node` again in backward, by a number unique in this process, or None."""
     return int(node.meta.get("ac_graph_id", 0)) if node.meta.get("recompute") in _AGAIN else None
 
 
@@ -56,9 +56,10 @@ def checkpoints_marked() -> Iterator[None]:
 
 @contextmanager
 def left_as_given(function: Callable[..., Any], *args: Any) -> Iterator[None]:
-    """Refuse a checkpointed `function` that takes something from what `args` or its closure hold, or changes a number.
+    """Refuse a checkpointed `function` that changes what `args` or its closure hold.
 
-    Plain PyTorch runs it again in backward, on what is there then, and a plan does not. Raises UnsupportedError.
+    It may neither take an element out nor change a number. Plain PyTorch runs it again in backward, on the values at
+    that time, and a plan does not. Raises UnsupportedError.
     """
 
     def held() -> dict[Any, Any]:
@@ -75,13 +76,13 @@ def left_as_given(function: Callable[..., Any], *args: Any) -> Iterator[None]:
         for path, leaf in before.items()
     ):
         raise UnsupportedError(
-            "a function under torch.utils.checkpoint changes what it is given or finds, and plain PyTorch runs it again in "
-            "backward, on what is there then; let it work on a copy"
+            "a function under torch.utils.checkpoint changes what it is given or finds, and plain PyTorch runs it "
+            "again in backward, on what is there then; let it work on a copy"
         )
 
 
 def _numbered(contexts: Callable[[], Any]) -> Callable[[], Any]:
-    """The user's checkpoint `contexts`, or ones that recompute everything, with a number of their own."""
+    """Return the user's checkpoint `contexts`, or ones that recompute everything, with a number of their own."""
 
     def numbered() -> Any:
         found = _all_again() if contexts is checkpoint.noop_context_fn else contexts()

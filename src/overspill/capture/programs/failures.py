@@ -13,8 +13,8 @@ from overspill.pytorch.dynamo import BackendCompilerFailed
 def inductor_failures(cure: str = "", of: type[Exception] = BackendCompilerFailed) -> Iterator[None]:
     """Raise the compiler's errors inside the block, those `of` a type, as Overspill's.
 
-    Those that wrap one of ours are raised as that, others as UnsupportedError. The message ends with `cure`. Running
-    out of memory is raised unchanged.
+    Errors that wrap one of Overspill's are raised as that one, others as UnsupportedError. The message ends with
+    `cure`. Running out of memory is raised unchanged.
     """
     try:
         yield

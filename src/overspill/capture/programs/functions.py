@@ -1,7 +1,8 @@
 """Make Python functions of compiled programs' calls, for nodes of a graph.
 
-A function is given the root tensors of what its call uses, makes views of them, allocates what the call writes first
-(unless that is given too), runs the program's own statements, and returns the roots of new tensors.
+A function takes the root tensors that its call uses, and makes views of them. It allocates the tensors that the call
+writes first (unless they are given too). Then it runs the program's own statements, and returns the roots of new
+tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ class ProgramFunction:
     """One call of a program, or an output's expression if `call` is None.
 
     It takes the variables `takes`, and returns those of `makes`: one, or a tuple of several. `updates` are the
-    positions of arguments that it changes in place; then it always returns a tuple. FX reads its name, and its `tags`
-    and `updates` as those of an op. `allocates` are those of `makes` that it allocates itself, and no library call
-    does.
+    positions of arguments that it changes in place; if there are any, it always returns a tuple. FX reads its name,
+    `tags` and `updates` as those of an op.
     """
 
     allocates: Sequence[str] = ()
+    """Those of `makes` that the function allocates itself, and no library call does."""
     given: Callable[[Sequence[str]], ProgramFunction]
-    """A function for the same call that takes some of its allocations as leading arguments."""
+    """Return a function for the same call that takes some of its allocations as leading arguments."""
     compile: Callable[[], None]
-    """Have it compiled, with all that its programs have got so far and their kernels; it runs after that."""
+    """Compile it, with all functions that its programs have got so far and their kernels; it can run after that."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class ProgramFunction:
         return self.run(*values)
 
     def __str__(self) -> str:
-        """The name of what runs, for messages."""
+        """Return the name of the call that runs, for messages."""
         return self.__name__ if self.call is None else self.call.name
 
 
@@ -71,7 +72,7 @@ class Functions:
         self._count = 0
 
     def of_call(self, call: Call, given: Sequence[str] = ()) -> ProgramFunction:
-        """The function of `call`; the allocations `given` are its leading arguments."""
+        """Return the function of `call`; the allocations `given` are its leading arguments."""
         programs = self._programs
         makes = made_by(programs, call)
         takes = [*given, *(name for name in sources(programs, call.uses) if name not in makes)]
@@ -88,7 +89,7 @@ class Functions:
         return self._add(function, text)
 
     def of_expression(self, expression: ast.expr) -> ProgramFunction:
-        """The function that returns an output's value: a view."""
+        """Return the function that returns an output's value: a view."""
         takes = sources(self._programs, (n.id for n in ast.walk(expression) if isinstance(n, ast.Name)))
         text = Text(self._programs, takes)
         text.line(f"return {text.expression(expression)}")
@@ -120,7 +121,7 @@ def compile_functions(graph: fx.Graph) -> None:
 
 
 def allocated_as(root: fx.Node) -> str | None:
-    """The variable of a root that its call allocates itself, or None."""
+    """Return the variable of a root that its call allocates itself, or None."""
     item = root.target is operator.getitem
     node, place = root.args if item else (root, 0)
     if not (isinstance(node, fx.Node) and isinstance(node.target, ProgramFunction) and isinstance(place, int)):

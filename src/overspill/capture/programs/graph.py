@@ -23,7 +23,7 @@ from .storages import Call, Storages
 def capture_programs(
     programs: Storages, traced: JointGraph, joint: JointOfPrograms, inputs: list[InputInfo], surroundings: Surroundings
 ) -> Captured:
-    """The Graph of the step around `programs`, which Inductor made from `traced`.
+    """Return the Graph of the step around `programs`, which Inductor made from `traced`.
 
     `joint` has the calls of the programs as nodes.
     """
@@ -83,13 +83,14 @@ class CallsOfPrograms(CaptureOfStep):
         frames = dict.fromkeys(at for name in reversed(call.origins) for at in origins.get(name, ()))
         self._add_op(
             name, name, layer_type_of(name), phase, reads, writes,
-            flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=call.workspace.nbytes + self._dropped_bytes(call), workspaces=call.workspace.blocks,
+            flops=call.flops, moved_bytes=call.moved_bytes,
+            workspace_bytes=call.workspace.nbytes + self._dropped_bytes(call), workspaces=call.workspace.blocks,
             recomputable=again, recompute_reads=reads if again else (), recompute_writes=writes if again else (),
             frames=tuple(frames), given=self._allocated(call),
         )  # fmt: skip
 
     def _allocated(self, call: Call) -> tuple[int, ...]:
-        """Tensors that the program itself allocates for `call`, and no library call does."""
+        """Return the tensors that the program itself allocates for `call`, and no library call does."""
         programs = self.programs
         return tuple(
             self.tensor_of[key]
@@ -98,7 +99,7 @@ class CallsOfPrograms(CaptureOfStep):
         )
 
     def _dropped_bytes(self, call: Call) -> int:
-        """Bytes that a library call returns and the program drops."""
+        """Return the bytes that a library call returns and the program drops."""
         if call.container is None:
             return 0
         results = [v for v in self.programs.values[call.container] if isinstance(v, Tensor)]

@@ -1,4 +1,4 @@
-"""A joint graph whose nodes are the calls of Inductor's programs.
+"""Make a joint graph whose nodes are the calls of Inductor's programs.
 
 In this form every step is planned and lowered. The nodes' values are the programs' own fake tensors; outputs have the
 descriptors of the joint graph that Inductor made the programs from.
@@ -26,7 +26,7 @@ IN_BACKWARD = {"partitioner_tag": BACKWARD_TAGS[0]}
 
 
 def joint_of_call(programs: Storages, traced: JointGraph, unchecked: int = 0) -> JointOfPrograms:
-    """The joint graph for autograd: backward takes the gradients of the results.
+    """Return the joint graph for autograd: backward takes the gradients of the results.
 
     Autograd does not check the last `unchecked` saved tensors for in-place changes.
     """
@@ -34,9 +34,9 @@ def joint_of_call(programs: Storages, traced: JointGraph, unchecked: int = 0) ->
 
 
 def joint_of_step(programs: Storages, traced: JointGraph, share: int, checks: Sequence[Check] = ()) -> JointOfPrograms:
-    """The joint graph of a step that backpropagates its loss divided by `share`.
+    """Return the joint graph of a step that backpropagates its loss divided by `share`.
 
-    Its last results go to `checks`. Raises UnsupportedError.
+    `checks` check its last results. Raises UnsupportedError.
     """
     return _Nodes(programs, traced).step(share, checks)
 
@@ -51,7 +51,7 @@ class JointOfPrograms(JointGraph):
         self.backward_set = frozenset(self.backward)
 
     def _snapshot_mutated_inputs(self) -> bool:
-        """None: backward reads what forward saves for it, as under `torch.compile`."""
+        """Return False: backward reads the tensors that forward saves for it, as under `torch.compile`."""
         return False
 
 
@@ -66,7 +66,7 @@ class _Nodes:
         self.functions = Functions(programs)
 
     def call(self, unchecked: int) -> JointOfPrograms:
-        """The joint graph for autograd: backward is given the gradients of the results."""
+        """Return the joint graph for autograd: backward is given the gradients of the results."""
         programs, traced = self.programs, self.traced
         tangents = [] if programs.backward is None else programs.backward.inputs[len(programs.saved) :]
         self._take_inputs()
@@ -77,7 +77,7 @@ class _Nodes:
         return self._made(outputs, programs.num_forward_outputs)
 
     def step(self, share: int, checks: Sequence[Check]) -> JointOfPrograms:
-        """The joint graph of a step that starts backward itself. Raises UnsupportedError."""
+        """Return the joint graph of a step that starts backward itself. Raises UnsupportedError."""
         programs, traced = self.programs, self.traced
         backward = programs.backward
         if backward is None or len(tangents := backward.inputs[len(programs.saved) :]) != 1:
@@ -122,20 +122,20 @@ class _Nodes:
         return self._outputs(self.programs.backward.outputs, self.programs.outputs[1], IN_BACKWARD)
 
     def _let_change(self, saved: Sequence[ast.expr]) -> None:
-        """Tell autograd not to check these `saved` tensors, which others may change in place."""
+        """Exempt these `saved` tensors, which others may change in place, from autograd's check."""
         programs = self.programs
         keys = {programs.key_of(name) for expression in saved for name in programs.forward.uses_of(expression)}
         for root in {root for key in keys if key is not None for root in programs.roots[key]} & self.nodes.keys():
             self.nodes[root].meta[NO_VERSION_CHECK] = True
 
     def _made(self, outputs: list[Any], forward: int) -> JointOfPrograms:
-        """The joint graph of `outputs`, of which so many are those of forward."""
+        """Return the joint graph of `outputs`, the first `forward` of which are forward's."""
         traced = self.traced
         self.graph.output(tuple(outputs)).meta["desc"] = (*traced.forward_descs[:forward], *traced.backward_descs)
         return JointOfPrograms(fx.GraphModule(torch.nn.Module(), self.graph), forward)
 
     def _seed(self, loss: fx.Node, tangent: str, share: int) -> fx.Node:
-        """The returned loss; adds what backward starts from, as autograd would."""
+        """Return the returned loss; add the gradient from which backward starts, as autograd would."""
         value = self.programs.values[tangent]
         seed = self._node(aten.ones_like.default, (loss,), value, IN_BACKWARD)
         if share > 1:
@@ -159,7 +159,7 @@ class _Nodes:
         return [self._output(e, value, meta) for e, value in zip(expressions, values, strict=True)]
 
     def _output(self, expression: ast.expr, value: Any, meta: dict[str, Any]) -> fx.Node | None:
-        """The node of an output, a view if need be; None without output."""
+        """Return the node of an output, a view if need be; None without output."""
         if isinstance(expression, ast.Constant) and expression.value is None:
             return None
         if isinstance(expression, ast.Name) and expression.id in self.nodes:

@@ -1,13 +1,18 @@
 """Parse the Python text of one compiled program of Inductor, statement by statement.
 
-For every graph Inductor writes a Python function `call(args)`: a straight line of allocations
-(`empty_strided_cpu(...)`), kernels (`cpp_fused_add_0(buf1, buf2)`), library calls (`extern_kernels.mm(..., out=buf3)`,
-or ones that allocate their results), aliases (`reinterpret_tensor(...)`, `buf4 = buf3`), checks, and `del`. It is read
-as text because that is what PyTorch's compile caches keep: a program from a cache is read like a new one.
+For every graph Inductor writes a Python function `call(args)`, a straight line of statements:
+
+- allocations (`empty_strided_cpu(...)`)
+- kernels (`cpp_fused_add_0(buf1, buf2)`)
+- library calls (`extern_kernels.mm(..., out=buf3)`, or ones that allocate their results)
+- aliases (`reinterpret_tensor(...)`, `buf4 = buf3`)
+- checks, and `del`
+
+It is read as text because PyTorch's compile caches keep the text: a program from a cache is read like a new one.
 
 Relies on the text that Inductor writes: the statements above, `async_compile.cpp_pybinding(types, source)` and
 `async_compile.triton(name, source)`, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
-statement of any other kind is refused by name. Comments `Source Nodes: [a, b]` above calls are read where they are: C++
+statement of any other kind is refused by name. Comments `Source Nodes: [a, b]` above calls are read where present: C++
 kernels have none.
 """
 
@@ -52,16 +57,16 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement, the variable `target` that it assigns, and the variables that it `uses`.
-
-    `origins` are the names of the nodes that a call was made from, in their order, if a comment has them.
-    """
+    """One statement of a program."""
 
     node: ast.stmt
     kind: StatementKind
     target: str | None
+    """The variable that it assigns, if any."""
     uses: tuple[str, ...]
+    """The variables that it uses."""
     origins: tuple[str, ...] = ()
+    """Names of the nodes that a call was made from, in their order, if a comment has them."""
 
     @property
     def value(self) -> ast.expr:
@@ -72,18 +77,17 @@ class Statement:
 
 @dataclass
 class Program:
-    """The function `call(args)`: takes `inputs`, runs `statements`, returns `outputs`.
-
-    `kernels` has the access of each compiled kernel to its arguments, by position; `atomic` are the kernels that add
-    atomically. `namespace` has the values of all other names.
-    """
+    """The function `call(args)`: takes `inputs`, runs `statements`, returns `outputs`."""
 
     inputs: list[str]
     statements: list[Statement]
     outputs: list[ast.expr]
     kernels: dict[str, tuple[Access, ...]]
+    """The access of each compiled kernel to its arguments, by position."""
     atomic: set[str]
+    """The kernels that add atomically."""
     namespace: dict[str, Any]
+    """The values of all other names."""
     variables: set[str] = field(default_factory=set)
 
     @classmethod
@@ -159,12 +163,12 @@ class Program:
         return tuple(dict.fromkeys(found))
 
     def uses_of(self, value: ast.expr) -> tuple[str, ...]:
-        """The variables in an expression, in order."""
+        """Return the variables in an expression, in order."""
         return self._uses(value)
 
 
 def not_understood(node: ast.AST) -> UnsupportedError:
-    """The error for a statement that this file does not know."""
+    """Return the error for a statement that this file does not know."""
     text = " ".join(ast.unparse(node).split())
     return UnsupportedError(
         f"the program that Inductor wrote has a statement that Overspill does not understand: {text[:120]}; "
@@ -173,7 +177,7 @@ def not_understood(node: ast.AST) -> UnsupportedError:
 
 
 def namespace_of(compiled: Any) -> dict[str, Any]:
-    """Names of the Python module that Inductor wrote for `compiled`, if any.
+    """Return the names of the Python module that Inductor wrote for `compiled`, if any.
 
     `compiled` is what `compile_fx_inner` returns.
     """
@@ -185,7 +189,7 @@ def namespace_of(compiled: Any) -> dict[str, Any]:
 
 
 def _call_of(module: ast.Module) -> ast.FunctionDef:
-    """The function `call`, a method of `Runner` in newer releases."""
+    """Return the function `call`, a method of `Runner` in newer releases."""
     places: list[ast.stmt] = [*module.body, *(s for c in module.body if isinstance(c, ast.ClassDef) for s in c.body)]
     found = [s for s in places if isinstance(s, ast.FunctionDef) and s.name == "call"]
     if len(found) != 1:
@@ -194,7 +198,7 @@ def _call_of(module: ast.Module) -> ast.FunctionDef:
 
 
 def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements in one list, with those inside a `with` of the current device's guard."""
+    """Return the statements in one list, with those inside a `with` of the current device's guard."""
     found: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.With):
@@ -209,7 +213,7 @@ def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _origins(lines: list[str], line: int) -> tuple[str, ...]:
-    """Node names in the comments right above line number `line`."""
+    """Return the node names in the comments right above line number `line`."""
     for text in reversed(lines[: line - 1]):
         if not text.lstrip().startswith("#"):
             break
@@ -219,7 +223,7 @@ def _origins(lines: list[str], line: int) -> tuple[str, ...]:
 
 
 def _kernel_texts(module: ast.Module) -> dict[str, tuple[tuple[Access, ...], str]]:
-    """Argument accesses and text of each compiled kernel, by name."""
+    """Return argument accesses and text of each compiled kernel, by name."""
     found = {}
     for statement in module.body:
         if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)):
@@ -233,7 +237,7 @@ def _kernel_texts(module: ast.Module) -> dict[str, tuple[tuple[Access, ...], str
 
 
 def _accesses(text: str) -> tuple[Access, ...]:
-    """Accesses by the parameter names of a kernel, a C++ or Triton function."""
+    """Return the accesses that the parameter names of a kernel, a C++ or Triton function, show."""
     head = re.search(r"(?:\bkernel|\bdef \w+)\s*\(([^)]*)\)", text)
     parameters = head.group(1).split(",") if head else []
     kinds = {"in_ptr": Access.READ, "out_ptr": Access.WRITE, "in_out_ptr": Access.UPDATE}

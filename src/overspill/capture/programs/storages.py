@@ -37,18 +37,17 @@ FORWARD, BACKWARD = "f_", "b_"
 
 @dataclass
 class Call:
-    """One kernel or library call, with the picks and checks of its results.
-
-    `uses` are the variables among its arguments, `reads` the storages that it reads. It makes the variables `made` and
-    writes the storages `writes`, of which `updated` were written before. `origins` are as in its Statement.
-    """
+    """One kernel or library call, with the picks and checks of its results."""
 
     name: str
     lines: list[ast.stmt]
     uses: tuple[str, ...]
+    """The variables among its arguments."""
     reads: tuple[StorageKey, ...]
+    """The storages that it reads."""
     writes: tuple[StorageKey, ...]
     updated: tuple[StorageKey, ...]
+    """Those of `writes` that were written before."""
     random: bool
     repeatable: bool
     flops: int
@@ -57,50 +56,54 @@ class Call:
     container: str | None = None
     """The variable that holds all results, if there are several."""
     made: list[str] = field(default_factory=list)
+    """The variables that it makes."""
     origins: tuple[str, ...] = ()
+    """As in its Statement."""
 
 
 class Effects(NamedTuple):
-    """Side effects of a call: variables that it may change, and how.
-
-    `repeatable`: the same inputs give the same bits. `is_kernel`: Inductor compiled it, so it only writes to its
-    arguments.
-    """
+    """Side effects of a call."""
 
     name: str
     written: Mapping[str, Access]
+    """The variables that it may change, and how."""
     random: bool = False
     repeatable: bool = True
+    """Whether the same inputs give the same bits."""
     is_kernel: bool = False
+    """Whether Inductor compiled it, so it only writes to its arguments."""
 
 
 @dataclass
 class Storages:
-    """Variables of a step's programs and what they are; `backward` may be None.
-
-    `values` are fake tensors by variable, `aliases` the expressions of variables made from others, `allocations` the
-    statements of those made from nothing; `roots` are each storage's variables that are not aliases.
-    """
+    """Variables of a step's programs and what they are; `backward` may be None."""
 
     forward: Program
     backward: Program | None
     num_forward_outputs: int
     values: dict[str, Any] = field(default_factory=dict)
+    """Fake tensors, by variable."""
     aliases: dict[str, ast.expr] = field(default_factory=dict)
+    """The expressions of variables made from others."""
     allocations: dict[str, ast.stmt] = field(default_factory=dict)
+    """The statements of variables made from no other."""
     roots: dict[StorageKey, list[str]] = field(default_factory=dict)
+    """Each storage's variables that are not aliases."""
     calls: tuple[list[Call], list[Call]] = field(default_factory=lambda: ([], []))
     outputs: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def key_of(self, variable: str) -> StorageKey | None:
-        """The storage of a variable; None if it is not a tensor."""
+        """Return the storage of a variable, or None if it is not a tensor."""
         value = self.values.get(variable)
         return storage_key(value) if isinstance(value, Tensor) else None
 
     @cached_property
     def compiled_namespace(self) -> dict[str, Any]:
-        """Values of all names in both programs, without their variables; has the kernels compiled. Raises UnsupportedError."""
+        """Values of all names in both programs, without their variables; compiles the kernels.
+
+        Raises UnsupportedError.
+        """
         with inductor_failures('; use backend="eager"', of=Exception):
             return compiled(self.forward.namespace | ({} if self.backward is None else self.backward.namespace))
 
@@ -112,7 +115,7 @@ class Storages:
 
     @property
     def saved(self) -> list[ast.expr]:
-        """The expressions of what forward saves for backward."""
+        """The expressions that forward saves for backward."""
         return self.forward.outputs[self.num_forward_outputs :]
 
 
@@ -133,7 +136,8 @@ def follow(
     if backward is not None:
         if len(backward.inputs) != len(found.saved) + len(tangents):
             raise UnsupportedError(
-                f"Inductor's backward takes {len(backward.inputs)} arguments, not the {len(found.saved)} that its forward saves "
+                f"Inductor's backward takes {len(backward.inputs)} arguments, not the {len(found.saved)} that its "
+                "forward saves "
                 f'and {len(tangents)} gradients; use backend="eager"'
             )
         for name, expression in zip(backward.inputs, found.saved, strict=False):
@@ -276,7 +280,7 @@ class _Follower:
             self.libraries.append((program, call, Library(node, call.lines if plain else alone, statement.uses)))
 
     def _is_view(self, program: Program, call: ast.Call) -> bool:
-        """Whether a library call only makes views of existing tensors."""
+        """Return whether a library call only makes views of existing tensors."""
         target = self._operator(program, call.func)
         if target is None or schema_of(target).is_mutable or not any(r.alias_info for r in schema_of(target).returns):
             return False
@@ -284,7 +288,7 @@ class _Follower:
         return all(isinstance(v, Tensor) and storage_key(v) in self.found.roots for v in found)
 
     def _effects(self, program: Program, call: ast.Call, statement: Statement) -> Effects:
-        """Side effects of a call. Raises UnsupportedError if they cannot be known."""
+        """Return the side effects of a call. Raises UnsupportedError if they cannot be known."""
         function = call.func
         # A compiled kernel, whose parameter names tell.
         if isinstance(function, ast.Attribute) and function.attr == "run":
@@ -310,7 +314,7 @@ class _Follower:
         return Effects(name, written)
 
     def _operator(self, program: Program, function: ast.expr) -> Any:
-        """The operator that a library call runs; None for other functions."""
+        """Return the operator that a library call runs, or None for other functions."""
         target = self._plain(program, function)
         if isinstance(target, OpOverloadPacket) and "default" in target.overloads():
             target = target.default  # `aten.index_put_(…)`, as deterministic mode has it for an embedding
@@ -345,7 +349,7 @@ class _Follower:
         return eval(code, {**program.namespace, **FAKES}, self.found.values)  # noqa: S307 - the user's own compiled program
 
     def _flops(self, program: Program, name: str, call: ast.Call, result: Any) -> int:
-        """FLOPs of a library call, `aten.op` or `extern_kernels.op`, by torch's formulas."""
+        """Return the FLOPs of a library call, `aten.op` or `extern_kernels.op`, by torch's formulas."""
         op = getattr(torch.ops.aten, name.split(".")[1], None)
         if op not in flop_registry:
             return 0
@@ -361,7 +365,7 @@ class _Follower:
 
 
 def _drawing(call: ast.Call) -> tuple[ast.Call, bool]:
-    """The op that `call` runs, and whether it draws from a random state that it is given.
+    """Return the op that `call` runs, and whether it draws from a random state that it is given.
 
     A checkpoint's random ops run so: forward keeps the generator's state, and backward draws from it.
     """
@@ -377,9 +381,9 @@ _WITH_STATE = tuple(f"torch.ops.higher_order.run_{name}_rng_state" for name in (
 
 
 def _convolution_flops(x: Sequence[int], weight: Sequence[int], out: Sequence[int], *, transposed: bool) -> int:
-    """FLOPs of a convolution: two for each product of element and filter.
+    """Return the FLOPs of a convolution: two for each product of element and filter.
 
-    Of each element of the output, or where transposed of the input.
+    These are the elements of the output, or of the input if transposed.
     """
     places = x if transposed else out
     count = places[0]

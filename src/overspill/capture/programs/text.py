@@ -21,7 +21,7 @@ class Text:
         self.lines: list[str] = []
 
     def function(self, name: str, arguments: str = "args") -> str:
-        """The text of the function, with its head."""
+        """Return the text of the function, with its head."""
         return f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in self.lines)
 
     def line(self, text: str) -> None:
@@ -29,7 +29,7 @@ class Text:
         self.lines.append(text)
 
     def expression(self, expression: ast.expr) -> str:
-        """The text of an expression, after lines that define its variables."""
+        """Return the text of an expression, after lines that define its variables."""
         for name in _names(expression):
             self._bind(name)
         return ast.unparse(expression)
@@ -64,12 +64,12 @@ class Text:
 
 
 def made_by(programs: Storages, call: Call) -> list[str]:
-    """Root variables of the storages that `call` writes first."""
+    """Return the root variables of the storages that `call` writes first."""
     return [root for key in call.writes if key not in call.updated for root in programs.roots[key]]
 
 
 def sources(programs: Storages, names: Iterable[str]) -> list[str]:
-    """The root variables that `names` are made from."""
+    """Return the root variables that `names` are made from."""
     found: dict[str, None] = {}
 
     def look(name: str) -> None:

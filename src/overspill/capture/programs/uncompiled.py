@@ -1,7 +1,7 @@
 """Import a program that Inductor wrote without compiling its kernels, which are compiled once it is to run.
 
-Inductor first writes a program's text, and has its kernels compiled while it imports that text as a module. Of several
-partitions only one runs, and compilers take most of the time; so kernels wait until a plan has been chosen.
+Inductor first writes a program's text, and has its kernels compiled while it imports that text as a module. Only one of
+several partitions runs, and compilers take most of the time. So kernels wait until a plan has been chosen.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from typing import Any
 from unittest.mock import patch
 
 KERNEL = "UncompiledKernel"
-"""What makes the kernels of a module that was imported so: a name in its namespace."""
+"""Name, in the namespace of a module imported uncompiled, of the function that makes its kernels."""
 _COMPILES = "async_compile."
 _one_at_a_time = threading.RLock()
 
 
 class UncompiledKernel:
-    """A kernel that cannot run yet; `compiled` imports its module again, and has it compiled the first time."""
+    """A kernel that cannot run yet.
+
+    `compiled` imports its module again, and has it compiled the first time.
+    """
 
     def __init__(self, name: str, load: Callable[[], ModuleType]) -> None:
         self._name = name
         self._load = load
 
     def compiled(self) -> Any:
-        """The kernel, compiled with all others of its module."""
+        """Return the kernel, compiled with all others of its module."""
         return getattr(self._load(), self._name)
 
 
 def compiled(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """`namespace` with its kernels compiled. Raises the compiler's errors."""
+    """Return `namespace` with its kernels compiled. Raises the compiler's errors."""
     return {n: v.compiled() if isinstance(v, UncompiledKernel) else v for n, v in namespace.items()}
 
 
 @contextmanager
 def kernels_later() -> Iterator[None]:
-    """Inside the block, what this thread compiles with Inductor gets kernels that are not compiled yet."""
+    """Inside the block, leave kernels that this thread compiles with Inductor uncompiled for now."""
     from overspill.pytorch.inductor import PyCodeCache  # noqa: PLC0415 - Inductor takes seconds to import
 
     with _one_at_a_time:
@@ -62,9 +65,9 @@ def kernels_later() -> Iterator[None]:
 def import_uncompiled(
     key: str, path: str, attrs: Mapping[str, Any] | None, make_kernel: Callable[[str], Any]
 ) -> ModuleType | None:
-    """The program at `path` as a module; None if it has no kernels to compile.
+    """Return the program at `path` as a module, or None if it has no kernels to compile.
 
-    Its kernels are what `make_kernel` makes of their names, its constants `attrs`.
+    `make_kernel` makes its kernels from their names; `attrs` are its constants.
     """
     source = Path(path).read_text(encoding="utf-8")
     if _COMPILES not in source:
@@ -82,7 +85,7 @@ def import_uncompiled(
 
 
 def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
-    """The statement with a kernel that is not compiled; None if it only waits for kernels."""
+    """Return the statement with a kernel that is not compiled, or None if it only waits for kernels."""
     value = statement.value if isinstance(statement, (ast.Assign, ast.Expr)) else None
     if not isinstance(value, ast.Call) or not ast.unparse(value.func).startswith(_COMPILES):
         return statement

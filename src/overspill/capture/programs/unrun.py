@@ -36,7 +36,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Written(BaseException):
-    """Ends a backend once all programs are written; Dynamo would catch an Exception."""
+    """Raised to end a backend once all programs are written; Dynamo would catch an Exception."""
 
 
 class UnrunKernel:
@@ -98,7 +98,7 @@ def _load(
 
 
 class WrittenStep:
-    """A step by the programs that `torch.compile` would run for `step(*batch)`, which calls `module`; see `write`.
+    """A step as the programs that `torch.compile` would run for `step(*batch)`, which calls `module`; see `write`.
 
     AOTAutograd's own function runs them: on fake tensors, with kernels that do nothing.
     """
@@ -148,7 +148,7 @@ class WrittenStep:
         around: Around = nullcontext,
         on_saved: Callable[[Tensor], object] = lambda _: None,
     ) -> Any:
-        """Run the step on fake tensors; returns what the compiled step returns.
+        """Run the step on fake tensors; return the results of the compiled step.
 
         `module` and `batch` must be like those that it was written for. `around` is entered while a program runs, and
         `on_saved` called with each tensor that forward saves for backward.

@@ -1,8 +1,8 @@
 """Capture a whole training step around Inductor's programs as one Graph.
 
-As `capture/compiled/whole_step.py` does with the ops of a joint graph, but with calls of programs: a graph is made with
-these calls as nodes, and the programs' own fake tensors as values. Parameter updates, schedule and execution are then
-the same as for every other step.
+`capture/compiled/whole_step.py` does so with the ops of a joint graph, this module with calls of programs. It makes a
+graph with these calls as nodes, and the programs' own fake tensors as values. Parameter updates, schedule and execution
+are then the same as for every other step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def capture_step_of_programs(
     checks: Sequence[Check] = (),
     outside_graph: tuple[tuple[TensorKind, int], ...] = (),
 ) -> CapturedStep:
-    """The Graph of one training step around `programs`, made by Inductor from `traced`.
+    """Return the Graph of one training step around `programs`, made by Inductor from `traced`.
 
-    The loss is divided by `share` after the programs, as in a loop over as many micro-batches. The last results are
-    what `checks` are of. Otherwise as `TracedStep.captured`. Raises UnsupportedError.
+    The loss is divided by `share` after the programs, as in a loop over as many micro-batches. `checks` check the last
+    results. Otherwise as `TracedStep.captured`. Raises UnsupportedError.
     """
     joint = joint_of_step(programs, traced, share, checks)
     around = around_step([node.meta["val"] for node in traced.primals], outside_graph)

@@ -1,9 +1,9 @@
 """Measure the workspaces of library calls, by running each once.
 
-A convolution may copy its inputs into another layout, and no text says so. So before a plan is made, each library call
-of a program is run once by itself, on zeros of its inputs' shapes and masks that leave nothing out; equal calls are run
-once. Compiled kernels allocate nothing. Collectives are not run, since other ranks would have to run them too: what they
-take is known (`costs/gloo.py`).
+A convolution may copy its inputs into another layout, and no text shows it. So before a plan is made, each library call
+of a program is run once by itself. Its inputs are zeros of the right shapes, and masks that leave nothing out; equal
+calls are run once. Compiled kernels allocate nothing. Collectives are not run, because other ranks would have to run
+them too: their bytes are known (`costs/gloo.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .known_shapes import values_made_up
 FUNCTIONAL = "_c10d_functional"
 """Namespace of the collectives in traced graphs."""
 _known: dict[str, CallWorkspace] = {}
-"""By a call's signature, for all programs of this process."""
+"""Workspaces by a call's signature, for all programs of this process."""
 _measures = ContextVar("overspill_measures", default=True)
 
 
@@ -48,29 +48,34 @@ def nothing_measured() -> Iterator[None]:
 
 
 class CallWorkspace(NamedTuple):
-    """Peak bytes of a call beyond its results, and the blocks that it takes them in, where it has one after the other."""
+    """The workspace of one call."""
 
     nbytes: int = 0
+    """Peak bytes of the call beyond its results."""
     blocks: tuple[int, ...] = ()
+    """Bytes of the blocks that it takes, if it takes one after the other."""
 
 
 NO_WORKSPACE = CallWorkspace()
 
 
 class Library(NamedTuple):
-    """A library call: expression, statements that run it, and variables used."""
+    """A library call."""
 
     node: ast.expr
+    """Its expression."""
     lines: list[ast.stmt]
+    """The statements that run it."""
     uses: Sequence[str]
+    """The variables used."""
 
 
 def workspaces(
     calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[CallWorkspace]:
-    """The workspace of each library call.
+    """Return the workspace of each library call.
 
-    `values` are the variables as fake tensors. Nothing can be measured while a profiler runs; the user is then warned.
+    `values` are the variables as fake tensors. While a profiler runs, nothing can be measured; the user is then warned.
     Raises UnsupportedError for a call that cannot be run.
     """
     if not _measures.get():
@@ -85,7 +90,8 @@ def workspaces(
             new[signature] = call
     if new and profiler_enabled():
         warnings.warn(
-            "a profiler runs while a model is compiled: what its library calls allocate for themselves is not planned for",
+            "a profiler runs while a model is compiled: what its library calls allocate for themselves is not planned "
+            "for",
             stacklevel=2,
         )
         return [_known.get(signature, NO_WORKSPACE) for signature, _ in signed]
@@ -96,9 +102,10 @@ def workspaces(
 
 
 def workspaces_of(nodes: Sequence[fx.Node]) -> list[CallWorkspace] | None:
-    """The workspace of each op of a graph on CUDA, as of a library call; None where not all can be run, for lack of memory.
+    """Return the workspace of each op of a graph on CUDA, measured as a library call.
 
-    What they were measured in is given back to the device, for no plan counts it.
+    Returns None if the device has too little memory to run all of them. The memory used to measure is given back to the
+    device, because no plan counts it.
     """
     calls = [_call_of(node) for node in nodes]
     values = {used.name: used.meta["val"] for node in nodes for used in node.all_input_nodes}
@@ -113,7 +120,7 @@ def workspaces_of(nodes: Sequence[fx.Node]) -> list[CallWorkspace] | None:
 
 
 def _call_of(node: fx.Node) -> Library:
-    """An op of a graph as a library call."""
+    """Return an op of a graph as a library call."""
     given = ", ".join([*map(repr, node.args), *(f"{name}={value!r}" for name, value in node.kwargs.items())])
     call = ast.parse(f"result = torch.ops.{node.target}({given})", mode="exec").body
     assert isinstance(call[0], ast.Assign)
@@ -121,7 +128,7 @@ def _call_of(node: fx.Node) -> Library:
 
 
 def _of_collective(call: Library, values: Mapping[str, Any]) -> int:
-    """Bytes that gloo takes for a collective; NCCL's are its own (`costs/nccl.py`)."""
+    """Return the bytes that gloo takes for a collective; NCCL's are its own (`costs/nccl.py`)."""
     given = [value for name in call.uses if isinstance(value := values[name], Tensor)]
     if any(value.device.type != "cpu" for value in given):
         return 0
@@ -164,7 +171,7 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
 
 
 def _workspace(changes: Sequence[int]) -> CallWorkspace:
-    """The workspace of a call that allocates (positive) and frees (negative) so many bytes, one after the other."""
+    """Return the workspace of a call with these allocations (positive) and frees (negative), in bytes and in order."""
     most, results = peak_of(changes)
     # Blocks that it frees itself, by what lies between their allocation and that.
     blocks, live = [], list[int]()
@@ -186,7 +193,7 @@ def _not_measured(call: Library, error: Exception | None) -> UnsupportedError:
 
 
 def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]) -> Exception | None:
-    """Run a library call; the error that it raised, or None. Its results are added to `given`."""
+    """Run a library call, adding its results to `given`; return the error that it raised, or None."""
     try:
         exec(code, dict(namespace), given)  # noqa: S102 - the user's own compiled program
     except (AssertionError, IndexError, RuntimeError, TypeError) as error:
@@ -195,7 +202,10 @@ def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]
 
 
 def _seeds(call: Library, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A dropout's seed and offset, which attention reads on the host and fake tensors have on the GPU, by name."""
+    """Return a dropout's seed and offset by name, on the host, where attention reads them.
+
+    Fake tensors have them on the GPU.
+    """
     text = ast.unparse(call.node)
     if "attention_backward" not in text or "cudnn" in text:
         return {}
@@ -216,7 +226,10 @@ def _zeros(value: Any) -> Any:
 
 
 def _counting(call: Library, values: Mapping[str, Any]) -> Iterator[Callable[[Any], Any]]:
-    """Zeros with masks of so many elements, for each size of an input or in the call's text."""
+    """Yield functions that make zeros, and masks in which a number of elements are set.
+
+    One for each size of an input or in the call's text.
+    """
     given = [value for name in call.uses if isinstance(value := values[name], Tensor)]
     if any(value.dtype is torch.bool for value in given):
         named = {n.value for n in ast.walk(call.node) if isinstance(n, ast.Constant) and type(n.value) is int}
@@ -232,7 +245,7 @@ def _counted(value: Any, size: int) -> Any:
 
 
 def _definite(value: Any) -> Any:
-    """Positive numbers and positive definite matrices, which samplers and solvers ask for."""
+    """Return positive numbers and positive definite matrices, which samplers and solvers require."""
     found = _zeros(value)
     if isinstance(found, Tensor):
         found.fill_(1)

@@ -10,11 +10,11 @@ from .recording import Recording
 
 
 def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -> Graph:
-    """The Graph of one iteration; by default the last but one, a steady step.
+    """Return the Graph of one iteration; by default the last but one, a steady step.
 
-    Tensors are storages that ops of the iteration touch. Where phases take turns (micro-batches, a GradScaler) it is a
+    Tensors are storages that ops of the iteration touch. If phases alternate (micro-batches, a GradScaler) it is a
     whole step. Nothing is recomputable: a recording has an op's memory, not how to run it again. Scratch is left out,
-    since it depends on the GPU.
+    because it depends on the GPU. Raises RequestError if the iteration was not recorded.
     """
     if iteration is None:
         iteration = max(recording.iterations - 2, 0)

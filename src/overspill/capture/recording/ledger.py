@@ -23,7 +23,7 @@ class Ledger:
     def allocate(
         self, nbytes: int, kind: TensorKind, name: str, phase: Phase, layer: str = "", scratch: Scratch | None = None
     ) -> int:
-        """Add an allocation of `nbytes`; returns its position. It lives until `end`."""
+        """Add an allocation of `nbytes`, which lives until `end`; return its position."""
         self.allocations.append(Allocation(self.events, -1, nbytes, kind, name, layer, phase, len(self._ops), scratch))
         self.events += 1
         return len(self.allocations) - 1
@@ -34,7 +34,7 @@ class Ledger:
         self.events += 1
 
     def has_ended(self, allocation: int) -> bool:
-        """Whether an allocation was freed."""
+        """Return whether an allocation was freed."""
         return allocation in self._ends
 
     def add(self, op: RecordedOp) -> None:
@@ -42,6 +42,6 @@ class Ledger:
         self._ops.append(op)
 
     def recording(self, starts: Sequence[int], parameters: int) -> Recording:
-        """The recording so far, with iterations that began at the events `starts`."""
+        """Return the recording so far, with iterations that began at the events `starts`."""
         allocations = (replace(a, end=self._ends.get(i, self.events)) for i, a in enumerate(self.allocations))
         return Recording(tuple(allocations), tuple(self._ops), tuple(starts), self.events, parameters)

@@ -1,4 +1,4 @@
-"""Find the user's Python line behind each recorded op; backward ops get forward's.
+"""Find the user's Python line of each recorded op; backward ops get forward's.
 
 Relies on the next autograd node being made, and numbered, before its op runs.
 """
@@ -24,21 +24,21 @@ class OpLines:
         self._made_by = [-1]
 
     def found(self) -> tuple[Frame, ...]:
-        """All lines, by number."""
+        """Return all lines, by number."""
         return self._frames.found()
 
     def enter(self) -> None:
-        """A module's forward begins; to be called directly by its hook."""
+        """Note that a module's forward begins; call this directly in its hook."""
         if self._wanted:
             self._frames.enter(sys._getframe(1))
 
     def leave(self) -> None:
-        """The innermost module's forward ends."""
+        """Note that the innermost module's forward ends."""
         if self._wanted:
             self._frames.leave()
 
     def now(self, node: int | None, *, in_backward: bool) -> int:
-        """The number of the line behind the running op; -1 for none.
+        """Return the number of the line that the running op comes from; -1 for none.
 
         `node`: the number of the autograd node that runs it, if any.
         """
@@ -56,6 +56,6 @@ class OpLines:
         return frame
 
     def _maker(self, node: int | None) -> int:
-        """The line that made an autograd node; -1 for none."""
+        """Return the line that made an autograd node; -1 for none."""
         made = len(self._nodes) if node is None or node < 0 else bisect_right(self._nodes, node)
         return self._made_by[made] if made < len(self._nodes) else -1

@@ -37,8 +37,8 @@ class _Life:
     """One allocation while it is being recorded."""
 
     __slots__ = (
-        "dtype", "end", "frame", "freed_before", "kind", "layer", "name", "nbytes", "node", "op", "outlives", "phase", "scratch",
-        "shape", "start", "stream",
+        "dtype", "end", "frame", "freed_before", "kind", "layer", "name", "nbytes", "node", "op", "outlives", "phase",
+        "scratch", "shape", "start", "stream",
     )  # fmt: skip
 
     def __init__(self, start: int, nbytes: int, layer: str, phase: Phase, op: int, node: int | None) -> None:
@@ -58,7 +58,7 @@ class _Life:
 class Recorder:
     """Records allocations and frees of device storages, and ops with their layer and phase.
 
-    A storage is on the device if it was made from one that is, or asked for there; inside `placing`, that decides. All
+    A storage is on the device if it was made from one that is, or requested there; inside `placing`, that decides. All
     others belong to the host and are not counted. Without `lines` ops have no line of Python, which saves up to a
     twelfth of the time.
     """
@@ -92,7 +92,7 @@ class Recorder:
     # Asked by the program
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage of `tensor` is on the device."""
+        """Return whether the storage of `tensor` is on the device."""
         tensor = _local(tensor)
         return isinstance(tensor, FakeTensor) and storage_key(tensor) in self._live
 
@@ -107,7 +107,7 @@ class Recorder:
     def communicating(self) -> AbstractContextManager[None]:
         """Count tensors made inside the block as buffers of collectives.
 
-        Floating ones made from nothing are on the device too.
+        Floating-point ones made from no tensor are on the device too.
         """
         return self._while(_communicating=True)
 
@@ -130,7 +130,7 @@ class Recorder:
     # Reported by the fake mode
 
     def is_of_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether an op on real tensors is real work of the host, with nothing to record."""
+        """Return whether an op on real tensors is real work of the host, with nothing to record."""
         if self._placement is not None or self._fabricating or self._communicating or not args:
             return False
         device = kwargs.get("device")
@@ -140,7 +140,7 @@ class Recorder:
         )
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
-        """Run an op on fake tensors, and record what it does to device memory."""
+        """Run an op on fake tensors, and record its allocations and frees of device memory."""
         device = kwargs.get("device")
         if device is not None and device.type == "meta":  # as torch has it: no memory, here or there
             return compute(args, kwargs)
@@ -176,7 +176,7 @@ class Recorder:
         return None if position is None else self._lives[position].node
 
     def _placed(self, device: Any, dtype: torch.dtype | None, *, made_from_nothing: bool) -> bool | None:
-        """True: on the device, False: on the host, None: where its inputs are."""
+        """Return where an op's results are: True on the device, False on the host, None where its inputs are."""
         if self._placement is not None:
             return self._placement
         if self._communicating and made_from_nothing and _is_floating(dtype):
@@ -219,7 +219,7 @@ class Recorder:
     def _output(
         self, output: FakeTensor, layer: str, phase: Phase, op: int, node: int | None, frame: int, *, from_host: bool
     ) -> int:
-        """Position of an output's storage among the allocations: new, or one that may have grown."""
+        """Return the position of an output's storage among the allocations: a new one, or one that may have grown."""
         storage = output.untyped_storage()
         key = key_of(storage)
         if key in self._live:
@@ -233,7 +233,7 @@ class Recorder:
         return made
 
     def _where(self) -> tuple[str, Phase, int | None]:
-        """Layer, phase and autograd node of the running op."""
+        """Return layer, phase and autograd node of the running op."""
         phase = self.phase
         if phase is not Phase.BACKWARD:
             return self._modules[-1] if self._modules else "", phase, None
@@ -312,17 +312,17 @@ class Recorder:
         return self._clock - 1
 
     def has_run(self, *names: str) -> bool:
-        """Whether an op with one of these names has run on the device."""
+        """Return whether an op with one of these names has run on the device."""
         return any(op.name in names for op in self._ops)
 
     # Reported by the program: iterations, modules and optimizers
 
     def start_iteration(self) -> None:
-        """The next step begins."""
+        """Note that the next step begins."""
         self._starts.append(self._clock)
 
     def enter(self, module: nn.Module) -> None:
-        """The forward of `module` begins."""
+        """Note that the forward of `module` begins."""
         name = self._names.get(id(module))
         if name is None or not self._modules:
             if module not in self._roots:
@@ -333,7 +333,7 @@ class Recorder:
         self._boundary()
 
     def leave(self) -> None:
-        """The innermost module's forward ends."""
+        """Note that the innermost module's forward ends."""
         if self._modules:
             self._modules.pop()
             self._lines.leave()
@@ -350,7 +350,7 @@ class Recorder:
         self._boundary_layers.append(self._modules[-1] if self._modules else "")
 
     def _adopt(self, root: nn.Module) -> None:
-        """Learn the names of layers in `root`, and the storages of its parameters and buffers."""
+        """Record the names of layers in `root`, and the storages of its parameters and buffers."""
         self._roots.add(root)
         for name, module in root.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), name)
@@ -368,7 +368,7 @@ class Recorder:
             self.mark(buffer, TensorKind.BUFFER, name)
 
     def mark(self, tensor: torch.Tensor | None, kind: TensorKind, name: str = "") -> bool:
-        """Set kind and name of a tensor's storage; False if not on the device."""
+        """Set kind and name of a tensor's storage; return False if it is not on the device."""
         tensor = _local(tensor)
         if not isinstance(tensor, FakeTensor):
             return False
@@ -381,7 +381,7 @@ class Recorder:
         return True
 
     def begin_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """An optimizer begins its step over `parameters`."""
+        """Note that an optimizer begins its step over `parameters`."""
         self._updating = True
         for parameter in parameters:
             name = self._parameters.get(_place(parameter), "")
@@ -389,7 +389,7 @@ class Recorder:
             self.mark(parameter.grad, TensorKind.GRADIENT, name)
 
     def end_update(self, states: Iterable[Any]) -> None:
-        """An optimizer's step ends; `states` are the values of its state."""
+        """Note that an optimizer's step ends; `states` are the values of its state."""
         self._updating = False
         for tensor in tensors_in(states, []):
             self.mark(tensor, TensorKind.OPTIMIZER_STATE)
@@ -411,9 +411,9 @@ class Recorder:
     def _order_frees(self) -> None:
         """Sort adjacent frees by the order of their allocations.
 
-        Tensors freed together, as autocast's weights at the end of its region, go in the order of a hash table, which
-        varies. An allocator that joins free neighbours ends in the same state, and recordings of one program become
-        equal.
+        Tensors freed together, such as autocast's weights at the end of its region, are freed in the order of a hash
+        table, which varies. An allocator that joins free neighbours ends in the same state. So recordings of one
+        program become equal.
         """
         for row in _frees_in_a_row(self._lives, set(self._starts)):
             first = row[0].end
@@ -421,7 +421,7 @@ class Recorder:
                 life.end = tick
 
     def recording(self) -> Recording:
-        """The recording so far; what is alive stays alive until its end."""
+        """Return the recording so far; allocations that are alive stay alive until its end."""
         self._order_frees()
         clock = self._clock  # the garbage collector may run meanwhile
         # Forward's tensors are activations if backward reads them.
@@ -461,7 +461,7 @@ class Recorder:
 
 
 def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life]]:
-    """Groups of allocations whose frees are adjacent, between two ops and within one iteration."""
+    """Yield groups of allocations whose frees are adjacent, between two ops and within one iteration."""
     row: list[_Life] = []
     for life in sorted((life for life in lives if life.end >= 0), key=lambda life: life.end):
         apart = row and (life.end != row[-1].end + 1 or life.freed_before != row[-1].freed_before)
@@ -474,17 +474,20 @@ def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life
 
 
 def _block_of(nbytes: int) -> int:
-    """The size of the block that PyTorch's allocator gives (`MIN_BLOCK_BYTES` of placement/allocators/caching.py)."""
+    """Return the bytes of the block that PyTorch's allocator gives.
+
+    As `MIN_BLOCK_BYTES` of placement/allocators/caching.py.
+    """
     return -(-nbytes // 512) * 512
 
 
 def _local(tensor: Any) -> Any:
-    """The local shard of a DTensor; any other tensor itself."""
+    """Return the local shard of a DTensor; any other tensor itself."""
     return getattr(tensor, LOCAL, tensor)
 
 
 def _place(tensor: Any) -> tuple[int, int]:
-    """Storage and offset of `tensor`: several parameters may share a storage."""
+    """Return storage and offset of `tensor`: several parameters may share a storage."""
     tensor = _local(tensor)
     return storage_key(tensor), tensor.storage_offset()
 
@@ -495,7 +498,10 @@ def _dtype(dtype: torch.dtype | None) -> str:
 
 
 def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an op makes from a size what a host may have no room for, as the experts of a large model."""
+    """Return whether an op makes, from a size, a tensor that may be too large for host memory.
+
+    The experts of a large model are an example.
+    """
     size = args[0] if args else None
     if not isinstance(size, (list, tuple)) or not all(isinstance(length, int) for length in size):
         return False

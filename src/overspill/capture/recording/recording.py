@@ -13,68 +13,68 @@ from overspill.costs.scratch import Scratch
 
 @dataclass(frozen=True)
 class Allocation:
-    """One storage on the device: `nbytes` from event `start` until before event `end`.
-
-    `end` is the number of events if the storage outlives the recording. `op` is the position of the op that made it, -1
-    for none (a copy from the host is an op too). `stream` is its CUDA stream, 0 for the default one: an allocator
-    reuses memory within a stream only. `frame` is the line of Python that asked for it, by position in the recording's
-    `frames`, -1 for none. `shape` and `dtype` are those of the tensor that it was made for.
-    """
+    """One storage on the device, from event `start` until before event `end`."""
 
     start: int
     end: int
+    """The number of events if the storage outlives the recording."""
     nbytes: int
     kind: TensorKind
     name: str
     layer: str
     phase: Phase
     op: int
+    """The position of the op that made it, -1 for none (a copy from the host is an op too)."""
     scratch: Scratch | None = None
     stream: int = 0
+    """Its CUDA stream, 0 for the default one: an allocator reuses memory within a stream only."""
     frame: int = -1
+    """The line of Python that requested it, by position in the recording's `frames`; -1 for none."""
     shape: tuple[int, ...] = ()
+    """The shape of the tensor that it was made for."""
     dtype: str = ""
+    """The dtype of the tensor that it was made for."""
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One op on the device; `reads`, `writes` and `frame` are positions.
-
-    The first two are positions of allocations, the last of its line in `frames`.
-    """
+    """One op on the device."""
 
     name: str
     layer: str
     phase: Phase
     iteration: int
     reads: tuple[int, ...]
+    """Positions of allocations."""
     writes: tuple[int, ...]
+    """Positions of allocations."""
     frame: int = -1
+    """The position of its line in the recording's `frames`; -1 for none."""
 
 
 @dataclass(frozen=True)
 class Recording(Saved):
-    """A whole run on the device: construction, then `iterations` training (or inference) steps.
-
-    `starts[i]` is the event at which iteration `i` begins, `parameters` the number of elements of all parameters.
-    `frames` are lines of Python, each once for each stack that led to it. `host_bytes` are weights, gradients and
-    optimizer state kept on the host for this GPU.
-    """
+    """A whole run on the device: construction, then `iterations` training (or inference) steps."""
 
     allocations: tuple[Allocation, ...]
     ops: tuple[RecordedOp, ...]
     starts: tuple[int, ...]
+    """The event at which each iteration begins."""
     events: int
+    """The number of allocations and frees."""
     parameters: int = 0
+    """The number of elements of all parameters."""
     frames: tuple[Frame, ...] = ()
+    """Lines of Python, each once for each stack that led to it."""
     host_bytes: int = 0
+    """Bytes of weights, gradients and optimizer state kept on the host for this GPU."""
 
     def source(self, frame: int) -> str:
-        """The line at `frame`, as `model.py:42 forward`; empty for -1."""
+        """Return the line at `frame`, as `model.py:42 forward`; empty for -1."""
         return source_of(self.frames, (frame,))
 
     def stack(self, frame: int) -> tuple[Frame, ...]:
-        """The line at `frame` and its callers, outermost first; empty for -1."""
+        """Return the line at `frame` and its callers, outermost first; empty for -1."""
         return stack_of(self.frames, frame)
 
     @property
