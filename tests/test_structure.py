@@ -108,7 +108,7 @@ def test_the_nouns_import_nothing_but_the_standard_library_and_msgspec() -> None
         ("core/graph.py", "def f():\n    from overspill import cli", "cli"),
         ("costs/op_time.py", "from overspill.models import resnet", "models"),
         ("costs/deep/er.py", "from ...simulate.clock import simulate", "simulate"),
-        ("core/graph.py", "importlib.import_module('overspill.report.pages')", "report"),
+        ("core/graph.py", "importlib.import_module('overspill.report.plan')", "report"),
         ("cli/plan.py", "from overspill_papers.papers import Lab", "overspill_papers"),
         ("simulate/clock.py", "import overspill", TOP),
         ("simulate/clock.py", "from overspill import compile", TOP),

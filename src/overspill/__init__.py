@@ -63,7 +63,7 @@ _LAZY = {
     "sweep": "overspill.api",
     "train_step": "overspill.runtime.step.train_step",
 }
-_Reportable._pages = lambda: import_module("overspill.report.pages.results")
+_Reportable._pages = lambda: import_module("overspill.report.results")
 
 
 def __getattr__(name: str) -> Any:

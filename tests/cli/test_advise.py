@@ -38,7 +38,7 @@ def test_it_ranks_what_was_tried_and_plans_the_step(overspill: Overspill) -> Non
 def test_a_job_that_fits_is_told_what_takes_less(overspill: Overspill) -> None:
     done = overspill("advise gpt2 --small --batch 8 --gpu t4 --optimizer adamw")
     assert done.code == 0
-    assert done.out.startswith("fits: gpt2, batch 8, takes ")
+    assert done.out.splitlines()[2].startswith("Fits: gpt2, batch 8, takes ")
     assert "as it is" in done.out
     assert "Needs: the smallest memory" in done.out
 

@@ -10,7 +10,7 @@ from tests.cli.commands import Overspill
 from tests.cli.test_contract import assert_units
 
 from overspill.policies import POLICIES
-from overspill.report import plot as plotting
+from overspill.report import picture as plotting
 
 COMPARE = "compare nets:shallow --batch 512"
 SOME = "--policies auto,in-core,liveness,vdnn-all,checkpoint"

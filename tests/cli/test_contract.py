@@ -110,8 +110,8 @@ def test_plan_labels_what_is_simulated_and_names_the_peak(overspill: Overspill) 
     done = overspill("plan alexnet --small --batch 16 --budget 2MiB")
     assert done.code == 0
     assert "simulated step" in done.out
-    assert "Times are simulated, not measured." in done.out
-    assert "the peak, at" in done.out
+    assert "Times and memory are simulated, not measured." in done.out
+    assert "What the peak is made of, at" in done.out
 
 
 def test_a_run_that_differs_from_plain_training_is_a_clear_negative(

@@ -59,7 +59,7 @@ def test_what_fits_says_so_first(overspill: Overspill) -> None:
     done = overspill("estimate alexnet --small --batch 2 --gpu h100 --report page.html")
     assert "Fits: alexnet, batch 2, takes" in Path("page.html").read_text(encoding="utf-8")
     assert done.code == 0
-    assert done.out.startswith("fits: alexnet, batch 2, takes ")
+    assert done.out.splitlines()[2].startswith("Fits: alexnet, batch 2, takes ")
 
 
 def test_inference_takes_less_than_training(overspill: Overspill) -> None:

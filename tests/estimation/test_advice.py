@@ -169,8 +169,8 @@ def test_frozen_weights_beside_adapters_can_have_few_bits() -> None:
 def test_estimates_show_the_first_five() -> None:
     made, all_of_it = found(6000)
     assert list(made.changes) == all_of_it[:5]
-    assert "what would help, cheapest first:" in made.explain()
-    assert f"given room it takes {made.total_bytes}" not in made.explain()
+    assert "What would help, the cheapest first" in made.explain()
+    assert f"with memory to spare it takes {made.total_bytes}" not in made.explain()
 
 
 @pytest.mark.long

@@ -307,12 +307,12 @@ def test_what_would_help_is_worked_out_where_it_does_not_fit() -> None:
     assert trained().changes == ()
 
 
-def test_the_verdict_is_in_the_first_line_and_every_large_category_has_a_bar() -> None:
+def test_the_verdict_comes_first_and_every_large_category_has_a_bar() -> None:
     fitting = trained("adamw").explain().splitlines()
-    assert fitting[0].startswith("fits: mlp, batch 64, takes ")
+    assert fitting[2].startswith("Fits: mlp, batch 64, takes ")
     failing = estimate(mlp, torch.empty(8, WIDE), mean, "adamw", device=small_gpu(2))
-    first = failing.explain().splitlines()[0]
-    assert first.startswith("does not fit: mlp, batch 8, needs ")
+    first = failing.explain().splitlines()[2]
+    assert first.startswith("Does not fit: mlp, batch 8, needs ")
     assert "of small" in first
     assert any("█" in line for line in fitting)
 

@@ -20,7 +20,7 @@ from overspill.plans.plan import make_plan
 from overspill.policies import POLICIES
 from overspill.policies.in_core import Liveness
 from overspill.report.page import write_page
-from overspill.report.pages.plan import plan_page
+from overspill.report.plan import plan_page
 from overspill.report.tracing import write_plan_snapshot, write_plan_trace
 from overspill.simulate import check, simulate, trace_of
 

@@ -9,10 +9,9 @@ from rich.console import Console, RenderableType
 from tests.simulate.graphs import DEVICE, Build, with_lines
 
 from overspill.core import HOST, Graph, Phase, Stall, TensorKind, Timeline
-from overspill.placement.place import place
 from overspill.plans.plan import Plan, make_plan
-from overspill.report.plan import peak_of, plan_report, step_notes, waiting
-from overspill.simulate import trace_of
+from overspill.report.plan import peak_of, plan_page, step_notes, waiting
+from overspill.report.terminal import in_terminal
 
 
 def shown(what: RenderableType, width: int = 120) -> str:
@@ -56,15 +55,14 @@ def test_the_peak_names_its_op_and_its_largest_tensors_first() -> None:
 
 def test_the_largest_tensors_are_told_with_their_lines_in_any_width() -> None:
     made = make_plan(with_lines(step(), "networks/a_long_name_for_a_model.py"), DEVICE, "liveness", 1 << 20)
-    placed = place(trace_of(made.graph, made.schedule), "pytorch")
     source = made.graph.source(0)
     assert source == "a_long_name_for_a_model.py:100 forward"
     for width in (120, 80, 50):
-        told = shown(plan_report(made, peak_of(made), placed, "a plan"), width)
+        told = shown(in_terminal(plan_page(made)), width)
         assert max(map(len, told.splitlines())) <= width
         assert "".join(source.split()) in "".join(told.split()) or "a_long_name_for_a_model.py:100" in told
-    plain = shown(plan_report(plan(), peak_of(plan()), placed, "a plan"))
-    assert " line" not in next(line for line in plain.splitlines() if line.startswith("largest at the peak"))
+    plain = shown(in_terminal(plan_page(plan())))
+    assert " line" not in next(line for line in plain.splitlines() if line.startswith("tensor "))
 
 
 def test_scratch_space_counts_as_workspace() -> None:
@@ -84,16 +82,12 @@ def test_a_step_of_nothing_peaks_at_its_start() -> None:
 
 def test_the_report_shows_names_with_brackets_and_labels_times_as_simulated() -> None:
     made = plan()
-    placed = place(trace_of(made.graph, made.schedule), "portfolio")
-    text = shown(plan_report(made, peak_of(made), placed, "toy [bold], batch 2", "saved [green] somewhere"))
+    text = shown(in_terminal(plan_page(made, "toy [bold], batch 2", "portfolio"), "saved [green] somewhere"))
     assert "placed by portfolio" in text
     for part in ("far [red]", "blocks[0].weight", "toy [bold], batch 2", "saved [green] somewhere"):
         assert part in text
-    times = [
-        line for line in text.splitlines() if line.startswith(("simulated", "lower bound by relaxation", "planning"))
-    ]
-    assert len(times) == 6
-    assert "Times are simulated, not measured." in text
+    assert "simulated step" in text
+    assert "Times and memory are simulated, not measured." in text
 
 
 def test_a_policy_whose_paper_moves_all_tensors_says_when_it_moves_feature_maps_alone() -> None:

@@ -12,8 +12,8 @@ from tests.report.test_plan import plan, shown
 from overspill.core.units import format_seconds
 from overspill.job import Job, NamedModel
 from overspill.report.page import Lines, Step
-from overspill.report.pages.training import training_page
-from overspill.report.training import Trained, training_report
+from overspill.report.terminal import in_terminal
+from overspill.report.training import Trained, training_page
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run
 
@@ -33,11 +33,11 @@ def trained(reference: Run | None = None) -> Trained:
 def test_without_a_reference_nothing_is_said_of_identity() -> None:
     result = trained()
     assert result.identical is None
-    assert "identical" not in shown(training_report(result))
+    assert "identical" not in shown(in_terminal(training_page(result)))
 
 
 def test_equal_numbers_are_said_to_be_identical_with_the_count_of_tensors() -> None:
-    text = shown(training_report(trained(run())))
+    text = shown(in_terminal(training_page(trained(run()))))
     assert (
         "identical: losses and all 2 tensors of weights and buffers are equal to plain PyTorch to the last bit" in text
     )
@@ -54,20 +54,22 @@ def test_different_numbers_are_located(reference: Callable[[], Run], difference:
     result = trained(reference())
     assert result.identical is False
     assert difference in result.difference
-    assert f"DIFFERENT from plain PyTorch: {result.difference}" in " ".join(shown(training_report(result)).split())
+    said = " ".join(shown(in_terminal(training_page(result))).split())
+    assert f"but with other numbers: {result.difference}" in said
 
 
 def test_the_report_sets_the_measured_peak_against_budget_and_unmanaged_peak() -> None:
     result = trained()
-    text = shown(training_report(result, "plan saved to [x].json"))
-    assert "measured peak 100.0 KiB of a 1.0 MiB budget; unmanaged 120.0 KiB (83.3 %)" in text
+    text = shown(in_terminal(training_page(result), "plan saved to [x].json"))
+    for said in ("100.0 KiB   9.8 % of the budget", "120.0 KiB   planned, the run took 83.3 % of it"):
+        assert said in text
     assert "each step moved 64.0 KiB to the disk store and recomputed nothing" in text
     assert "toy [bold], batch 4" in text
     assert "plan saved to [x].json" in text
 
 
 def test_the_usual_step_is_not_the_one_that_compiles() -> None:
-    assert "usual step 750.0 ms" in shown(training_report(trained()))
+    assert "usual step 750.0 ms" in shown(in_terminal(training_page(trained())))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Annotated
 from overspill.job import Job
 
 from . import complete
-from .common import AsJson, Outcome, narrate, optional, quiet_torch
+from .common import AsJson, Outcome, narrate, of_page, optional, quiet_torch
 from .estimate import estimated
 from .job import with_job
 from .software import Cuda, Torch
@@ -28,7 +28,8 @@ def advise(*, job: Job, gpu: TrainedOn, torch: Torch = None, cuda: Cuda = None, 
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimation.api import Setting
-        from overspill.report.advice import advise_answer, advise_report
+        from overspill.report.advice import advise_answer, advise_page
+        from overspill.report.estimate import estimate_verdict
         from overspill.runtime.advise import advise as advise_on
 
         setting = Setting.of(gpu, job.allocator, None, torch, cuda)
@@ -38,4 +39,5 @@ def advise(*, job: Job, gpu: TrainedOn, torch: Torch = None, cuda: Cuda = None, 
         fits = made.fits() or any(advice.fits for advice in found)
         request |= {"gpus": 1 if job.parallel is None else job.parallel.gpus}
         answer = advise_answer(request, made, found, left_out, time.perf_counter() - begun)
-        return Outcome(answer, advise_report(made, found, left_out), 0 if fits else 1)
+        page = advise_page(made, estimate_verdict(made), found, left_out)
+        return of_page(answer, page, {}, 0 if fits else 1)

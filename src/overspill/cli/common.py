@@ -22,6 +22,8 @@ from .narrator import narrate as narrate  # noqa: PLC0414
 if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.console import RenderableType
 
+    from overspill.report.page import Page
+
 
 def optional(metavar: str | None, text: str, *names: str, **how: Any) -> Any:
     """An option without a default; where leaving it out means something, its help `text` says so."""
@@ -102,6 +104,22 @@ class Outcome:
     human: RenderableType | None
     exit_code: int = 0
     complaint: str = ""
+
+
+def of_page(
+    answer: Mapping[str, Any], page: Page, files: Mapping[str, Path | None], exit_code: int = 0, complaint: str = ""
+) -> Outcome:
+    """The outcome of a command whose result is `page`.
+
+    It names the `files` that were asked for, by what they hold, and the page is written to the report among them.
+    """
+    from overspill.report.page import write_page
+    from overspill.report.terminal import in_terminal
+
+    if (report := files.get("report")) is not None:
+        write_page(report, page)
+    saved = "; ".join(f"{what} saved to {path}" for what, path in files.items() if path is not None)
+    return Outcome(answer, in_terminal(page, *filter(None, [saved])), exit_code, complaint)
 
 
 def check_request(budget: str | None, policy: str, out: Path | None) -> Limit:

@@ -23,6 +23,7 @@ from .common import (
     check_report,
     check_request,
     narrate,
+    of_page,
     optional,
     quiet_torch,
 )
@@ -30,7 +31,7 @@ from .job import with_job
 from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from overspill.placement.place import Placed
     from overspill.plans.comparison import Comparison, Row
@@ -83,7 +84,7 @@ def compare(
     """Compare policies on one training step: the memory that each takes, and what that costs in simulated time."""
     del json  # `main` reads it from the arguments
     from overspill.devices import load_device
-    from overspill.report.plot import check_plot
+    from overspill.report.picture import check_plot
 
     # Check all options before torch is imported.
     begun = time.perf_counter()
@@ -126,7 +127,7 @@ def compare(
         "lower_bound_seconds": rows.lower_bound_seconds,
     }
     titled = f"{job.titled} on {rows.device.name}{job.manner(whole_step=whole_step)}"
-    return _outcome(request, titled, rows, (plot, report), begun, crossings, placing)
+    return _outcome(request, titled, rows, {"plot": plot, "report": report}, begun, crossings)
 
 
 def policy_names(asked: str | None) -> tuple[str, ...]:
@@ -183,40 +184,28 @@ def _outcome(
     request: dict[str, Any],
     titled: str,
     rows: Comparison,
-    files: tuple[Path | None, Path | None],
+    files: Mapping[str, Path | None],
     begun: float,
     crossings: Sequence[tuple[str, Placed]],
-    placers: Sequence[str],
 ) -> Outcome:
-    from rich.console import Group
-
-    from overspill.report.compare import compare_report, row_figures
-    from overspill.report.plot import plot as draw
+    from overspill.report.compare import compare_page, row_figures
+    from overspill.report.picture import draw
+    from overspill.report.placements import placement_figures
     from overspill.runtime.options import PYTORCH
 
-    (plot, report), device, budget_bytes = files, rows.device, rows.budget_bytes
+    device, budget_bytes, unmanaged = rows.device, rows.budget_bytes, rows.unmanaged_bytes
     found = [row_figures(row, device) for row in rows]
-    unmanaged = rows.unmanaged_bytes
     takes = "" if unmanaged is None else f"unmanaged {format_bytes(unmanaged)}, "
     title = f"{titled}, {takes}within {format_bytes(budget_bytes)}: simulated"
-    # Files that were asked for.
-    notes = []
-    if plot is not None:
-        draw(found, plot, title, budget_bytes, request["baseline"])
-        notes.append(f"plot saved to {plot}")
-    if report is not None:
-        rows.report(report, title)
-        notes.append(f"report saved to {report}")
-    # The JSON and the table.
+    page = compare_page(rows, title, found, crossings)
+    if (plot := files["plot"]) is not None:
+        draw(page.sections[0], plot, title)
+    # The JSON and the page.
     answer = request | {"seconds": time.perf_counter() - begun, "rows": found}
-    human = compare_report(found, device, budget_bytes, request["lower_bound_seconds"], title, "; ".join(notes) or None)
     if crossings:
-        from overspill.report.placements import placement_figures, placement_report
-
         answer["placements"] = placement_figures(crossings)
-        human = Group(human, "", placement_report(crossings, placers))
     if any(row.fits for row in rows):
-        return Outcome(answer, human)
+        return of_page(answer, page, files)
     # No policy fits: the exit code is 1.
     least = min(((row.least_bytes, row.policy) for row in rows if row.least_bytes is not None), default=None)
     message = f"infeasible: no policy fits {format_bytes(budget_bytes)}"
@@ -228,4 +217,4 @@ def _outcome(
         if crowded and request["placement"] is None:
             message += f"; live tensors of {', '.join(crowded)} fit, in another pool than PyTorch's: --placement own"
     refusal = {"floor_bytes": None if least is None else least[0], "error": message, "exit_code": 1}
-    return Outcome(answer | refusal, human, 1, message)
+    return of_page(answer | refusal, page, files, 1, message)

@@ -19,7 +19,7 @@ import typer
 
 from overspill.job import Job, NamedModel
 
-from .common import AsJson, Outcome, check_writable, narrate, optional, quiet_torch
+from .common import AsJson, Outcome, check_writable, narrate, of_page, optional, quiet_torch
 
 if TYPE_CHECKING:
     from overspill.report.training import Trained
@@ -49,7 +49,7 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
     begun = time.perf_counter()
     with narrate() as narrator:
         quiet_torch()
-        from overspill.report.demo import demo_report
+        from overspill.report.demo import demo_page
         from overspill.runtime.options import Options
 
         from .train import run_training
@@ -66,9 +66,8 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
         webbrowser.open(page.absolute().as_uri())
     seconds = time.perf_counter() - begun
     complaint = "" if trained.identical else f"not identical to plain PyTorch: {trained.difference}"
-    return Outcome(
-        _answer(trained, page, seconds), demo_report(trained, page, seconds), int(bool(complaint)), complaint
-    )
+    shown = demo_page(trained, page, seconds)
+    return of_page(_answer(trained, page, seconds), shown, {}, int(bool(complaint)), complaint)
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def _default_page() -> Path:
 def _write_page(trained: Trained, path: Path) -> None:
     """Write the report page of the run."""
     from overspill.report.page import write_page
-    from overspill.report.pages.training import training_page
+    from overspill.report.training import training_page
 
     title = f"{MODEL}, batch {BATCH}, {OPTIMIZER}, as overspill demo trained it"
     write_page(path, training_page(trained, title))

@@ -18,7 +18,18 @@ from overspill.job import Job, Script
 from overspill.job.source import Source
 
 from . import complete
-from .common import AsJson, Narrator, Outcome, ReportFile, check_report, check_writable, narrate, optional, quiet_torch
+from .common import (
+    AsJson,
+    Narrator,
+    Outcome,
+    ReportFile,
+    check_report,
+    check_writable,
+    narrate,
+    of_page,
+    optional,
+    quiet_torch,
+)
 from .job import with_job
 from .software import Cuda, Torch
 
@@ -91,7 +102,7 @@ def estimate(
         quiet_torch()
         from overspill.estimation.api import DEFAULT_DEVICE, Setting
         from overspill.estimation.frameworks import FRAMEWORKS
-        from overspill.report.estimate import estimate_answer, estimate_report
+        from overspill.report.estimate import estimate_answer, estimate_page
 
         if isinstance(job.model, Source):
             FRAMEWORKS.check_installed(job.model.framework)
@@ -112,28 +123,15 @@ def estimate(
             "ways": {name: getattr(job, name) for name in job.ways()},
         }
         # Files, then the verdict.
-        answer = estimate_answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)
-        _save(made, snapshot, report, narrator, asked=gpu is not None)
-
-    fits = (made if made.compiled is None else made.compiled).fits() or gpu is None
-    return Outcome(
-        answer,
-        estimate_report(made, asked=gpu is not None, within=within),
-        exit_code=0 if fits and not isinstance(within, InfeasibleBudget) else 1,
-    )
-
-
-def _save(made: Estimate, snapshot: Path | None, report: Path | None, narrator: Narrator, *, asked: bool) -> None:
-    """Write the files that were asked for."""
-    if snapshot is not None:
-        made.save_snapshot(snapshot)
-        narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
-    if report is not None:
-        from overspill.report.page import write_page
-        from overspill.report.pages.estimate import estimate_page
-
-        write_page(report, estimate_page(made, asked=asked))
-        narrator.line(f"saved {report}")
+        asked = gpu is not None
+        answer = estimate_answer(request, made, gpu=setting.device.name if asked else None, within=within)
+        page = estimate_page(made, asked=asked, within=within)
+        if snapshot is not None:
+            made.save_snapshot(snapshot)
+            narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
+    fits = not asked or (made if made.compiled is None else made.compiled).fits()
+    code = 0 if fits and not isinstance(within, InfeasibleBudget) else 1
+    return of_page(answer, page, {"report": report}, code)
 
 
 def estimated(

@@ -15,7 +15,7 @@ from overspill.core.errors import RequestError
 from overspill.core.units import parse_bytes
 
 from . import complete
-from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate, optional
+from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate, of_page, optional
 
 if TYPE_CHECKING:
     from overspill.placement.packing.base import Solution
@@ -81,9 +81,9 @@ def pack(
     from overspill.placement.packing.files import read_trace, write_layout
     from overspill.placement.packing.registry import solver_named
     from overspill.placement.packing.verdict import verdict
-    from overspill.report.address_map import draw_address_map
-    from overspill.report.pack import pack_report, refusal
-    from overspill.report.plot import check_plot
+    from overspill.report.pack import pack_page, refusal
+    from overspill.report.page import Step
+    from overspill.report.picture import check_plot, draw
 
     # Check all options before the search.
     chosen = solver_named(solver)
@@ -98,39 +98,30 @@ def pack(
     limits = Limits(capacity_bytes, seed=seed, least_gain=LEAST_GAIN)
     if time_limit is not None:
         limits = Limits(capacity_bytes, time_limit, seed)
-    notes = []
     with narrate("reading") as narrator:
         read = read_trace(file, device)
         narrator.now(f"packing {len(read.columns)} blocks with {chosen.name}")
         narrator.at_most(limits.time_limit_seconds)
         solution = chosen.solve(read.columns if read.known is None else read.known, limits)
         narrator.parts(None)
-        # Files that were asked for.
+        # Files that were asked for; without a layout there is only the report.
         found = verdict(read.columns, solution, capacity_bytes)
-        unfit = "" if found.fits else ", which is above the capacity"
-        if out is not None and solution.layout is not None:
+        title = f"{read.path.name}: {len(read.columns)} blocks, {chosen.name}"
+        page = pack_page(solution, read, title, capacity_bytes, chosen, _remarks(read), found)
+        files = {"layout": out, "plot": plot, "report": report}
+        if solution.layout is None:
+            files = {"report": report}
+        elif out is not None:
             write_layout(out, read, solution.layout)
-            notes.append(f"layout saved to {out}{unfit}")
         if plot is not None and solution.layout is not None:
             narrator.now(f"drawing {plot}")
-            draw_address_map(plot, read.trace, solution.layout, read.path.name, capacity_bytes)
-            notes.append(f"plot saved to {plot}")
-        if report is not None:
-            from overspill.report.page import write_page
-            from overspill.report.pages.pack import pack_page
-
-            narrator.now(f"drawing {report}")
-            title = f"{read.path.name}: {len(read.columns)} blocks, {chosen.name}"
-            write_page(report, pack_page(solution, read.trace, title, capacity_bytes))
-            notes.append(f"report saved to {report}")
-    notes += _remarks(read)
+            draw(next(section for section in page.sections if isinstance(section, Step)), plot, title)
     # The exit code is 1 where it does not fit.
-    complaint = "" if found.fits else refusal(read, solution, found, capacity_bytes)
     answer = {"file": str(read.path), "solver": chosen.name, **_answer(read, solution, found, capacity_bytes)}
-    human = pack_report(read, chosen, solution, found, capacity_bytes, tuple(notes))
     if found.fits:
-        return Outcome(answer, human)
-    return Outcome(answer | {"error": complaint, "exit_code": 1}, human, 1, complaint)
+        return of_page(answer, page, files)
+    complaint = refusal(read, solution, found, capacity_bytes)
+    return of_page(answer | {"error": complaint, "exit_code": 1}, page, files, 1, complaint)
 
 
 def _remarks(read: TraceFile) -> list[str]:

@@ -30,6 +30,7 @@ from .common import (
     check_request,
     check_writable,
     narrate,
+    of_page,
     optional,
     quiet_torch,
 )
@@ -39,6 +40,7 @@ from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
     from overspill.plans.plan import Plan
+    from overspill.report.page import Page
 
 
 MemoryPlot = Annotated[
@@ -74,7 +76,7 @@ def plan(
     del json  # `main` reads it from the arguments
     from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
-    from overspill.report.plot import check_plot
+    from overspill.report.picture import check_plot
 
     # Check all options before torch is imported.
     limit = check_request(budget, policy, out)
@@ -121,7 +123,7 @@ def _feasible(
     request: dict[str, Any], made: Plan, placer: str | None, title: str, files: dict[str, Path | None]
 ) -> Outcome:
     from overspill.placement.place import place_plan
-    from overspill.report.plan import peak_of, peak_rows, plan_report, stored_by_kind, too_small
+    from overspill.report.plan import peak_of, peak_rows, plan_page, stored_by_kind, too_small
     from overspill.runtime.transfer.stores import store_bytes
 
     # All figures, for the JSON.
@@ -158,34 +160,24 @@ def _feasible(
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": peak_rows(made.graph, peak),
     }
-    saved = {what: path for what, path in files.items() if path is not None}
-    if saved:
-        _write(made, title, placer, saved)
-    notes = "; ".join(f"{what} saved to {path}" for what, path in saved.items())
-    human = plan_report(made, peak, placed, title, notes or None)
+    page = plan_page(made, title, placer, placed)
+    _write(made, title, page, files)
     if made.fits_device:
-        return Outcome(answer, human)
+        return of_page(answer, page, files)
     message = f"{too_small(made)}; without --budget it is planned for all of it"
-    return Outcome(answer | {"error": message, "exit_code": DOES_NOT_FIT}, human, DOES_NOT_FIT, message)
+    return of_page(answer | {"error": message, "exit_code": DOES_NOT_FIT}, page, files, DOES_NOT_FIT, message)
 
 
-def _write(made: Plan, title: str, placer: str | None, files: dict[str, Path]) -> None:
-    """Write a plan in each form that was asked for.
-
-    But the plan itself.
-    """
-    from overspill.report.memory_plot import plot_memory
-    from overspill.report.page import write_page
-    from overspill.report.pages.plan import plan_page
+def _write(made: Plan, title: str, page: Page, files: dict[str, Path | None]) -> None:
+    """Write a plan in each form that was asked for, but the plan itself and its page."""
+    from overspill.report.picture import draw
     from overspill.report.tracing import write_plan_snapshot, write_plan_trace
 
-    if (plot := files.get("plot")) is not None:
-        plot_memory(made, plot, title)
-    if (report := files.get("report")) is not None:
-        write_page(report, plan_page(made, title, placer))
-    if (trace := files.get("trace")) is not None:
+    if (plot := files["plot"]) is not None:
+        draw(page.sections[0], plot, title)
+    if (trace := files["trace"]) is not None:
         write_plan_trace(made, trace, title)
-    if (snapshot := files.get("snapshot")) is not None:
+    if (snapshot := files["snapshot"]) is not None:
         write_plan_snapshot(made, snapshot)
 
 
@@ -210,7 +202,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
     # A page about what would do.
     if report is not None:
         from overspill.report.page import write_page
-        from overspill.report.pages.plan import infeasible_page
+        from overspill.report.plan import infeasible_page
 
         write_page(report, infeasible_page(error, title, partial(in_options, options=SETTINGS)))
     return Outcome(answer, None, error.exit_code, message)

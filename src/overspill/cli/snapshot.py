@@ -10,7 +10,7 @@ import typer
 
 from overspill.core.units import parse_bytes
 
-from .common import AsJson, Outcome, ReportFile, check_report, optional
+from .common import AsJson, Outcome, ReportFile, check_report, of_page, optional
 
 if TYPE_CHECKING:
     from overspill.placement.snapshot import SnapshotReplay
@@ -44,7 +44,7 @@ def snapshot(
     del json  # `main` reads it from the arguments
     from overspill.placement import CachingConfig
     from overspill.placement.snapshot import read_snapshot, replay_snapshot
-    from overspill.report.snapshot import snapshot_report
+    from overspill.report.snapshot import snapshot_page
 
     config = CachingConfig.parse(allocator_config) if allocator_config is not None else None
     capacity_bytes = parse_bytes(capacity) if capacity is not None else None
@@ -55,17 +55,9 @@ def snapshot(
     complaint = (
         "" if found.equal else f"the simulated allocator does otherwise than the recorded one: {found.difference}"
     )
-    if report is not None:
-        from overspill.report.page import write_page
-        from overspill.report.pages.snapshot import snapshot_page
-
-        write_page(report, snapshot_page(found, read, f"{file.name}, device {found.device}"))
-    return Outcome(
-        {"file": str(file), "devices": list(read.devices), **_answer(found)},
-        snapshot_report(found, file.name, read.devices, None if report is None else f"report saved to {report}"),
-        0 if found.equal else 1,
-        complaint,
-    )
+    answer = {"file": str(file), "devices": list(read.devices), **_answer(found)}
+    page = snapshot_page(found, read, f"{file.name}, device {found.device}")
+    return of_page(answer, page, {"report": report}, 0 if found.equal else 1, complaint)
 
 
 def _answer(found: SnapshotReplay) -> dict[str, Any]:

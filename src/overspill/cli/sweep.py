@@ -12,7 +12,7 @@ from overspill.core.units import format_bytes
 from overspill.job import Job
 
 from . import complete
-from .common import AsJson, Backend, Gpu, Outcome, ReportFile, WholeStep, check_report, narrate, quiet_torch
+from .common import AsJson, Backend, Gpu, Outcome, ReportFile, WholeStep, check_report, narrate, of_page, quiet_torch
 from .compare import policy_names
 from .job import with_job
 from .software import Cuda, Torch, check_gpu
@@ -75,7 +75,7 @@ def sweep(
 
 
 def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, report: Path | None) -> Outcome:
-    from overspill.report.sweep import point_figures, sweep_report
+    from overspill.report.sweep import point_figures, sweep_page
 
     answer = request | {
         "capacity_bytes": found.device.memory_bytes,
@@ -87,16 +87,13 @@ def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, re
         "seconds": time.perf_counter() - begun,
         "rows": [point_figures(found, point) for point in found.points],
     }
-    # The page, and the table.
-    if report is not None:
-        found.report(report, title)
-    human = sweep_report(found, title, None if report is None else f"report saved to {report}")
+    page, files = sweep_page(found, title), {"report": report}
     if any(found.fits(point) for point in found.points):
-        return Outcome(answer, human)
+        return of_page(answer, page, files)
     # No plan fits the device: the exit code is 1.
     needed = min(p.plan.needed_bytes for p in found.points if p.plan is not None)
     room = format_bytes(found.device.memory_bytes)
     message = (
         f"infeasible: no budget fits the {room} of {found.device.name}; {format_bytes(needed)} are needed at least"
     )
-    return Outcome(answer | {"error": message, "exit_code": 1}, human, 1, message)
+    return of_page(answer | {"error": message, "exit_code": 1}, page, files, 1, message)

@@ -32,6 +32,7 @@ from .common import (
     check_request,
     check_writable,
     narrate,
+    of_page,
     optional,
     quiet_torch,
 )
@@ -111,6 +112,7 @@ def train(
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs import MeasuredTimes
+        from overspill.report.training import training_page
         from overspill.runtime.options import Options
         from overspill.runtime.recording.recorder import RunRecorder
 
@@ -143,26 +145,22 @@ def train(
     if profile is not None and trained.managed.times is not None:
         trained.managed.times.save(profile)
     files = {"plan": out, "report": report, "trace": trace, "snapshot": snapshot}
-    saved = {what: path for what, path in files.items() if path is not None}
-    if saved:
-        _write(trained, saved)
-    return _outcome(trained, "; ".join(f"{what} saved to {path}" for what, path in saved.items()) or None)
+    _write(trained, trace, snapshot)
+    code = 0 if trained.identical in (True, None) else DIFFERS
+    complaint = "" if code == 0 else f"not identical to plain PyTorch: {trained.difference}"
+    return of_page(_answer(trained), training_page(trained), files, code, complaint)
 
 
-def _write(trained: Trained, files: dict[str, Path]) -> None:
-    """Write the run in each form that was asked for, but its plan."""
-    from overspill.report.page import write_page
-    from overspill.report.pages.training import training_page
+def _write(trained: Trained, trace: Path | None, snapshot: Path | None) -> None:
+    """Write the run in other forms than its page, where they were asked for."""
     from overspill.report.tracing import write_run_snapshot, write_run_trace
 
-    if (report := files.get("report")) is not None:
-        write_page(report, training_page(trained))
     if (record := trained.managed.record) is None:
         return
     title = f"{trained.job.name}, batch {trained.job.batch}, policy {trained.options.policy}"
-    if (trace := files.get("trace")) is not None:
+    if trace is not None:
         write_run_trace(record, record.plans, trace, title)
-    if (snapshot := files.get("snapshot")) is not None:
+    if snapshot is not None:
         write_run_snapshot(record, snapshot)
 
 
@@ -257,14 +255,6 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
         raise StoreError(
             f"the managed run finished, but its reference, which needs {peak}, ran out of memory; train without --check"
         ) from None
-
-
-def _outcome(trained: Trained, saved: str | None) -> Outcome:
-    from overspill.report.training import training_report
-
-    code = 0 if trained.identical in (True, None) else DIFFERS
-    complaint = "" if code == 0 else f"not identical to plain PyTorch: {trained.difference}"
-    return Outcome(_answer(trained), training_report(trained, saved), code, complaint)
 
 
 def _answer(trained: Trained) -> dict[str, Any]:

@@ -17,6 +17,10 @@ class Reportable:
         """Write a report to `path`: one self-contained HTML page. Raises RequestError."""
         Reportable._pages().write_report(self, Path(path), title)
 
+    def explain(self) -> str:
+        """All of it as text, as the command prints it: the verdict, its figures, tables and notes."""
+        return str(Reportable._pages().explained(self))
+
     def _repr_html_(self) -> str:
         """Return the verdict and its figures as HTML, for a notebook."""
         return str(Reportable._pages().in_notebook(self))

@@ -13,7 +13,6 @@ from overspill.core.reportable import Reportable
 from .advice import SHOWN, Advice, advice
 from .figures import Figures
 from .memory_viz import write_estimate
-from .text import explain
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,3 @@ class Estimate(Figures, Reportable):
         Raises RequestError when the file cannot be written.
         """
         write_estimate(path, self)
-
-    def explain(self) -> str:
-        """The whole answer for a reader, as `overspill estimate` prints it, without colours."""
-        return explain(self, self.changes, self.compiled)

@@ -1,4 +1,4 @@
-"""Advice as a JSON object, and as a table for a reader."""
+"""Advice: its JSON object, and its page."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.advice import Advice
-from overspill.estimation.text import verdict
 
-from .tables import Cell, Column, Table, Unit, printed
+from .page import Column, Page, Table, Unit, Verdict
+from .tables import Cell
 
 
 def advice_answer(advice: Advice) -> dict[str, Any]:
@@ -41,35 +38,24 @@ def advise_answer(
     }
 
 
-def advise_report(made: Estimate, found: Sequence[Advice], left_out: Mapping[str, str]) -> RenderableType:
-    """The verdict, and a table of the changes that help.
+def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_out: Mapping[str, str]) -> Page:
+    """The page of the changes that help, with the `verdict` on the job as it is.
 
-    `left_out` is what was tried in vain, and why.
+    `left_out` is what was tried without success, and why.
     """
-    fits = made.fits()
-    # The job as it is, then the changes that help.
-    table = printed(changes_table(found, ("as it is", made.minimum_capacity_bytes, made.total_bytes, fits, None, None)))
-    table.columns[0].no_wrap = False
-    parts: list[RenderableType] = [
-        Text(verdict(made), style="bold green" if fits else "bold red"),
-        "",
-        table,
-        "",
-        Text(
-            "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
-            "allocator keeps. Both are estimates, and steps are simulated."
-        ),
-    ]
-    # What was tried without success.
-    if left_out:
-        for why in dict.fromkeys(left_out.values()):
-            parts += [
-                "",
-                Text(f"Tried and left out ({why}): {'; '.join(what for what in left_out if left_out[what] == why)}."),
-            ]
+    as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), None, None)
+    explained = (
+        "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
+        "allocator keeps. Both are estimates, and steps are simulated."
+    )
+    notes = [explained]
+    for why in dict.fromkeys(left_out.values()):
+        names = "; ".join(what for what in left_out if left_out[what] == why)
+        notes.append(f"Tried and left out ({why}): {names}.")
     if not found:
-        parts.append(Text("Nothing that was tried makes it need less."))
-    return Group(*parts)
+        notes.append("Nothing that was tried makes it need less.")
+    title = f"What {made.name} needs on {made.device.name}, and what takes less"
+    return Page(title, Verdict(verdict.text, verdict.good), (changes_table(found, as_it_is),), tuple(notes))
 
 
 def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:

@@ -1,4 +1,4 @@
-"""A comparison of policies, as JSON rows and as a table."""
+"""A comparison of policies: JSON rows, and the page of memory against time with the table of all figures."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from overspill.core import Device
-from overspill.core.units import format_bytes, format_seconds
+from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.placement import CachingConfig, Events, replay
 from overspill.placement.allocators.caching import CachingAllocator
-from overspill.plans.comparison import BASELINE, Row
+from overspill.plans.comparison import BASELINE, Comparison, Row
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import InCore
 from overspill.simulate import trace_of
 
-from .listing import recomputed
+from .listing import percent, recomputed
+from .page import Axis, Column, Curve, Figure, Mark, Page, Point, Points, Table, Unit, Verdict
+from .placements import Crossing, placement_tables
 from .plan import peak_of, peak_rows
-from .tables import Column, Table, Unit, printed
 
 FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
@@ -35,7 +33,7 @@ COLUMNS = {
     "device_bytes": Column("card", Unit.BYTES, bar=True),
     "max_bytes": Column("live", Unit.BYTES, bar=True),
     "floor_bytes": Column("needs at least", Unit.BYTES, short="least"),
-    "over_bytes": Column("over the budget", Unit.BYTES),
+    "over_bytes": Column("over the budget", Unit.BYTES, short="over"),
     "step_seconds": Column("simulated step", Unit.SECONDS, short="step"),
     "slowdown": Column("slowdown", Unit.RATIO),
     "average_bytes": Column("average", Unit.BYTES),
@@ -50,6 +48,11 @@ COLUMNS = {
 CROWDED = "no: pool"
 """The word for a row whose live tensors would fit."""
 PYTORCHS = "PyTorch's caching allocator"
+TIME = Axis("simulated step", Unit.SECONDS)
+EXPLAINED = (
+    "Average is what is live over the time of the step, in the mean. Overlap is the time in which ops ran while something was "
+    "moved; exposed is the time in which ops waited, for what was moved or for the host."
+)
 
 
 @dataclass(frozen=True)
@@ -131,32 +134,96 @@ def row_figures(row: Row, device: Device) -> dict[str, Any]:
     return head | {name: figures[name] for name in FIGURES}
 
 
-def compare_report(
-    rows: Sequence[Mapping[str, Any]],
-    device: Device,
-    budget_bytes: int,
-    lower_bound_seconds: float | None,
-    title: str,
-    note: str | None = None,
-) -> RenderableType:
-    """The table of `rows`, and notes for its reader.
+def compare_page(
+    compared: Comparison,
+    title: str | None = None,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    crossings: Sequence[Crossing] = (),
+) -> Page:
+    """The page of `compared`, whose rows are as `row_figures` gives them.
 
-    Each row is as `row_figures` gives it.
+    With `crossings` also of what each allocator or solver makes of every plan.
     """
-    explained = explanation(rows, device, budget_bytes, lower_bound_seconds)
-    parts: list[RenderableType] = [
-        Text(title),
-        "",
-        printed(figures_table(rows), close=True),
-        "",
-        Text(" ".join(explained)),
+    rows = [row_figures(row, compared.device) for row in compared] if rows is None else rows
+    over = [dict(found) | {"over_bytes": _over(row, compared)} for row, found in zip(compared, rows, strict=True)]
+    notes = explanation(rows, compared.device, compared.budget_bytes, compared.lower_bound_seconds)
+    if any(row["average_bytes"] is not None for row in rows):
+        notes.append(EXPLAINED)
+    return Page(
+        title or f"policies within {format_bytes(compared.budget_bytes)} on {compared.device.name}",
+        compare_verdict(compared),
+        (_points(compared), compare_table(over), *placement_tables(crossings)),
+        (*notes, *remarks(rows, compared.device)),
+    )
+
+
+def _over(row: Row, compared: Comparison) -> int | None:
+    """Bytes by which what a policy needs exceeds the budget."""
+    least = row.least_bytes
+    return None if row.fits or least is None or least <= compared.budget_bytes else least - compared.budget_bytes
+
+
+def compare_verdict(compared: Comparison) -> Verdict:
+    """The fastest policy that fits, or the least memory that would do."""
+    budget = format_bytes(compared.budget_bytes)
+    fitting = [row for row in compared if row.fits and row.plan is not None]
+    if not fitting or fitting[0].plan is None:
+        # No policy fits: name the least that would do.
+        least = min((row.least_bytes for row in compared if row.least_bytes is not None), default=None)
+        if least is None:
+            return Verdict(f"No policy fits {budget}", good=False)
+        budget, needs = format_apart(compared.budget_bytes, least)
+        return Verdict(f"No policy fits {budget}; {needs} would do", good=False)
+    best, plan = fitting[0], fitting[0].plan
+    # The fastest, and how far it is from the bound.
+    figures = [
+        Figure("policies that fit", f"{len(fitting)} of {len(compared)}"),
+        Figure("card" if plan.device_bytes else "memory", format_bytes(plan.needed_bytes), f"of {budget}"),
+        Figure("simulated step", format_seconds(plan.step_seconds), f"{best.slowdown:.3f} of {BASELINE}'s"),
+        Figure("offloaded each step", format_bytes(plan.offloaded_bytes)),
     ]
-    if besides := remarks(rows, device):
-        parts += ["", *map(Text, besides)]
-    return Group(*parts, *([Text(note)] if note else []))
+    if compared.lower_bound_seconds:
+        above = plan.step_seconds / compared.lower_bound_seconds - 1
+        figures.append(
+            Figure(
+                "proven lower bound",
+                format_seconds(compared.lower_bound_seconds),
+                f"the plan is {percent(above, 1)} above it",
+            )
+        )
+    return Verdict(f"{best.policy} is the fastest within {budget}", good=True, figures=tuple(figures))
 
 
-def figures_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _points(compared: Comparison) -> Points:
+    planned = [(row, row.plan) for row in compared if row.plan is not None]
+    points = tuple(
+        Point(row.policy, plan.needed_bytes, plan.step_seconds, row.fits, _note(row)) for row, plan in planned
+    )
+    budget, of_card = compared.budget_bytes, any(plan.device_bytes for _, plan in planned)
+    most = max((plan.needed_bytes for _, plan in planned), default=budget)
+    marks = (Mark("budget", budget, on_x=True),) if budget <= 2 * most else ()
+    bounds = compared.bounds()
+    curves = (bound_curve(dict(bounds)),) if bounds else ()
+    memory = Axis("card" if of_card else "memory", Unit.BYTES)
+    return Points("Memory against time", memory, TIME, points, curves, marks, "Left is less memory, down is faster.")
+
+
+def bound_curve(bounds: Mapping[int, float]) -> Curve:
+    """The curve of seconds that no plan beats, by budget.
+
+    What is proven for one budget holds for all that are smaller, down to the next.
+    """
+    budgets = sorted(bounds, reverse=True)
+    return Curve("proven lower bound", budgets, [bounds[budget] for budget in budgets], steps=True, dashed=True)
+
+
+def _note(row: Row) -> str:
+    """The tooltip of a policy."""
+    waits = "" if row.stall_cause is None else f"; waits longest for {row.stall_cause}"
+    return f"slowdown {row.slowdown:.3f}{waits}"
+
+
+def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """All figures of `rows`, each as `row_figures` gives it; columns of which no row knows anything are left out."""
     shown = [row | _shown(row) for row in map(dict, rows)]
     if not _pools(shown):  # what is the same in all rows has no column

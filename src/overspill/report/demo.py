@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
 from overspill.runtime.training import Run
 
-from .listing import listing, percent
+from .listing import percent
+from .page import Column, Page, Table, Unit, Verdict
+from .tables import Cell
 from .training import Trained, moved, usual_step_seconds
 
 NEXT = (
@@ -22,43 +21,34 @@ NEXT = (
 """Commands that need no GPU and no file of the user's."""
 
 
-def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
-    """What was trained, both runs compared, and commands to try next."""
+def demo_page(trained: Trained, report: Path, seconds: float) -> Page:
+    """What was trained, both runs compared, and commands to try next; the page of the run is at `report`."""
     job, plan, reference = trained.job, trained.plan, trained.reference
     assert reference is not None
     measured, plain = trained.managed.measured_peak_bytes, reference.measured_peak_bytes
     parameters = format_bytes(plan.graph.bytes_of(TensorKind.PARAMETER))
+    columns = (
+        Column(""), Column("peak memory", Unit.BYTES), Column("first loss", Unit.NUMBER), Column("last loss", Unit.NUMBER),
+        Column("usual step", Unit.SECONDS),
+    )  # fmt: skip
     # Plain PyTorch against the budget.
-    rows = [_row("plain PyTorch", reference), _row(f"budget {format_bytes(plan.asked_bytes)}", trained.managed)]
-    equal = f"all {len(reference.state)} weights and buffers"
-    verdict = (
-        f"identical: the {len(reference.losses)} losses and {equal} are equal to the last bit"
-        if trained.identical
-        else f"DIFFERENT: {trained.difference}"
-    )
-    lines = [
-        f"{verdict}.",
-        f"It took {percent(measured, plain)} of plain PyTorch's memory, measured: {moved(trained)}.",
-        f"All of it took {format_seconds(seconds)}.",
-        f"The run in pictures: {page}",
-    ]
-    # What was trained, for the first line.
-    head = (
+    rows = (_row("plain PyTorch", reference), _row(f"budget {format_bytes(plan.asked_bytes)}", trained.managed))
+    equal = f"identical: the {len(reference.losses)} losses and all {len(reference.state)} weights and buffers are equal to the last bit"
+    return Page(
         f"{job.name}: parameters of {parameters}, trained by {job.optimizer} for {len(trained.managed.losses)} steps of "
-        f"{job.batch} sequences on this CPU"
-    )
-    return Group(
-        Text(head),
-        "",
-        listing(("", "peak memory", "first loss", "last loss", "usual step"), rows, numbers=(1, 2, 3, 4)),
-        "",
-        *map(Text, lines),
-        "",
-        Text("What to try next (none of it needs a GPU):"),
-        *(Text(f"  {command}") for command in NEXT),
+        f"{job.batch} sequences on this CPU",
+        Verdict(f"{equal}." if trained.identical else f"DIFFERENT: {trained.difference}.", trained.identical),
+        (Table("", columns, rows),),
+        (
+            f"It took {percent(measured, plain)} of plain PyTorch's memory, measured; each step {moved(trained)}.",
+            f"All of it took {format_seconds(seconds)}.",
+            f"The run in pictures: {report}",
+            "What to try next (none of it needs a GPU):",
+            *(f"  {command}" for command in NEXT),
+        ),
     )
 
 
-def _row(what: str, run: Run) -> tuple[str, ...]:
+def _row(what: str, run: Run) -> tuple[Cell, ...]:
     losses = (f"{loss:.6f}" for loss in (run.losses[0], run.losses[-1]))
-    return what, format_bytes(run.measured_peak_bytes), *losses, format_seconds(usual_step_seconds(run))
+    return what, run.measured_peak_bytes, *losses, usual_step_seconds(run)

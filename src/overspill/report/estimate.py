@@ -1,25 +1,269 @@
-"""An estimate as a JSON object, and in a terminal.
-
-The words are those of `Estimate.explain`; the verdict is in colour.
-"""
+"""An estimate: its JSON object, and its page of the verdict, memory over the step, its parts, and advice."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+import numpy as np
 
+from overspill.capture.recording.recording import Allocation
+from overspill.core import TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
-from overspill.estimation.text import bars, figures, lines, moment, trained, under_compile
+from overspill.estimation.peak import kind_of
+from overspill.estimation.unspecified import Unspecified
 from overspill.plans.plan import Plan
 
-from .advice import advice_answer
+from .advice import advice_answer, changes_table
+from .page import Column, Figure, Mark, Ops, Page, Run, Step, Table, Tensors, Unit, Verdict, Words
+from .page.columns import columns_of, frames_of, shape_of
 
-_BAR = "█▏▎▍▌▋▊▉"
+MOST_LAYERS, SHOWN = 30, 5
+OUTSIDE, OPTIMIZER = "(outside layers)", "(optimizer state)"
+FAR = 3
+"""A limit so many times above the peak is no line in the picture: it would press all else flat."""
+
+
+def estimate_page(
+    made: Estimate, title: str | None = None, *, asked: bool = True, within: Plan | InfeasibleBudget | None = None
+) -> Page:
+    """The page of an estimate.
+
+    `asked`: whether a device was named, so that there is a verdict to give. `within` is the plan of the compiled step within a budget, or why there is none.
+    """
+    changes = made.changes if asked else ()
+    batch = "" if made.batch is None else f", batch {made.batch}"
+    return Page(
+        title or f"{made.name}{batch}{f' on {made.device.name}' if asked else ''}",
+        estimate_verdict(made, tuple(_further(made, within, asked=asked)), asked=asked),
+        (
+            *([changes_table(changes)] if changes else []),
+            lambda: (_step(made),),
+            parts_table(made),
+            _layers(made),
+            _largest(made),
+        ),
+        (
+            "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
+            "Memory over the step counts tensors and workspaces as requested; context and what the allocator keeps come on top.",
+            *([] if made.retrace is None else [made.retrace.job.said()]),
+            *([] if made.unspecified is None else [open_settings(made.unspecified)]),
+        ),
+    )
+
+
+def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked: bool = True) -> Verdict:
+    """Whether the job fits, with the bytes behind that."""
+    total, device = made.total, made.device
+    figures = (
+        Figure("takes", format_bytes(made.total_bytes), f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}, as library workspaces and the context turn out"),
+        Figure("needs at least", format_bytes(made.minimum_capacity_bytes), "what its allocator caches given back"),
+        Figure("tensors at the peak", format_bytes(made.peak_requested_bytes), f"allocated {format_bytes(made.peak_allocated_bytes)}"),
+        Figure("reserved", format_bytes(made.peak_reserved_bytes), f"by the {made.allocator} allocator"),
+        Figure("context", format_bytes(made.context_bytes)),
+        *further,
+    )  # fmt: skip
+    if asked:
+        return Verdict(_sentence(made), made.fits(), figures)
+    batch = "" if made.batch is None else f", batch {made.batch},"
+    on = f"(context as on {device.name}; --gpu NAME asks for another)"
+    return Verdict(f"{made.name}{batch} takes {format_bytes(made.total_bytes)} {on}", None, figures)
+
+
+def _sentence(made: Figures) -> str:
+    """Whether it fits, in one line."""
+    total, device, least = made.total_bytes, made.device, made.minimum_capacity_bytes
+    batch = "" if made.batch is None else f", batch {made.batch},"
+    has = f"the {format_bytes(device.memory_bytes)} of {device.name}"
+    if not made.fits():
+        short = format_bytes(least - device.memory_bytes)
+        taken = format_bytes(total)
+        more = (
+            ""
+            if taken == format_bytes(least)
+            else f" (with memory to spare it takes {taken}, with what its allocator keeps)"
+        )
+        return f"Does not fit: {made.name}{batch} needs {format_bytes(least)}, {short} more than {has}{more}"
+    # So near the limit, what is uncertain decides.
+    tight = device.memory_bytes - least < made.total.high - made.total.central
+    only_just = ", but only just" if tight else ""
+    return f"Fits{only_just}: {made.name}{batch} takes {format_bytes(total)} of {has} (it would survive on {format_bytes(least)})"
+
+
+def _further(made: Estimate, within: Plan | InfeasibleBudget | None, *, asked: bool) -> Iterator[Figure]:
+    """Figures that only some jobs have, and those of other batches, GPUs and programs."""
+    if made.recording.host_bytes:
+        each = "" if made.parallel is None else " for each GPU"
+        kept = format_bytes(made.recording.host_bytes)
+        yield Figure("in the memory of the host", kept, f"of weights, gradients and optimizer state{each}")
+    if made.stages and made.parallel is not None:
+        yield _stages(made.stages, made.parallel.gpus)
+    if asked and made.largest_batch is not None:
+        yield Figure("largest batch", str(made.largest_batch), f"on {made.device.name}")
+    if not asked:
+        yield Figure("fits on", f"{len(made.gpus)} GPUs", ", ".join(made.gpus) or "none that `overspill devices` lists")
+    if (compiled := made.compiled) is not None:
+        fits = ("which fits, " if compiled.fits() else "which does not fit, ") if asked else ""
+        program = f"{fits}by the program that Inductor writes for the CPU"
+        yield Figure("with torch.compile", format_bytes(compiled.total_bytes), program)
+    if isinstance(within, InfeasibleBudget):
+        floor = f"infeasible, the floor is {format_bytes(within.floor_bytes)} ({within.cause})"
+        yield Figure("  within a budget", format_bytes(within.budget_bytes), f"of tensors: {floor}")
+    elif within is not None:
+        peak, unmanaged = format_bytes(within.peak_bytes), format_bytes(within.unmanaged_peak_bytes)
+        feasible = (
+            f"feasible at {peak} (unmanaged: {unmanaged}), simulated step {within.slowdown:.2f} times the unmanaged one"
+        )
+        yield Figure("  within a budget", format_bytes(within.budget_bytes), f"of tensors: {feasible}")
+
+
+def _stages(peaks: Mapping[int, int], count: int) -> Figure:
+    """Which pipeline stage the figures are of, and other stages' requests, counted from 1."""
+    largest = max(peaks, key=lambda stage: peaks[stage])
+    asked = ", ".join(f"stage {stage + 1} {format_bytes(nbytes)}" for stage, nbytes in peaks.items())
+    between = "; those between take less than stage 2" if count > len(peaks) else ""
+    return Figure("pipeline", f"stage {largest + 1} of {count}", f"needs most: of tensors {asked}{between}")
+
+
+def open_settings(unspecified: Unspecified) -> str:
+    """Settings that were not given, how far they move the figure, and that giving them helps."""
+    more, less = format_bytes(unspecified.more), format_bytes(unspecified.less)
+    return f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: {', '.join(unspecified.options)}"
+
+
+def parts_table(made: Figures) -> Table:
+    """The parts of the total at the peak, the largest first.
+
+    With the names that the views have for them.
+    """
+    total = made.total_bytes or 1
+    parts = sorted(made.breakdown.items(), key=lambda part: -part[1])
+    rows = [(name.replace("_", " "), _kind(name), nbytes, nbytes / total) for name, nbytes in parts if nbytes]
+    return Table(
+        "What it is made of at the peak",
+        (
+            Column("what"),
+            Column("kind in the views", short="kind"),
+            Column("bytes", Unit.BYTES, bar=True),
+            Column("share", Unit.SHARE),
+        ),
+        (*rows, ("total", "", made.total_bytes, made.total_bytes / total)),
+        _moment(made),
+    )
+
+
+def _kind(category: str) -> str:
+    kind = kind_of(category)
+    return "" if kind is None else kind.value.replace("_", " ")
+
+
+def _moment(made: Figures) -> str:
+    peak = made.peak
+    where = f" of {peak.layer}" if peak.layer else ""
+    if not peak.op:
+        return ""
+    line = f" ({peak.source.removeprefix('backward of ')})" if peak.source else ""
+    return f"The peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}{line}."
+
+
+def _layers(made: Figures) -> Table:
+    """The bytes of each layer at the peak.
+
+    As the views' tree of layers; and what of it is no weight or buffer, as terminals print.
+    """
+    found = Counter[str]()
+    for position in made.peak.live:
+        found[_home(made.recording.allocations[position])] += int(made.demand.nbytes[position])
+    rows = tuple(
+        (home or OUTSIDE, nbytes, made.by_layer.get(home or OUTSIDE, 0))
+        for home, nbytes in found.most_common(MOST_LAYERS)
+    )
+    columns = (
+        Column("layer"),
+        Column("bytes", Unit.BYTES, bar=True),
+        Column("without weights and buffers", Unit.BYTES),
+    )
+    note = "Weights and buffers are in the layer that has them; of which layer optimizer state is, is not known."
+    return Table("Layers that hold most at the peak", columns, rows, note, SHOWN)
+
+
+def _home(it: Allocation) -> str:
+    """The layer of an allocation: its maker's, or its parameter's. All optimizer state is together."""
+    if it.kind is TensorKind.OPTIMIZER_STATE:
+        return OPTIMIZER
+    if it.kind in (TensorKind.PARAMETER, TensorKind.BUFFER):
+        return it.layer or it.name.rpartition(".")[0]
+    return it.layer
+
+
+def _largest(made: Figures) -> Table:
+    """The largest allocations at the peak, with their source lines."""
+    recording = made.recording
+    rows = []
+    for position in made.peak.largest:
+        it = recording.allocations[position]
+        maker = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else ""
+        rows.append((
+            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), _home(it),
+            recording.source(it.frame), int(made.demand.nbytes[position]),
+        ))  # fmt: skip
+    columns = (
+        Column("tensor"), Column("kind"), Column("shape"), Column("layer"), Column("line"),
+        Column("bytes", Unit.BYTES, bar=True),
+    )  # fmt: skip
+    return Table("The largest tensors at the peak", columns, tuple(rows), first=SHOWN)
+
+
+def _step(made: Figures) -> Step:
+    """Memory over the recorded step that has the peak, by event."""
+    recording, demand, step = made.recording, made.demand, made.peak.iteration
+    # Choose the step, and the allocations that are live in it.
+    edges = (*recording.starts, recording.events) if recording.starts else (0, recording.events)
+    first, last = edges[min(step, len(edges) - 2)], edges[min(step, len(edges) - 2) + 1]
+    shown = np.flatnonzero((demand.start < last) & (demand.end > first) & (demand.nbytes > 0))
+    allocations = [recording.allocations[position] for position in shown.tolist()]
+    numbers = {position: number for number, position in enumerate(shown.tolist())}
+    # Ops, tensors and layers are numbered anew within the step.
+    wanted = [number for number, op in enumerate(recording.ops) if op.iteration == step]
+    op_numbers = {number: place for place, number in enumerate(wanted)}
+    ops = [recording.ops[number] for number in wanted]
+    layers = {name: i for i, name in enumerate(dict.fromkeys([*(op.layer for op in ops), *map(_home, allocations)]))}
+    first_read, read = columns_of([[numbers[t] for t in op.reads if t in numbers] for op in ops])
+    first_written, written = columns_of([[numbers[t] for t in op.writes if t in numbers] for op in ops])
+    nbytes = demand.nbytes[shown].astype(np.int64)
+    tensors = Tensors(
+        name=[a.name or f"allocation {position}" for a, position in zip(allocations, shown.tolist(), strict=True)],
+        kind=[a.kind.value for a in allocations],
+        shape=[shape_of(a.shape, a.dtype) for a in allocations],
+        nbytes=nbytes,
+        maker=np.array([op_numbers.get(a.op, -1) for a in allocations], dtype=np.int64),
+        layer=np.array([layers[_home(a)] for a in allocations], dtype=np.int64),
+        frame=np.array([a.frame for a in allocations], dtype=np.int64),
+    )
+    # Memory by event, without a clock.
+    run = Run(
+        name="as estimated",
+        seconds=np.zeros(0),
+        positions=last - first,
+        start=np.maximum(demand.start[shown] - first, 0).astype(np.int64),
+        end=np.minimum(demand.end[shown] - first, last - first).astype(np.int64),
+        tensor=np.arange(len(shown), dtype=np.int64),
+        nbytes=nbytes,
+        offset=np.zeros(0, dtype=np.int64),
+    )
+    names, phases = [op.name for op in ops], [op.phase.value for op in ops]
+    home, flops = np.array([layers[op.layer] for op in ops], dtype=np.int64), np.zeros(len(ops), dtype=np.int64)
+    first_frame, frame = columns_of([[op.frame] if op.frame >= 0 else [] for op in ops])
+    recorded = Ops(names, phases, home, flops, first_read, read, first_written, written, first_frame, frame)
+    # A line for the device's memory, if the picture has room for it.
+    room = made.device.memory_bytes - made.outside_bytes
+    marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
+    title, lines = f"Memory over step {step + 1}", frames_of(recording.frames)
+    return Step(title, tuple(layers), tensors, recorded, (run,), marks, frames=lines, words=Words(position="event"))
 
 
 def estimate_answer(
@@ -108,53 +352,3 @@ def _within_answer(plan: Plan | InfeasibleBudget) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes, "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
         "step_seconds": plan.step_seconds, "slowdown": plan.slowdown,
     }  # fmt: skip
-
-
-def estimate_report(
-    estimate: Estimate, *, asked: bool, within: Plan | InfeasibleBudget | None = None
-) -> RenderableType:
-    """An estimate for a reader.
-
-    `asked` says whether the user named a GPU, so that there is a verdict to give. `within` is the plan of the compiled
-    step within a budget, or why there is none.
-    """
-    besides = [] if within is None else [_within(within)]
-    if not asked:
-        return Group(*(_line(line) for line in [*_without_verdict(estimate), *besides]))
-    verdict, *rest = lines(estimate, estimate.changes, estimate.compiled, *besides)
-    return Group(Text(verdict, style="bold green" if estimate.fits() else "bold red"), *(_line(line) for line in rest))
-
-
-def _within(plan: Plan | InfeasibleBudget) -> str:
-    """Whether the compiled step fits its budget, and its cost."""
-    budget = format_bytes(plan.budget_bytes)
-    if isinstance(plan, InfeasibleBudget):
-        return f"  within {budget} of tensors: infeasible, the floor is {format_bytes(plan.floor_bytes)} ({plan.cause})"
-    return (
-        f"  within {budget} of tensors: feasible at {format_bytes(plan.peak_bytes)} (unmanaged: "
-        f"{format_bytes(plan.unmanaged_peak_bytes)}), simulated step {plan.slowdown:.2f} times the unmanaged one"
-    )
-
-
-def _without_verdict(estimate: Estimate) -> list[str]:
-    batch = "" if estimate.batch is None else f", batch {estimate.batch},"
-    on = f" (context as on {estimate.device.name}; --gpu NAME asks for another)"
-    fitting = ", ".join(estimate.gpus) or "none that `overspill devices` lists"
-    compiled = [] if estimate.compiled is None else [under_compile(estimate, estimate.compiled, asked=False)]
-    return [
-        f"{estimate.name}{batch} takes {format_bytes(estimate.total_bytes)}{on}",
-        *trained(estimate),
-        "",
-        *bars(estimate),
-        "",
-        *moment(estimate),
-        *figures(estimate),
-        f"  fits on {fitting}",
-        *compiled,
-    ]
-
-
-def _line(line: str) -> Text:
-    text = Text(line)
-    text.highlight_regex(f"[{_BAR}]+", "cyan")
-    return text

@@ -1,54 +1,122 @@
-"""A packing in a terminal: its size, the bound, and whether it fits."""
+"""A packing as a page: verdict, address map, distance from the optimum."""
 
 from __future__ import annotations
 
-import numpy as np
-from rich.console import Group, RenderableType
-from rich.text import Text
+from collections.abc import Callable, Iterable
 
+import numpy as np
+
+from overspill.core import Block, Trace
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing.base import Solution, Solver
 from overspill.placement.packing.columns import ANYWHERE
 from overspill.placement.packing.files import TraceFile
 from overspill.placement.packing.verdict import PackingVerdict, space_peaks
+from overspill.placement.packing.verdict import verdict as judge
 
-from .listing import listing
+from .page import Column, Figure, Page, Section, Table, Unit, Verdict
+from .page.step import addresses
+from .tables import Cell
 
 KIND = {"csv": "CSV", "trace": "saved trace", "snapshot": "PyTorch memory snapshot"}
-MOST_NAMED = 12
+MOST_NAMED, MOST_BLOCKS = 12, 30
+COLUMNS = (
+    Column("block"),
+    Column("bytes", Unit.BYTES, bar=True),
+    Column("from", Unit.NUMBER),
+    Column("until before", Unit.NUMBER),
+)
+
+FITS = PackingVerdict(fits=True, infeasible=False)
 
 
-def pack_report(
-    read: TraceFile,
-    solver: Solver,
+def pack_page(
     solution: Solution,
-    found: PackingVerdict,
-    capacity_bytes: int | None,
-    notes: tuple[str, ...] = (),
-) -> RenderableType:
-    """The table of a packing, and notes below it."""
-    rows = [
-        ("blocks", _blocks(read)),
-        ("solver", f"{solver.name}: {solver.summary}"),
-        ("peak of the layout", "none was found" if solution.layout is None else _exact(solution.layout.peak_bytes)),
-        (
-            "most live bytes",
-            _exact(read.lower_bound_bytes if solution.layout is None else solution.layout.lower_bound_bytes),
-        ),
-        ("no layout is below", _exact(solution.bound_bytes)),
-        ("gap", _gap(solution)),
-    ]
-    # Rows that apply to some packings only.
-    if solution.layout is not None and len(read.columns.spaces) > 1:
-        peaks = space_peaks(read.columns, solution.layout.offsets)
-        rows.append(("peak by space", ", ".join(f"{space}: {format_bytes(peak)}" for space, peak in peaks.items())))
-    if capacity_bytes is not None:
-        rows.append(("capacity", f"{_exact(capacity_bytes)}: {_fits(found)}"))
-    rows.append(("time", format_seconds(solution.seconds)))
-    if solution.stopped:
-        rows.append(("ended early", f"{solution.stopped}; this is the best found until then"))
-    lines = [Text(note) for note in notes]
-    return Group(listing(("packing", read.path.name), rows), *([Text(""), *lines] if lines else []))
+    blocks: Trace | TraceFile,
+    title: str,
+    capacity_bytes: int | None = None,
+    solver: Solver | None = None,
+    remarks: Iterable[str] = (),
+    found: PackingVerdict | None = None,
+) -> Page:
+    """The page of a packing of `blocks`. A file's blocks are made of its columns only for what shows them."""
+    columns = blocks.columns if isinstance(blocks, TraceFile) else blocks
+    found = found or judge(columns, solution, capacity_bytes)
+    layout = solution.layout
+
+    def trace() -> Trace:
+        return blocks.trace if isinstance(blocks, TraceFile) else blocks
+
+    parts: list[Table | Callable[[], list[Section]]] = []
+    if found.infeasible_core:
+        parts.append(_core(trace(), found.infeasible_core, capacity_bytes))
+    if layout is not None:
+        parts.append(lambda: [addresses(trace(), layout, "Addresses over time", capacity_bytes)])
+    # What a file and a solver are, and what each space takes.
+    figures = [] if not isinstance(blocks, TraceFile) else [Figure("blocks", *_blocks(blocks))]
+    if solver is not None:
+        figures.append(Figure("solver", solver.name, solver.summary))
+    spaces = {} if layout is None or len(columns.spaces) < 2 else space_peaks(columns, layout.offsets)
+    if spaces:
+        peaks = ", ".join(f"{space}: {format_bytes(peak)}" for space, peak in spaces.items())
+        figures.append(Figure("peak by space", peaks))
+    return Page(
+        title,
+        pack_verdict(solution, capacity_bytes, found, tuple(figures)),
+        (*parts, lambda: [_largest(trace(), solution)]),
+        ("The bound is proven: no layout of these blocks has a smaller peak.", *remarks),
+    )
+
+
+def pack_verdict(
+    solution: Solution,
+    capacity_bytes: int | None = None,
+    found: PackingVerdict = FITS,
+    figures: tuple[Figure, ...] = (),
+) -> Verdict:
+    """The layout's size, whether it fits, and the lower bound."""
+    layout, bound = solution.layout, Figure("no layout is below", _exact(solution.bound_bytes))
+    early = f"{solution.stopped}; this is the best found until then" if solution.stopped else ""
+    figures = (*figures, bound, Figure("searched", format_seconds(solution.seconds), early))
+    if layout is None:
+        return Verdict("No layout was found", good=False, figures=figures)
+    gap = "optimal" if solution.optimal else f"at most {100 * solution.gap:.3g} % above the optimum"
+    fits = None if capacity_bytes is None else found.fits
+    of = "" if capacity_bytes is None else f" of the {format_bytes(capacity_bytes)}"
+    takes = f"{'Does not fit: takes' if fits is False else 'Takes'} {format_bytes(layout.peak_bytes)}{of}, {gap}"
+    sizes = (
+        Figure("peak of the layout", _exact(layout.peak_bytes), f"by {layout.solver}"),
+        Figure("most live bytes", _exact(layout.lower_bound_bytes)),
+    )
+    good = fits if fits is not None or not solution.optimal else True
+    return Verdict(f"{takes}{', and no layout fits' if found.infeasible else ''}", good, (*sizes, *figures))
+
+
+def _largest(trace: Trace, solution: Solution) -> Table:
+    """The largest blocks, and where each lies."""
+    offsets = None if solution.layout is None else solution.layout.offsets
+    rows = tuple(
+        (*_row(trace.blocks[i]), None if offsets is None else offsets[i])
+        for i in _largest_first(trace, range(len(trace.blocks)))[:MOST_BLOCKS]
+    )
+    return Table("The largest blocks", (*COLUMNS, Column("address", Unit.NUMBER)), rows)
+
+
+def _core(trace: Trace, core: tuple[int, ...], capacity_bytes: int | None) -> Table:
+    """The smallest known set of blocks that exceeds the capacity."""
+    blocks, order = trace.blocks, _largest_first(trace, core)
+    needed = format_bytes(sum(blocks[i].nbytes for i in core))
+    capacity = "" if capacity_bytes is None else f", of a capacity of {format_bytes(capacity_bytes)}"
+    title = "What cannot lie together" if len(core) > 1 else "What is too much by itself"
+    return Table(title, COLUMNS, tuple(_row(blocks[i]) for i in order), f"{needed} in all{capacity}.")
+
+
+def _largest_first(trace: Trace, positions: Iterable[int]) -> list[int]:
+    return sorted(positions, key=lambda i: (-trace.blocks[i].nbytes, i))
+
+
+def _row(block: Block) -> tuple[Cell, ...]:
+    return block.name or str(block.id), block.nbytes, block.start, block.end
 
 
 def refusal(read: TraceFile, solution: Solution, found: PackingVerdict, capacity_bytes: int | None) -> str:
@@ -80,30 +148,17 @@ def _core_text(read: TraceFile, core: tuple[int, ...]) -> str:
     return f"blocks {', '.join(names)}{more}, {total} in all, cannot lie together"
 
 
-def _blocks(read: TraceFile) -> str:
+def _blocks(read: TraceFile) -> tuple[str, str]:
+    """How many blocks there are, and which of them are special."""
     columns = read.columns
     special = (
         ("pinned", int((columns.pinned != ANYWHERE).sum())),
         ("with gaps", int((np.diff(columns.gap_first) > 0).sum())),
         ("aligned", int((columns.alignment > 1).sum())),
     )
-    parts = [f"{count} {what}" for what, count in special if count]
-    what = f" ({', '.join(parts)})" if parts else ""
-    return f"{len(columns)}{what}, from a {KIND[read.kind]}"
-
-
-def _gap(solution: Solution) -> str:
-    if solution.layout is None:
-        return ""
-    return (
-        "none: the layout is optimal" if solution.optimal else f"at most {100 * solution.gap:.3g} % above the optimum"
+    return f"{len(columns)}", ", ".join(
+        (f"from a {KIND[read.kind]}", *(f"{number} {what}" for what, number in special if number))
     )
-
-
-def _fits(found: PackingVerdict) -> str:
-    if found.fits:
-        return "fits"
-    return "does not fit, and no layout does" if found.infeasible else "does not fit"
 
 
 def _exact(nbytes: int) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from overspill.core.units import format_bytes
 from overspill.placement.packing import SOLVERS
 from overspill.placement.place import Placed
 
-from .listing import listing, percent, whole_columns
+from .tables import Cell, Column, Table, Unit
 
+OVERALL = (
+    Column("placed by"), Column("mean fragm.", Unit.SHARE), Column("worst", Unit.SHARE), Column("mean U_f", Unit.NUMBER),
+    Column("time", Unit.NUMBER),
+)  # fmt: skip
 Crossing = tuple[str, Placed]
 """A policy, and how its schedule was placed."""
 
@@ -35,34 +34,23 @@ def placement_figures(crossings: Iterable[Crossing]) -> list[dict[str, Any]]:
     ]
 
 
-def placement_report(crossings: Sequence[Crossing], placers: Sequence[str]) -> RenderableType:
-    """Memory above live bytes by policy, and each placer's overall results.
-
-    Two tables; a placer is an allocator or a solver.
-    """
-    return Group(
-        Text("Peak above the live bytes in %, by policy and by what places its blocks:"),
-        "",
-        _by_policy(crossings, placers),
-        "",
-        _by_placer(crossings, placers),
-        "",
-        Text(
-            "live: the most bytes that live at once, which no placement undercuts. U_f: the mean share of free bytes in "
-            "blocks too small for the largest request. The last rows are solvers, which know all requests beforehand."
-            if any(p in SOLVERS for p in placers)
-            else "live: the most bytes that live at once, which no placement undercuts."
-        ),
-    )
-
-
-def _by_policy(crossings: Sequence[Crossing], placers: Sequence[str]) -> Table:
+def placement_tables(crossings: Sequence[Crossing]) -> list[Table]:
+    """Memory above live bytes by policy, and each placer's overall results; a placer is an allocator or a solver."""
+    if not crossings:
+        return []
     found = {(policy, placed.placer): placed for policy, placed in crossings}
-    rows = []
-    for policy in dict.fromkeys(policy for policy, _ in crossings):
-        here = [found[policy, placer] for placer in placers]
-        rows.append((policy, format_bytes(here[0].lower_bound_bytes), *map(_over, here)))
-    return whole_columns(("policy", "live", *placers), rows, numbers=range(1, 2 + len(placers)))
+    policies, placers = (tuple(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    above = "Peak above the live bytes in %, by policy and by what places its blocks"
+    columns = (Column("policy"), Column("live", Unit.BYTES), *(Column(placer, Unit.NUMBER) for placer in placers))
+    rows = [
+        (policy, found[policy, placers[0]].lower_bound_bytes, *(_over(found[policy, placer]) for placer in placers))
+        for policy in policies
+    ]
+    note = "live: the most bytes that live at once, which no placement undercuts. U_f: the mean share of free bytes in blocks too small for the largest request."
+    if any(placer in SOLVERS for placer in placers):
+        note += " The last rows are solvers, which know all requests beforehand."
+    overall = [_overall(placer, [placed for _, placed in crossings if placed.placer == placer]) for placer in placers]
+    return [Table(above, columns, tuple(rows)), Table("Placed by each", OVERALL, tuple(overall), note)]
 
 
 def _over(placed: Placed) -> str:
@@ -73,18 +61,12 @@ def _over(placed: Placed) -> str:
     return f"{over:.1f}" if over < 100 else f"{over:.0f}"
 
 
-def _by_placer(crossings: Sequence[Crossing], placers: Sequence[str]) -> Table:
-    rows = []
-    for placer in placers:
-        here = [placed for _, placed in crossings if placed.placer == placer]
-        unusable = [p.unusable for p in here if p.unusable is not None]
-        rows.append(
-            (
-                placer,
-                percent(sum(p.fragmentation for p in here) / len(here), 1),
-                percent(max(p.fragmentation for p in here), 1),
-                f"{sum(unusable) / len(unusable):.2f}" if unusable else "",
-                f"{1e3 * sum(p.seconds for p in here):.1f} ms",
-            )
-        )
-    return listing(("placed by", "mean fragm.", "worst", "mean U_f", "time"), rows, numbers=range(1, 5))
+def _overall(placer: str, placed: Sequence[Placed]) -> tuple[Cell, ...]:
+    unusable = [p.unusable for p in placed if p.unusable is not None]
+    return (
+        placer,
+        sum(p.fragmentation for p in placed) / len(placed),
+        max(p.fragmentation for p in placed),
+        f"{sum(unusable) / len(unusable):.2f}" if unusable else None,
+        f"{1e3 * sum(p.seconds for p in placed):.1f} ms",
+    )

@@ -1,27 +1,198 @@
-"""A plan in a terminal: its memory, cost, and peak."""
+"""A plan as a page: verdict, linked views, the step next to the unmanaged one, and its peak."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from overspill.capture.compiled.whole_step import NORM
 from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timeline, Verb
-from overspill.core.units import format_bytes, format_seconds
-from overspill.placement.place import Placed
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_apart, format_bytes, format_seconds
+from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
 from overspill.policies import POLICIES, policy_named
 from overspill.runtime.transfer.stores import store_bytes
 from overspill.simulate import check
 
 from .listing import count, format_flops, percent
-from .tables import Column, Table, Unit, printed
+from .page import Column, Figure, Page, Table, Unit, Verdict
+from .page.step import step
 
 SHOWN_TENSORS = 5
+
+
+def plan_page(plan: Plan, title: str | None = None, placer: str | None = None, placed: Placed | None = None) -> Page:
+    """The page of `plan`.
+
+    Its blocks are where `placer` puts them (None: PyTorch's caching allocator), which gave `placed` if that is known.
+    """
+    peak = peak_of(plan)
+    return Page(
+        title or f"{plan.graph.name} on {plan.device.name}, policy {plan.schedule.policy}",
+        plan_verdict(plan),
+        (
+            lambda: (step(plan, placer),),
+            _sides(plan, placer, placed),
+            lambda: _swaps(plan),
+            peak_table(plan, peak),
+            _largest(plan.graph, peak),
+        ),
+        ("Times and memory are simulated, not measured.", *step_notes(plan)),
+    )
+
+
+def plan_verdict(plan: Plan) -> Verdict:
+    """The plan's memory and its cost."""
+    of = "" if plan.device_bytes is None else "of the card, "
+    return Verdict(
+        f"Fits in {format_bytes(plan.asked_bytes)}" if plan.fits_device else too_small(plan),
+        good=plan.fits_device,
+        figures=(
+            Figure("it takes", format_bytes(plan.needed_bytes), f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
+            Figure("unmanaged", format_bytes(plan.unmanaged_bytes), f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_bytes)} of it"),
+            Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
+            Figure("offloaded each step", format_bytes(plan.offloaded_bytes), count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
+            Figure("recomputed each step", count(plan.recomputed_ops, "op"), format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
+        ),
+    )  # fmt: skip
+
+
+def _sides(plan: Plan, placer: str | None, placed: Placed | None) -> Table:
+    """All figures of the plan, and those of the unmanaged step next to them."""
+    columns = (Column(""), Column(f"plan ({plan.schedule.policy})"), Column("unmanaged"))
+    return Table("Planned and unmanaged", columns, tuple(_rows(plan, placer, placed)))
+
+
+def _rows(plan: Plan, placer: str | None, placed: Placed | None) -> Iterator[tuple[str, str, str]]:
+    timeline, nothing, none = plan.timeline, format_bytes(0), format_seconds(0.0)
+    yield "budget", format_bytes(plan.asked_bytes), ""
+    # Memory: of a plan for a card of a GPU, the card and what is in it.
+    if plan.device_bytes is not None and plan.reserved_bytes is not None:
+        yield "card", format_bytes(plan.needed_bytes), format_bytes(plan.unmanaged_bytes)
+        yield "  reserved by PyTorch", format_bytes(plan.reserved_bytes), ""
+        yield "  context", format_bytes(plan.device_bytes - plan.reserved_bytes), ""
+    yield "live tensors at the peak", format_bytes(plan.peak_bytes), format_bytes(plan.unmanaged_peak_bytes)
+    if plan.device_bytes is None:
+        placed = placed or place_plan(plan, placer)
+        reach = f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)"
+        yield f"  placed by {placed.placer}", reach, ""
+    moved = f"{format_bytes(plan.offloaded_bytes)} and {format_bytes(plan.prefetched_bytes)}"
+    yield "to the store and back", moved, nothing
+    if taken := store_bytes(plan):
+        yield "  of host memory or disk", format_bytes(taken), ""
+    # Simulated times, and the lower bound.
+    yield "simulated step", format_seconds(plan.step_seconds), format_seconds(plan.in_core_seconds)
+    bound = f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)"
+    yield "  lower bound by relaxation", bound, ""
+    if plan.recomputed_ops:
+        yield (
+            "  recomputing",
+            f"{format_seconds(plan.recomputing_seconds)}, {format_flops(plan.recomputed_flops)}",
+            none,
+        )
+    yield "  waiting", waiting(timeline), waiting(plan.unmanaged_timeline)
+    if longest := longest_wait(timeline):
+        yield "    longest", longest, ""
+    if timeline.communication_seconds:
+        exposed = format_seconds(timeline.exposed_communication_seconds)
+        yield (
+            "  communication",
+            f"{format_seconds(timeline.communication_seconds)}, of which compute waits for {exposed}",
+            "",
+        )
+    yield "planning took", format_seconds(plan.plan_seconds), ""
+
+
+def waiting(timeline: Timeline) -> str:
+    """How long compute waits, and for what."""
+    whole = timeline.exposed_transfer_seconds
+    others = {"the host": timeline.host_seconds, "collectives": timeline.exposed_communication_seconds}
+    causes = {"transfers": max(0.0, whole - sum(others.values())), **others}
+    waited = {cause: seconds for cause, seconds in causes.items() if seconds}
+    if len(waited) < 2:
+        return format_seconds(whole) + "".join(f" for {cause}" for cause in waited)
+    parts = ", ".join(f"for {cause} {format_seconds(seconds)}" for cause, seconds in waited.items())
+    return f"{format_seconds(whole)} ({parts})"
+
+
+def longest_wait(timeline: Timeline) -> str:
+    """The longest wait of compute, with its cause; empty without waits.
+
+    Its seconds are those of all waits of that cause.
+    """
+    waited = timeline.wait_seconds
+    cause = max(waited, key=lambda cause: waited[cause], default=None)
+    return "" if cause is None else f"{format_seconds(waited[cause])} for {cause}"
+
+
+def _swaps(plan: Plan) -> tuple[Table, ...]:
+    """Offloaded tensors: when they leave and return, and the waits. No table where nothing is offloaded."""
+    graph, waited = plan.graph, defaultdict[str, float](float)
+    for cause, seconds in plan.timeline.wait_seconds.items():
+        waited[cause.partition(" of ")[2]] += seconds
+    # When each tensor first leaves and comes back.
+    starts: dict[Verb, dict[int, float]] = {Verb.OFFLOAD: {}, Verb.PREFETCH: {}}
+    for event in plan.timeline.events:
+        if event.verb in starts:
+            starts[event.verb].setdefault(event.target, event.start_seconds)
+    gone, back = starts.values()
+    rows = [
+        (tensor.name, tensor.nbytes, graph.source(graph.producer.get(tensor.id)), gone.get(tensor.id), back.get(tensor.id), waited[tensor.name])
+        for tensor in (graph.tensors[t] for t in {**gone, **back})
+    ]  # fmt: skip
+    if not rows:
+        return ()
+    columns = (
+        Column("tensor"), Column("bytes", Unit.BYTES, bar=True), Column("line"), Column("leaves at", Unit.SECONDS),
+        Column("comes back from", Unit.SECONDS), Column("compute waits", Unit.SECONDS),
+    )  # fmt: skip
+    # Longest waits first.
+    ranked = sorted(rows, key=lambda row: (-row[5], -row[1]))
+    return (Table("What leaves the device, the longest waits first", columns, tuple(ranked)),)
+
+
+def peak_table(plan: Plan, peak: PlannedPeak) -> Table:
+    """The bytes of the peak by kind."""
+    columns = (Column("kind"), Column("size", Unit.BYTES, bar=True), Column("share", Unit.SHARE))
+    kinds = peak.by_kind.items()
+    rows = tuple((kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in kinds)
+    return Table(f"What the peak is made of, at {peak.at}", columns, rows)
+
+
+def _largest(graph: Graph, peak: PlannedPeak) -> Table:
+    """A table of the largest tensors, with their source lines if known."""
+    columns = (Column("tensor"), Column("kind"), Column("shape"), Column("size", Unit.BYTES), Column("line"))
+    rows = [
+        (_name(t), t.kind.value, "x".join(map(str, t.shape)), t.nbytes, graph.source(graph.producer.get(t.id)))
+        for t in peak.largest
+    ]
+    known = None if any(row[-1] for row in rows) else -1
+    return Table("The largest at the peak", columns[:known], tuple(row[:known] for row in rows))
+
+
+def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str], str] = str) -> Page:
+    """The report where there is no plan.
+
+    It has the least that one needs, what that is made of, and what would help. `spelled` writes the names of settings
+    as whoever asked gives them.
+    """
+    budget, floor = format_apart(error.budget_bytes, error.floor_bytes)
+    figures = [Figure("the least that works", floor, error.cause)]
+    figures += [Figure(part.what, format_bytes(part.nbytes)) for part in error.parts]
+    changes = [(spelled(change.what), change.nbytes) for change in error.changes]
+    changes.append(("a card of that size" if error.parts else "a budget of that size", error.floor_bytes))
+    ranked = tuple(sorted(changes, key=lambda change: change[1]))
+    helps = Table(
+        "What would help, the least first",
+        (Column("change"), Column("needs then", Unit.BYTES, bar=True)),
+        ranked,
+        "A smaller batch takes less in any case.",
+    )
+    verdict = Verdict(f"Does not fit in {budget}", good=False, figures=tuple(figures))
+    return Page(title, verdict, (helps,), tuple(f"{hint[0].upper()}{hint[1:]}." for hint in map(spelled, error.hints)))
 
 
 @dataclass(frozen=True)
@@ -109,152 +280,6 @@ def step_notes(plan: Plan) -> list[str]:
 
 def _plural(kind: TensorKind) -> str:
     return "optimizer state" if kind is TensorKind.OPTIMIZER_STATE else f"{kind.value}s"
-
-
-def plan_report(plan: Plan, peak: PlannedPeak, placed: Placed, title: str, note: str | None = None) -> RenderableType:
-    """Tables and notes about `plan`; times are marked as simulated."""
-    parts: list[RenderableType] = [
-        Text(title),
-        "",
-        printed(figures_table(plan, placed)),
-        "",
-        printed(peak_table(plan, peak)),
-        "",
-        printed(_largest(plan.graph, peak)),
-        "",
-        Text(f"Times are simulated, not measured. {_verdict(plan)}"),
-        *map(Text, step_notes(plan)),
-    ]
-    return Group(*parts, *([Text(note)] if note else []))
-
-
-def figures_table(plan: Plan, placed: Placed | None = None) -> Table:
-    """The figures of a plan, in words."""
-    rows = [
-        *memory_figures(plan, placed),
-        (
-            "offloaded each step",
-            f"{format_bytes(plan.offloaded_bytes)} in {count(plan.schedule.counts[Verb.OFFLOAD], 'tensor')}",
-        ),
-        *([("  room in the store, host memory or disk", format_bytes(room))] if (room := store_bytes(plan)) else []),
-        ("recomputed each step", f"{count(plan.recomputed_ops, 'op')}, {format_flops(plan.recomputed_flops)}"),
-        # Simulated times, and the lower bound.
-        ("simulated step", format_seconds(plan.step_seconds)),
-        ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
-        ("simulated slowdown", f"{plan.slowdown:.3f}"),
-        *([("simulated recomputing", format_seconds(plan.recomputing_seconds))] if plan.recomputed_ops else []),
-        ("simulated waiting", waiting(plan.timeline)),
-        *_communication(plan.timeline),
-        *([("  longest", longest)] if (longest := longest_wait(plan.timeline)) else []),
-        (
-            "lower bound by relaxation",
-            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)",
-        ),
-        ("planning took", format_seconds(plan.plan_seconds)),
-    ]
-    return Table("All figures of the plan", (Column("figure"), Column("value", Unit.NUMBER)), tuple(rows))
-
-
-def _communication(timeline: Timeline) -> list[tuple[str, str]]:
-    """What collectives take, if there are any."""
-    if not timeline.communication_seconds:
-        return []
-    exposed = format_seconds(timeline.exposed_communication_seconds)
-    taken = format_seconds(timeline.communication_seconds)
-    return [("simulated communication", f"{taken}, of which compute waits for {exposed}")]
-
-
-def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, str]]:
-    """The budget, and the memory of the planned and unmanaged steps.
-
-    Live bytes, or of a GPU the card and what is in it.
-    """
-    budget, share = format_bytes(plan.asked_bytes), percent(plan.needed_bytes, plan.asked_bytes)
-    planned = f"{format_bytes(plan.needed_bytes)} ({share} of the budget)"
-    if plan.device_bytes is None or plan.reserved_bytes is None or plan.unmanaged_device_bytes is None:
-        lies = "" if placed is None else f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)"  # fmt: skip
-        return [
-            ("budget, of live tensors", budget),
-            ("planned peak, live tensors", planned),
-            *([] if placed is None else [(f"  placed by {placed.placer}", lies)]),
-            ("unmanaged peak, live tensors", format_bytes(plan.unmanaged_peak_bytes)),
-        ]
-    return [
-        # A plan for a card of a GPU.
-        ("budget, size of the card", budget),
-        ("planned: the card that it needs", planned),
-        ("  of it live tensors", format_bytes(plan.peak_bytes)),
-        ("  reserved by PyTorch for them", format_bytes(plan.reserved_bytes)),
-        ("  context", format_bytes(plan.device_bytes - plan.reserved_bytes)),
-        ("unmanaged: what it takes of a card", format_bytes(plan.unmanaged_bytes)),
-    ]
-
-
-def waiting(timeline: Timeline) -> str:
-    """How long compute waits, and for what."""
-    whole = timeline.exposed_transfer_seconds
-    others = {"the host": timeline.host_seconds, "collectives": timeline.exposed_communication_seconds}
-    causes = {"transfers": max(0.0, whole - sum(others.values())), **others}
-    waited = {cause: seconds for cause, seconds in causes.items() if seconds}
-    if len(waited) < 2:
-        return format_seconds(whole) + "".join(f" for {cause}" for cause in waited)
-    parts = ", ".join(f"for {cause} {format_seconds(seconds)}" for cause, seconds in waited.items())
-    return f"{format_seconds(whole)} ({parts})"
-
-
-def longest_wait(timeline: Timeline) -> str:
-    """The longest wait of compute, with its cause; empty without waits.
-
-    Its seconds are those of all waits of that cause.
-    """
-    waited = timeline.wait_seconds
-    cause = max(waited, key=lambda cause: waited[cause], default=None)
-    return "" if cause is None else f"{format_seconds(waited[cause])} for {cause}"
-
-
-def limits_of(plan: Plan) -> list[tuple[str, int]]:
-    """The limits of a plan's live bytes: budget and allocator.
-
-    For a card, also what the allocator takes for them.
-    """
-    if plan.device_bytes is None or plan.reserved_bytes is None:
-        return [("budget", plan.budget_bytes)]
-    return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
-
-
-def peak_table(plan: Plan, peak: PlannedPeak) -> Table:
-    """The bytes of the peak by kind."""
-    columns = (
-        Column("kind", short=f"the peak, at {peak.at}"),
-        Column("size", Unit.BYTES, bar=True),
-        Column("share", Unit.SHARE),
-    )
-    kinds = peak.by_kind.items()
-    rows = tuple((kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in kinds)
-    return Table(f"What the peak is made of, at {peak.at}", columns, rows)
-
-
-def _largest(graph: Graph, peak: PlannedPeak) -> Table:
-    """A table of the largest tensors, with their source lines if known."""
-    columns = (
-        Column("largest at the peak"),
-        Column("kind"),
-        Column("shape"),
-        Column("size", Unit.BYTES),
-        Column("line"),
-    )
-    rows = [
-        (_name(t), t.kind.value, "x".join(map(str, t.shape)), t.nbytes, graph.source(graph.producer.get(t.id)))
-        for t in peak.largest
-    ]
-    known = None if any(row[-1] for row in rows) else -1
-    return Table("", columns[:known], tuple(row[:known] for row in rows))
-
-
-def _verdict(plan: Plan) -> str:
-    if not plan.fits_device:
-        return f"{too_small(plan)}."
-    return f"The step fits, in {percent(plan.needed_bytes, plan.unmanaged_bytes)} of what it takes unmanaged."
 
 
 def too_small(plan: Plan) -> str:

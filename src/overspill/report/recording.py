@@ -1,20 +1,29 @@
-"""The result of `overspill.record`, as files and a page.
-
-It has the record of a few steps of a real run.
-"""
+"""The result of `overspill.record`: a few steps of a real run, as files and a page. All of it is measured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from overspill.core import Verb
 from overspill.core.errors import RequestError
 from overspill.core.reportable import Reportable
+from overspill.core.units import format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.runtime.recording.record import RunRecord
 
+from .listing import count
+from .page import Column, Figure, Mark, Page, Step, Table, Unit, Verdict
+from .page.measured import is_of, last_step, measured_step, with_measured
+from .page.step import step
 from .tracing import write_run_snapshot, write_run_trace
+
+SEEN = (
+    "Memory is of what planned ops make and are given, and of gradients and optimizer state; not of what an op takes and gives "
+    "back inside itself, nor of what the loop makes besides."
+)
+ON_CUDA = "On CUDA a storage comes and goes with the op during which the host took or dropped it, on the clock of the compute stream."
 
 
 class Recording(Reportable):
@@ -103,3 +112,81 @@ class Recording(Reportable):
         record = self.record
         labels = [[c.label for c in record.within(record.copies[verb], at)] for at in range(len(record.steps))]
         return [sum(lb.graph.tensors[lb.target].nbytes for lb in of_step if lb is not None) for of_step in labels]
+
+
+def recording_page(found: Recording, title: str | None = None) -> Page:
+    """The report of a recording."""
+    notes = ("Recorded steps take a little longer than others.", SEEN, *([ON_CUDA] if found.record.on_device else []))
+    return Page(title or found.title, recording_verdict(found), (lambda: (_views(found),), steps_table(found)), notes)
+
+
+def recording_verdict(found: Recording) -> Verdict:
+    """The usual step time, with memory and waits."""
+    record = found.record
+    planned = max((plan.peak_bytes for plan in found.plans), default=0)
+    steps = len(record.steps)
+    moved = sum(found.offloaded_bytes + found.prefetched_bytes) / steps
+    waited = sum(found.waited_seconds) / steps
+    figures = (
+        Figure("usual step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
+        Figure("live bytes", format_bytes(found.peak_bytes), "measured, the most at once"),
+        Figure("planned peak", format_bytes(planned), "of live bytes"),
+        Figure("moved each step", format_bytes(round(moved)), "measured, both ways"),
+        Figure("waiting for transfers", format_seconds(waited), "measured, in each step"),
+    )  # fmt: skip
+    return Verdict(f"{count(steps, 'step')} recorded", None, figures)
+
+
+def steps_table(found: Recording) -> Table:
+    """A table of the measured figures of each step."""
+    record = found.record
+    # What is unusual about a step.
+    notes = [
+        "; ".join(
+            note
+            for note, holds in (
+                ("with planning and compiling", facts.plans),
+                (f"{format_seconds(facts.prepared_seconds)} to make it tell", facts.prepared_seconds > 0),
+                ("in part", not facts.is_whole),
+            )
+            if holds
+        )
+        for facts in record.facts
+    ]
+    columns = (
+        Column("step", Unit.NUMBER),
+        Column("took", Unit.SECONDS, bar=True),
+        Column("waited for transfers", Unit.SECONDS),
+        Column("offloaded", Unit.BYTES),
+        Column("prefetched", Unit.BYTES),
+        Column("most live bytes", Unit.BYTES),
+        Column(""),
+    )
+    rows = zip(
+        range(1, len(record.steps) + 1),
+        found.step_seconds,
+        found.waited_seconds,
+        found.offloaded_bytes,
+        found.prefetched_bytes,
+        (record.peak_bytes(at) for at in range(len(record.steps))),
+        notes,
+        strict=True,
+    )
+    return Table("Each step, measured", columns, tuple(rows))
+
+
+def views_title(record: RunRecord) -> str:
+    """The title of the measured views: which step they show."""
+    return f"Step {last_step(record) + 1} as it was measured"
+
+
+def _views(found: Recording) -> Step:
+    """The views of the last step, measured and planned. What was planned is there where one plan is all of it."""
+    record, title = found.record, views_title(found.record)
+    plan = next((plan for plan in found.plans if is_of(record, plan.graph)), None)
+    if plan is None:
+        return measured_step(record, title)
+    both = with_measured(step(plan, title=title), record, [plan.graph])
+    *simulated, measured = both.runs
+    marks = (Mark("budget", plan.budget_bytes),)
+    return replace(both, runs=(measured, *simulated), marks=marks)

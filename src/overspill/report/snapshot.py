@@ -1,44 +1,85 @@
-"""A replayed snapshot in a terminal: where the simulation agrees."""
+"""A replayed snapshot as a page: verdict, what was compared, and the recorded layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
+from overspill.core import Layout, Trace
 from overspill.core.units import format_bytes
 from overspill.placement.simulated_device import PAGE_BYTES
-from overspill.placement.snapshot import SnapshotReplay
+from overspill.placement.snapshot import Snapshot, SnapshotReplay
 from overspill.placement.snapshot.settings import text_of
+from overspill.placement.snapshot.trace import recorded_blocks
 
-from .listing import listing
+from .page import Column, Figure, Page, Step, Table, Verdict
+from .page.step import addresses
+
+LEAST_HOLE_BYTES = 64 << 20
+"""Address space of this size in which no block ever lay is left out of the map: segments lie far apart."""
 
 
-def snapshot_report(
-    found: SnapshotReplay, name: str, devices: Sequence[int], saved: str | None = None
-) -> RenderableType:
-    """A table of what was replayed, and whether the simulated allocator agreed."""
-    rows = [
+def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str) -> Page:
+    """The page of `found`, the replay of `snapshot`."""
+    others = [str(device) for device in snapshot.devices if device != found.device]
+    also = f"The snapshot has events of device {', '.join(others)} too; --device chooses."
+    return Page(
+        title,
+        _verdict(found),
+        (_compared(found), lambda: (_views(found, snapshot),)),
+        ("Peaks are simulated.", *found.notes, *([also] if others else [])),
+    )
+
+
+def _verdict(found: SnapshotReplay) -> Verdict:
+    text = f"The simulated allocator does otherwise than the recorded one: {found.difference}"
+    if found.equal:
+        text = "The simulated allocator did what the recorded one did"
+    figures = (
+        Figure("peak requested", format_bytes(found.peak_requested_bytes), "simulated"),
+        Figure("peak allocated", format_bytes(found.peak_allocated_bytes), "simulated"),
+        Figure("peak reserved", format_bytes(found.peak_reserved_bytes), "simulated"),
+        Figure("memory of the device", _capacity(found)),
+        Figure("settings", text_of(found.config) or "the defaults"),
+    )
+    return Verdict(text, found.equal, figures)
+
+
+def _compared(found: SnapshotReplay) -> Table:
+    """What was replayed, and how far it is equal."""
+    rows = (
         ("events", f"{found.compared} of {found.events} replayed: {_what(found)}"),
         ("live at the start", f"{found.live_at_start} blocks, {format_bytes(found.reserved_at_start_bytes)} reserved"),
-        ("settings", text_of(found.config) or "the defaults"),
-        ("segment events", f"{found.segment_events} compared: {_verdict(equal=found.segment_events_equal)}"),
+        ("segment events", f"{found.segment_events} compared: {_equal(found.segment_events_equal)}"),
         ("placements", f"{found.allocations} blocks compared: {_placements(found)}"),
-        ("blocks in the end", _verdict(equal=found.final_blocks_equal)),
-        ("peak requested, simulated", format_bytes(found.peak_requested_bytes)),
-        ("peak allocated, simulated", format_bytes(found.peak_allocated_bytes)),
-        ("peak reserved, simulated", format_bytes(found.peak_reserved_bytes)),
-        ("memory of the device", _capacity(found)),
-    ]
-    lines = [Text(f"note: {note}") for note in found.notes]
-    # Other devices in the same snapshot.
-    others = [str(device) for device in devices if device != found.device]
-    if others:
-        lines.append(Text(f"note: the snapshot has events of device {', '.join(others)} too; --device chooses"))
-    if saved:
-        lines.append(Text(saved))
-    return Group(listing((f"replay of device {found.device}", name), rows), *([Text(""), *lines] if lines else []))
+        ("blocks in the end", _equal(found.final_blocks_equal)),
+    )
+    return Table(f"Replay of device {found.device}", (Column("what"), Column("found")), rows)
+
+
+def _views(found: SnapshotReplay, snapshot: Snapshot) -> Step:
+    """Blocks over time, where the recording says that they are."""
+    trace, addressed, made_by, frames = recorded_blocks(snapshot, found.device)
+    offsets = _closed_up(trace, addressed)
+    peak = max((o + block.nbytes for o, block in zip(offsets, trace.blocks, strict=True) if block.pieces), default=0)
+    layout = Layout("recorded", offsets, peak, trace.lower_bound_bytes)
+    title = "Recorded addresses over time"
+    made = addresses(trace, layout, title, frames=frames, made_by=made_by, position="event")
+    holes = "Positions are the recording's events; holes of 64 MiB and more are left out of the addresses."
+    return replace(made, note=holes)
+
+
+def _closed_up(trace: Trace, addressed: tuple[int, ...]) -> tuple[int, ...]:
+    """The addresses from 0 on, without large holes between segments."""
+    order = sorted(range(len(addressed)), key=lambda i: addressed[i])
+    found = [0] * len(addressed)
+    shift, reached = (addressed[order[0]], addressed[order[0]]) if order else (0, 0)
+    for position in order:
+        hole = addressed[position] - reached
+        if hole >= LEAST_HOLE_BYTES:
+            shift += hole
+        found[position] = addressed[position] - shift
+        reached = max(reached, addressed[position] + trace.blocks[position].nbytes)
+    return tuple(found)
 
 
 def _what(found: SnapshotReplay) -> str:
@@ -52,7 +93,7 @@ def _what(found: SnapshotReplay) -> str:
     return ", ".join(parts)
 
 
-def _verdict(*, equal: bool) -> str:
+def _equal(equal: bool) -> str:
     return "equal" if equal else "different"
 
 

@@ -1,19 +1,17 @@
-"""A budget sweep, as JSON rows, a table and a sentence."""
+"""A budget sweep: JSON rows, and the page of memory against time, with the bound and a table of every plan."""
 
 from __future__ import annotations
 
 from math import ceil
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from overspill.core.units import format_bytes
 from overspill.plans.comparison import chosen_by
 from overspill.plans.sweep import Sweep, SweepPoint
 
+from .compare import TIME, bound_curve
 from .listing import percent, recomputed
-from .tables import Column, Table, Unit, printed
+from .page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
 
 FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "fits")  # fmt: skip
 """What a row has of a plan; null where there is none."""
@@ -32,6 +30,8 @@ COLUMNS = {
     "recomputed": Column("recomputed", Unit.NUMBER),
 }
 SMALL_SLOWDOWN = 1.05
+MEMORY = Axis("budget", Unit.BYTES)
+OF_CARD = "Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of that."
 
 
 def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
@@ -62,6 +62,70 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
     }
 
 
+def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
+    """The report of `sweep`."""
+    name = title or f"{sweep.points[0].plan.graph.name if sweep.points[0].plan else 'step'} at every budget"
+    notes = (
+        f"Times are simulated for {sweep.device.name}, not measured. Slowdown is to the step without a budget.",
+        "Bound: no plan within that budget takes less, by any policy that keeps the graph's order; gap: how far the plan is above it.",
+        "A share, as --budget, gives plan and train the plan of its row. A larger budget whose plan is slower is left out.",
+        *(() if sweep.unmanaged_device_bytes is None else (OF_CARD,)),
+        *(f"{name}: not below {format_bytes(floor.nbytes)} ({floor.cause})" for name, floor in sweep.floors.items()),
+    )
+    return Page(name, sweep_verdict(sweep), (_curves(sweep), sweep_table(sweep)), notes)
+
+
+def sweep_verdict(sweep: Sweep) -> Verdict:
+    """How far memory goes down, and whether that fits the device."""
+    least = sweep.frontier[-1]
+    assert least.plan is not None
+    fitting = [point for point in sweep.points if sweep.fits(point)]
+    unmanaged = sweep.unmanaged_bytes
+    of_card = sweep.unmanaged_device_bytes is not None
+    figures = [
+        Figure("unmanaged", format_bytes(unmanaged), "the card that it needs" if of_card else "live bytes"),
+        Figure(
+            "smallest budget", format_bytes(least.budget_bytes), f"{share_up(least.budget_bytes / unmanaged)} of that"
+        ),
+        Figure("slowdown there", f"{least.plan.slowdown:.3f}", f"simulated, by {least.policy}"),
+    ]
+    # For a GPU, also the size of its memory.
+    if of_card:
+        figures.append(Figure(f"{sweep.device.name} has", format_bytes(sweep.device.memory_bytes)))
+    text = _sentence(sweep)
+    return Verdict(text[0].upper() + text[1:], bool(fitting), tuple(figures))
+
+
+def _curves(sweep: Sweep) -> Lines | Points:
+    """A curve or point for each policy, and the bound. A policy that makes one schedule has a point."""
+    found: dict[str, list[SweepPoint]] = {}
+    for point in sorted(sweep.points, key=lambda point: point.budget_bytes):
+        if point.plan is not None:
+            found.setdefault(point.policy, []).append(point)
+    # Policies with several plans are curves, above the bound.
+    curves = [
+        Curve(policy, [p.budget_bytes for p in own], [p.plan.step_seconds for p in own if p.plan], steps=True)
+        for policy, own in found.items()
+        if len(own) > 1
+    ]
+    curves.append(bound_curve({point.budget_bytes: point.lower_bound_seconds for point in sweep.points}))
+    # Policies with one plan are points.
+    single = tuple(
+        Point(policy, own[0].budget_bytes, own[0].plan.step_seconds, good=sweep.fits(own[0]))
+        for policy, own in found.items()
+        if len(own) == 1 and own[0].plan is not None
+    )
+    unmanaged = sweep.unmanaged_bytes
+    whole = sweep.device.usable_bytes if sweep.unmanaged_device_bytes is None else sweep.device.memory_bytes
+    marks = [Mark("unmanaged", unmanaged, on_x=True)]
+    if whole < unmanaged:
+        marks.append(Mark(f"all of {sweep.device.name}", whole, on_x=True))
+    title, note = "What less memory costs", "Left is less memory, down is faster."
+    if single:
+        return Points(title, MEMORY, TIME, single, tuple(curves), tuple(marks), note)
+    return Lines(title, MEMORY, TIME, tuple(curves), tuple(marks), note)
+
+
 def share_up(share: float) -> str:
     """A share in percent, rounded up, so that it suffices as a budget."""
     return percent(_up(share), 1)
@@ -71,7 +135,7 @@ def _up(share: float) -> float:
     return ceil(1000 * share) / 1000
 
 
-def sweep_verdict(sweep: Sweep) -> str:
+def _sentence(sweep: Sweep) -> str:
     """A sentence: how far memory goes down, at which cost.
 
     And how far before it costs much.
@@ -88,31 +152,6 @@ def sweep_verdict(sweep: Sweep) -> str:
     if cheap and cheap[-1] is not least and cheap[-1].budget_bytes < unmanaged:
         text += f"; within {format_bytes(cheap[-1].budget_bytes)} ({share_up(cheap[-1].budget_bytes / unmanaged)}) at most 5 % longer"
     return text
-
-
-def sweep_report(sweep: Sweep, title: str, note: str | None = None) -> RenderableType:
-    """The verdict and the table of all points, with notes."""
-    explanation = (
-        f"Times are simulated for {sweep.device.name}, not measured; slowdown is to the step without a budget. "
-        "Bound: no plan within the budget takes less; gap: how far the plan is above it."
-    )
-    if sweep.device.index is not None:
-        explanation += " Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of that."
-    explanation += " A share of the first column, as --budget, gives plan and train the plan of its row."
-    parts: list[RenderableType] = [
-        Text(title),
-        "",
-        printed(sweep_table(sweep), close=True),
-        "",
-        Text(sweep_verdict(sweep)),
-        "",
-        Text(explanation),
-    ]
-    # Why memory goes no lower, by policy.
-    remarks = [
-        f"{name}: not below {format_bytes(floor.nbytes)} ({floor.cause})" for name, floor in sweep.floors.items()
-    ]
-    return Group(*parts, *map(Text, remarks), *([Text(note)] if note else []))
 
 
 def sweep_table(sweep: Sweep) -> Table:

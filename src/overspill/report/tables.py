@@ -8,14 +8,14 @@ from enum import StrEnum
 
 from overspill.core.units import format_bytes, format_seconds
 
-from .listing import Listing, format_flops, listing, percent, whole_columns, yes
+from .listing import format_flops, percent, yes
 
 Cell = str | float | bool | None
 """What stands in a table. None: nothing is known."""
 
 
 class Unit(StrEnum):
-    """How the page formats a number."""
+    """How a number is written."""
 
     TEXT = "text"
     NUMBER = "number"
@@ -41,15 +41,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, which a click on a column's head sorts.
-
-    Rows are as given until then.
-    """
+    """A table. On a page a click on a column's head sorts it; rows are as given until then."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
+    first: int | None = None
+    """How many rows a terminal shows; None: all."""
 
 
 WRITERS: dict[Unit, Callable[[float], str]] = {
@@ -70,11 +69,3 @@ def written(cell: Cell, unit: Unit) -> str:
     if isinstance(cell, bool):
         return yes(cell) or "no"
     return WRITERS[unit](cell)
-
-
-def printed(table: Table, *, close: bool = False) -> Listing:
-    """`table` for a terminal, without its title; with little space between many columns if `close`."""
-    units = [column.unit for column in table.columns]
-    rows = [[written(cell, unit) for cell, unit in zip(row, units, strict=True)] for row in table.rows]
-    numbers = [at for at, unit in enumerate(units) if unit is not Unit.TEXT]
-    return (whole_columns if close else listing)([c.short or c.name for c in table.columns], rows, numbers=numbers)

@@ -1,16 +1,10 @@
-"""A training run in a terminal: peaks, losses, and equality.
-
-That is whether the numbers are those of a run without Overspill.
-"""
+"""A training run as a page: measured against planned, losses, steps, equality, and the views of the plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
-
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
@@ -22,8 +16,10 @@ from overspill.runtime.reachable import same_bits
 from overspill.runtime.training import Run
 
 from .listing import count, format_flops, percent
-from .plan import step_notes, stored_by_kind
-from .tables import Column, Table, Unit, printed
+from .page import Axis, Column, Curve, Figure, Lines, Mark, Page, Section, Step, Table, Unit, Verdict
+from .page.measured import is_of, measured_step, with_measured
+from .plan import plan_page, step_notes, stored_by_kind
+from .recording import views_title
 
 
 @dataclass(frozen=True)
@@ -88,18 +84,97 @@ class Trained:
         return f"{parts}, and {len(names)} of {len(self.managed.state)} tensors of weights and buffers differ{some}"
 
 
-def training_report(trained: Trained, note: str | None = None) -> RenderableType:
-    """Tables and notes about a training run; simulated times are marked."""
-    lines = [_headline(trained), moved(trained), *_whole_step(trained)]
-    lines += [_losses(trained), _times(trained)]
-    if trained.identical:
-        tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
-        lines.append(f"identical: losses and {tensors} are equal to {_plain(trained)} to the last bit")
-    elif trained.reference is not None:
-        lines.append(f"DIFFERENT from {_plain(trained)}: {trained.difference}")
-    if note:
-        lines.append(note)
-    return Group(Text(title_of(trained)), "", printed(peaks_table(trained)), "", *(Text(line) for line in lines))
+def training_page(trained: Trained, title: str | None = None) -> Page:
+    """The page of a run: what was measured, then the simulated plan."""
+    record = trained.managed.record
+    measured = ", but for those that say measured" if record is not None and record.steps else ""
+    tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
+    equal = f"identical: losses and {tensors} are equal to {_plain(trained)} to the last bit"
+    return Page(
+        title or title_of(trained),
+        _verdict(trained),
+        (peaks_table(trained), _loss_chart(trained), _time_chart(trained), lambda: _views(trained)),
+        (
+            f"each step {moved(trained)}",
+            f"losses {' '.join(f'{loss:.6g}' for loss in trained.managed.losses)}",
+            _times(trained),
+            *([equal] if trained.identical else []),
+            *_whole_step(trained),
+            f"The peak, the losses and the times of steps were measured on this machine; the plan is simulated{measured}.",
+        ),
+    )
+
+
+def _views(trained: Trained) -> list[Section]:
+    """The views and tables of the plan, and the last step as it was measured where the run was recorded."""
+    record, plan = trained.managed.record, trained.plan
+    views, *tables = plan_page(plan, "", trained.options.placer).sections
+    if record is None or not record.steps or not isinstance(views, Step):
+        return [views, *tables]
+    if is_of(record, plan.graph):
+        return [with_measured(views, record, [plan.graph]), *tables]
+    return [views, measured_step(record, views_title(record)), *tables]
+
+
+def _verdict(trained: Trained) -> Verdict:
+    run, plan = trained.managed, trained.plan
+    good = run.measured_peak_bytes <= plan.asked_bytes and trained.identical is not False
+    text = f"Trained within {format_bytes(plan.asked_bytes)}" if good else f"Trained with {format_bytes(run.measured_peak_bytes)} of a budget of {format_bytes(plan.asked_bytes)}"  # fmt: skip
+    # Whether the numbers are the reference's.
+    if trained.identical is not None:
+        text += (
+            ", with the same numbers to the last bit"
+            if trained.identical
+            else f", but with other numbers: {trained.difference}"
+        )
+    figures = (
+        Figure("measured peak", format_bytes(run.measured_peak_bytes), f"{percent(run.measured_peak_bytes, plan.asked_bytes)} of the budget"),
+        Figure("planned peak", format_bytes(run.planned_peak_bytes)),
+        _unmanaged(trained),
+        Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
+        Figure("usual step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
+        *_slowdown(trained),
+    )  # fmt: skip
+    return Verdict(text, good, figures)
+
+
+def _slowdown(trained: Trained) -> list[Figure]:
+    """The step time relative to a run without Overspill, if measured."""
+    if trained.reference is None or not (plain := usual_step_seconds(trained.reference)):
+        return []
+    ratio = usual_step_seconds(trained.managed) / plain
+    return [Figure("slowdown", f"{ratio:.3f}", f"measured, {format_seconds(plain)} without Overspill")]
+
+
+def _unmanaged(trained: Trained) -> Figure:
+    """The peak without Overspill, measured or else planned."""
+    planned, reference = trained.plan.unmanaged_peak_bytes, trained.reference
+    whole = planned if reference is None else reference.measured_peak_bytes
+    share = f"the run took {percent(trained.managed.measured_peak_bytes, whole)} of it"
+    note = f"planned, {share}" if reference is None else f"measured, {share}; planned {format_bytes(planned)}"
+    return Figure("unmanaged peak", format_bytes(whole), note)
+
+
+def _loss_chart(trained: Trained) -> Lines:
+    curves = [_curve("with Overspill", trained.managed.losses)]
+    if trained.reference is not None:
+        curves.append(_curve("without", trained.reference.losses, dashed=True))
+    return Lines("Losses", Axis("step"), Axis("loss"), tuple(curves))
+
+
+def _time_chart(trained: Trained) -> Lines:
+    curves = [_curve("with Overspill", trained.managed.step_seconds)]
+    if trained.reference is not None:
+        curves.append(_curve("without", trained.reference.step_seconds, dashed=True))
+    note = "Measured on this machine. The first step captures, plans and compiles."
+    if trained.managed.record is not None:
+        note += " What each step did was recorded, which takes a little time."
+    marks = (Mark("usual step", usual_step_seconds(trained.managed)),)
+    return Lines("Time of each step", Axis("step"), Axis("step time", Unit.SECONDS), tuple(curves), marks, note)
+
+
+def _curve(name: str, values: list[float], *, dashed: bool = False) -> Curve:
+    return Curve(name, list(range(1, len(values) + 1)), values, dashed=dashed)
 
 
 def title_of(trained: Trained) -> str:
@@ -142,23 +217,15 @@ def _of_card(trained: Trained) -> list[tuple[str, int]]:
     ]
 
 
-def _headline(trained: Trained) -> str:
-    measured, unmanaged = trained.managed.measured_peak_bytes, trained.plan.unmanaged_peak_bytes
-    return (
-        f"measured peak {format_bytes(measured)} of a {format_bytes(trained.plan.asked_bytes)} budget; "
-        f"unmanaged {format_bytes(unmanaged)} ({percent(measured, unmanaged)})"
-    )
-
-
 def moved(trained: Trained) -> str:
-    """What each step offloaded and recomputed, in words."""
+    """What a step offloaded and recomputed, in words."""
     plan = trained.plan
     again = (
         f"recomputed {count(plan.recomputed_ops, 'op')} ({format_flops(plan.recomputed_flops)})"
         if plan.recomputed_ops
         else "recomputed nothing"
     )
-    return f"each step moved {format_bytes(trained.managed.offloaded_bytes)} to the {trained.options.store} store and {again}"
+    return f"moved {format_bytes(trained.managed.offloaded_bytes)} to the {trained.options.store} store and {again}"
 
 
 def _whole_step(trained: Trained) -> list[str]:
@@ -171,10 +238,6 @@ def _whole_step(trained: Trained) -> list[str]:
             "on the device"
         )
     return notes
-
-
-def _losses(trained: Trained) -> str:
-    return f"losses {' '.join(f'{loss:.6g}' for loss in trained.managed.losses)}"
 
 
 def _times(trained: Trained) -> str:

@@ -23,10 +23,10 @@ from overspill.report.page import (
     Table,
     Unit,
     Verdict,
-    addresses,
     write_page,
 )  # fmt: skip
-from overspill.report.pages.plan import plan_page
+from overspill.report.page.step import addresses
+from overspill.report.plan import plan_page
 
 if TYPE_CHECKING:
     from .conftest import Browser

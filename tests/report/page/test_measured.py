@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core import Graph, TensorKind, Verb
-from overspill.report.page import Page, Run, Step, Verdict, measured_step, step, with_measured, write_page
-from overspill.report.page.step import VERBS
-from overspill.report.pages.recording import recording_page
-from overspill.report.recording import Recording
+from overspill.report.page import Page, Run, Step, Verdict, write_page
+from overspill.report.page.measured import measured_step, with_measured
+from overspill.report.page.step import VERBS, step
+from overspill.report.recording import Recording, recording_page
 from overspill.runtime.recording.record import Label, Measured, MemoryChange, RunRecord, StepFacts
 
 if TYPE_CHECKING:

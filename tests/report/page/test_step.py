@@ -15,8 +15,8 @@ from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
-from overspill.report.page import Run, addresses, step
-from overspill.report.page.step import run
+from overspill.report.page import Run
+from overspill.report.page.step import addresses, run, step
 from overspill.simulate import check, owned_trace, simulate
 from overspill_papers.policies.lms import LargeModelSupport
 

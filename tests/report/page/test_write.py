@@ -13,8 +13,9 @@ import pytest
 
 from overspill.core.errors import RequestError
 from overspill.plans.plan import Plan
-from overspill.report.page import Column, Page, Table, Unit, Verdict, page_text, step, write_page
+from overspill.report.page import Column, Page, Table, Unit, Verdict, page_text, write_page
 from overspill.report.page.encode import MOST_LETTERS, _column, visible
+from overspill.report.page.step import step
 
 NAMES = (
     "</script><b>",

@@ -4,10 +4,6 @@ from overspill.report.tables import Column as Column
 from overspill.report.tables import Table as Table
 from overspill.report.tables import Unit as Unit
 
-from .measured import is_of as is_of
-from .measured import last_step as last_step
-from .measured import measured_step as measured_step
-from .measured import with_measured as with_measured
 from .sections import Axis as Axis
 from .sections import Curve as Curve
 from .sections import Figure as Figure
@@ -24,8 +20,6 @@ from .sections import Step as Step
 from .sections import Tensors as Tensors
 from .sections import Verdict as Verdict
 from .sections import Words as Words
-from .step import addresses as addresses
-from .step import step as step
 from .write import check_page as check_page
 from .write import page_text as page_text
 from .write import write_page as write_page

@@ -28,7 +28,8 @@ _IN_HTML = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 
 def encode(page: Page) -> str:
     """`page` as JSON that cannot end a `<script>` element."""
-    content = _plain(page) | {"notes": [visible(note, MOST_OF_A_NOTE) for note in page.notes]}
+    content = {name: _plain(getattr(page, name)) for name in ("title", "verdict", "sections")}
+    content["notes"] = [visible(note, MOST_OF_A_NOTE) for note in page.notes]
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_IN_HTML)
 
 

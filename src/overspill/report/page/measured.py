@@ -12,8 +12,9 @@ import numpy as np
 from overspill.core import COPIES, Graph, Stream, Verb
 from overspill.runtime.recording.record import Label, Measured, MemoryChange, RunRecord
 
+from .columns import integers
 from .sections import Integers, Ops, Run, Step, Tensors
-from .step import STREAMS, VERBS, integers, of_graph
+from .step import STREAMS, VERBS, of_graph
 
 OUTSIDE = "outside planned ops"
 MOVED = "moved between steps"

@@ -1,13 +1,14 @@
 """The parts of a report: verdict, tables, charts and linked views.
 
-Nothing here knows what a plan or an estimate is. Numbers stay numbers, and the page writes them in the unit that is said:
+Nothing here knows what a plan or an estimate is. Numbers stay numbers, and who shows them writes them in their unit:
 so a reader can sort a table, and read exact bytes off a curve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,13 +251,22 @@ Section = Table | Lines | Points | Step
 
 @dataclass(frozen=True)
 class Page:
-    """A report.
-
-    `subtitle` says of what job it is, `notes` what a reader must know besides.
-    """
+    """The description of a result, which a page, a terminal and a notebook show."""
 
     title: str
     verdict: Verdict
-    sections: tuple[Section, ...]
+    parts: tuple[Section | Callable[[], Sequence[Section]], ...]
+    """Sections that only the page has, and that take a while to make, come from a function."""
     notes: tuple[str, ...] = ()
-    subtitle: str = ""
+    """What a reader must know besides."""
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """All sections, with the views."""
+        found = (part() if callable(part) else (part,) for part in self.parts)
+        return tuple(section for sections in found for section in sections)
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables that a terminal shows too."""
+        return [part for part in self.parts if isinstance(part, Table)]

@@ -15,10 +15,10 @@ from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.replay import layout_of
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
-from overspill.report.plan import limits_of
 from overspill.simulate import owned_trace
 
-from .sections import Frames, Integers, Mark, Ops, Run, Step, Tensors, Words
+from .columns import columns_of, frames_of, integers, shape_of
+from .sections import Mark, Ops, Run, Step, Tensors, Words
 
 STREAMS = tuple(Stream)
 VERBS = tuple(Verb)
@@ -40,6 +40,16 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
     plain = run(plan.graph, Liveness().plan(plan.graph, plan.device), plan.unmanaged_timeline, "unmanaged", placer)
     views = of_graph(plan.graph, (replace(planned, marks=tuple(taken)), plain), title, (budget,))
     return views if is_placed else replace(views, note=_above(plan, planned))
+
+
+def limits_of(plan: Plan) -> list[tuple[str, int]]:
+    """The limits of a plan's live bytes: budget and allocator.
+
+    For a card, also what the allocator takes for them.
+    """
+    if plan.device_bytes is None or plan.reserved_bytes is None:
+        return [("budget", plan.budget_bytes)]
+    return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
 
 
 def _above(plan: Plan, planned: Run) -> str:
@@ -190,19 +200,6 @@ def addresses(
     return Step(title, (), tensors, ops, (found,), marks, frames=frames_of(frames), words=words)
 
 
-def frames_of(frames: Sequence[Frame]) -> Frames:
-    """Lines of Python as columns."""
-    files = {file: number for number, file in enumerate(dict.fromkeys(frame.file for frame in frames))}
-    return Frames(
-        files=tuple(files),
-        file=integers(files[frame.file] for frame in frames),
-        line=integers(frame.line for frame in frames),
-        function=[frame.function for frame in frames],
-        caller=integers(frame.caller for frame in frames),
-        backward=integers(frame.backward for frame in frames),
-    )
-
-
 def _layout(trace: Trace, placer: str) -> Layout | None:
     """The layout by an allocator or a solver; None if it fails."""
     check_placer(placer)
@@ -211,28 +208,6 @@ def _layout(trace: Trace, placer: str) -> Layout | None:
     return layout_of(trace, placer)
 
 
-def shape_of(shape: Sequence[int], dtype: str) -> str:
-    """A tensor's shape and dtype for a reader, as `32x64 float32`.
-
-    Empty where it is not known.
-    """
-    return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}" if dtype else ""
-
-
 def _size_class(nbytes: int) -> str:
     least = next((size for size in _SIZES if nbytes >= size), 0)
     return f"{format_bytes(least)} and more" if least else f"less than {format_bytes(_SIZES[-1])}"
-
-
-def integers(numbers: Iterable[int]) -> Integers:
-    """Numbers as a column of 64-bit integers."""
-    return np.fromiter(numbers, dtype=np.int64)
-
-
-def columns_of(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """Rows of numbers as two columns.
-
-    Where each row begins, and the numbers of all.
-    """
-    first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    return first, integers(number for row in rows for number in row)

@@ -2,7 +2,7 @@
 
 function build() {
   document.body.append(TOOLTIP);
-  const header = el("header", {}, el("div", {}, el("h1", {}, CONTENT.title), CONTENT.subtitle ? el("p", {}, CONTENT.subtitle) : null), themeButton());
+  const header = el("header", {}, el("div", {}, el("h1", {}, CONTENT.title)), themeButton());
   const verdict = CONTENT.verdict;
   const tone = verdict.good === null ? "plain" : verdict.good ? "good" : "bad";
   const sign = { good: "✓", bad: "✕", plain: "" }[tone];
