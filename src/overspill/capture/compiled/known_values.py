@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from overspill.capture.frames import Stack, shown_path, stack_within
 from overspill.capture.higher_order import fake_rule
+from overspill.capture.masks import by_positions
 from overspill.core.errors import UnsupportedError
 from overspill.pytorch.dispatch import (
     DisableAutocast,
@@ -37,7 +38,7 @@ from overspill.pytorch.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
 )
-from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.schemas import argument, written_arguments
 from overspill.pytorch.storages import storage_key
 from overspill.pytorch.trees import tree_leaves, tree_map_only
 
@@ -46,8 +47,7 @@ from .joint import call_draws
 
 aten = torch.ops.aten
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-_MASKS = (torch.bool, torch.uint8)
-_DRAWS = frozenset(
+_OF_FIXED_COUNT = frozenset(
     getattr(aten, name)
     for name in (
         "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "uniform",
@@ -56,8 +56,8 @@ _DRAWS = frozenset(
     )
 )  # fmt: skip
 """Ops whose number of draws does not depend on the values of their tensors."""
-SHAPE_FOLLOWS: dict[Any, tuple[int, Any] | None] = {
-    aten._ctc_loss.Tensor: (3, aten.max.default),  # the longest target
+SHAPE_FOLLOWS: dict[Any, tuple[str, Any] | None] = {
+    aten._ctc_loss.Tensor: ("target_lengths", aten.max.default),  # the longest target
     aten._ctc_loss.default: None,
 }
 """Ops whose result shapes follow from a number: the argument it comes from and the op that computes it.
@@ -274,7 +274,7 @@ class KnownValues(FakeTensorMode):
         given = [leaf for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
         if any(not tensor.is_cpu for tensor in given):
             return
-        self._knows_draws &= func.overloadpacket in _DRAWS and kwargs.get("generator") is None
+        self._knows_draws &= func.overloadpacket in _OF_FIXED_COUNT and kwargs.get("generator") is None
         if not self._knows_draws:
             return
         # Later draws depend on this one, so it is recorded even if its arguments are unknown.
@@ -315,17 +315,17 @@ class KnownValues(FakeTensorMode):
         # A scalar is computed; for masks and indices a count of elements is enough.
         if func is aten._local_scalar_dense.default:
             return self._ask(self._call(aten.reshape.default, (args[0], []), {}), error).item()
-        if (made := _ANSWERS.get(func)) is not None:
+        if (made := _BY_COUNT.get(func)) is not None:
             return made(self, error, *args)
         if func is aten.index.Tensor:
             x, indices = args
-            rows = [row for index in indices for row in self._rows(index, error)]
+            rows = by_positions(indices, lambda mask: self._positions(mask, error))
             return super().dispatch(func, types, (x, rows), kwargs)
         # Shapes that depend on one number, then all other ops.
         if func in SHAPE_FOLLOWS:
             if (follows := SHAPE_FOLLOWS[func]) is not None:
-                position, number = follows
-                self._ask(self._call(number, (args[position],), {}), error)
+                name, number = follows
+                self._ask(self._call(number, (argument(func, args, kwargs, name),), {}), error)
             return self._shaped(func, args, kwargs)
         result = self._ask(self._call(func, args, kwargs), error)
         return tree_map_only(Tensor, self._like, result)
@@ -375,13 +375,11 @@ class KnownValues(FakeTensorMode):
         with self:
             return x.new_empty((len(data), *x.shape[2:])), batch_sizes
 
-    def _rows(self, index: Tensor | None, error: Exception) -> list[Tensor | None]:
-        """Return index tensors in place of a mask: one for each of its dimensions, of the real length."""
-        if index is None or index.dtype not in _MASKS:
-            return [index]
-        count = self._count(index, error)
+    def _positions(self, mask: Tensor, error: Exception) -> list[Tensor]:
+        """Return as many positions as a mask selects, one tensor for each of its dimensions."""
+        count = self._count(mask, error)
         with self:
-            return [torch.empty((count,), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+            return [torch.empty((count,), dtype=torch.int64, device=mask.device) for _ in range(mask.dim())]
 
     def _count(self, mask: Tensor, error: Exception) -> int:
         """Return the number of nonzero elements of `mask`."""
@@ -424,7 +422,7 @@ class KnownValues(FakeTensorMode):
         return self._values[node]
 
 
-_ANSWERS: dict[Any, Callable[..., Any]] = {
+_BY_COUNT: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: KnownValues._nonzero,
     aten.masked_select.default: KnownValues._masked,
     aten._pack_padded_sequence.default: KnownValues._packed,

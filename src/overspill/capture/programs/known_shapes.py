@@ -1,7 +1,8 @@
 """Give Inductor ops whose result shapes follow from values (`nonzero`) as ops of the shapes that were captured.
 
-Inductor runs each op on fake tensors again, which have no values. So an op of our own takes its place: it does the same,
-and has results of these shapes. Guards see to it that the values give them (`capture/compiled/known_values.py`).
+Inductor runs each op on fake tensors again, which have no values. So an op of Overspill takes its place: it does the
+same, and has results of these shapes. Guards make sure that the values give these shapes
+(`capture/compiled/known_values.py`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from overspill.capture.masks import is_mask
 from overspill.pytorch.dispatch import OpOverload, schema_of
+from overspill.pytorch.schemas import node_argument
 from overspill.pytorch.trees import tree_map_only
 
 KNOWN_SHAPES = "overspill_known_shapes"
-"""Namespace of these ops."""
+"""Namespace of the ops of known shapes."""
 _made_up = ContextVar("overspill_values_made_up", default=False)
 _LIBRARY = torch.library.Library(KNOWN_SHAPES, "DEF")
-_MASKS = (torch.bool, torch.uint8)
 
 
 @contextmanager
 def values_made_up() -> Iterator[None]:
-    """Inside the block, ops of any other shapes have results of the captured ones, without values."""
+    """Inside the block, give these ops results of the captured shapes, without values, for any inputs."""
     token = _made_up.set(True)
     try:
         yield
@@ -43,14 +45,14 @@ def with_known_shapes(graph: fx.Graph) -> None:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether the shape really follows from values: that of an index only with a mask in it."""
+    """Return whether the shape really follows from values: that of an index does only if it has a mask."""
     if node.target is not torch.ops.aten.index.Tensor:
         return True
-    return any(index is not None and index.meta["val"].dtype in _MASKS for index in node.args[1])
+    return any(index is not None and is_mask(index.meta["val"]) for index in node_argument(node, "indices"))
 
 
 def _op_of(op: OpOverload, values: Any) -> OpOverload:
-    """An op like `op` with results like `values`; its name says which, for Inductor's cache."""
+    """Return an op like `op` with results like `values`; its name identifies both, for Inductor's cache."""
     like = tree_map_only(Tensor, lambda t: (tuple(t.shape), t.stride(), t.dtype, t.device), values)
     name = f"{op.name().replace('::', '_').replace('.', '_')}_{hashlib.sha256(repr(like).encode()).hexdigest()[:16]}"
 
@@ -70,7 +72,7 @@ def _op_of(op: OpOverload, values: Any) -> OpOverload:
 
 
 def _blank(like: Any) -> Any:
-    """Tensors of these shapes, strides, dtypes and devices: one, or a tuple of several."""
+    """Return uninitialized tensors of these shapes, strides, dtypes and devices: one, or a tuple of several."""
     if isinstance(like[0][0], tuple):
         return tuple(map(_blank, like))
     shape, strides, dtype, device = like

@@ -127,7 +127,7 @@ _PROGRESS = ("ys >", "abs(gtd_new) <=", "bracket_f[0] <= bracket_f[-1]")
 
 
 # (files below torch, function or all) -> the answer.
-_ANSWERS = {
+_ASSUMED = {
     ("optim/", ""): False,  # the larger of a known bound and a norm is the bound; an average has not begun
     ("nn/functional.py", "gaussian_nll_loss"): False,  # no variance is negative
     ("nn/modules/transformer.py", "_detect_is_causal_mask"): True,  # a square mask is the causal one
@@ -146,7 +146,7 @@ def goes_on(frame: FrameType | None) -> bool | None:
         file = frame.f_code.co_filename.removeprefix(_TORCH)
         found = [
             answer
-            for (where, name), answer in _ANSWERS.items()
+            for (where, name), answer in _ASSUMED.items()
             if file.startswith(where) and name in {"", frame.f_code.co_name}
         ]
         return found[0] if found and file != frame.f_code.co_filename else None

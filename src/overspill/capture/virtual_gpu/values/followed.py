@@ -41,7 +41,11 @@ _MULTIPLY = (
 _WITHOUT_VALUES = ("empty", "new_empty", "resize")
 _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 _HOST = torch.device("cpu")
-_DRAWS = {aten.randint.default, aten.randint.low, aten.randperm.default}  # of whole numbers; on the host they are data
+_DRAWN_DATA = {
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+}  # of whole numbers; on the host they are data
 _kept_bytes = 0
 
 
@@ -152,7 +156,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Te
 
 
 def _is_data(func: Any, kwargs: dict[str, Any]) -> bool:
-    return func in _DRAWS and (kwargs.get("device") or _HOST) == _HOST
+    return func in _DRAWN_DATA and (kwargs.get("device") or _HOST) == _HOST
 
 
 def _real(value: Any, written: Sequence[Tensor]) -> Any:

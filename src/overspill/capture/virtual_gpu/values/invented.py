@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.capture.masks import by_positions, is_mask
 from overspill.pytorch.dispatch import DisableTorchDispatch, schema_of
 from overspill.pytorch.fake_tensors import DynamicOutputShapeException, FakeTensor
 from overspill.pytorch.schemas import argument, arguments
@@ -34,7 +35,6 @@ FRACTION, WHOLE, TRUTH = 0.5, 1, False
 
 Place = tuple[str, int]
 Observe = Callable[..., Any]
-_MASKS = (torch.bool, torch.uint8)
 
 
 class Invented:
@@ -135,7 +135,7 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
         if followed.touches_unknown(func, args, kwargs) and not schema_of(func).is_mutable:
             args, kwargs = tree_map(lambda one: followed.without_values(one, fake_mode()), (args, kwargs))
         # A value: known, or invented.
-        if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
+        if func in _READS and any(isinstance(value, FakeTensor) for value in args):
             return _answered(observe, invented, func, args, kwargs, compute)
         # A shape that depends on values: known, or the largest.
         if func is aten._pack_padded_sequence.default:
@@ -160,9 +160,7 @@ def _answered(observe: Observe, invented: Invented | None, func: Any, args: Any,
     """The value that `func` reads."""
     if (known := followed.computed(func, args, kwargs)) is not None:
         return known
-    return (
-        observe(func, args, kwargs, compute) if invented is None else _ANSWERS[func](invented, args, sys._getframe(2))
-    )
+    return observe(func, args, kwargs, compute) if invented is None else _READS[func](invented, args, sys._getframe(2))
 
 
 def _shaped(observe: Observe, invented: Invented | None, func: Any, args: Any, kwargs: Any, compute: Any) -> Any:
@@ -211,18 +209,10 @@ def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
         if not any(isinstance(tensor, FakeTensor) for tensor in args):
             return None
         return lambda: aten.index.Tensor(*_expanded(*args))
-    if func is not aten.index.Tensor or not any(index is not None and index.dtype in _MASKS for index in args[1]):
+    if func is not aten.index.Tensor or not any(map(is_mask, args[1])):
         return None
 
-    # Each mask becomes the positions that it selects.
-    def index() -> Any:
-        positions: list[Tensor | None] = []
-        for given in args[1]:
-            masked = given is not None and given.dtype in _MASKS
-            positions += given.nonzero().unbind(1) if masked else [given]
-        return aten.index.Tensor(args[0], positions)
-
-    return index
+    return lambda: aten.index.Tensor(args[0], by_positions(args[1], lambda mask: mask.nonzero().unbind(1)))
 
 
 def _expanded(x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -275,7 +265,7 @@ def _scalar(invented: Invented, args: Any, frame: FrameType) -> Any:
     return value_of(args[0])
 
 
-_ANSWERS: dict[Any, Callable[[Invented, Any, FrameType], Any]] = {
+_READS: dict[Any, Callable[[Invented, Any, FrameType], Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.equal.default: lambda invented, _, frame: invented.decide(frame, TRUTH),
     # A test whether tensors are close is a test of something that is right.
