@@ -5,11 +5,11 @@ Each tensor's device copy is in one of four states, and its store copy is valid 
     ABSENT ──Run/Recompute that writes it──▶ PRESENT ──Offload──▶ LEAVING ──AwaitOffload──▶ PRESENT (and stored)
     ABSENT ──Prefetch (if stored)──▶ ARRIVING ──AwaitPrefetch──▶ PRESENT ──Free──▶ ABSENT
 
-A persistent tensor starts PRESENT, or in the store if the schedule says so; it is freed only while the store has it.
-The store has a copy of movable tensors that no op writes from the start, since they have been there in an earlier step.
-A tensor that is LEAVING can still be read, not written or freed. One that is ARRIVING takes its bytes already but
-cannot be read. Start begins a collective: its results are ARRIVING until its Run or Recompute, and what it reads may
-until then be neither freed nor written. This file shares no code with the policies or with the clocked machine.
+A persistent tensor starts PRESENT, or in the store if the schedule says so. It is freed only while the store has it.
+Movable tensors that no op writes have a copy in the store from the start, because an earlier step offloaded them. A
+LEAVING tensor can still be read, not written or freed. An ARRIVING one takes its bytes already but cannot be read.
+Start begins a collective: its results are ARRIVING until its Run or Recompute. Until then the tensors that it reads may
+be neither freed nor written. This file shares no code with the policies or with the clocked machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CheckResult:
 
 
 def check(graph: Graph, schedule: Schedule) -> CheckResult:
-    """The peak of `schedule` on `graph`, in bytes, once it is valid.
+    """Check that `schedule` is valid on `graph`, and return its peak in bytes.
 
     Raises InvalidSchedule if it breaks a rule or its budget.
     """
@@ -62,7 +62,7 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
 
 
 def _live_at(graph: Graph, schedule: Schedule, index: int) -> tuple[int, ...]:
-    """The tensors on the device during instruction `index`, found by replaying up to it."""
+    """Return the tensors on the device during instruction `index`, found by replaying up to it."""
     machine = _Machine(graph, schedule.stored)
     for position, instruction in enumerate(schedule.instructions[: index + 1]):
         machine.execute(instruction, position)
@@ -73,7 +73,7 @@ _PHASES = tuple(Phase)
 
 
 def _versions_in_order(graph: Graph) -> list[tuple[int, ...]]:
-    """For each op, how often its tensors were written before it, in the graph's order."""
+    """Return for each op how often its tensors were written before it, in the graph's order."""
     version = [0] * len(graph.tensors)
     seen = []
     for op in graph.ops:
@@ -246,7 +246,7 @@ class _Machine:
         self._note_peak(0, index)
 
     def _end(self, op: Op, index: int) -> bool:
-        """Wait for a collective if it has been started; whether it has."""
+        """Wait for a collective if it has been started, and return whether it had."""
         if op.id not in self.started:
             return False
         self._note_peak(0, index)
@@ -301,7 +301,7 @@ class _Machine:
         return among[instruction.target]
 
     def spell(self, instruction: Instruction) -> str:
-        """The instruction as text: verb and target."""
+        """Return the instruction as text: verb and target."""
         try:
             return f"{instruction.verb} {self._find(instruction).name}"
         except InvalidSchedule:

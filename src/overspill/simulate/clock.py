@@ -8,15 +8,15 @@ from overspill.core import HOST, Device, Event, Graph, Instruction, Schedule, St
 
 
 def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> Timeline:
-    """The Timeline of `schedule` on `device`; op `i` takes `seconds[i]` by itself.
+    """Return the Timeline of `schedule` on `device`; op `i` takes `seconds[i]` by itself.
 
-    Transfers of one direction follow one another; on a half-duplex link those of both do. A transfer starts when it is
-    issued and the link is free. While it runs, ops are slowed down by the device's `transfer_compute_share`. Collectives
-    do the same on a stream of their own: compute waits for one where its op runs.
+    Transfers of one direction follow one another; on a half-duplex link those of both directions do. A transfer starts
+    when it is issued and the link is free. While it runs, ops are slowed down by the device's `transfer_compute_share`.
+    Collectives do the same on a stream of their own: compute waits for one where its op runs.
 
-    The host issues one instruction after another, and nothing starts before it is issued: an op takes the host the
+    The host issues one instruction after another, and nothing starts before it is issued. An op takes the host the
     device's `op_overhead_seconds` (part of the op's own time too), a transfer its `transfer_host_seconds`. A GPU runs
-    behind its host, which never waits; a CPU runs ops itself, so that there transfers hold up compute.
+    behind its host, which never waits. A CPU runs ops itself, so transfers hold up compute there.
     """
     clock = _Clock(graph, device, seconds, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
@@ -76,7 +76,7 @@ class _Clock:
         self.times.append(self.now)
 
     def _start(self, index: int, instruction: Instruction, *, again: bool) -> int:
-        """Begin a collective; returns the bytes on the device from then on."""
+        """Begin a collective, and return the bytes on the device from then on."""
         op = self.graph.ops[instruction.target]
         writes = op.recompute_writes if again else op.writes
         besides = op.workspace_of(instruction.algorithm)
@@ -94,7 +94,7 @@ class _Clock:
         return self.bytes
 
     def _end(self, index: int, instruction: Instruction) -> int:
-        """Wait for a collective, which begins here if it has not; returns the most bytes on the device meanwhile."""
+        """Wait for a collective, which begins here if it has not, and return the most bytes on the device meanwhile."""
         op = self.graph.ops[instruction.target]
         if op.id not in self.flying:
             self._start(index, instruction, again=instruction.verb is Verb.RECOMPUTE)
@@ -111,7 +111,7 @@ class _Clock:
                 self.bytes += self.nbytes[tensor]
 
     def _compute(self, index: int, instruction: Instruction) -> int:
-        """Run one op; returns the most bytes on the device meanwhile."""
+        """Run one op, and return the most bytes on the device meanwhile."""
         op = self.graph.ops[instruction.target]
         again = 0
         if instruction.verb is Verb.RECOMPUTE:

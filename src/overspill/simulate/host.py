@@ -18,10 +18,10 @@ class Issue:
 
 
 def issues_of(schedule: Schedule, device: Device, timeline: Timeline) -> Iterator[Issue]:
-    """Times at which the host issues instructions of `schedule`, in order.
+    """Yield the times at which the host issues instructions of `schedule`, in order.
 
-    `timeline` is what `simulate` returned for it on `device`. On a CPU, which runs ops itself, only transfers: compute
-    stands still meanwhile.
+    `timeline` is the result of `simulate` for it on `device`. A CPU runs ops itself, so only its transfers are issued:
+    compute stands still meanwhile.
     """
     host = 0.0
     started: set[int] = set()  # collectives that run

@@ -25,21 +25,21 @@ STAYING = frozenset({LayerType.LINEAR, LayerType.SOFTMAX, LayerType.LOSS, LayerT
 
 
 def trace_of(graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()) -> Trace:
-    """The trace of `schedule` on `graph`, without the owners of `owned_trace`."""
+    """Return the trace of `schedule` on `graph`, without the owners of `owned_trace`."""
     return owned_trace(graph, schedule, groups)[0]
 
 
 def owned_trace(
     graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()
 ) -> tuple[Trace, tuple[int, ...]]:
-    """Blocks that `schedule` allocates, and their owners: tensor, or `-1 - op`.
+    """Return the blocks that `schedule` allocates, and their owners: a tensor, or `-1 - op`.
 
     Positions count instructions; a workspace is a block of its own. Ops of one of `groups`, which must be adjacent, run
     in one call: their workspaces are live together.
 
     The lower bound of this trace is the peak that `check` finds. Blocks have the mobility of Dymem's Algorithm 3, which
-    is about feature maps and their gradients; workspaces are temporary, and weights and their gradients movable, for
-    they stay where they are.
+    is about feature maps and their gradients. Workspaces are temporary. Weights and their gradients are movable,
+    because they stay where they are.
     """
     device = _Device(graph, schedule)
     together = {op: (place, len(group)) for group in groups for place, op in enumerate(group)}
@@ -74,15 +74,14 @@ def owned_trace(
 
 @dataclass
 class _Stay:
-    """A tensor's stay on the device: start, maker, and layers that read it.
-
-    `maker` is None for a prefetch. `waits`: made in forward, and not read by the layer that ran next.
-    """
+    """A tensor's stay on the device: start, maker, and layers that read it."""
 
     since: int
     maker: Op | None = None
+    """None for a prefetch."""
     readers: set[str] = field(default_factory=set)
     waits: bool = False
+    """Whether it was made in forward, and not read by the layer that ran next."""
 
     def read_by(self, layer: str) -> None:
         if self.maker is None or self.maker.layer != layer:
@@ -139,7 +138,7 @@ class _Device:
             self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY, 0, -1 - op.id))
 
     def begin(self, position: int, op: Op) -> None:
-        """Begin a collective, whose results are there from now on."""
+        """Begin a collective, whose results are allocated from now on."""
         again = op.id in self._ended
         writes = op.recompute_writes if again else op.writes
         self._twice[op.id] = sum(self._graph.tensors[t].nbytes for t in writes if t in self.stays) if again else 0
@@ -147,7 +146,7 @@ class _Device:
             self.stays.setdefault(tensor, _Stay(position, op))
 
     def end(self, since: int, position: int, op: Op, instruction: Instruction) -> None:
-        """Wait for a collective, whose workspace was there all the while."""
+        """Wait for a collective, whose workspace was live all the while."""
         self._ended.add(op.id)
         reads, writes = (
             (op.reads, op.writes) if instruction.verb is Verb.RUN else (op.recompute_reads, op.recompute_writes)
@@ -163,7 +162,7 @@ class _Device:
         self._blocks.append((stay.since, position, made.nbytes, made.name, mobility, len(stay.readers), tensor))
 
     def trace(self) -> Trace:
-        """All blocks, numbered by start."""
+        """Return all blocks, numbered by start."""
         return Trace(
             tuple(
                 Block(i, start, end, nbytes, name, mobility=mobility, references=references)
@@ -172,5 +171,5 @@ class _Device:
         )
 
     def owners(self) -> tuple[int, ...]:
-        """The owner of each block, as in `owned_trace`."""
+        """Return the owner of each block, as in `owned_trace`."""
         return tuple(owner for *_, owner in sorted(self._blocks))
