@@ -36,7 +36,7 @@ IDEAS = {
 
 
 def policy_named(name: str | Policy) -> Policy:
-    """The policy `NAME` or `NAME:P=V,Q`, with parameters; a policy is itself. Raises RequestError."""
+    """Return the policy `NAME` or `NAME:P=V,Q`, with parameters; a policy is itself. Raises RequestError."""
     if isinstance(name, Policy):
         return name
     if not isinstance(name, str):
@@ -49,7 +49,10 @@ def policy_named(name: str | Policy) -> Policy:
 
 
 def policies_in(text: str) -> tuple[str, ...]:
-    """The policies in `A,B:P=V,Q,C`, each once. What is a parameter of the policy before it belongs to it."""
+    """Return the policies in `A,B:P=V,Q,C`, each once.
+
+    A part that is a parameter of the policy before it belongs to that policy.
+    """
     found: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if found and _belongs(part, found[-1]):
@@ -60,7 +63,7 @@ def policies_in(text: str) -> tuple[str, ...]:
 
 
 def _belongs(part: str, policy: str) -> bool:
-    """Whether `part` is a parameter of `policy`, which has others."""
+    """Return whether `part` is a parameter of `policy`, which has others."""
     name, colon, _ = policy.partition(":")
     if not colon or part in POLICIES:
         return False

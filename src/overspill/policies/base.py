@@ -50,31 +50,31 @@ class Policy(ABC):
     """Its own parameters, beside those of all policies."""
 
     def __init__(self, *, memory_optimal: bool = False) -> None:
-        """`memory_optimal`: ops take their algorithm of least workspace, the papers' "(m)", not the fastest, "(p)"."""
+        """Set whether ops take their algorithm of least workspace ("(m)" in papers), or the fastest ("(p)")."""
         self.memory_optimal = memory_optimal
 
     @classmethod
     def every_parameter(cls) -> tuple[Parameter, ...]:
-        """Its parameters and those of all policies."""
+        """Return its parameters and those of all policies."""
         return (*cls.parameters, MEMORY_OPTIMAL)
 
     def spelled(self, **chosen: Any) -> str:
-        """The name with all parameters that are set, or `chosen`, as `policy_named` reads it."""
+        """Return the name with all parameters that are set, or `chosen`, as `policy_named` reads it."""
         text = spelled_parameters(self.every_parameter(), vars(self) | chosen)
         return f"{self.name}:{text}" if text else self.name
 
     def __str__(self) -> str:
-        """The name with its parameters."""
+        """Return the name with its parameters."""
         return self.spelled()
 
     def note_on(self, graph: Graph) -> str | None:
-        """What one must know of its plans of `graph`, if anything."""
+        """Return a note that a user must know about its plans of `graph`, if any."""
         return FEATURE_MAPS_ALONE if self.moves_all and not graph.whole_step else None
 
     def plan(
         self, graph: Graph, device: Device, budget_bytes: int | None = None, times: MeasuredTimes | None = None
     ) -> Schedule:
-        """The schedule of this policy; within `budget_bytes` if it plans for budgets.
+        """Plan `graph` by this policy, within `budget_bytes` if it plans for budgets.
 
         Raises InfeasibleBudget if it cannot meet the budget, and PolicyError if a policy of another package fails.
         """
@@ -99,7 +99,7 @@ class Policy(ABC):
         return self._named(unfolded(made, choice))
 
     def _named(self, made: Schedule) -> Schedule:
-        """`made` under the name of this policy, with what it chose itself."""
+        """Return `made` under the name of this policy, with the parameters that it chose itself."""
         if isinstance(made, Schedule) and made.policy == self.name:
             return replace(made, policy=self.spelled())
         return made
@@ -120,4 +120,4 @@ class Policy(ABC):
 
     @abstractmethod
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        """The schedule; op `i` takes `seconds[i]` with its fastest algorithm."""
+        """Return the schedule; op `i` takes `seconds[i]` with its fastest algorithm."""

@@ -1,6 +1,6 @@
-"""`checkpoint` and `checkpoint-cost`: recomputation in segments (Chen et al. 2016).
+"""`checkpoint` and `checkpoint-cost`: recomputation in segments.
 
-"Training Deep Nets with Sublinear Memory Cost".
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Checkpoint(Policy):
     """Keep feature maps at about √n segment boundaries, recompute the rest (§4.1).
 
     A boundary is put where the fewest bytes cross, within half a segment of its even place. The last segment is kept,
-    since backward begins with it. Ops that may not be recomputed (random numbers, mutation) keep their outputs as well.
+    because backward begins with it. Ops that may not be recomputed (random numbers, mutation) keep their outputs as
+    well.
     """
 
     name = "checkpoint"
@@ -47,9 +48,9 @@ class CheckpointCost(Policy):
     """Recompute segments of b bytes, as cheaply as possible (§4.2, Alg. 3).
 
     The sizes b come from a grid. A segment ends where the fewest bytes cross, between half of b and b. Chen et al.
-    recompute every segment but the last; here only those that free most bytes per second of recomputation, up to fixed
-    shares of all. The plan taken is the fastest that fits; the grid does not depend on the budget, so a larger budget
-    is never slower.
+    recompute every segment but the last. Here only those that free most bytes per second of recomputation are, up to
+    fixed shares of all. The plan taken is the fastest that fits. The grid does not depend on the budget, so a larger
+    budget is never slower.
     """
 
     name = "checkpoint-cost"
@@ -79,7 +80,7 @@ class CheckpointCost(Policy):
 
 
 def dropped_sets(graph: Graph, seconds: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Sets of tensors to drop, for all sizes of segments and shares."""
+    """Yield sets of tensors to drop, for all sizes of segments and shares."""
     crossing = _crossing_bytes(graph)
     tried: set[tuple[int, ...]] = set()
     for segments in SEGMENTS:
@@ -96,14 +97,14 @@ def dropped_sets(graph: Graph, seconds: Sequence[float]) -> Iterator[tuple[int, 
 
 
 def _seconds_per_byte(graph: Graph, tensors: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds to recompute `tensors` at once, for each byte that dropping them frees."""
+    """Return the seconds to recompute `tensors` at once, for each byte that dropping them frees."""
     ops = range(graph.producer[tensors[0]], graph.producer[tensors[-1]] + 1)
     spent = sum(seconds[op] for op in ops if graph.ops[op].recomputable)
     return spent / max(1, sum(graph.tensors[t].nbytes for t in tensors))
 
 
 def _dropped(graph: Graph, cuts: Sequence[int]) -> list[list[int]]:
-    """For each segment but the last, recomputable feature maps that do not cross its end, in order."""
+    """Return for each segment but the last its recomputable feature maps that do not cross its end, in order."""
     dropped: list[list[int]] = [[] for _ in cuts]
     for tensor, producer in sorted(graph.producer.items(), key=lambda item: item[1]):
         last = graph.last_forward_use(tensor)
@@ -117,7 +118,7 @@ def _dropped(graph: Graph, cuts: Sequence[int]) -> list[list[int]]:
 
 
 def _crossing_bytes(graph: Graph) -> Positions:
-    """For each op, bytes made in forward before it and read in forward at or after it."""
+    """Return for each op the bytes made in forward before it and read in forward at or after it."""
     crossing = np.zeros(len(graph.ops) + 2, dtype=np.int64)
     for tensor, producer in graph.producer.items():
         last = graph.last_forward_use(tensor)
@@ -128,7 +129,7 @@ def _crossing_bytes(graph: Graph) -> Positions:
 
 
 def _even_cuts(graph: Graph, crossing: Positions) -> list[int]:
-    """The op ids before which forward is cut into about √(number of layers) segments."""
+    """Return the op ids before which forward is cut into about √(number of layers) segments."""
     forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
     layers = len({graph.ops[i].layer for i in forward})
     segments = max(1, ceil(sqrt(layers)))
@@ -143,7 +144,7 @@ def _even_cuts(graph: Graph, crossing: Positions) -> list[int]:
 
 
 def _cuts_by_bytes(graph: Graph, crossing: Positions, segments: int) -> list[int]:
-    """Op ids that cut forward into segments of at most equal bytes (Alg. 3)."""
+    """Return op ids that cut forward into segments of at most equal bytes (Alg. 3)."""
     forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
     made = [
         sum(graph.tensors[t].nbytes for t in graph.ops[op].writes if graph.tensors[t].kind is TensorKind.ACTIVATION)

@@ -12,7 +12,7 @@ from .base import Policy
 class InCore(Policy):
     """Keep every feature map until backward ends; free gradient maps at their last use.
 
-    Network-wide allocation with shared gradient maps: the baseline of vDNN (MICRO'16, §II-C and §IV-A), and the
+    It is network-wide allocation with shared gradient maps: the baseline of vDNN (MICRO'16, §II-C and §IV-A), and the
     behaviour of Torch and Caffe.
     """
 
@@ -28,8 +28,8 @@ class InCore(Policy):
 class Liveness(Policy):
     """Free every tensor at its last use, as autograd does.
 
-    The least memory without swaps or recomputation. Recomputes what the program's own checkpoints recompute in
-    backward.
+    It takes the least memory without swaps or recomputation, except for the program's own checkpoints: these are
+    recomputed in backward.
     """
 
     name = "liveness"
@@ -42,9 +42,10 @@ class Liveness(Policy):
 
 
 def checkpointed(graph: Graph) -> list[int]:
-    """Recomputable feature maps that the program's own checkpoints drop in forward, and parameters that it gathers again.
+    """Return the tensors that the program itself drops in forward and makes again.
 
-    Of feature maps those that are used in one checkpoint alone.
+    They are recomputable feature maps that its own checkpoints drop, if used in one checkpoint alone, and parameters
+    that it gathers again.
     """
     # Checkpoints in which each tensor is read.
     reads: dict[int, set[int]] = {}
@@ -68,7 +69,7 @@ def checkpointed(graph: Graph) -> list[int]:
 
 
 def given_to_checkpoints(graph: Graph) -> frozenset[int]:
-    """What the program's own checkpoints read from outside, which they keep."""
+    """Return the tensors that the program's own checkpoints read from outside, which they keep."""
     inside = {t: op.checkpoint for op in graph.ops if op.checkpoint for t in op.recompute_writes}
     return frozenset(
         t
@@ -82,7 +83,7 @@ def given_to_checkpoints(graph: Graph) -> frozenset[int]:
 class Oracle(Liveness):
     """Unlimited memory and the fastest algorithms; tensors are kept while needed.
 
-    vDNN's oracular baseline, against which slowdowns are measured; its peak may be over any budget.
+    It is vDNN's oracular baseline, against which slowdowns are measured. Its peak may be over any budget.
     """
 
     name = "oracle"

@@ -15,35 +15,35 @@ _TRUE, _FALSE = ("yes", "true", "1"), ("no", "false", "0")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A setting of a policy that has a name of its own.
-
-    `field` is the argument and the attribute of its class. A `flag` is set by its name alone. `read` makes a value of
-    what a user wrote, `shown` a text of a value; `default` is what holds where nothing is given, None where the policy
-    finds the best.
-    """
+    """A setting of a policy that has a name of its own."""
 
     name: str
     field: str
+    """The argument and the attribute of the policy's class."""
     help: str
     read: Callable[[str], Any]
+    """Makes a value from the user's text."""
     default: Any = None
+    """The value if none is given; None: the policy finds the best."""
     shown: Callable[[Any], str] = str
+    """Makes a text from a value."""
     flag: bool = False
+    """Whether it is set by its name alone."""
 
     def spelled(self, value: Any) -> str:
-        """The parameter with `value`, as it is read."""
+        """Return the parameter with `value`, as text that `read_parameters` accepts."""
         if self.flag:
             return self.name if value else f"{self.name}={_FALSE[0]}"
         return f"{self.name}={value}"
 
 
 def size(name: str, field: str, text: str) -> Parameter:
-    """A parameter that is a size in bytes, or 0."""
+    """Return a parameter that is a size in bytes, or 0."""
     return Parameter(name, field, text, lambda given: 0 if given == "0" else parse_bytes(given), shown=format_bytes)
 
 
 def number(name: str, field: str, text: str) -> Parameter:
-    """A parameter that is a whole number, of at least 0."""
+    """Return a parameter that is an integer of at least 0."""
 
     def read(given: str) -> int:
         if not (given.isascii() and given.isdecimal()):
@@ -54,7 +54,7 @@ def number(name: str, field: str, text: str) -> Parameter:
 
 
 def flag(name: str, field: str, text: str, *, default: bool = False) -> Parameter:
-    """A parameter that holds or does not."""
+    """Return a parameter that is true or false."""
 
     def read(given: str) -> bool:
         if given.lower() not in (*_TRUE, *_FALSE, ""):
@@ -65,7 +65,7 @@ def flag(name: str, field: str, text: str, *, default: bool = False) -> Paramete
 
 
 def choice(name: str, field: str, text: str, known: Sequence[str]) -> Parameter:
-    """A parameter that is one of the names `known`."""
+    """Return a parameter that is one of the names `known`."""
 
     def read(given: str) -> str:
         if given not in known:
@@ -76,7 +76,7 @@ def choice(name: str, field: str, text: str, known: Sequence[str]) -> Parameter:
 
 
 def read_parameters(policy: str, known: Sequence[Parameter], text: str) -> dict[str, Any]:
-    """The arguments that `P=V,Q` gives a policy. Raises RequestError."""
+    """Return the arguments that `P=V,Q` gives a policy. Raises RequestError."""
     by_name, found = {parameter.name: parameter for parameter in known}, dict[str, Any]()
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, given = part.partition("=")
@@ -92,6 +92,6 @@ def read_parameters(policy: str, known: Sequence[Parameter], text: str) -> dict[
 
 
 def spelled_parameters(known: Sequence[Parameter], values: Mapping[str, Any]) -> str:
-    """`P=V,Q` for the `values`, by field, that are not the defaults."""
+    """Return `P=V,Q` for the `values`, by field, that are not the defaults."""
     given = ((p, values.get(p.field, p.default)) for p in known)
     return ",".join(p.spelled(value) for p, value in given if value != p.default)

@@ -19,7 +19,10 @@ Flags = NDArray[np.bool_]
 
 
 def native_graph(graph: Graph, seconds: Sequence[float], staying: Collection[int] = ()) -> _search.Graph:
-    """`graph` for native code; op `i` takes `seconds[i]` with its fastest algorithm, `staying` are not offloaded."""
+    """Return `graph` for native code.
+
+    Op `i` takes `seconds[i]` with its fastest algorithm. Tensors in `staying` are not offloaded.
+    """
     least = memory_optimal(graph)
     return _search.Graph(
         graph,
@@ -32,14 +35,14 @@ def native_graph(graph: Graph, seconds: Sequence[float], staying: Collection[int
 
 
 def planner_of(native: _search.Graph, program: StepProgram, device: Device, budget_bytes: int) -> _search.Planner:
-    """A native planner, which makes list schedulers for programs with different recomputations."""
+    """Return a native planner, which makes list schedulers for programs with different recomputations."""
     chosen = np.zeros(len(program.graph.ops), dtype=np.int32)
     chosen[list(program.algorithms)] = list(program.algorithms.values())
     return _search.Planner(native, chosen, device, budget_bytes)
 
 
 def flags(tensors: Collection[int], graph: Graph) -> Flags:
-    """A boolean array over the tensors of `graph`, true for `tensors`."""
+    """Return a boolean array over the tensors of `graph`, true for `tensors`."""
     found = np.zeros(len(graph.tensors), dtype=bool)
     found[list(tensors)] = True
     return found
@@ -48,7 +51,7 @@ def flags(tensors: Collection[int], graph: Graph) -> Flags:
 def schedule_of(
     scheduler: _search.ListScheduler, plan: _search.TimedPlan, program: StepProgram, policy: str, budget_bytes: int
 ) -> Schedule:
-    """The schedule of a plan that `scheduler` made for `program`."""
+    """Return the schedule of a plan that `scheduler` made for `program`."""
     # Slower algorithms that the plan takes come last among its candidates.
     algorithms = dict(program.algorithms)
     slower = scheduler.slower().reshape(-1, 2).tolist()

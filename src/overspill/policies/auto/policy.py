@@ -24,10 +24,10 @@ class Auto(Policy):
     """Simulated annealing over recomputed tensors, with a list scheduler that plans each choice.
 
     The annealing (`search.py`) changes which saved tensors are recomputed, mostly near ops that compute waits for. For
-    each choice a greedy scheduler takes the swaps and slower algorithms that the budget still demands, cheapest per
-    byte and second relieved first; copies start as early as they can, prefetches as late as they cost no time, if
-    memory permits (vDNN §III-B gives the reasons). Exposed transfer time shows only on the simulated clock. The fastest
-    plan wins; of equals, the one that moves less.
+    each choice a greedy scheduler takes the swaps and slower algorithms that the budget still demands. It takes the
+    cheapest per byte and second relieved first. Copies start as early as they can, prefetches as late as they cost no
+    time, if memory permits (vDNN §III-B gives the reasons). Exposed transfer time shows only on the simulated clock.
+    The fastest plan wins; of equals, the one that moves less.
     """
 
     name = "auto"
@@ -39,7 +39,7 @@ class Auto(Policy):
     in_pieces = True
 
     def __init__(self, *, memory_optimal: bool = False, effort: Effort | None = None) -> None:
-        """`effort`: how long to search; None for the default."""
+        """Set how long to search by `effort`; None for the default."""
         super().__init__(memory_optimal=memory_optimal)
         self.effort = Effort.usual() if effort is None else effort
 

@@ -15,7 +15,7 @@ from . import _search
 
 @dataclass(frozen=True)
 class RematGroups:
-    """Tensors that are recomputed together, by group, in order of making."""
+    """Tensors that are recomputed together, by group, in the order in which they are made."""
 
     graph: Graph
     tensors: tuple[frozenset[int], ...]
@@ -27,10 +27,7 @@ class RematGroups:
 
     @cached_property
     def alike(self) -> list[list[int]]:
-        """For each group the numbers of similar ones: same size and op.
-
-        Its own is among them.
-        """
+        """For each group the numbers of all groups with the same size and op, its own included."""
         graph = self.graph
         found: dict[tuple[str, int], list[int]] = defaultdict(list)
         kinds = [
@@ -45,7 +42,7 @@ class RematGroups:
     def near(self) -> list[int]:
         """For each tensor the number of a group that is used nearby.
 
-        At the middle of its uses or next after that; 0 without groups.
+        It is used at the middle of the tensor's uses or next after that; 0 without groups.
         """
         uses_of = self.graph.uses
         used = {op: number for number, group in enumerate(self.tensors) for tensor in group for op in uses_of[tensor]}
@@ -59,7 +56,7 @@ class RematGroups:
 
 
 def by_op(graph: Graph, tensors: Iterable[int]) -> list[frozenset[int]]:
-    """The outputs of each op among `tensors`, in the order of the ops."""
+    """Return the outputs of each op among `tensors`, in the order of the ops."""
     found: dict[int, list[int]] = defaultdict(list)
     for tensor in tensors:
         found[graph.producer[tensor]].append(tensor)

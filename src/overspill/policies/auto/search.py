@@ -39,7 +39,7 @@ class BestPlan:
     budget_bytes: int
 
     def schedule(self, policy: str) -> Schedule:
-        """The schedule of this plan."""
+        """Return the schedule of this plan."""
         made, before = self.made, self.program
         program = StepProgram(
             before.graph, made.recompute.tolist(), before.algorithms, made.drop_after_use.tolist(), made.kept.tolist()
@@ -66,9 +66,9 @@ class Search:
         self.annealing = self._annealing(self.gathered)
 
     def best(self) -> BestPlan:
-        """The best plan found; there is always one.
+        """Return the best plan found.
 
-        For the least memory without recomputation fits.
+        A plan always exists, because the least memory without recomputation fits.
         """
         computing = sum(computing_seconds(self.graph, self.seconds))
         target = GOOD_ENOUGH * max(computing, self._with_all_memory())
@@ -89,7 +89,7 @@ class Search:
         return BestPlan(best, self.program, self.budget_bytes)
 
     def _with_all_memory(self) -> float:
-        """Seconds of a sharded step that gathers each group once; 0 where nothing is gathered."""
+        """Return the seconds of a sharded step that gathers each group once; 0 if nothing is gathered."""
         if not self.gathered:
             return 0.0
         kept = assemble(StepProgram(self.graph), (), "", None)
@@ -109,13 +109,13 @@ class Search:
             Starts(self.graph, self.seconds, by_op(self.graph, self.droppable)).best(self._begin)
 
     def _begin(self, start: Start) -> float:
-        """Seconds of the plan of a start: as it is, or with all parameters gathered again."""
+        """Return the seconds of the plan of a start: as it is, or with all parameters gathered again."""
         kept = flags(start.kept, self.graph)
         sets = dict.fromkeys((frozenset(start.recompute), self.gathered.union(start.recompute)))
         return min(self.annealing.begin(flags(dropped, self.graph), kept) for dropped in sets)
 
     def _groups(self) -> RematGroups:
-        """Saved outputs of an op as one group, without those too small to matter."""
+        """Return the saved outputs of each op as one group, without those too small to matter."""
         groups, least = by_op(self.graph, self.droppable), SMALL * self.budget_bytes
         large = [g for g in groups if sum(self.graph.tensors[t].nbytes for t in g) >= least]
         return RematGroups(self.graph, tuple(large or groups))

@@ -1,4 +1,4 @@
-"""Where the search of `auto` starts: recompute what is cheapest for its bytes, from what is cheapest to keep for it."""
+"""Where the search of `auto` starts: with the recomputations that cost least for the bytes that they free."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Start:
 class Starts:
     """Sets of `groups` to recompute, the first `n` of them in order of their price.
 
-    A group's price is the least at which a byte is worth the seconds that it takes to make the group again. At that price it
-    is decided what is made again for it and what is kept: an input that nothing else needs is kept where its bytes are
-    worth less than its recomputation.
+    A group's price is the least at which a byte is worth the seconds that making the group again takes. That price
+    decides which tensors are made again for it and which are kept. An input that nothing else needs is kept if its
+    bytes are worth less than its recomputation.
     """
 
     def __init__(self, graph: Graph, seconds: Sequence[float], groups: Sequence[frozenset[int]]) -> None:
@@ -56,7 +56,7 @@ class Starts:
         self.gains = [0, *accumulate(sizes[made[2]] for made in self.made)]
 
     def best(self, seconds_of: Callable[[Start], float]) -> None:
-        """Look for the start of least `seconds_of`, which remembers it."""
+        """Try starts to find that of least `seconds_of`, which remembers it."""
         tried: dict[int, float] = {}
 
         def took(number: int) -> float:
@@ -73,13 +73,13 @@ class Starts:
             best = min(around, key=took)
 
     def first(self, count: int) -> Start:
-        """The start that recomputes the `count` cheapest groups."""
+        """Return the start that recomputes the `count` cheapest groups."""
         made = self.made[:count]
         recompute = sorted(t for *_, group, _ in made for t in group)
         return Start(tuple(recompute), tuple(sorted(set[int]().union(*(kept for *_, kept in made)))))
 
     def _seconds_to_have(self, price: float) -> dict[int, float]:
-        """Seconds that it takes to have a tensor of forward again, where a byte that is kept costs `price`."""
+        """Return the seconds that it takes to have a tensor of forward again, if a byte that is kept costs `price`."""
         again: dict[int, float] = {}
         for op in self.forward:
             took = self.seconds[op.id] + self._inputs_of(op.id, again)
@@ -94,7 +94,7 @@ class Starts:
         return sum(again.get(t, 0.0) for t in self.graph.ops[op].recompute_reads)
 
     def _kept(self, op: int, again: dict[int, float], price: float) -> set[int]:
-        """The inputs of `op`, and of ops that run for it again, that are kept."""
+        """Return the inputs of `op`, and of ops that run for it again, that are kept."""
         kept: set[int] = set()
         pending, seen = [op], {op}
         while pending:
