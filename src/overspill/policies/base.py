@@ -115,7 +115,8 @@ class Policy(ABC):
                 raise
             at = extract_tb(error.__traceback__)[-1]
             raise PolicyError(
-                f"policy {self.name} raised {type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno})"
+                f"policy {self.name} raised {type(error).__name__}: {error} ({Path(at.filename).name}, line "
+                f"{at.lineno})"
             ) from error
 
     @abstractmethod

@@ -83,7 +83,8 @@ def read_parameters(policy: str, known: Sequence[Parameter], text: str) -> dict[
         parameter = by_name.get(name)
         if parameter is None:
             raise RequestError(
-                f"the policy {policy} has no parameter {name!r}{did_you_mean(name, by_name)} It has {', '.join(by_name)}"
+                f"the policy {policy} has no parameter {name!r}{did_you_mean(name, by_name)} It has "
+                f"{', '.join(by_name)}"
             )
         if not equals and not parameter.flag:
             raise RequestError(f"the policy {policy} needs a value of {name}: {policy}:{name}=…")
