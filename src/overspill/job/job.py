@@ -402,10 +402,7 @@ class Job:
         return "".join(f", {part}" for part in parts)
 
     def ways(self) -> list[str]:
-        """The fields in which training differs from the plain loop.
-
-        Optimizer, dtype and number of GPUs are left out.
-        """
+        """Return the fields that differ from the plain loop, without optimizer, dtype and number of GPUs."""
         plain = {"model", "batch", "optimizer", "dtype", "parallel"}
         return self.changed(*(f.name for f in fields(self) if f.name not in plain))
 

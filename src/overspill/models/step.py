@@ -64,9 +64,9 @@ def loss_on(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any
 
 
 def scalar_loss(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> Tensor:
-    """The loss as of `loss_on`, or the output's mean.
+    """Return the loss as of `loss_on`, or the output's mean if the model has no loss of its own.
 
-    The mean where the model has no loss of its own. Raises RequestError.
+    Raises RequestError.
     """
     output = _call(model, inputs) if loss is None else loss_on(model, loss, inputs)
     found = loss_in(output)

@@ -36,7 +36,7 @@ _IGNORED = -100  # the label of tokens that no loss is of
 
 
 def prepare(module: nn.Module, job: Job) -> None:
-    """Change `module`, on the host, as the job's options say. Raises RequestError where that cannot be done to it."""
+    """Change `module`, on the host, by the job's options. Raises RequestError if one does not apply to it."""
     if job.channels_last and {4} != {parameter.dim() for parameter in module.parameters() if parameter.dim() > 3}:
         raise RequestError(
             f"{type(module).__name__} has no convolutions of images to lie channels-last; leave channels_last= out",
