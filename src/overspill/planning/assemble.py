@@ -15,18 +15,20 @@ from .step_program import Gap, ProgramStep, StepProgram
 class Transfer:
     """One swap of a gap's tensor to the store and back.
 
-    Fields are the steps before which each part happens: gap.start <= offload <= release (awaited, then the device copy
-    is freed) <= prefetch <= arrive (awaited) <= gap.end; in a gap that wraps, the way back comes at the start of the
-    step and the way out at its end. A copy may start before the gap, at an earlier use after which its values stay
-    valid; `copied` awaits it before a step ahead of `release`.
+    Fields are the steps before which each part happens: gap.start <= offload <= release <= prefetch <= arrive <=
+    gap.end. In a gap that wraps, the way back comes at the start of the step and the way out at its end. A copy may
+    start before the gap, at an earlier use after which its values stay valid.
     """
 
     gap: Gap
     offload: int
     release: int
+    """The offload is awaited, then the device copy is freed."""
     prefetch: int
     arrive: int
+    """The prefetch is awaited."""
     copied: int | None = None
+    """The offload is awaited here, at a step before `release`; None: at `release`."""
 
 
 def assemble(
@@ -36,7 +38,7 @@ def assemble(
     budget_bytes: int | None,
     held: Collection[int] = (),
 ) -> Schedule:
-    """The Schedule of `program` with `transfers`; tensors in `held` are freed only after backward."""
+    """Return the Schedule of `program` with `transfers`; tensors in `held` are freed only after backward."""
     assembly = _Assembly(program, transfers, frozenset(held))
     return Schedule(policy, assembly.instructions(), budget_bytes, tuple(sorted(assembly.stored_between_steps)))
 
@@ -70,7 +72,7 @@ class _Assembly:
         self.made: list[Instruction] = []
 
     def _plan_frees(self, held: frozenset[int]) -> dict[int, list[int]]:
-        """Tensors to free after each step: at their last touch, or when dropped to be recomputed."""
+        """Return the tensors to free after each step: at their last touch, or when dropped to be recomputed."""
         frees: dict[int, list[int]] = defaultdict(list)
         last_backward = self.program.end_of_backward - 1
         for tensor in self.tensors:
@@ -84,7 +86,7 @@ class _Assembly:
         return frees
 
     def instructions(self) -> tuple[Instruction, ...]:
-        """All instructions, in order."""
+        """Return all instructions, in order."""
         moving = self.offloads.keys() | self.copies.keys() | self.releases.keys() | self.prefetches.keys()
         moving |= self.arrivals.keys()
         for position, step in enumerate(self.program.steps):

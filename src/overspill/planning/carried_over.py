@@ -14,7 +14,7 @@ RUNS = (Verb.RUN, Verb.RECOMPUTE)
 
 
 def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | None:
-    """`schedule` of `graph` carried over to `other`; None if not valid there.
+    """Return `schedule` of `graph` carried over to `other`; None if it is not valid there.
 
     Ops that only `other` has run before the next op that both have. Tensors that backward makes or prefetches are freed
     after their last use.
@@ -47,7 +47,7 @@ def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | N
 
 
 def _alike(graph: Graph, other: Graph) -> dict[int, int]:
-    """Ops that both graphs have, in the same order: id in `graph` to id in `other`."""
+    """Return the ops that both graphs have, in the same order: id in `graph` to id in `other`."""
 
     def kinds(of: Graph) -> list[tuple[str, str, int]]:
         return [(op.name, op.layer, len(op.writes)) for op in of.ops]
@@ -65,7 +65,7 @@ def _touched(instruction: Instruction, op: Op) -> tuple[int, ...]:
 
 
 def _freed_after_use(made: list[Instruction], graph: Graph) -> tuple[Instruction, ...]:
-    """The instructions, with each temporary tensor's last free moved right after its last use."""
+    """Return the instructions, with each temporary tensor's last free moved right after its last use."""
     # Last use and last free of each tensor.
     used: dict[int, int] = {}
     freed: dict[int, int] = {}

@@ -28,19 +28,17 @@ def at_effort(share: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Effort:
-    """Limits of search and bound in counts, not seconds, so that plans are reproducible.
-
-    `evaluations`: candidates that the search evaluates in all; the default takes up to three seconds on one core.
-    `attempts_per_tensor`: plans tried for each tensor that may be recomputed. `simplex_iterations`: what branch and
-    bound in the lower bound may take.
-    """
+    """Limits of search and bound in counts, not seconds, so that plans are reproducible."""
 
     evaluations: int = 8_000_000
+    """Candidates that the search evaluates in all; the default takes up to three seconds on one core."""
     attempts_per_tensor: int = 500
+    """Plans tried for each tensor that may be recomputed."""
     simplex_iterations: int = 20_000
+    """Simplex iterations that branch and bound in the lower bound may take."""
 
     def scaled(self, factor: float) -> Effort:
-        """This effort times `factor`, at least 1 of each."""
+        """Return this effort times `factor`, at least 1 of each."""
         return Effort(
             max(1, int(self.evaluations * factor)),
             max(1, int(self.attempts_per_tensor * factor)),
@@ -49,7 +47,7 @@ class Effort:
 
     @classmethod
     def usual(cls) -> Effort:
-        """The default, scaled by the environment variable OVERSPILL_EFFORT. Raises RequestError."""
+        """Return the default, scaled by the environment variable OVERSPILL_EFFORT. Raises RequestError."""
         text = os.environ.get(VARIABLE, "1")
         try:
             factor = float(text)

@@ -10,7 +10,7 @@ from overspill.simulate import simulate
 
 
 def moved_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Bytes that `schedule` moves over the link, both directions added up."""
+    """Return the bytes that `schedule` moves over the link, both directions added up."""
     moves = (Verb.OFFLOAD, Verb.PREFETCH)
     return sum(graph.tensors[i.target].nbytes for i in schedule.instructions if i.verb in moves)
 
@@ -18,10 +18,10 @@ def moved_bytes(graph: Graph, schedule: Schedule) -> int:
 def fastest(
     graph: Graph, device: Device, seconds: Sequence[float], candidates: Iterable[Schedule], budget_bytes: int | None
 ) -> Schedule | None:
-    """The candidate with the shortest simulated step within the budget, or None.
+    """Return the candidate with the shortest simulated step within the budget, or None.
 
-    Of equals, the one that moves fewer bytes, then the first. If the candidates do not depend on the budget, a larger
-    budget is never slower.
+    Of equals it is the one that moves fewer bytes, then the first. If the candidates do not depend on the budget, a
+    larger budget is never slower.
     """
     best: tuple[float, int] | None = None
     chosen: Schedule | None = None

@@ -26,9 +26,9 @@ class Floor:
 
 
 def floor_of(program: StepProgram, fetched: Mapping[Gap, int] | None = None) -> Floor:
-    """The floor of `program` with every swappable tensor away in all its gaps.
+    """Return the floor of `program` with every swappable tensor away in all its gaps.
 
-    `fetched`: only tensors of these gaps are away, each until the step given.
+    If `fetched` is given, only tensors of these gaps are away, each until the step given.
     """
     graph = program.graph
     absent = {gap: gap.end for gap in swappable_gaps(program)} if fetched is None else fetched
@@ -59,9 +59,10 @@ def floor_of(program: StepProgram, fetched: Mapping[Gap, int] | None = None) -> 
 
 
 def algorithms_within(program: StepProgram, budget_bytes: int) -> dict[int, int]:
-    """Algorithms of ops that cannot take their fastest even with every swappable tensor away.
+    """Return algorithms of ops that cannot take their fastest even with every swappable tensor away.
 
-    For each the fastest whose workspace fits then, or else the smallest; no plan within the budget is faster there.
+    For each it is the fastest whose workspace fits then, otherwise the smallest. No plan within the budget is faster
+    there.
     """
     graph = program.graph
     least = program.with_algorithms(memory_optimal(graph))
@@ -76,15 +77,12 @@ def algorithms_within(program: StepProgram, budget_bytes: int) -> dict[int, int]
 
 
 def infeasible(program: StepProgram, budget_bytes: int, policy: str) -> InfeasibleBudget:
-    """The error for a budget below the floor of `program`."""
+    """Return the error for a budget below the floor of `program`."""
     return below(floor_of(program), budget_bytes, policy)
 
 
 def peak_of(graph: Graph, schedule: Schedule) -> Floor:
-    """Peak bytes of `schedule`, where it is, and the largest tensors then.
-
-    Whatever its own budget is.
-    """
+    """Return the peak bytes of `schedule`, where it is, and the largest tensors then; its own budget does not count."""
     result = check(graph, replace(schedule, budget_bytes=None))
     if result.peak_instruction < 0:
         return Floor(result.peak_bytes, "persistent tensors")
@@ -99,7 +97,7 @@ def peak_of(graph: Graph, schedule: Schedule) -> Floor:
 
 
 def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudget:
-    """The error for a budget below `floor`, the smallest that `policy` works in."""
+    """Return the error for a budget below `floor`, the smallest that `policy` works in."""
     budget, least = format_apart(budget_bytes, floor.nbytes)
     return InfeasibleBudget(
         f"infeasible: budget {budget} is below {policy}'s floor {least} "

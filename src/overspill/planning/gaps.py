@@ -11,27 +11,27 @@ SMALLEST_MOVE_BYTES = 1024
 
 
 def may_move(tensor: Tensor) -> bool:
-    """Whether `tensor` can be offloaded and is large enough to be worth it."""
+    """Return whether `tensor` can be offloaded and is large enough to be worth it."""
     return tensor.movable and tensor.nbytes >= SMALLEST_MOVE_BYTES
 
 
 def may_swap(program: StepProgram, gap: Gap) -> bool:
-    """Whether a tensor can be swapped to the store and back in `gap`.
+    """Return whether a tensor can be swapped to the store and back in `gap`.
 
-    It must be movable, with at least one step in between. If forward and backward are two graphs, a tensor that leaves
-    in forward must be gone by its end, and one that backward reads comes back no sooner than its start.
+    It must be movable, with at least one step in between. Two graphs for forward and backward add two rules. A tensor
+    that leaves in forward must be gone by its end. One that backward reads comes back no sooner than its start.
     """
     away = gap.end - gap.start + (program.length if gap.wraps else 0)
     return not gap.rematerialized and away > 1 and may_move(program.graph.tensors[gap.tensor])
 
 
 def swappable_gaps(program: StepProgram) -> list[Gap]:
-    """All gaps in which a swap to the store fits."""
+    """Return all gaps in which a swap to the store fits."""
     return [gap for gap in program.gaps if may_swap(program, gap)]
 
 
 def earliest_return(program: StepProgram, gap: Gap) -> int:
-    """The first step before which the tensor of `gap` may be prefetched."""
+    """Return the first step before which the tensor of `gap` may be prefetched."""
     boundary = program.end_of_forward
     if gap.wraps:
         return 0
@@ -41,7 +41,7 @@ def earliest_return(program: StepProgram, gap: Gap) -> int:
 
 
 def latest_release(program: StepProgram, gap: Gap) -> int:
-    """The last step before which the tensor of `gap` may be released."""
+    """Return the last step before which the tensor of `gap` may be released."""
     boundary = program.end_of_forward
     if gap.wraps:
         return program.length
@@ -51,7 +51,7 @@ def latest_release(program: StepProgram, gap: Gap) -> int:
 
 
 def saved_gaps(program: StepProgram) -> dict[int, Gap]:
-    """Gaps between forward and backward of movable saved tensors, by tensor."""
+    """Return the gaps between forward and backward of movable saved tensors, by tensor."""
     boundary = program.end_of_forward
     return {
         g.tensor: g

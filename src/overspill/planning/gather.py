@@ -1,7 +1,7 @@
 """Group optimizer updates to run as one call, where memory allows.
 
 An optimizer's step costs the host as much for one small parameter as for a hundred. A plan that frees each gradient as
-soon as possible has its updates scattered; this pass postpones and gathers them, without a higher peak.
+soon as possible has its updates scattered. This pass postpones and gathers them, without a higher peak.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_TOGETHER = 64
 def gather(
     graph: Graph, schedule: Schedule, updates: Collection[int], live_bytes: Sequence[int], share: float = 1.0
 ) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
-    """`schedule` with `updates` postponed, and groups of them to run together.
+    """Return `schedule` with `updates` postponed, and groups of them to run together.
 
     `live_bytes[i]` is the most on the device during instruction `i`. With the workspaces of a group all live at once,
-    memory stays within a `share` of the largest of them, wherever the plan itself does.
+    memory stays within a `share` of the largest of them, if the plan itself does.
     """
     gathering = _Gathering(graph, schedule, frozenset(updates), int(share * max(live_bytes, default=0)))
     for index, live in enumerate(live_bytes):
@@ -119,7 +119,7 @@ class _Gathering:
             self._take_away(target)
 
     def _freed_behind(self, index: int, comes: Collection[int]) -> int:
-        """Bytes freed right after an instruction, before waiting updates could run again."""
+        """Return the bytes freed right after an instruction, before waiting updates could run again."""
         freed = 0
         for behind in range(index + 1, len(self.instructions)):
             verb, tensor = self.instructions[behind].verb, self.instructions[behind].target
@@ -141,7 +141,7 @@ class _Gathering:
             )
 
     def _take_away(self, tensor: int) -> int:
-        """Remove `tensor` from the device; its bytes, or 0 if it was not there."""
+        """Remove `tensor` from the device, and return its bytes, or 0 if it was not there."""
         if tensor not in self.present:
             return 0
         self.present.remove(tensor)

@@ -20,11 +20,11 @@ Followers = Mapping[int, Sequence[int]]
 
 
 def depth_first(graph: Graph) -> tuple[int, ...]:
-    """Ops in Dymem's order: forward depth-first (§3.1, Algorithm 1), backward mirrored, updates unchanged.
+    """Return the ops in Dymem's order: forward depth-first (§3.1, Algorithm 1), backward mirrored, updates unchanged.
 
     A branch is followed until it meets a join that still waits for another, so that its tensors can leave before the
     next branch begins. Every op sees the values that it sees in the graph's order, so results are the same. An op that
-    touches no tensor keeps its place in its phase. Updates of buffers stay last in forward, since AOTAutograd writes
+    touches no tensor keeps its place in its phase. Updates of buffers stay last in forward, because AOTAutograd writes
     them back after the forward graph.
     """
     phases = {phase: [op for op in graph.ops if op.phase is phase] for phase in Phase}
@@ -36,10 +36,9 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
 
 
 def early_updates(graph: Graph) -> tuple[int, ...]:
-    """Ops of a whole step with each update as early as possible.
+    """Return the ops of a whole step with each update as early as possible, so that its gradient is freed.
 
-    Its gradient is free afterwards. Not before a backward op that reads the parameter, nor before one that may
-    recompute from it.
+    An update waits for backward ops that read the parameter, and for those that may recompute from it.
     """
     followers = followers_of(graph.ops)
     # An update waits for recomputations that read its parameter.
@@ -59,7 +58,7 @@ def early_updates(graph: Graph) -> tuple[int, ...]:
 class _Flow:
     """Ops in the order in which they are taken, with each update as soon as it waits for none.
 
-    What waits for a scatter is taken after the next one, beside which the scatter runs.
+    An op that waits for a scatter is taken after the next scatter, so that the first can run during it.
     """
 
     def __init__(self, graph: Graph, followers: Followers) -> None:
@@ -83,7 +82,7 @@ class _Flow:
 
 
 def _last_recomputation(graph: Graph) -> dict[int, int]:
-    """For each recomputable op, the last op that may need its recomputation, directly or through others."""
+    """Return for each recomputable op the last op that may need its recomputation, directly or through others."""
     last = [max((i for i in uses if graph.ops[i].phase is not Phase.UPDATE), default=-1) for uses in graph.uses]
     found: dict[int, int] = {}
     for op in reversed(graph.ops):
@@ -95,12 +94,12 @@ def _last_recomputation(graph: Graph) -> dict[int, int]:
 
 
 def reordered(graph: Graph, order: Sequence[int]) -> Graph:
-    """`graph` with its ops in `order`, renumbered; tensors keep their ids."""
+    """Return `graph` with its ops in `order`, renumbered; tensors keep their ids."""
     return replace(graph, ops=numbered(graph.ops[op] for op in order))
 
 
 def in_graph_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """The schedule of `reordered(graph, order)` with the op ids of `graph`."""
+    """Return the schedule of `reordered(graph, order)` with the op ids of `graph`."""
     instructions = (replace(i, target=order[i.target]) if i.verb in OF_OPS else i for i in schedule.instructions)
     return replace(schedule, instructions=tuple(instructions))
 
@@ -112,11 +111,11 @@ def best_order(
     budget_bytes: int | None,
     seconds: tuple[float, ...],
 ) -> Schedule:
-    """The fastest schedule by `plan` for a whole step, over several orders.
+    """Return the fastest schedule by `plan` for a whole step, over several orders.
 
-    Updates come as early as possible in one, at the end in another. A third is made of feature maps alone: if that
-    fits, it has fewer choices, and a heuristic may do better with them. If none fits, raises the InfeasibleBudget with
-    the lowest floor.
+    Updates come as early as possible in one, at the end in another. A third moves feature maps alone: if that fits, it
+    has fewer choices, and a heuristic may do better with them. Raises the InfeasibleBudget with the lowest floor if
+    none fits.
     """
     found: list[Schedule] = []
     errors: list[InfeasibleBudget] = []
@@ -135,7 +134,7 @@ def best_order(
 
 
 def feature_maps_alone(graph: Graph) -> Graph:
-    """The whole step with only tensors of forward and backward movable.
+    """Return the whole step with only tensors of forward and backward movable.
 
     Forward and backward are then two graphs.
     """
@@ -146,7 +145,7 @@ def feature_maps_alone(graph: Graph) -> Graph:
 
 
 def followers_of(ops: Iterable[Op]) -> dict[int, list[int]]:
-    """For each op, those that must follow: readers of what it wrote, writers of what it touched."""
+    """Return for each op those that must follow: readers of what it wrote, writers of what it touched."""
     followers: dict[int, dict[int, None]] = {}
     written: dict[int, int] = {}
     read: dict[int, list[int]] = {}  # since it was last written
@@ -166,7 +165,7 @@ def followers_of(ops: Iterable[Op]) -> dict[int, list[int]]:
 
 
 def _waiting(followers: Followers) -> dict[int, int]:
-    """For each op, the number of ops that it waits for."""
+    """Return for each op the number of ops that it waits for."""
     waiting = dict.fromkeys(followers, 0)
     for op in chain.from_iterable(followers.values()):
         waiting[op] += 1
@@ -174,7 +173,10 @@ def _waiting(followers: Followers) -> dict[int, int]:
 
 
 def _depth_first(ops: Sequence[Op]) -> list[int]:
-    """Algorithm 1 without recursion. An op is taken once the last that it waits for calls it (lines 5 to 8)."""
+    """Return the ops in the order of Algorithm 1, without recursion.
+
+    An op is taken once the last that it waits for calls it (lines 5 to 8).
+    """
     followers = followers_of(op for op in ops if _touches(op))
     waiting = _waiting(followers)
     flow: list[int] = []
@@ -189,7 +191,7 @@ def _depth_first(ops: Sequence[Op]) -> list[int]:
 
 
 def _mirrored(ops: Sequence[Op], position: Mapping[str, int]) -> list[int]:
-    """Backward ops: of those that are ready, always the one whose layer is latest in forward.
+    """Return the backward ops: of those that are ready, always the one whose layer is latest in forward.
 
     An op of no forward layer, such as a sum of gradients, goes with the op before it in the graph.
     """
@@ -219,7 +221,7 @@ def _touches(op: Op) -> bool:
 
 
 def _with_the_rest(flow: list[int], ops: Sequence[Op]) -> list[int]:
-    """`flow` with ops that touch no tensor put back at their places in `ops`."""
+    """Return `flow` with ops that touch no tensor put back at their places in `ops`."""
     if len(flow) == len(ops):
         return flow
     others = iter(flow)

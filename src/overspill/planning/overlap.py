@@ -1,7 +1,7 @@
 """Start collectives before they are waited for: gathers ahead of their readers, scatters waited for later.
 
-A gather starts as late as it costs no time, later where there is no room. A scatter is waited for once it should be
-done, sooner where its result is read or memory is short; what it reads is freed then.
+A gather starts as late as it costs no time, later if memory is short. A scatter is waited for once it should be done,
+sooner if its result is read or memory is short. The tensors that it reads are freed then.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ EARLY = 1.2
 def overlapped(
     graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float], budget_bytes: int | None
 ) -> Schedule:
-    """`schedule` with its gathers and scatters started apart from their ends, within the budget.
+    """Return `schedule` with its gathers and scatters started apart from their ends, within the budget.
 
-    As it is where there are none, or where some are started already. Op `i` takes `seconds[i]`. Without a budget a gather
-    for backward starts as soon as that before it is there, as FSDP2 fetches ahead.
+    It is unchanged if it has none, or if some are started already. Op `i` takes `seconds[i]`. Without a budget, a
+    gather for backward starts once the gather before it is done, as FSDP2 fetches ahead.
     """
     apart = {op.id for op in graph.ops if runs_apart(op)}
     if not apart or any(i.verb is Verb.START for i in schedule.instructions):
@@ -35,17 +35,17 @@ def overlapped(
 
 
 def runs_apart(op: Op) -> bool:
-    """Whether an op runs beside compute: a gather or a scatter, not a reduction in place."""
+    """Return whether an op runs next to compute: a gather or a scatter, not a reduction in place."""
     return op.collective is not None and op.collective.kind is not CollectiveKind.REDUCE
 
 
 def computing_seconds(graph: Graph, seconds: Sequence[float]) -> list[float]:
-    """Seconds that each op takes of compute: of those that run beside it, none."""
+    """Return the seconds of compute that each op takes: none for those that run next to it."""
     return [0.0 if runs_apart(op) else took for op, took in zip(graph.ops, seconds, strict=True)]
 
 
 def cheaply_gathered(graph: Graph, device: Device, seconds: Sequence[float]) -> frozenset[int]:
-    """Tensors that are gathered again in less time than it takes to fetch them from the store."""
+    """Return the tensors that are gathered again in less time than fetching them from the store takes."""
     gathers = (op for op in graph.ops if runs_apart(op) and op.recomputable)
     fetched = [
         (op, sum(device.prefetch_seconds(graph.tensors[t].nbytes) for t in op.recompute_writes)) for op in gathers
@@ -86,7 +86,7 @@ class _Overlap:
         self.flights = self._flights(apart)
 
     def schedule(self) -> Schedule:
-        """The schedule with its collectives started apart."""
+        """Return the schedule with its collectives started apart."""
         wanted = self._wanted_starts()
         free = 0.0
         for flight in self.flights:
@@ -99,7 +99,7 @@ class _Overlap:
         return replace(self.before, instructions=self._instructions())
 
     def _flights(self, apart: set[int]) -> list[_Flight]:
-        """All collectives, with the widest ranges that their tensors allow."""
+        """Return all collectives, with the widest ranges that their tensors allow."""
         found: list[_Flight] = []
         changed = dict.fromkeys(range(len(self.nbytes)), 0)  # the index after the last change of a tensor's copy
         ran: dict[int, int] = {}
@@ -134,7 +134,7 @@ class _Overlap:
         return (), (target,)
 
     def _wanted_starts(self) -> dict[int, int]:
-        """By instruction of a gather, the one before which it starts in time."""
+        """Return by instruction of a gather the one before which it starts in time."""
         wanted: dict[int, int] = {}
         following = float("inf")
         for flight in reversed(self.flights):
@@ -156,7 +156,7 @@ class _Overlap:
         )
 
     def _place_start(self, flight: _Flight, wanted: int) -> None:
-        """Start a gather where it is wanted, or later where there is no room for it."""
+        """Start a gather where it is wanted, or later if memory is short."""
         again = self.before.instructions[flight.at].verb is Verb.RECOMPUTE
         writes = flight.op.recompute_writes if again else flight.op.writes
         taken = sum(self.nbytes[t] for t in writes) + flight.op.workspace_bytes
@@ -166,7 +166,7 @@ class _Overlap:
         self.live[flight.start : flight.at] += taken
 
     def _place_end(self, flight: _Flight, done: float) -> None:
-        """Wait for a scatter when it is done, or sooner where its result is read or there is no room."""
+        """Wait for a scatter when it is done, or sooner if its result is read or memory is short."""
         last = min(flight.end, max(flight.at + 1, int(np.searchsorted(self.clock, done, side="left"))))
         held = np.full(max(0, last - flight.at - 1), flight.op.workspace_bytes, dtype=np.int64)
         for index in flight.frees:

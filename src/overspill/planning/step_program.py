@@ -1,6 +1,6 @@
 """Step programs: a step's ops with recomputations inserted, and the tensor lifetimes that follow.
 
-Positions count steps. A tensor is *touched* at the steps that read or write it; between two touches lies a *gap*, in
+Positions count steps. A tensor is *touched* at the steps that read or write it. Between two touches is a *gap*, in
 which its device copy is not needed:
 
     step        0     1     2     3     4     5     6
@@ -39,14 +39,14 @@ class ProgramStep:
 class Gap(NamedTuple):
     """A span in which `tensor` is not used: between the touches `start` and `end`.
 
-    `rematerialized`: a recomputation makes it at `end`, so it is dropped at `start` and nothing need be stored. A gap
-    that `wraps` runs from a persistent tensor's last touch, over the end of the step, to its first in the next.
+    A gap that `wraps` runs from a persistent tensor's last touch, over the end of the step, to its first in the next.
     """
 
     tensor: int
     start: int
     end: int
     rematerialized: bool = False
+    """A recomputation makes it at `end`, so it is dropped at `start` and nothing need be stored."""
 
     @property
     def wraps(self) -> bool:
@@ -54,7 +54,7 @@ class Gap(NamedTuple):
         return self.end <= self.start
 
     def covers(self, position: int) -> bool:
-        """Whether `position` lies strictly inside."""
+        """Return whether `position` is strictly inside."""
         if self.wraps:
             return position > self.start or position < self.end
         return self.start < position < self.end
@@ -63,9 +63,10 @@ class Gap(NamedTuple):
 class StepProgram:
     """The steps of `graph` with tensors `recompute` dropped after forward and recomputed in backward.
 
-    What such a recomputation reads and is gone by then is recomputed as well, or kept if that is not possible or the
-    tensor is among `kept`. Recomputed tensors stay until their last use, those in `drop_after_use` only until the op that needed them has run.
-    `algorithms` has the number of the algorithm for ops that do not take their fastest.
+    A tensor that such a recomputation reads and that is gone by then is recomputed as well. It is kept if that is not
+    possible, or if it is among `kept`. Recomputed tensors stay until their last use, those in `drop_after_use` only
+    until the op that needed them has run. `algorithms` has the number of the algorithm for ops that do not take their
+    fastest.
     """
 
     def __init__(
@@ -101,30 +102,30 @@ class StepProgram:
         self.written = tuple(map(tuple, written))
 
     def with_algorithms(self, algorithms: Mapping[int, int]) -> StepProgram:
-        """The same steps, and so lifetimes, with other algorithms."""
+        """Return the same steps, and so lifetimes, with other algorithms."""
         other = copy(self)
         other.algorithms = dict(algorithms)
         return other
 
     def op(self, step: ProgramStep) -> Op:
-        """The op of `step`."""
+        """Return the op of `step`."""
         return self.graph.ops[step.op]
 
     def reads_writes(self, step: ProgramStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tensors that `step` reads, and those that it makes or updates."""
+        """Return the tensors that `step` reads, and those that it makes or updates."""
         op = self.op(step)
         return (op.recompute_reads, step.makes) if step.recompute else (op.reads, op.writes)
 
     def algorithm(self, step: ProgramStep) -> int:
-        """The number of the algorithm of `step`."""
+        """Return the number of the algorithm of `step`."""
         return self.algorithms.get(step.op, 0)
 
     def durations(self, seconds: Sequence[float]) -> NDArray[np.float64]:
-        """Seconds that each step takes; op `i` takes `seconds[i]` with its fastest algorithm."""
+        """Return the seconds that each step takes, `[steps]`; op `i` takes `seconds[i]` with its fastest algorithm."""
         return np.array([seconds[s.op] * self.op(s).slowdown_of(self.algorithm(s)) for s in self.steps])
 
     def clock(self, seconds: Sequence[float]) -> NDArray[np.float64]:
-        """Start times of steps and the program's end, in seconds without waits."""
+        """Return the start times of steps and the program's end, in seconds without waits, `[steps + 1]`."""
         return np.concatenate([[0.0], np.cumsum(self.durations(seconds))])
 
     def _unwanted_bytes(self, step: ProgramStep) -> int:
@@ -162,7 +163,7 @@ class StepProgram:
         return tuple(found)
 
     def live_bytes(self, absent: Collection[Gap] = ()) -> Positions:
-        """Bytes on the device during each step, with tensors away in the gaps `absent`.
+        """Return the bytes on the device during each step, `[steps]`, with tensors away in the gaps `absent`.
 
         Rematerialized tensors are away in their gaps anyway.
         """
@@ -242,14 +243,14 @@ class _Recomputations:
         return steps
 
     def _gone(self, tensor: int, now: int) -> bool:
-        """Whether `tensor` is gone when op `now` is about to run."""
+        """Return whether `tensor` is gone when op `now` is about to run."""
         if self.graph.tensors[tensor].persistent or tensor in self.rematerialized or tensor in self.kept:
             return False
         made_in_forward = self.graph.ops[self.graph.producer[tensor]].phase is Phase.FORWARD
         return made_in_forward and (tensor in self.dropped or self.last_use[tensor] < now)
 
     def _ensure(self, tensor: int, now: int, steps: list[ProgramStep]) -> None:
-        """Append recomputations that bring `tensor` back; iterative, for chains can be as long as the network."""
+        """Append recomputations that bring `tensor` back; iterative, because chains can be as long as the network."""
         pending = [tensor]
         while pending:
             wanted = pending[-1]

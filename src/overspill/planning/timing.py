@@ -21,10 +21,7 @@ Seconds = NDArray[np.float64]
 
 
 def needs_copy(program: StepProgram, gaps: Iterable[Gap]) -> set[Gap]:
-    """Gaps whose tensor must be copied to the store.
-
-    Others have a valid copy there already.
-    """
+    """Return the gaps whose tensor must be copied to the store; others have a valid copy there already."""
     found: set[Gap] = set()
     by_tensor: dict[int, list[Gap]] = {}
     for gap in gaps:
@@ -49,11 +46,11 @@ def releases(
     budget_bytes: int,
     offloads: Mapping[Gap, int] | None = None,
 ) -> dict[Gap, int]:
-    """The step before which each offload is awaited.
+    """Return the step before which each offload is awaited: when it is done, or earlier if memory is short.
 
-    When it is done, or earlier if memory is short. This is Dymem's barrier-free offload (§3.2.1): compute waits for a
-    copy only when memory is short; then the one done first goes first. Bytes that stay longer are added to `live`.
-    `offloads` are the steps before which transfers start, by default where gaps do.
+    This is Dymem's barrier-free offload (§3.2.1): compute waits for a copy only when memory is short. Then the copy
+    that is done first goes first. Bytes that stay longer are added to `live`. `offloads` are the steps before which
+    transfers start, by default where gaps do.
     """
     found: dict[Gap, int] = {}
     tensors = program.graph.tensors
@@ -92,10 +89,9 @@ def releases(
 def where_memory_allows(
     program: StepProgram, wanted: Mapping[Gap, int], live: Positions, budget_bytes: int, released: Mapping[Gap, int]
 ) -> dict[Gap, int]:
-    """The step before which each prefetch is issued.
+    """Return the step before which each prefetch is issued: as `wanted`, or later if memory is short.
 
-    As `wanted`, or later if there is no room. Served in the order of need. Bytes that arrive sooner are added to
-    `live`.
+    Prefetches are served in the order of need. Bytes that arrive sooner are added to `live`.
     """
     found: dict[Gap, int] = {}
     for gap in sorted(wanted, key=lambda g: (g.end, g.tensor)):
