@@ -135,10 +135,10 @@ int main() {
     };
     Device device(Bytes{1} << 30);
     const auto made = allocators().at("same-size")(device, None());
-    PoolBlock* first = made->allocate_block(512, 0, Mobility::kMovable);
+    PoolBlock* first = made->allocate_block(512, 0);
     const Address address = first->address;
     made->free_block(first);
-    return made->allocate_block(512, 0, Mobility::kMovable)->address == address ? 0 : 1;
+    return made->allocate_block(512, 0)->address == address ? 0 : 1;
 }
 """
 

@@ -15,9 +15,6 @@ namespace overspill {
 
 constexpr Address kNowhere = 0;  // the address of a block of no bytes
 
-// How long a block stays, as far as is known beforehand. As overspill.core.Mobility.
-enum class Mobility : std::int8_t { kMovable = 0, kTemporary = 1, kReclaimed = 2 };
-
 enum class SegmentAction : std::int64_t { kAlloc = 0, kFree = 1, kMap = 2, kUnmap = 3 };
 
 struct SegmentEvent {
@@ -51,8 +48,8 @@ class Allocator {
     Allocator& operator=(const Allocator&) = delete;
 
     // A block of at least `nbytes` (more than none), or nullptr when there is no room.
-    PoolBlock* allocate_block(Bytes nbytes, std::int32_t stream, Mobility mobility) {
-        PoolBlock* block = nbytes <= kAddressSpaceBytes ? find_grouped_block(nbytes, stream, mobility) : nullptr;
+    PoolBlock* allocate_block(Bytes nbytes, std::int32_t stream) {
+        PoolBlock* block = nbytes <= kAddressSpaceBytes ? find_block(nbytes, stream) : nullptr;
         if (block == nullptr) return nullptr;
         block->free = false;
         block->requested = nbytes;
@@ -75,7 +72,7 @@ class Allocator {
     virtual void release_cached() {}
 
     // The bytes of all segments up to the end of their last live blocks.
-    virtual Bytes spread_bytes() const {
+    Bytes spread_bytes() const {
         Bytes spread = reserved.now;
         for (const PoolBlock* block : idle_blocks())
             if (block->mapped && block->last()) spread -= block->size;
@@ -98,11 +95,6 @@ class Allocator {
 
   protected:
     virtual PoolBlock* find_block(Bytes nbytes, std::int32_t stream) = 0;
-
-    // The same for a block of `mobility`, for allocators that group by it.
-    virtual PoolBlock* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility) {
-        return find_block(nbytes, stream);
-    }
 
     virtual void return_block(PoolBlock* block) = 0;
 

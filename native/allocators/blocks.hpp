@@ -21,7 +21,6 @@ struct PoolBlock {
     bool free = true;
     bool mapped = true;     // false: address space without memory behind it
     bool in_small = false;  // which pool of the caching allocator the block belongs to
-    std::int8_t arena = 0;  // which part of a two-ended pool the block lies in
     Bytes requested = 0;
     PoolBlock* prev = nullptr;
     PoolBlock* next = nullptr;
@@ -72,7 +71,6 @@ class BlockStore {
         PoolBlock* front = make(block->address, size, block->stream);
         front->mapped = block->mapped;
         front->in_small = block->in_small;
-        front->arena = block->arena;
         front->base = block->base;
         front->splice(block->prev, block);
         block->address += size;

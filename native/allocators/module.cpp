@@ -101,9 +101,9 @@ class Stepper {
                                    : std::make_unique<DeviceInPython>(capacity_bytes, device)),
           allocator_(make_allocator(name, config, *device_)) {}
 
-    std::optional<Address> allocate(std::int64_t at, Bytes nbytes, std::int32_t stream, int mobility) {
+    std::optional<Address> allocate(std::int64_t at, Bytes nbytes, std::int32_t stream) {
         allocator_->clock = at;
-        PoolBlock* block = allocator_->allocate_block(nbytes, stream, static_cast<Mobility>(mobility));
+        PoolBlock* block = allocator_->allocate_block(nbytes, stream);
         if (block == nullptr) return std::nullopt;
         live_[block->address] = block;
         return block->address;
@@ -149,7 +149,8 @@ class Stepper {
         std::vector<ExchangeTuple> found;
         for (std::size_t i = first; i < allocator_->segment_log.size(); ++i) {
             const SegmentEvent& event = allocator_->segment_log[i];
-            found.emplace_back(event.at, static_cast<std::int64_t>(event.action), event.address, event.nbytes, event.stream);
+            found.emplace_back(event.at, static_cast<std::int64_t>(event.action), event.address, event.nbytes,
+                               event.stream);
         }
         return found;
     }
@@ -209,13 +210,11 @@ Array column_of(std::vector<std::int64_t>&& values) {
 nb::tuple replay(const std::string& name, const nb::dict& config, std::optional<Bytes> capacity_bytes,
                  const Column<std::int8_t>& action, const Column<std::int64_t>& block,
                  const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream,
-                 const Column<std::int8_t>& mobility, std::int64_t block_count, bool curves,
-                 std::optional<Bytes> request_bytes) {
+                 std::int64_t block_count, bool curves, std::optional<Bytes> request_bytes) {
     Device device(capacity_bytes);
     const auto allocator = make_allocator(name, config, device);
-    const EventsView events{action.data(), block.data(),    nbytes.data(),
-                            stream.data(), mobility.data(), static_cast<std::int64_t>(action.shape(0)),
-                            block_count};
+    const EventsView events{
+        action.data(), block.data(), nbytes.data(), stream.data(), static_cast<std::int64_t>(action.shape(0)), block_count};
     ReplayResult result;
     {
         const nb::gil_scoped_release released;
@@ -241,7 +240,7 @@ NB_MODULE(_native, module) {
     module.doc() = "The native core of overspill.placement.";
     module.def("names", &overspill::names, "The allocators that there are.");
     module.def("replay", &overspill::replay, nb::arg("name"), nb::arg("config"), nb::arg("capacity_bytes").none(),
-               nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"), nb::arg("mobility"),
+               nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"),
                nb::arg("block_count"), nb::arg("curves"), nb::arg("request_bytes").none());
     module.def("round_size", &overspill::rounded, nb::arg("nbytes"), nb::arg("divisions"));
     using overspill::Stepper;

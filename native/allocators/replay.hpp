@@ -19,7 +19,6 @@ struct EventsView {
     const std::int64_t* block;
     const std::int64_t* nbytes;
     const std::int32_t* stream;
-    const std::int8_t* mobility;
     std::int64_t count;
     std::int64_t block_count;
 };
@@ -78,8 +77,7 @@ class Replayer {
             result_.addresses[block] = kNowhere;
             return true;
         }
-        PoolBlock* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at],
-                                                  static_cast<Mobility>(events_.mobility[at]));
+        PoolBlock* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at]);
         if (placed != nullptr) {
             states_[block] = State::kLive;
             blocks_[block] = placed;

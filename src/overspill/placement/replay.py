@@ -124,7 +124,7 @@ def _replay_natively(
     request_bytes: int | None,
 ) -> Replay:
     settings = asdict(config_or_default(kind.name, kind.config_type, config))
-    columns = (events.action, events.block, events.nbytes, events.stream, events.mobility)
+    columns = (events.action, events.block, events.nbytes, events.stream)
     try:
         failed_at, skipped, retries, addresses, table, gauges, histories = _native.replay(
             kind.core, settings, capacity_bytes, *columns, events.block_count, curves, request_bytes

@@ -1,4 +1,4 @@
-"""The oracle of native/allocators/caching.hpp: the same rules in Python, written for themselves."""
+"""The oracle of native/allocators/caching.hpp: the same rules in Python, as a program of their own."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Stepper:
     """An allocator, to be called event by event; `at` is the number of the event."""
 
     def __init__(self, name: str, config: dict[str, Any], capacity_bytes: int | None, device: Any) -> None: ...
-    def allocate(self, at: int, nbytes: int, stream: int, mobility: int) -> int | None: ...
+    def allocate(self, at: int, nbytes: int, stream: int) -> int | None: ...
     def free(self, at: int, address: int) -> bool:
         """Whether a block was allocated at `address`."""
 
@@ -55,7 +55,6 @@ def replay(
     block: NDArray[np.int64],
     nbytes: NDArray[np.int64],
     stream: NDArray[np.int32],
-    mobility: NDArray[np.int8],
     block_count: int,
     curves: bool,
     request_bytes: int | None,

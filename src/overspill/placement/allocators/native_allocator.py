@@ -34,8 +34,8 @@ class NativeAllocator(Allocator):
         self._core.empty_cache(self.clock)
         self._follow()
 
-    def _allocate(self, nbytes: int, stream: int, mobility: int) -> int | None:
-        address = self._core.allocate(self.clock, nbytes, stream, mobility)
+    def _allocate(self, nbytes: int, stream: int, mobility: int) -> int | None:  # noqa: ARG002  # no native one groups
+        address = self._core.allocate(self.clock, nbytes, stream)
         self._follow()
         return address
 
