@@ -346,7 +346,7 @@ class _Follower:
 
     def _plain(self, program: Program, expression: ast.expr) -> Any:
         code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<Inductor's program>", "eval")
-        return eval(code, {**program.namespace, **FAKES}, self.found.values)  # noqa: S307 - the user's own compiled program
+        return eval(code, {**program.namespace, **FAKES}, self.found.values)  # noqa: S307 - the user's program
 
     def _flops(self, program: Program, name: str, call: ast.Call, result: Any) -> int:
         """Return the FLOPs of a library call, `aten.op` or `extern_kernels.op`, by torch's formulas."""

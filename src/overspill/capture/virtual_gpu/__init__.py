@@ -1,1 +1,1 @@
-"""A virtual GPU: run ordinary PyTorch programs on fake CUDA tensors."""
+"""Run ordinary PyTorch programs on fake CUDA tensors: a virtual GPU."""

@@ -1,4 +1,4 @@
-"""`torch.cuda` of a GPU that is not there, answered from the recording."""
+"""Answer `torch.cuda` for a GPU that this machine does not have, from the recording."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class _Stream:
         pass
 
     def is_capturing(self) -> bool:
-        """False: no CUDA graph is ever captured."""
+        """Return False: no CUDA graph is ever captured."""
         return False
 
     def query(self) -> bool:
-        """True: everything is done at once."""
+        """Return True: everything is done at once."""
         return True
 
     def elapsed_time(self, _: Any) -> float:
-        """One millisecond, always: programs divide by it."""
+        """Return one millisecond, always: programs divide by it."""
         return 1.0
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
+        """Return an event that has happened."""
         return event or _Stream()
 
     def _nothing(self, *_: Any, **__: Any) -> None:
@@ -53,7 +53,7 @@ class _Stream:
 
 
 class _FakeCudaGraph:
-    """A CUDA graph: what it captures runs once, as eager code on its stream, and replays need nothing more."""
+    """A CUDA graph: the code that it captures runs once, eagerly on its stream; replays do nothing."""
 
     capturing = False  # one at a time, as the driver has it
 
@@ -61,15 +61,15 @@ class _FakeCudaGraph:
         pass
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
-        """From here on the current stream captures."""
+        """Note that a capture begins."""
         _FakeCudaGraph.capturing = True
 
     def capture_end(self) -> None:
-        """Until here."""
+        """Note that the capture ends."""
         _FakeCudaGraph.capturing = False
 
     def pool(self) -> tuple[int, int]:
-        """The one pool of all graphs."""
+        """Return the one pool of all graphs."""
         return _GRAPHS
 
     def _nothing(self, *_: Any, **__: Any) -> None:
@@ -79,7 +79,7 @@ class _FakeCudaGraph:
 
 
 class _Generator(torch.Generator):
-    """A CPU generator, whatever device is asked for."""
+    """A CPU generator, whatever device is requested."""
 
     def __new__(cls, device: Any = None) -> Self:
         del device
@@ -95,7 +95,7 @@ class CudaFunctions:
         self._memory_bytes = memory_bytes
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
-        """(owner, name, replacement) for each function that a training script may call."""
+        """Return (owner, name, replacement) for each function that a training script may call."""
         # Streams, which the recorder keeps apart.
         recorder, capability, memory_bytes = self._recorder, self._capability, self._memory_bytes
         properties = SimpleNamespace(

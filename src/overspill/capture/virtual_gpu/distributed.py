@@ -1,11 +1,11 @@
 """Distributed training without other GPUs: fake process groups, DDP, and FSDP.
 
-A program asks for its process group as usual (`init_process_group("nccl")`, under torchrun's environment or with a
-`world_size`), and gets torch's own "fake" group: right sizes, no messages. DistributedDataParallel and fully_shard then
-run unchanged. What does not work on fake tensors is handled here:
+A program requests its process group as usual (`init_process_group("nccl")`, under torchrun's environment or with a
+`world_size`). It gets torch's own "fake" group: right sizes, no messages. DistributedDataParallel and fully_shard then
+run unchanged. This module handles what does not work on fake tensors:
 
-- DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`) are asked for by C++, which takes the
-  parameters to be on the CPU: the recorder is told that they are on the device.
+- C++ makes DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`), and takes the parameters to be
+  on the CPU: the recorder is notified that the buckets are on the device.
 - The fake group's work has no result, which the reducer reads (comm.cpp, `parseCppCommHookResult`): `allreduce_` is
   answered here, with its own input.
 - A DTensor's device is that of its shard.
@@ -70,10 +70,10 @@ def no_network() -> Iterator[None]:
 
 
 def replacements(recorder: Recorder, mode: FastFakeMode, replace: Callable[[Patches], None]) -> Patches:
-    """(owner, name, replacement) for everything that data parallel training calls.
+    """Return (owner, name, replacement) for everything that data parallel training calls.
 
-    Patches for sharding are passed to `replace` with the first process group: torch takes a second to import it, which
-    a program on one GPU should not wait for.
+    `replace` gets patches for sharding with the first process group. torch takes a second to import it, which a program
+    on one GPU should not wait for.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -99,7 +99,7 @@ def replacements(recorder: Recorder, mode: FastFakeMode, replace: Callable[[Patc
 
 
 def _process_groups(on_group: Callable[[], None]) -> Patches:
-    """Patches for torch.distributed's inner functions, since programs import the outer ones by name.
+    """Return patches for torch.distributed's inner functions, because programs import the outer ones by name.
 
     `on_group` is called before a group is made.
     """
@@ -161,7 +161,7 @@ def _from_environment(name: str, default: int | None) -> int | None:
 
 
 def _all_reduce(tensors: list[torch.Tensor], *_: Any, **__: Any) -> tuple[list[torch.Tensor], Any]:
-    """c10d::allreduce_: in place, with the tensors as the work's result, as in ProcessGroupNCCL."""
+    """Run c10d::allreduce_ in place, with the tensors as the work's result, as in ProcessGroupNCCL."""
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result(tensors)
     return tensors, done_work(done)
@@ -186,7 +186,7 @@ def answered_ops() -> Iterator[None]:
 
 
 def _ddp(recorder: Recorder) -> Patches:
-    """Patches for what makes buckets: the reducer, at first and once it knows the gradients' order."""
+    """Return patches for the functions that make buckets: at first, and once the reducer knows the gradients' order."""
     return [(*target, _communicating(recorder, target.now)) for target in bucket_targets()]
 
 
@@ -194,13 +194,16 @@ def _ddp(recorder: Recorder) -> Patches:
 
 
 def _channels(x: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """`count` tensors with one value a channel, in the dtype of accumulation."""
+    """Return `count` tensors of shape [channels], in the dtype of accumulation."""
     dtype = torch.float32 if x.dtype in {torch.float16, torch.bfloat16} else x.dtype
     return [x.new_empty((x.shape[1],), dtype=dtype) for _ in range(count)]
 
 
 def _reduced(_: torch.Tensor, x: torch.Tensor, mean: Any, invstd: Any, weight: Any, *wanted: bool) -> list[Any]:
-    """batch_norm_backward_reduce: two sums if the input needs a gradient, then those of weight and bias."""
+    """Return the results of batch_norm_backward_reduce on fake tensors.
+
+    They are two sums, if the input needs a gradient, then those of weight and bias.
+    """
     del mean, invstd
     sums = _channels(x, 2) if wanted[0] else [None, None]
     like = x if weight is None else weight
@@ -218,7 +221,7 @@ _SYNCHRONISED: dict[Any, Callable[..., Any]] = {
 
 
 def _sync_batch_norm() -> Patches:
-    """Make SyncBatchNorm skip its test for empty batches, which torch leaves out under graph capture.
+    """Return patches by which SyncBatchNorm skips its test for empty batches, as torch does under graph capture.
 
     torch/nn/modules/_functions.py; here every GPU has samples.
     """
@@ -296,7 +299,7 @@ def _each_once(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
-    """Patches for torch/distributed/fsdp/_fully_shard: kinds of its buffers, parameters and gradients."""
+    """Return patches for torch/distributed/fsdp/_fully_shard: kinds of its buffers, parameters and gradients."""
     found = fsdp_modules_of_torch()
     mixins = [getattr(found[0], name, None) for name in ("DefaultAllocMixin", "ProcessGroupAllocMixin")]
     parameter_class = found[1].FSDPParam
@@ -332,7 +335,7 @@ def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
 
 
 def _communicating(recorder: Recorder, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, with its tensors counted as buffers of collectives."""
+    """Wrap `call` so that its tensors count as buffers of collectives."""
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         with recorder.communicating():
@@ -342,6 +345,6 @@ def _communicating(recorder: Recorder, call: Callable[..., Any]) -> Callable[...
 
 
 def _wherever(modules: list[Any], function: Callable[..., Any], replacement: Callable[..., Any]) -> Patches:
-    """Patches for `function` in all `modules` that have it; torch moved some between them."""
+    """Return patches for `function` in all `modules` that have it; torch moved some between them."""
     name = function.__name__
     return [(module, name, replacement) for module in modules if getattr(module, name, None) is function]

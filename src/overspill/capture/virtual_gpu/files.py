@@ -1,6 +1,6 @@
 """Load and save checkpoints on the virtual GPU.
 
-Unknown values are written only if files are kept nowhere: a tensor is then one value, which the file holds once for all
+Unknown values are written only if files are discarded. A tensor is then one value, which the file holds once for all
 elements.
 """
 
@@ -28,7 +28,7 @@ from .values.invented import value_of
 
 
 def file_patches(*, saves: bool) -> Patches:
-    """(owner, name, replacement) for `torch.save` and `torch.load`; `saves`: tensors without values too."""
+    """Return (owner, name, replacement) for `torch.save` and `torch.load`; `saves`: tensors without values too."""
     save = _save_shapes(torch.save) if saves else _save(torch.save)
     return [(torch, "save", save), (torch, "load", _load(torch.load))]
 
@@ -37,7 +37,7 @@ class _ShapesPickler(pickle.Pickler):
     """Pickles tensors with known values as usual, and others as one repeated value."""
 
     def reducer_override(self, found: Any) -> Any:
-        """How to rebuild a fake tensor; everything else is pickled as usual."""
+        """Return how to rebuild a fake tensor; everything else is pickled as usual."""
         if not isinstance(found, FakeTensor):
             return NotImplemented
         with DisableTorchDispatch():
@@ -59,7 +59,7 @@ class _ShapesPickle(ModuleType):
 
 
 def _save_shapes(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.save` that writes tensors without values by their shapes."""
+    """Wrap `torch.save` to write tensors without values by their shapes."""
     pickling = _ShapesPickle("pickle")
 
     def write(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,10 +75,10 @@ class _FoundFake(Exception):
 
 
 class _FakeSearch(pickle.Pickler):
-    """Walks through what pickle would write, up to the first tensor without values."""
+    """Walks through the objects that pickle would write, up to the first tensor without values."""
 
     def persistent_id(self, found: Any) -> str | None:
-        """Raises _FoundFake for a fake tensor; other tensors are skipped."""
+        """Raise _FoundFake for a fake tensor; skip other tensors."""
         if isinstance(found, FakeTensor):
             raise _FoundFake
         return "tensor" if isinstance(found, (torch.Tensor, torch.UntypedStorage)) else None
@@ -100,7 +100,7 @@ def _holds_fakes(value: Any) -> bool:
 
 
 def _save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.save` that writes nothing if values are missing, and says so once."""
+    """Wrap `torch.save` to write nothing if values are missing, and to print so once."""
     said = False
 
     def write(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ def _save(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.load` of real values, moved to the virtual GPU as the file or `map_location` says."""
+    """Wrap `torch.load` to load real values, moved to the virtual GPU as the file or `map_location` states."""
     signature = inspect.signature(load)
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ def _load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved(value: Any, on_device: set[int]) -> Any:
-    """`value` with tensors on the storages `on_device` moved to the GPU, in containers and modules."""
+    """Return `value` with tensors on the storages `on_device` moved to the GPU, in containers and modules."""
     if isinstance(value, nn.Module):
         return value._apply(lambda tensor: _moved(tensor, on_device))
     if isinstance(value, torch.Tensor):

@@ -47,11 +47,13 @@ _ONE_AT_A_TIME = Lock()  # torch is patched for the whole process
 class VirtualGpu:
     """A context in which `cuda` exists and its memory use is recorded.
 
-    The host works for real (it reads files, shuffles and counts), except that parameters are always fake, and
-    everything inside `recorder.fabricating()`. `capability` is the GPU's compute capability. With `invented`, a program
-    that reads values gets invented ones; without, it ends with an error where it branches on them. With `saves`,
-    `torch.save` writes files of tensors without values too. `lines`: as in Recorder. torch is patched for the whole
-    process, so there can be one at a time; its program runs in one thread, and others keep to the host meanwhile.
+    The host works for real (it reads files, shuffles and counts). Parameters are always fake, and so is everything
+    inside `recorder.fabricating()`. `capability` is the GPU's compute capability. With `invented`, a program that reads
+    values gets placeholder values; without it, it ends with an error where it branches on them. With `saves`,
+    `torch.save` writes files of tensors without values too. `lines`: as in Recorder.
+
+    torch is patched for the whole process, so only one can be active at a time. Its program runs in one thread; other
+    threads stay on the host meanwhile. Raises RequestError on entry if another one is active.
     """
 
     def __init__(
@@ -106,12 +108,12 @@ class VirtualGpu:
         return self.recorder.is_of_host(func, args, kwargs) and not touches_unknown(func, args, kwargs)
 
     def _replace(self, patches: Patches) -> None:
-        """Add patches that the program has come to need, until the end of the context."""
+        """Add patches that the program needs from now on, until the end of the context."""
         self._stack.enter_context(patched(patches))
 
 
 def _scalers(invented: Invented | None) -> Patches:
-    """Patches for code that reads values of gradients and losses."""
+    """Return patches for code that reads values of gradients and losses."""
     return [
         (*SCALED_STEP, _step),
         (torch.amp.GradScaler, "get_scale", initial_scale),
@@ -120,7 +122,7 @@ def _scalers(invented: Invented | None) -> Patches:
 
 
 def _step(_: Any, optimizer: torch.optim.Optimizer, _state: Any, *args: Any, **kwargs: Any) -> Any:
-    """`GradScaler._maybe_opt_step` as if no gradient is infinite."""
+    """Run `GradScaler._maybe_opt_step` as if no gradient is infinite."""
     return optimizer.step(*args, **kwargs)
 
 
@@ -159,7 +161,7 @@ def _hooks(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _collecting_only_what_is_new() -> Iterator[None]:
-    """Let the garbage collector skip everything that was imported before, inside the block."""
+    """Make the garbage collector skip everything that was imported before, inside the block."""
     if gc.get_freeze_count():  # the program does so itself
         yield
         return
@@ -172,7 +174,7 @@ def _collecting_only_what_is_new() -> Iterator[None]:
 
 @contextmanager
 def _foreach_for_fakes() -> Iterator[None]:
-    """Let optimizers take their foreach path for fake parameters, as for plain CUDA ones."""
+    """Make optimizers take their foreach path for fake parameters, as for plain CUDA ones, inside the block."""
     added = [types for types in foreach_types() if FakeTensor not in types]
     for types in added:
         types.append(FakeTensor)

@@ -28,16 +28,16 @@ _MOST_CALLS = 2000
 
 
 class Enough(BaseException):
-    """Ends a script that has run long enough; no `except Exception` catches it."""
+    """Raised to end a script that has run long enough; no `except Exception` catches it."""
 
 
 class Iterations:
     """Counts the iterations of a script inside `watching()`, and ends it after `wanted`.
 
     An iteration of training is a round in which every optimizer takes a step. The last one goes on until a model is
-    called again, so that what the script does after the step belongs to it. Without an optimizer, an iteration is a
-    call of the model; a script whose memory still grows from call to call (a cache, a list of outputs) goes on.
-    `is_complete` is called when there is a recording, and again whenever the script goes on after that.
+    called again, so that the work after the step belongs to it. Without an optimizer, an iteration is a call of the
+    model. A script whose memory still grows from call to call (a cache, a list of outputs) goes on. `is_complete` is
+    called once a recording exists, and again whenever the script goes on after that.
     """
 
     def __init__(self, recorder: Recorder, wanted: int, is_complete: Callable[[], None] = lambda: None) -> None:
@@ -62,7 +62,7 @@ class Iterations:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch models and optimizers inside a VirtualGpu; one's call raises Enough."""
+        """Watch models and optimizers inside a VirtualGpu; a call of one of them may raise Enough."""
         hooks = [
             module_hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module)),
             module_hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True),
@@ -85,7 +85,7 @@ class Iterations:
         return make
 
     def finish(self, *, cut_short: bool = False) -> None:
-        """Record what the script did, once it has ended by itself or was `cut_short`."""
+        """Record the script's run, once it has ended by itself or was `cut_short`."""
         if self.recording is None and self.iterations:
             self.finished = not cut_short
             self._record()
@@ -97,7 +97,7 @@ class Iterations:
 
     @property
     def iterations(self) -> int:
-        """Number of complete iterations."""
+        """The number of complete iterations."""
         if self.steps:
             return self.rounds or 1
         return self._most_calls

@@ -21,11 +21,11 @@ from .values.frames import user_line
 def record(
     program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0), lines: bool = True
 ) -> Recording:
-    """Run `program` on a virtual `cuda`; returns the recording.
+    """Run `program` on a virtual `cuda`; return the recording.
 
-    It is called with the recorder, and tells it where iterations start. Nothing is computed. `lines`: whether ops have
-    their lines of Python. Raises UnsupportedError, naming the line, if the program needs values to go on, and
-    RequestError if it fails by itself.
+    `program` is called with the recorder, and reports to it where iterations start. Nothing is computed. `lines`:
+    whether ops have their lines of Python. Raises UnsupportedError, naming the line, if the program needs values to go
+    on, and RequestError if it fails by itself.
     """
     with VirtualGpu(capability=capability, lines=lines) as gpu:
         try:
@@ -44,7 +44,7 @@ def record(
 
 
 def unsupported(error: BaseException) -> UnsupportedError:
-    """The error for an op that has no result without values."""
+    """Return the error for an op that has no result without values."""
     op = getattr(error, "func", error)
     if isinstance(error, UnsupportedOperatorException):
         return UnsupportedError(f"{_line_of(error)} runs `{op}`, for which torch tells no shapes without computing it")
@@ -54,7 +54,7 @@ def unsupported(error: BaseException) -> UnsupportedError:
 
 
 def _failed(error: Exception) -> RequestError:
-    """The error for a program that raised `error`."""
+    """Return the error for a program that raised `error`."""
     return RequestError(_told(error))
 
 
@@ -63,6 +63,6 @@ def _told(error: Exception) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The user's line that raised `error`."""
+    """Return the user's line that raised `error`."""
     lines = dict(walk_tb(error.__traceback__))
     return user_line(next(reversed(lines), None), lines)

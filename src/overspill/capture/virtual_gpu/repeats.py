@@ -1,10 +1,11 @@
 """Skip repeated evaluation and micro-steps, whose memory use is recorded already.
 
-A script may evaluate its model a hundred times before its first step. A call without gradients is repeated if model,
-inputs and bytes on the device are as in some earlier calls: it has their peak too, so its outputs are made without
-running anything. A loop over a data loader in which only such calls happen ends early. A script that accumulates
-gradients may do so forty times before a step; a call with gradients is repeated if that holds for the calls before it,
-since which no optimizer took a step. Its backward then finds the gradients where they are.
+A script may evaluate its model a hundred times before its first step. A call without gradients is a repetition if
+model, inputs and bytes on the device are as in some earlier calls. It has their peak too, so its outputs are made
+without running anything. A loop over a data loader in which only such calls happen ends early.
+
+A script that accumulates gradients may do so forty times before a step. A call with gradients is a repetition if the
+same holds for the calls before it, since the last step of an optimizer. Its backward then finds the gradients present.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _PLAIN = (int, float, bool, str, type(None))
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor of an output: its place in one of the output's storages; `trained`: the whole of it, with gradients."""
+    """A tensor of an output: its place in one of the output's storages."""
 
     storage: int
     trained: bool
+    """Whether it has gradients; it is then the whole storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -51,15 +53,16 @@ class _Output:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Results of a call: tensors and plain values, and bytes of the tensors' storages."""
+    """Results of a call: tensors and plain values."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
     nbytes: tuple[int, ...]
+    """Bytes of the tensors' storages."""
 
     @classmethod
     def of(cls, returned: Any) -> _Outputs | None:
-        """The outputs in `returned`; None if any is neither tensor nor plain value."""
+        """Return the outputs in `returned`, or None if any is neither a tensor of the device nor a plain value."""
         found, spec = tree_flatten(returned)
         storages: dict[int, tuple[int, int]] = {}
         leaves: list[Any] = []
@@ -80,7 +83,10 @@ class _Outputs:
         return cls(tuple(leaves), spec, tuple(nbytes for _, nbytes in storages.values()))
 
     def made(self, weights: Sequence[nn.Parameter] = ()) -> Any:
-        """The outputs, made anew; those of a call with gradients follow from `weights`, which have some."""
+        """Return the outputs, made again.
+
+        Those of a call with gradients follow from `weights`, which have gradients.
+        """
         # Storages first, then the tensors on them.
         trained = [leaf for leaf in self.leaves if isinstance(leaf, _Output) and leaf.trained]
         again = iter(_Again.apply(trained, weights, weights[0]) if trained else ())
@@ -104,14 +110,14 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, outputs: list[_Output], weights: Sequence[nn.Parameter], _: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of `outputs`."""
+        """Return the tensors of `outputs`."""
         ctx.weights = weights
         ctx.set_materialize_grads(False)
         return tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="cuda") for one in outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[None, ...]:
-        """Nothing: a script may have taken the gradients away after the call, and then has new ones."""
+        """Return no gradients; give weights whose gradients the script has removed since the call new ones."""
         for weight in ctx.weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
@@ -121,7 +127,7 @@ class _Again(torch.autograd.Function):
 class Repeats:
     """Skips repeated calls inside `cutting()`; `skipped` counts calls of models that were not run.
 
-    With `whole_steps` those with gradients are run.
+    With `whole_steps`, calls with gradients are run.
     """
 
     def __init__(self, recorder: Recorder, *, whole_steps: bool = False) -> None:
@@ -208,7 +214,7 @@ class Repeats:
         return returned
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A key of everything that decides a call's memory use; None if that is not known."""
+        """Return a key of everything that decides a call's memory use, or None if that is not known."""
         if self._recorder.phase is not Phase.FORWARD or _is_observed(module):
             return None
         # Shapes of tensors, and plain values.
@@ -230,7 +236,7 @@ class Repeats:
         return number, module.training, self._recorder.block_bytes, modes, tuple(given), spec
 
     def _iterate(self, iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """`DataLoader.__iter__` that ends once the loop over it only repeats itself."""
+        """Wrap `DataLoader.__iter__` to end once the loop over it only repeats itself."""
 
         def batches(loader: Any) -> Iterator[Any]:
             skipped, with_gradients = self.skipped, self._with_gradients
@@ -245,7 +251,7 @@ class Repeats:
 
 
 def _casts(module: nn.Module) -> int:
-    """Bytes of weights that autocast may keep until it ends; 0 outside it."""
+    """Return the bytes of weights that autocast may keep until it ends; 0 outside it."""
     if not (torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()):
         return 0
     itemsize = torch.get_autocast_dtype("cuda").itemsize
@@ -253,14 +259,14 @@ def _casts(module: nn.Module) -> int:
 
 
 def _is_observed(module: nn.Module) -> bool:
-    """Whether the script has hooks inside `module`, or it has no weights and is not worth skipping."""
+    """Return whether the script has hooks inside `module`, or it has no weights and is not worth skipping."""
     if any(has_hooks(part) for part in module.modules()):
         return True
     return next(module.parameters(), None) is None
 
 
 def _is_closed(module: nn.Module) -> bool:
-    """Whether a call with gradients leaves those of its weights, and nothing else that goes backward."""
+    """Return whether a call with gradients leaves those of its weights, and nothing else that goes backward."""
     weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if distributed.is_initialized() or all(weight.grad is None for weight in weights):
         return False

@@ -1,7 +1,7 @@
 """Patches for whole scripts on the virtual GPU: data loaders, profilers, processes.
 
-The host side of a script works for real. Three things cannot: worker processes, which would have no virtual GPU; pinned
-memory, which needs a driver; and profilers, which would ask one.
+The host side of a script works for real, with three exceptions. Worker processes would have no virtual GPU, pinned
+memory needs a driver, and profilers would query one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def script_patches() -> AbstractContextManager[None]:
 
 
 def _in_process(init: Callable[..., None]) -> Callable[..., None]:
-    """`DataLoader.__init__` without worker processes and pinned memory.
+    """Wrap `DataLoader.__init__` to use no worker processes and no pinned memory.
 
     To the data set this process is then the first worker.
     """
@@ -98,7 +98,7 @@ def _in_process(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, a method that gets data, run as the first worker of its loader."""
+    """Wrap `load`, a method that gets data, to run as the first worker of its loader."""
 
     def run(*args: Any) -> Any:
         loading = args[0]
@@ -110,13 +110,13 @@ def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Calla
 
 
 class _FakeSample(BaseException):
-    """A sample has to do with a fake tensor; no error, which a data set might catch."""
+    """Raised where a sample uses a fake tensor; no Exception, which a data set might catch."""
 
 
 def _without_device(fetch: Callable[..., Any]) -> Callable[..., Any]:
-    """`fetch`, by which data sets make samples, at full speed where it is a worker's: a forked process has no device.
+    """Wrap `fetch`, by which data sets make samples, to run at full speed in a worker: a forked process has no device.
 
-    Once more and as the program's own where it meets a tensor without values, which would leave none of its own in a plain one.
+    If it meets a fake tensor, which would leave a plain one without its values, it runs again as the program's own.
     """
 
     def met(*_: Any) -> None:
@@ -135,7 +135,7 @@ def _without_device(fetch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_host(iterate: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
-    """`RandomSampler.__iter__` drawing on the host even if `cuda` is the default device: its order is real."""
+    """Wrap `RandomSampler.__iter__` to draw on the host even if `cuda` is the default device: its order is real."""
 
     def draw(sampler: Any) -> Iterator[int]:
         order = iterate(sampler)
@@ -150,7 +150,10 @@ def _on_host(iterate: Callable[..., Iterator[int]]) -> Callable[..., Iterator[in
 
 
 def _at_once(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    """`ThreadPoolExecutor.submit` of the script's own thread, run there: tensors of the virtual GPU are in no other."""
+    """Wrap `ThreadPoolExecutor.submit` to run work of the script's own thread there.
+
+    No other thread has tensors of the virtual GPU.
+    """
     here = get_ident()
 
     def run(pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
@@ -170,7 +173,7 @@ def _at_once(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
 
 
 def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    """`DataParallel.forward` on the only GPU, to which inputs on the host are copied."""
+    """Run `DataParallel.forward` on the only GPU, to which inputs on the host are copied."""
 
     def there(value: Any) -> Any:
         return value.cuda() if isinstance(value, torch.Tensor) else value
@@ -179,7 +182,7 @@ def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _trace(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.jit.trace` that runs a model once and returns it, since sizes are tensors to the tracer."""
+    """Wrap `torch.jit.trace` to run a model once and return it, because sizes are tensors to the tracer."""
 
     def run(traced: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(traced, _TracedModel):
@@ -193,7 +196,7 @@ def _trace(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _TracedModel:
-    """A model in the place of its trace, with a graph of no ops."""
+    """A model in place of its trace, with a graph of no ops."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.graph = model, JitGraph()
@@ -205,7 +208,7 @@ class _TracedModel:
         return getattr(self._model, name)
 
     def save(self, *_: Any, **__: Any) -> None:
-        """Nothing: there are no values to save."""
+        """Do nothing: the model has no values to save."""
 
 
 class _NoProfiler:
@@ -239,7 +242,10 @@ class _NoProfiler:
 
 
 def _files_of_bytes() -> Patches:
-    """Patches for safetensors, which needs addresses of storages and writes their bytes; fake ones are skipped."""
+    """Return patches for safetensors, which skip fake tensors.
+
+    safetensors needs addresses of storages and writes their bytes.
+    """
     pointer = torch.UntypedStorage.data_ptr
 
     def address(storage: torch.UntypedStorage) -> int:
@@ -260,7 +266,7 @@ def _files_of_bytes() -> Patches:
 
 
 def _with_values(save: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of safetensors that saves real tensors only; there may be none."""
+    """Wrap a function of safetensors to save real tensors only, possibly none."""
 
     def write(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         return save({k: v for k, v in tensors.items() if not isinstance(v, FakeTensor)}, *args, **kwargs)
@@ -272,12 +278,12 @@ def _with_values(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
-    """`torch.multiprocessing.spawn` with only its first process, here; the others would do the same."""
+    """Run the first process of `torch.multiprocessing.spawn` here, and no other; they would do the same."""
     fn(0, *args)
 
 
 class _Process:
-    """`torch.multiprocessing.Process` of which the first runs here when it starts; the others would do the same."""
+    """A `torch.multiprocessing.Process` of which the first runs here when it starts; the others would do the same."""
 
     started: ClassVar[list[Any]]
     exitcode, pid, daemon = 0, 0, False
@@ -296,7 +302,7 @@ class _Process:
             self._work()
 
     def is_alive(self) -> bool:
-        """False: it is done."""
+        """Return False: it is done."""
         return False
 
     def _nothing(self, *_: Any) -> None:

@@ -35,7 +35,7 @@ class TensorMethods:
         self._new_parameter = nn.Parameter.__new__
 
     def replacements(self) -> Patches:
-        """(owner, name, replacement) for all of them."""
+        """Return (owner, name, replacement) for all of them."""
         recorder, mode, moved, share = self._recorder, self._mode, self.moved, Tensor.share_memory_
 
         def device(tensor: FakeTensor) -> torch.device:
@@ -67,7 +67,10 @@ class TensorMethods:
         ]
 
     def moved(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`Tensor.to` between the host and the virtual GPU."""
+        """Run `Tensor.to` between the host and the virtual GPU.
+
+        Raises UnsupportedError for a move to the GPU in another thread.
+        """
         if self._mode.computing:
             return self._to(tensor, *args, **kwargs)
         if isinstance(tensor, UninitializedTensorMixin):  # a lazy module's, which would not tell its shape
@@ -92,7 +95,7 @@ class TensorMethods:
         return self.copied(tensor, on_device=there, **options)
 
     def copied(self, tensor: Tensor, *, on_device: bool, **options: Any) -> Tensor:
-        """A copy of `tensor` on the device, or on the host."""
+        """Return a copy of `tensor` on the device, or on the host."""
         with self._recorder.placing(on_device=on_device):
             return self._to(tensor, CPU, **options)
 
@@ -104,7 +107,7 @@ class TensorMethods:
         return result
 
     def _parameter(self, cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-        """`nn.Parameter(data)` with fake data, so that a model on the host takes no memory."""
+        """Make `nn.Parameter(data)` with fake data, so that a model on the host takes no memory."""
         if data is not None and not isinstance(data, FakeTensor) and not is_traceable_wrapper_subclass(data):
             data = self._mode.like(data.detach())
         made = self._new_parameter(cls, data, requires_grad)
@@ -114,7 +117,7 @@ class TensorMethods:
 
 
 def _again(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`FakeTensor.__new__` that also takes data, as in `type(parameter)(data, **parameter.__dict__)`."""
+    """Wrap `FakeTensor.__new__` to take data too, as in `type(parameter)(data, **parameter.__dict__)`."""
 
     def make(cls: type, first: Any, *args: Any, requires_grad: bool = True, **kwargs: Any) -> Any:
         if isinstance(first, Tensor):
@@ -125,7 +128,7 @@ def _again(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_subclass(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor._make_subclass`, by which libraries make parameters of their own, of fake data too."""
+    """Wrap `Tensor._make_subclass`, by which libraries make parameters of their own, to take fake data too."""
 
     def make(cls: type, data: Tensor, require_grad: bool = False, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(data, FakeTensor) or cls is nn.Parameter:
@@ -142,13 +145,13 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, methods: TensorMethods, there: bool, options: dict[str, Any]) -> Tensor:
-        """The copy on the other side."""
+        """Return the copy on the other side."""
         ctx.back = methods, not there, tensor.dtype
         return methods.copied(tensor, on_device=there, **options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradient, where the tensor was."""
+        """Return the gradient, where the tensor was."""
         methods, there, dtype = ctx.back
         return methods.copied(grad, on_device=there, dtype=dtype, copy=True), None, None, None
 
@@ -156,7 +159,7 @@ class _Crossing(torch.autograd.Function):
 def _parse_to(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None, bool]:
-    """Device, dtype, memory format and copy of a call of `Tensor.to`."""
+    """Return device, dtype, memory format and copy of a call of `Tensor.to`."""
     kwargs = dict(kwargs)
     copy = bool(kwargs.pop("copy", False))
     other = kwargs.pop("other", None)

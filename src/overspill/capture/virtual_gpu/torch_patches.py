@@ -54,7 +54,10 @@ _TYPES = {
 
 
 def fake_weights() -> Patches:
-    """Skip torch's rejection sampling for fake weights and their shards, since it reads what it drew."""
+    """Return patches that skip torch's rejection sampling for fake weights and their shards.
+
+    It reads its samples, and these have no values.
+    """
     original = TRUNC_NORMAL.now
 
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -65,7 +68,7 @@ def fake_weights() -> Patches:
 
 
 def torch_patches(recorder: Recorder) -> Patches:
-    """(owner, name, replacement) for all of them except factories."""
+    """Return (owner, name, replacement) for all of them except factories."""
 
     def nothing(*_: Any, **__: Any) -> int:
         return 0
@@ -99,7 +102,7 @@ def torch_patches(recorder: Recorder) -> Patches:
 
 
 class _Disguised(type(FakeTensor)):  # type: ignore[misc]
-    """Says of fake tensors that they are some to torch alone; to others they are tensors on a GPU."""
+    """Reports fake tensors as FakeTensor to torch alone; to others they are tensors on a GPU."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
@@ -110,7 +113,7 @@ class _Disguised(type(FakeTensor)):  # type: ignore[misc]
 
 
 class _FakeToTorch(FakeTensor, metaclass=_Disguised):
-    """What `torch._subclasses.FakeTensor` is meanwhile."""
+    """Replaces `torch._subclasses.FakeTensor` meanwhile."""
 
 
 # --- Devices by number, tensors by type -------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ class _FakeToTorch(FakeTensor, metaclass=_Disguised):
 
 @contextmanager
 def factories() -> Iterator[None]:
-    """Let torch's factories take GPUs by number and ignore pinning, inside the block."""
+    """Make torch's factories take GPUs by number and ignore pinning, inside the block."""
     originals = {name: getattr(torch, name) for name in _FACTORIES}
     device_constructors()  # torch keeps this set: it must not be made of the replacements
     table = torchscript_ops()
@@ -148,7 +151,7 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Parse arguments of `to`, of tensors, modules and packed sequences, with GPUs by number."""
+    """Wrap the parser of arguments of `to`, of tensors, modules and packed sequences, to take GPUs by number."""
 
     def number(value: Any) -> Any:
         return _DEVICE("cuda", value) if type(value) is int else value
@@ -160,7 +163,7 @@ def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _DeviceType(type):
-    """Metaclass of `torch.device` that takes GPUs by number, for which torch asks the driver."""
+    """Metaclass of `torch.device` that takes GPUs by number, for which torch queries the driver."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
         return _DEVICE("cuda", *args) if len(args) == 1 and type(args[0]) is int else _DEVICE(*args, **kwargs)
@@ -170,7 +173,7 @@ class _DeviceType(type):
 
 
 class _DeviceByNumber(metaclass=_DeviceType):
-    """Replaces `torch.device`; what it makes is one of torch's own."""
+    """Replaces `torch.device`; its instances are torch's own."""
 
 
 _DeviceByNumber.__name__ = _DeviceByNumber.__qualname__ = "device"
@@ -197,7 +200,7 @@ def _tensor_type(name: str, dtype: torch.dtype) -> type:
 
 
 def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    """`Tensor.type`: the name of a tensor's type, or the tensor converted and moved to another."""
+    """Wrap `Tensor.type`: the name of a tensor's type, or the tensor converted and moved to another."""
 
     def type_(tensor: Tensor, dtype: Any = None, *_: Any, **__: Any) -> Any:
         if dtype is None:
@@ -222,13 +225,13 @@ def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 
 @cache
 def fake_class(kind: type) -> type:
-    """A subclass of both `kind` (of parameters or buffers) and FakeTensor."""
+    """Return a subclass of both `kind` (of parameters or buffers) and FakeTensor."""
     own = {"__module__": kind.__module__, "__torch_function__": disabled_torch_function}
     return type(kind)(kind.__name__, (kind, FakeTensor), own)
 
 
 def _lazy() -> Patches:
-    """Patches that make parameters and buffers of lazy modules fake from the start, without elements."""
+    """Return patches that make parameters and buffers of lazy modules fake from the start, without elements."""
 
     def make_parameter(_: type, requires_grad: bool = True, device: Any = None, dtype: Any = None) -> Any:
         made = nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad)
@@ -256,7 +259,7 @@ def _lazy() -> Patches:
 
 
 def _deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """`Tensor.__deepcopy__` that does not copy the fake mode with the tensor."""
+    """Run `Tensor.__deepcopy__` without copying the fake mode with the tensor."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     # As torch copies: values, gradient, attributes and class.
@@ -275,7 +278,10 @@ def _deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` as for plain tensors; torch would swap fake ones, which their weak references forbid."""
+    """Run `nn.Module._apply` as for plain tensors.
+
+    torch would swap fake ones, which their weak references forbid.
+    """
     if recurse:
         for child in self.children():
             apply_to(child, fn)  # as torch: a module of the script may take no more
@@ -290,7 +296,10 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def _applied_to_parameter(own: nn.Parameter, fn: Callable[[Tensor], Tensor], name: str) -> nn.Parameter:
-    """The same parameter with `fn(own)` as data; a new one to or from `meta`."""
+    """Return the same parameter with `fn(own)` as data; a new one to or from `meta`.
+
+    Raises RequestError if it was made before the estimate began, so it cannot move to the GPU.
+    """
     applied = fn(own)
     if isinstance(applied, FakeTensor) and not isinstance(own, FakeTensor):
         raise RequestError(
@@ -307,7 +316,7 @@ def _applied_to_parameter(own: nn.Parameter, fn: Callable[[Tensor], Tensor], nam
 
 
 def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """`fn(buffer)`; on the device the result is fake, and its value is not kept."""
+    """Return `fn(buffer)`; on the device the result is fake, and its value is not kept."""
     if isinstance(buffer, FakeTensor) or type(buffer) is not Tensor:
         return fn(buffer)
     mode: FastFakeMode = current_fake_mode()
@@ -319,16 +328,20 @@ def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def _scatter(_: nn.DataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> tuple[Any, Any]:
-    """`DataParallel.scatter` to the only GPU. Raises RequestError for several."""
+    """Run `DataParallel.scatter` to the only GPU. Raises RequestError for several."""
     if len(device_ids) > 1:
         raise RequestError(
-            f"DataParallel over {len(device_ids)} GPUs; an estimate has one; give it one, or take DistributedDataParallel"
+            f"DataParallel over {len(device_ids)} GPUs; an estimate has one; give it one, or take "
+            "DistributedDataParallel"
         )
     return tree_map_only(Tensor, lambda tensor: tensor.to(GPU), ((inputs,), (kwargs or {},)))
 
 
 def _flatten(recorder: Recorder) -> Callable[..., None]:
-    """torch/nn/modules/rnn.py, `flatten_parameters`: copy all weights to one buffer and make them views of it."""
+    """Return a function that copies all weights to one buffer and makes them views of it.
+
+    As torch/nn/modules/rnn.py, `flatten_parameters`.
+    """
 
     def flatten_parameters(module: nn.RNNBase) -> None:
         weights = [weight for weight in flat_weights(module) if isinstance(weight, FakeTensor)]

@@ -1,7 +1,7 @@
-"""Launch nothing where a program launches Triton's kernels.
+"""Skip launches of Triton's kernels.
 
-A kernel allocates nothing: it writes into tensors that it is given, whose values are unknown from then on. Triton is
-imported by whoever wants it, and its launcher replaced then.
+A kernel allocates nothing: it writes into tensors that it is given, whose values are unknown from then on. Overspill
+does not import Triton; its launcher is replaced when the program imports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAUNCHER = "triton.runtime.jit"
 
 @contextmanager
 def no_launches(replace: Callable[[Patches], None]) -> Iterator[None]:
-    """Launch no kernel of Triton inside the block; `replace` adds patches when it is imported there."""
+    """Launch no kernel of Triton inside the block; `replace` adds patches when Triton is imported there."""
     already = sys.modules.get(_LAUNCHER)
     finder = _AtImport(lambda module: replace(_patches(module)))
     sys.meta_path.insert(0, finder)
@@ -35,13 +35,13 @@ def no_launches(replace: Callable[[Patches], None]) -> Iterator[None]:
 
 
 class _AtImport(MetaPathFinder):
-    """Finds Triton's launcher as Python would, and has it `found` once it is loaded."""
+    """Finds Triton's launcher as Python would, and calls `found` with it once it is loaded."""
 
     def __init__(self, found: Callable[[ModuleType], None]) -> None:
         self._found = found
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """The spec of the launcher's module; None for all others."""
+        """Return the spec of the launcher's module, or None for all others."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == _LAUNCHER else None
         if spec is not None and spec.loader is not None:
             load, found = spec.loader.exec_module, self._found
@@ -59,7 +59,7 @@ def _patches(module: ModuleType) -> Patches:
 
 
 def _launch(_kernel: Any, _grid: Any) -> Callable[..., None]:
-    """What `kernel[grid]` is: a function of its arguments."""
+    """Return the value of `kernel[grid]`: a function of the kernel's arguments."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         followed.keep([*args, *kwargs.values()], None)
