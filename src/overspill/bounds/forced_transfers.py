@@ -1,14 +1,14 @@
 """Transfers and recomputations of whole tensors that a tight budget forces.
 
-At a step with little room besides its own needs, some tensors do not fit: each is away as a whole, and comes back
-between that step and its next use. A *window* is the time from the end of one step to the start of another. In the
-window of such a swap the tensor crosses the link, or an op runs again to make it; inputs of that op which do not fit at
+A step may need so much memory itself that some other tensors do not fit. Each of these is away as a whole, and comes
+back between that step and its next use. A *window* is the time from the end of one step to the start of another. In the
+window of such a swap the tensor crosses the link, or an op runs again to make it. Inputs of that op that do not fit at
 the window's first step either, cross the link or are made in the same window. If an op runs again between two steps,
-the tensors that both of them use are there as well, or leave after the one and are back before the other.
+the tensors that both of them use are on the device as well, or leave after the one and are back before the other.
 
-Transfers of different tensors, or of one tensor in disjoint windows, are different transfers, and follow one another in
-each direction of the link; so do runs of different ops, and of one op in such windows, between two steps. A tensor that
-has not left before the first step without room for it, and is not recomputed after that, cannot come back.
+Transfers of different tensors, or of one tensor in disjoint windows, are different transfers. In each direction of the
+link they follow one another. So do runs of different ops, and of one op in such windows, between two steps. A tensor
+that has not left before the first step at which it does not fit, and is not recomputed after that, cannot come back.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ NEGLIGIBLE = 1e-5
 
 @dataclass(frozen=True)
 class ForcedSwap:
-    """A gap whose tensor does not fit at steps `first` and `last`.
-
-    And maybe at some between.
-    """
+    """A gap whose tensor does not fit at steps `first` and `last`, and maybe at some between."""
 
     gap: Gap
     first: int
@@ -51,16 +48,16 @@ class ForcedSwap:
 
 @dataclass(frozen=True)
 class _Move:
-    """A transfer, `out` or back, or a run of an op, between two steps.
-
-    It is made to the share in `column`, and takes `time` as a share of the step. `of`: the tensor or op.
-    """
+    """A transfer, `out` or back, or a run of an op, between two steps."""
 
     of: int
+    """The tensor or op."""
     start: int
     end: int
     column: int
+    """The column of the share of it that is made."""
     time: float
+    """As a share of the step's time."""
     out: bool = False
 
 
@@ -111,14 +108,14 @@ class ForcedTransfers:
                 yield ForcedSwap(gap, gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1]))
 
     def _times(self, tensor: int) -> tuple[float, float]:
-        """Times of a transfer out and back, as shares of the step."""
+        """Return the times of a transfer out and back, as shares of the step."""
         device, nbytes = self.relaxation.device, self.graph.tensors[tensor].nbytes
         return device.offload_seconds(nbytes) / self.relaxation.total, device.prefetch_seconds(
             nbytes
         ) / self.relaxation.total
 
     def _absent(self, tensor: int, step: int) -> bool:
-        """Whether `tensor`, made before `step`, cannot be on the device then."""
+        """Return whether `tensor`, made before `step`, cannot be on the device then."""
         touches = self.program.touches[tensor]
         if self.room[step] >= self.graph.tensors[tensor].nbytes or step in touches:
             return False
@@ -135,7 +132,7 @@ class ForcedTransfers:
             self.lp.row([(self.recomputations.reruns[swap.gap], 1.0), (again, -1.0)], lower=0.0)
 
     def _get(self, tensor: int, start: int, end: int, depth: int) -> tuple[int, int | None]:
-        """Columns: `tensor` crosses the link in the window; the op that makes it runs there."""
+        """Return columns: `tensor` crosses the link in the window; the op that makes it runs there."""
         key = (tensor, start, end)
         if key not in self.moved:
             movable = self.graph.tensors[tensor].movable
@@ -145,12 +142,12 @@ class ForcedTransfers:
         return self.moved[key], self._run_for(tensor, start, end, depth)
 
     def _run_for(self, tensor: int, start: int, end: int, depth: int) -> int | None:
-        """The column of another run in the window of the op that makes `tensor`; None if impossible."""
+        """Return the column of another run in the window of the op that makes `tensor`; None if impossible."""
         op = self.recomputations.maker(tensor, start)
         return None if op is None else self._run(op, start, end, depth)
 
     def _run(self, op: int, start: int, end: int, depth: int) -> int | None:
-        """The column of another run of `op` in the window; None if impossible."""
+        """Return the column of another run of `op` in the window; None if impossible."""
         key = (op, start, end)
         if key in self.again:
             return self.again[key]
@@ -169,7 +166,7 @@ class ForcedTransfers:
     # -- room to run again
 
     def _between(self) -> tuple[list[int], list[list[int]]]:
-        """For each step, bytes that stay until the next, and tensors that could leave in between."""
+        """Return for each step the bytes that stay until the next, and the tensors that could leave in between."""
         always = sum(t.nbytes for t in self.graph.tensors if t.persistent and not t.movable)
         fixed = np.full(self.program.length + 1, always)
         leaves: list[list[int]] = [[] for _ in fixed]
@@ -184,7 +181,7 @@ class ForcedTransfers:
         return [int(nbytes) for nbytes in fixed], leaves
 
     def _making_room(self, op: int, start: int, end: int) -> int | None:
-        """A column for a run of `op` in a window, with room for it, or None."""
+        """Return a column for a run of `op` in a window with enough free memory, or None."""
         if end - start > SHORT:
             return self.lp.variable(1.0)
         excess = {step: self._excess(op, step) for step in range(start, end)}
@@ -198,7 +195,7 @@ class ForcedTransfers:
         return column
 
     def _excess(self, op: int, step: int) -> int:
-        """Bytes over budget of a run of `op` after `step`, if tensors of the next step stay."""
+        """Return the bytes over budget of a run of `op` after `step`, if tensors of the next step stay."""
         own = self._own(op)
         there = self.fixed[step] + sum(self.graph.tensors[t].nbytes for t in {*self.leaves[step], *own})
         algorithms, workspace = self.graph.ops[op].algorithms, self.graph.ops[op].workspace_bytes
@@ -206,13 +203,13 @@ class ForcedTransfers:
         return there + workspace - self.relaxation.budget_bytes
 
     def _own(self, op: int) -> set[int]:
-        """Movable tensors that a recomputation of `op` needs."""
+        """Return the movable tensors that a recomputation of `op` needs."""
         reads, writes = self.graph.ops[op].recompute_reads, self.graph.ops[op].recompute_writes
         tensors = self.graph.tensors
         return {t for t in (*reads, *writes) if tensors[t].movable}
 
     def _run_between(self, op: int, step: int, over: int) -> int | None:
-        """The column of a run of `op` after `step`, with `over` bytes away, or None."""
+        """Return the column of a run of `op` after `step`, with `over` bytes away, or None."""
         leave = [t for t in self.leaves[step] if t not in self._own(op)]
         if sum(self.graph.tensors[t].nbytes for t in leave) < over:
             return None
@@ -252,14 +249,14 @@ class ForcedTransfers:
     # -- over the end of the step
 
     def _without_room(self, gap: Gap) -> tuple[list[int], list[int]]:
-        """Steps in a wrapping gap without room for its tensor, at the end and at the start."""
+        """Return the steps in a wrapping gap at which its tensor does not fit, at the end and at the start."""
         lacking = [int(p) for p in np.flatnonzero(self.room < self.graph.tensors[gap.tensor].nbytes)]
         return [p for p in lacking if p > gap.start], [p for p in lacking if p < gap.end]
 
     def _over_the_end(self, gap: Gap) -> None:
-        """Require transfers of a persistent tensor without room: back, and out if written.
+        """Require transfers of a persistent tensor that does not fit: back, and out if written.
 
-        It may be in the store from one step to the next: then it comes back before its first use, and has left, with
+        It may be in the store from one step to the next. Then it comes back before its first use, and has left, with
         its last values, by the step's end. Otherwise it comes back by the end, or leaves after the start.
         """
         tensor, length = gap.tensor, self.program.length
@@ -279,7 +276,7 @@ class ForcedTransfers:
     # -- all together
 
     def _reruns(self) -> list[_Move]:
-        """Runs of ops in windows, in order."""
+        """Return the runs of ops in windows, in order."""
         seconds, total = self.relaxation.op_seconds, self.relaxation.total
         found = (_Move(*key, c, seconds[key[0]] / total) for key, c in self.again.items() if c is not None)
         return sorted(found, key=_in_order)
@@ -298,7 +295,7 @@ class ForcedTransfers:
             )
 
     def _in_turn(self, moves: Iterable[_Move]) -> Iterable[tuple[Terms, int, int]]:
-        """Sums of times between two steps: of all moves whose windows lie between."""
+        """Yield sums of times between two steps: of all moves whose windows are between them."""
         moves = sorted(moves, key=_in_order)
         self._nested(moves)
         starts = [move.start for move in moves]
@@ -326,7 +323,7 @@ def _in_order(move: _Move) -> tuple[int, int]:
 
 
 def _apart(moves: Sequence[_Move], end: int) -> list[_Move]:
-    """Moves that end by `end`, in disjoint windows for one tensor or op; `moves` are in order."""
+    """Return moves that end by `end`, in disjoint windows for one tensor or op; `moves` are in order."""
     free: dict[tuple[int, bool], int] = {}
     found = []
     for move in reversed(moves):

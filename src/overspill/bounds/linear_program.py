@@ -32,13 +32,13 @@ class LinearProgram:
         self._solver: highspy.Highs | None = None
 
     def variable(self, upper: float = INFINITY, cost: float = 0.0) -> int:
-        """Add a column in [0, upper]; returns its index."""
+        """Add a column in [0, upper], and return its index."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
     def row(self, terms: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY) -> int:
-        """Add lower <= sum of coefficient times column <= upper; returns the row's index."""
+        """Add lower <= sum of coefficient times column <= upper, and return the row's index."""
         for column, value in terms:
             self.columns.append(column)
             self.values.append(value)
@@ -48,7 +48,7 @@ class LinearProgram:
         return len(self.row_lower) - 1
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """The optimum and the columns' values there; None without a solution."""
+        """Return the optimum and the columns' values there; None without a solution."""
         solver = self._solver = self._solver or self._load()
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
@@ -56,7 +56,7 @@ class LinearProgram:
         return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
 
     def integral_bound(self, columns: Sequence[Sequence[int]], effort: int) -> float | None:
-        """A bound on the optimum with `columns` 0 or 1; None without a solution.
+        """Return a bound on the optimum with `columns` 0 or 1; None without a solution.
 
         Branch and bound (Land and Doig 1960): the node of least bound first, on the column nearest to a half in the
         first sequence that has a fractional one. It ends after that much `effort`, about 1 a simplex iteration, with
@@ -110,7 +110,7 @@ class LinearProgram:
 
 
 def _to_branch(columns: Sequence[Sequence[int]], values: Sequence[float]) -> int | None:
-    """The column nearest to a half in the first of `columns` with a fractional one, or None."""
+    """Return the column nearest to a half in the first of `columns` with a fractional one, or None."""
     for among in columns:
         column = min(among, key=lambda c: abs(values[c] - 0.5), default=None)
         if column is not None and INTEGRAL < values[column] < 1 - INTEGRAL:
@@ -119,12 +119,12 @@ def _to_branch(columns: Sequence[Sequence[int]], values: Sequence[float]) -> int
 
 
 def minus(column: int | None) -> list[tuple[int, float]]:
-    """The column with coefficient -1, if there is one."""
+    """Return the column with coefficient -1, if it is given."""
     return [] if column is None else [(column, -1.0)]
 
 
 def added(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Terms with coefficients of equal columns added up, as a row needs."""
+    """Return the terms with coefficients of equal columns added up, as a row needs."""
     sums: dict[int, float] = defaultdict(float)
     for column, value in terms:
         sums[column] += value

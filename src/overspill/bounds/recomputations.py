@@ -1,8 +1,8 @@
 """Recomputations in a relaxation: columns for ops that run again, and for kept inputs.
 
 An op runs again at least as often as any one of its outputs is rematerialized in different gaps. Inputs of a run that
-have no later use are themselves rematerialized, or have been kept: a tree of inputs for each gap, with sizes that add
-up to no more than what is made from them, and over all trees to no more than an input's own.
+have no later use are themselves rematerialized, or have been kept. They are a tree of inputs for each gap. Their sizes
+add up to no more than what is made from them, and over all trees to no more than an input's own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Recomputations:
         self.held: list[tuple[int, Gap, float]] = []  # columns of inputs kept for recomputations, and their sizes
 
     def maker(self, tensor: int, step: int) -> int | None:
-        """The op that recomputes `tensor` as it is after `step`, or None."""
+        """Return the op that recomputes `tensor` as it is after `step`, or None."""
         written = self.program.written[tensor]
         before = bisect_right(written, step)
         if not before or self.graph.tensors[tensor].persistent:
@@ -52,7 +52,7 @@ class Recomputations:
         return op.id if tensor in op.recompute_writes and tensor not in op.recompute_reads else None
 
     def runs(self, op: int, after: int, before: int) -> int:
-        """The column of how often `op` runs again, between these steps."""
+        """Return the column of how often `op` runs again, between these steps."""
         if op not in self.of_op:
             self.of_op[op] = Reruns(self.lp.variable(), after, before)
         known = self.of_op[op]
@@ -101,7 +101,7 @@ class Recomputations:
                     self.lp.row([(column, 1.0), (kept, -1.0), *minus(again)], upper=0.0)
 
     def _tree(self, gap: Gap) -> dict[int, int]:
-        """Inputs without later use that recomputations for the gap may read, with what each makes."""
+        """Return inputs without later use that recomputations for the gap may read, with what each makes."""
         tree: dict[int, int] = {}
         pending = [(gap.tensor, gap.start)]
         while pending and len(tree) < LARGEST_TREE:
@@ -116,13 +116,13 @@ class Recomputations:
         return self.graph.tensors[tensor].nbytes
 
     def _gone(self, op: int, after: int) -> list[int]:
-        """Inputs of a recomputation of `op` that are not used after step `after`."""
+        """Return the inputs of a recomputation of `op` that are not used after step `after`."""
         reads = dict.fromkeys(self.graph.ops[op].recompute_reads)
         return [u for u in reads if not self.graph.tensors[u].persistent and self.program.touches[u][-1] <= after]
 
 
 def _by_reader(tree: Mapping[int, int]) -> dict[int, list[int]]:
-    """Inputs of each tensor of a tree, nearest to its root first."""
+    """Return the inputs of each tensor of a tree, nearest to its root first."""
     found: dict[int, list[int]] = defaultdict(list)
     for tensor, made in tree.items():
         found[made].append(tensor)

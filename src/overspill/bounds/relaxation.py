@@ -1,9 +1,9 @@
 """The linear relaxation of a step: any part of a tensor may be offloaded.
 
-Memory is considered at *sample points*, some of the steps; elsewhere it may exceed the budget. Tensors whose gaps cover
+Memory is considered at *sample points*, some of the steps; at others it may exceed the budget. Tensors whose gaps cover
 the same sample points are one *group*, of which any part may be away. Columns of a linear program say how much of each
-group is away at each sample point, how much moves between two of them, and how much later each step starts than without
-waits. Recomputations are columns of `recomputations.py`; `step_time.py` makes a bound of it.
+group is away at each sample point, and how much moves between two of them. They also say how much later each step
+starts than without waits. Recomputations are columns of `recomputations.py`; `step_time.py` makes a bound of it.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ Transfers = dict[int, Terms]
 
 @dataclass
 class GapGroup:
-    """Gaps that cover the same sample points, `points`, those before the step's end first.
-
-    They begin in the interval `begins`. `copied`: the copy to the store is paid for here, from the interval `since` on.
-    `most` is the column of what may leave over the link. `held` are (column, size) of inputs kept for recomputations.
-    """
+    """Gaps that cover the same sample points."""
 
     points: tuple[int, ...]
+    """The sample points, those before the step's end first."""
     copied: bool
+    """Whether the copy to the store is paid for here."""
     wraps: bool
     begins: int
+    """The interval in which the gaps begin."""
     since: int
+    """The interval from which on the copy is paid for."""
     gaps: list[Gap] = field(default_factory=list)
     held: Terms = field(default_factory=list)
+    """(column, size) of inputs kept for recomputations."""
     size: float = 0.0
     most: int = -1
+    """The column of the bytes that may leave over the link."""
     away: dict[int, int] = field(default_factory=dict)  # sample point -> column
 
 
 class Time:
     """Start times of steps: the ops before them plus a delay column.
 
-    There is a column for each of `positions` and for the step's end.
+    Each of `positions` has a column, and the step's end.
     """
 
     def __init__(self, lp: LinearProgram, durations: NDArray[np.float64], positions: Collection[int]) -> None:
@@ -70,10 +72,7 @@ class Time:
             previous = column
 
     def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
-        """Require that `terms` fit between the starts of two steps.
-
-        With `after`, from the end of step `start` on.
-        """
+        """Require that `terms` fit between the starts of two steps; with `after`, from the end of step `start` on."""
         ops = self._span(max(0, start + 1 if after else start), end)
         if sum(value * self.lp.upper[column] for column, value in terms) > ops:
             self.lp.row([*terms, *self._delay(start, end)], upper=ops)
@@ -83,7 +82,7 @@ class Time:
         self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
 
     def _delay(self, start: int, end: int) -> Terms:
-        """Minus the delay between two steps; a start of -1 is before the first."""
+        """Return minus the delay between two steps; a start of -1 is before the first."""
         return [(self.delay[end], -1.0), *([(self.delay[start], 1.0)] if start >= 0 else [])]
 
     def _span(self, start: int, end: int) -> float:
@@ -129,11 +128,11 @@ class Relaxation(ABC):
 
     @abstractmethod
     def _positions(self) -> Iterable[int]:
-        """Decide which tensors count only as a whole; returns further steps whose start is a column."""
+        """Decide which tensors count only as a whole, and return further steps whose start is a column."""
 
     @abstractmethod
     def _force_transfers(self) -> None:
-        """Add rows for what single steps force, once those columns exist."""
+        """Add rows for the transfers that single steps force, once those columns exist."""
 
     @abstractmethod
     def _spend(self, busy: Transfers) -> None:
@@ -157,7 +156,7 @@ class Relaxation(ABC):
         self._spend(busy)
 
     def _visiting_bytes(self) -> int:
-        """Bytes of tensors besides the program's that may all be away (`_visit`)."""
+        """Return the bytes of tensors outside the program that may all be away (`_visit`)."""
         return 0
 
     def _visit(self, leaving: Transfers, coming: Transfers, busy: Transfers) -> Transfers:  # noqa: ARG002
@@ -167,19 +166,19 @@ class Relaxation(ABC):
     # -- gaps
 
     def _may_be_away(self, gap: Gap) -> bool:
-        """Whether a tensor of any size may be away in a gap, by a swap or by recomputation."""
+        """Return whether a tensor of any size may be away in a gap, by a swap or by recomputation."""
         if self._may_be_dropped(gap) or not (gap.wraps or gap.end - gap.start > 1):
             return False
         return self.graph.tensors[gap.tensor].movable or self.recomputations.maker(gap.tensor, gap.start) is not None
 
     def _may_be_dropped(self, gap: Gap) -> bool:
-        """Whether a gap ends where the tensor is overwritten without being read, or it is too small to matter."""
+        """Return whether a gap ends where the tensor is overwritten unread, or it is too small to matter."""
         if gap.tensor in self.negligible:
             return True
         return gap.end < self.program.length and gap.tensor not in self.program.op(self.program.steps[gap.end]).reads
 
     def _smallest_tensors(self, nbytes: float) -> set[int]:
-        """Tensors that take at most `nbytes` together, the smallest there are."""
+        """Return the smallest tensors that take at most `nbytes` together."""
         found: set[int] = set()
         for tensor in sorted(self.graph.tensors, key=lambda t: t.nbytes):
             nbytes -= tensor.nbytes
@@ -189,7 +188,7 @@ class Relaxation(ABC):
         return found
 
     def stays(self, gap: Gap) -> bool:
-        """Whether a tensor must stay in a gap: adjacent steps, or not movable."""
+        """Return whether a tensor must stay in a gap: adjacent steps, or not movable."""
         return not (
             self._may_be_away(gap)
             or self._may_be_dropped(gap)
@@ -197,12 +196,12 @@ class Relaxation(ABC):
         )
 
     def _never_there_bytes(self) -> int:
-        """Bytes of tensors that are never used and may stay in the store for good."""
+        """Return the bytes of tensors that are never used and may stay in the store for good."""
         touches = self.program.touches
         return sum(t.nbytes for t in self.graph.tensors if t.persistent and t.movable and not touches[t.id])
 
     def _copied_in(self, tensor: int, gaps: Sequence[Gap]) -> dict[Gap, int]:
-        """Gaps that pay for the copy to the store, with the step after which it may begin.
+        """Return the gaps that pay for the copy to the store, with the step after which it may begin.
 
         Of the gaps between two writes the longest pays; values from before the step may have a copy already.
         """
@@ -216,7 +215,7 @@ class Relaxation(ABC):
     # -- sample points
 
     def _sample_points(self, count: int) -> list[int]:
-        """Positions with most bytes in each of `count` equal spans of time, and forward's end."""
+        """Return the positions with most bytes in each of `count` equal spans of time, and forward's end."""
         length = self.program.length
         ends = np.cumsum(self.durations)
         slot = np.minimum((ends - self.durations / 2) / self.total * count, count - 1).astype(int)
@@ -229,13 +228,13 @@ class Relaxation(ABC):
         return sorted(chosen)
 
     def _interval(self, k: int) -> tuple[int, int]:
-        """The steps from sample point `k` to the next; -1 is the time before the first step."""
+        """Return the steps from sample point `k` to the next; -1 is the time before the first step."""
         if k < 0:
             return -1, 0
         return self.at[k], self.at[k + 1] if k + 1 < len(self.at) else self.program.length
 
     def _interval_of(self, step: int) -> int:
-        """The interval that `step` is in."""
+        """Return the interval that `step` is in."""
         return bisect_right(self.at, step) - 1
 
     # -- groups of gaps
@@ -274,7 +273,7 @@ class Relaxation(ABC):
             self._limit(group)
 
     def _limit(self, group: GapGroup) -> None:
-        """Limit what may leave over the link to what is neither recomputed nor held for recomputations."""
+        """Limit the bytes that leave over the link to those neither recomputed nor held for recomputations."""
         terms = [
             (again, self.graph.tensors[gap.tensor].nbytes / self.unit)
             for gap in group.gaps
@@ -288,7 +287,7 @@ class Relaxation(ABC):
     # -- transfers
 
     def _flow(self, group: GapGroup, leaving: Transfers, coming: Transfers) -> None:
-        """Balance bytes away at each sample point: those before, plus what left, minus what came back.
+        """Balance bytes away at each sample point: those before, plus those that left, minus those that came back.
 
         Bytes that a wrapping gap has away at the end of one step, it has at the start of the next.
         """
@@ -340,7 +339,7 @@ class Relaxation(ABC):
                     self.time.at_most(added(moved), start, end)
 
     def _link_times(self) -> tuple[float, float]:
-        """Times to move the budget's size out and back, as shares of the step."""
+        """Return the times to move the budget's size out and back, as shares of the step."""
         device = self.device
         return (
             self.unit / device.offload_bytes_per_second / self.total,

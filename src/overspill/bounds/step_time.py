@@ -1,29 +1,30 @@
 """A proven lower bound on step time within a budget, by linear programming.
 
 It holds for schedules that `simulate.check` accepts, that run ops in the graph's order, and that move only movable
-tensors. Proof sketch: from such a schedule read off a solution of no more delay than its own.
+tensors. Proof sketch: from such a schedule, read off a solution of no more delay than its own.
 
 *Time.* A step's delay is how much later it starts than after the ops before it. A transfer occupies its direction of
 the link all the time it takes, between its issue and its wait; a recomputation occupies compute.
 
 *Memory.* Let a tensor be absent at a sample point in a gap, and come back at last by link. If no recomputation made it
 before its copy was in the store, call it away from its first absence until that return: one way out, after its last
-write, and one back. Otherwise it is *rematerialized* and not away: a recomputation ran in the gap; what the link did for it
-after that counts for its inputs below. Bytes away or rematerialized make up at each sample point for what is over the budget. One
-copy serves all gaps between two writes; a persistent tensor needs one only once it is written, for the store may have
-it from the step before. What is overwritten at a gap's end, or never used, may be gone at no cost.
+write, and one back. Otherwise it is *rematerialized* and not away: a recomputation ran in the gap. The transfers for it
+after that count for its inputs below. Bytes away or rematerialized make up at each sample point for the bytes over the
+budget. One copy serves all gaps between two writes. A persistent tensor needs one only once it is written, because the
+store may have it from the step before. A tensor that is overwritten at a gap's end, or never used, may be gone at no
+cost.
 
-*Counts.* Gaps of one tensor do not overlap, so an op runs again at least as often as any one of its outputs is rematerialized
-in different gaps; one run may serve several outputs, whose counts are not added.
+*Counts.* Gaps of one tensor do not overlap. So an op runs again at least as often as any one of its outputs is
+rematerialized in different gaps. One run may serve several outputs, whose counts are not added.
 
-*Inputs.* A tensor rematerialized in a gap was made from inputs. One whose last use lies before the gap, is itself rematerialized after
-that, or has been kept. From the run that reads it the kept bytes live on in what it makes, and at last in the tensor
-of the gap, which the program counts as gone: so a tree of inputs is kept for each gap, with sizes that add up to no
-more than what is made from them, and over all trees to no more than an input's own. Their way out is not counted: the
-copy may be one that serves a gap.
+*Inputs.* A tensor rematerialized in a gap was made from inputs. An input whose last use is before the gap is itself
+rematerialized after that, or has been kept. From the run that reads it, the kept bytes live on in what it makes, and at
+last in the tensor of the gap, which the program counts as gone. So a tree of inputs is kept for each gap. Their sizes
+add up to no more than what is made from them, and over all trees to no more than an input's own. Their way out is not
+counted: the copy may be one that serves a gap.
 
-*Whole things.* An op takes one algorithm, and a tensor is on the device or not: branching on some of these columns, with
-all other columns free, leaves the least bound of the branches.
+*Whole things.* An op takes one algorithm, and a tensor is on the device or not. Branching on some of these columns,
+with all other columns free, leaves the least bound of the branches.
 
 *Forced transfers* between single steps: `forced_transfers.py`.
 """
@@ -51,9 +52,9 @@ SAFETY = 1e-6
 def lower_bound_seconds(
     graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float], effort: Effort | None = None
 ) -> float:
-    """Seconds that no schedule in the graph's order beats within the budget.
+    """Return the seconds that no schedule in the graph's order beats within the budget.
 
-    At least the ops' own time. `seconds[i]` is the time of op `i` with its fastest algorithm; `effort` limits
+    They are at least the ops' own time. `seconds[i]` is the time of op `i` with its fastest algorithm. `effort` limits
     branching, None for the default.
     """
     program = StepProgram(graph)
@@ -68,10 +69,7 @@ class StepTimeBound(Relaxation):
     """The relaxation for the bound: recomputations take time, and single steps force transfers."""
 
     def least_delay(self, effort: Effort) -> float | None:
-        """The least delay of any schedule, as a share of the ops' time.
-
-        None if no schedule fits the budget.
-        """
+        """Return the least delay of any schedule, as a share of the ops' time; None if no schedule fits the budget."""
         return self.lp.integral_bound([self.choices, self.absent], effort.simplex_iterations)
 
     def _positions(self) -> Iterable[int]:

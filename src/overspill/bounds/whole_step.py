@@ -1,9 +1,9 @@
 """A lower bound on a whole step's time, for any order of updates.
 
-The updates are left out of the program, and every schedule of the step has a schedule of the rest in it: forward and
+The updates are left out of the program. Every schedule of the step has a schedule of the rest in it: forward and
 backward in the graph's order. No gradient outlives backward there. `step_time.py` has a linear program for the rest;
-here what updates need is added to it. One more op stands at the end of all, so that there is an interval between the last
-op of backward and the end of the step.
+here the needs of updates are added to it. One more op is at the end of all, so that the last op of backward and the end
+of the step have an interval between them.
 
 *Time.* An update runs after the last op of forward and backward that it depends on, in whichever interval, and takes
 its time there.
@@ -11,18 +11,20 @@ its time there.
 *Optimizer state*, tensors that updates alone touch, is away at a sample point before its last use or after it. The
 latter only from the interval on in which that update can run. Of every schedule is true:
 
-- What is away comes back by link alone. From one sample point to the next the bytes away shrink by no more than what came
-  in between, where a transfer under way has brought a part of its tensor. Before its last use that is true up to the step's
-  end, where all is back; it begins with what is *stored* between steps. After its last use it ends with that.
-- What leaves has a copy. Before the last use that may be the stored one, or one made in this step so far; after it, and for
-  what is stored in the end, it was made in this step after the last write. The store has what nothing writes.
+- What is away comes back by link alone. From one sample point to the next the bytes away shrink by no more than
+  what
+  came in between, where a transfer under way has brought a part of its tensor. Before its last use that is true up to
+  the step's end, where all is back; it begins with what is *stored* between steps. After its last use it ends with that.
+- What leaves has a copy. Before the last use that may be the stored one, or one made in this step so far. After
+  it,
+  and for what is stored in the end, it was made in this step after the last write. The store has what nothing writes.
 - Both kinds together are at most the tensors' bytes, and are not on the device at the sample point.
 
 What holds for each tensor holds for sums over those that are ready in the same intervals.
 
-The link has a bound of its own: where an op has no room for everything that outlives the step, the rest is away; each of
-these tensors is used in every step, so it comes back over the link once a step at least, and if it is updated it also leaves
-once.
+The link has a bound of its own. If an op cannot fit with everything that outlives the step, the rest is away. Each of
+these tensors is used in every step, so it comes back over the link at least once a step. If it is updated, it also
+leaves once.
 """
 
 from __future__ import annotations
@@ -43,10 +45,7 @@ from .step_time import SAFETY, StepTimeBound
 
 
 def whole_step_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float]) -> float:
-    """Seconds that no schedule of the whole step beats within the budget.
-
-    Wherever it puts the updates.
-    """
+    """Return the seconds that no schedule of the whole step beats within the budget, wherever it puts the updates."""
     compute = sum(seconds)
     if StepProgram(graph).live_bytes().max(initial=0) <= budget_bytes:
         return compute
@@ -61,7 +60,7 @@ def whole_step_bound_seconds(graph: Graph, device: Device, budget_bytes: int, se
 
 
 class WholeStepBound(StepTimeBound):
-    """The relaxation of forward and backward, with optimizer state and the time of updates besides."""
+    """The relaxation of forward and backward, with optimizer state and the time of updates added."""
 
     def __init__(self, graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
         kept = [op.id for op in graph.ops if op.phase is not Phase.UPDATE]
@@ -101,7 +100,7 @@ class WholeStepBound(StepTimeBound):
     def _visitors(
         self, last: int, written: int | None, size: float, away: Transfers, leaving: Transfers, coming: Transfers
     ) -> None:
-        """Tensors whose last use may be in the interval `last` or after it, and last write in `written` or after it."""
+        """Add tensors whose last use may be in the interval `last` or later, and last write in `written` or later."""
         lp, count = self.lp, len(self.at)
         stored = lp.variable(size)
         sooner: Terms = []  # copies of any time so far, and of values after the last write
@@ -143,7 +142,7 @@ class WholeStepBound(StepTimeBound):
 
 
 class _Updates:
-    """What updates take, by when they can run at the soonest: after an op of the rest, -1 for before all."""
+    """Time and tensors of updates, by the op of the rest after which they can run at the soonest; -1: before all."""
 
     def __init__(self, graph: Graph, kept: Sequence[int], seconds: Sequence[float], rest: Graph) -> None:
         place = {op: number for number, op in enumerate(kept)}
@@ -165,16 +164,16 @@ class _Updates:
 
 
 def without_updates(graph: Graph, kept: Sequence[int]) -> Graph:
-    """The ops `kept` of `graph`, without persistent tensors that only others use, unless immovable."""
+    """Return the ops `kept` of `graph`, without persistent tensors that only others use, unless immovable."""
     used = {t for op in kept for t in (*graph.ops[op].reads, *graph.ops[op].writes)}
     tensors = (replace(t, persistent=t.persistent and (t.id in used or not t.movable)) for t in graph.tensors)
     return replace(graph, tensors=tuple(tensors), ops=numbered(graph.ops[op] for op in kept))
 
 
 def forced_link_seconds(graph: Graph, device: Device, budget_bytes: int) -> float:
-    """Least seconds for which the link's busier direction is in use.
+    """Return the least seconds for which the link's busier direction is in use.
 
-    Of a half-duplex link, the link itself.
+    On a half-duplex link it is the link itself.
     """
     program = StepProgram(graph)
     tensors = graph.tensors
