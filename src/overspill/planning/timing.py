@@ -1,7 +1,4 @@
-"""Choose when to await offloads and when to issue prefetches.
-
-The latest that costs no time, or the earliest that memory demands.
-"""
+"""Choose when to await offloads and to issue prefetches: as late as costs no time, or as memory demands."""
 
 from __future__ import annotations
 
