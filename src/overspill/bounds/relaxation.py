@@ -160,7 +160,7 @@ class Relaxation(ABC):
         return 0
 
     def _visit(self, leaving: Transfers, coming: Transfers, busy: Transfers) -> Transfers:  # noqa: ARG002
-        """Add the transfers of such tensors, and their ops' times; the terms of what of them is away, by sample point."""
+        """Add the transfers and ops' times of such tensors, and return the terms of their bytes away, by sample point."""
         return {}
 
     # -- gaps

@@ -14,7 +14,8 @@ latter only from the interval on in which that update can run. Of every schedule
 - What is away comes back by link alone. From one sample point to the next the bytes away shrink by no more than
   what
   came in between, where a transfer under way has brought a part of its tensor. Before its last use that is true up to
-  the step's end, where all is back; it begins with what is *stored* between steps. After its last use it ends with that.
+  the step's end, where all is back; it begins with what is *stored* between steps. After its last use it ends with
+  that.
 - What leaves has a copy. Before the last use that may be the stored one, or one made in this step so far. After
   it,
   and for what is stored in the end, it was made in this step after the last write. The store has what nothing writes.

@@ -1,4 +1,7 @@
-"""Choose when to await offloads and to issue prefetches: as late as costs no time, or as memory demands."""
+"""Choose when to await offloads and when to issue prefetches.
+
+Each is at the latest step that costs no time, or at the earliest that memory demands.
+"""
 
 from __future__ import annotations
 
