@@ -1,7 +1,9 @@
-"""What a tensor is while its bytes are in the store: a use of its values, by whatever reference, brings them back first.
+"""A tensor whose bytes are in the store: any use of its values brings them back first.
 
-Its class is then a subclass with a `__torch_function__`, as PyTorch has it for parameters that are not initialised yet. What
-needs no values (shapes, gradients, hooks) moves nothing. C++ that has the tensor itself reads NaN.
+The class of such a tensor becomes a subclass with a `__torch_function__`, as PyTorch does for uninitialised parameters.
+A use that needs no values (shapes, gradients, hooks) moves nothing.
+
+Known limit: C++ code that holds the tensor itself reads NaN.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ GUARDS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that are its values, or views of them."""
 _METHODS = (
-    "numel nelement size dim ndimension stride storage_offset element_size is_floating_point is_complex is_signed is_contiguous get_device "
-    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__"
+    "numel nelement size dim ndimension stride storage_offset element_size is_floating_point is_complex is_signed "
+    "is_contiguous get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__"
 )
 _OF_C = {name: of for name, of in vars(TensorBase).items() if isgetsetdescriptor(of)}
 _WITHOUT_VALUES = {torch.numel, torch.is_floating_point, torch.is_complex} | {
@@ -64,19 +66,19 @@ _PLAIN = {away: plain for plain, away in _CLASSES.items()}
 
 
 def hide(tensor: Tensor) -> None:
-    """Have the guard of `tensor`, if it has one, asked before its values are used."""
+    """Make each use of the values of `tensor` call its guard first, if it has a guard."""
     if type(tensor) in _CLASSES and id(tensor) in GUARDS:
         tensor.__class__ = _CLASSES[type(tensor)]
 
 
 def show(tensor: Tensor | None) -> None:
-    """Make of `tensor` what it was: its values are there, or lost."""
+    """Give `tensor` its own class back: its values are on the device again, or lost."""
     if isinstance(tensor, Away):
         tensor.__class__ = _PLAIN[type(tensor)]
 
 
 def _bring(tensor: Tensor) -> Any:
-    """Bring its bytes back; a Reading, where this is not the thread that steps."""
+    """Bring the bytes of `tensor` back; return a Reading if this is not the thread that steps."""
     if (guard := GUARDS.get(id(tensor))) is None:
         show(tensor)
         return None

@@ -1,4 +1,4 @@
-"""One call of a train step: running, given up, or dropped."""
+"""One call of a train step: running, abandoned or dropped."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ UNFINISHED = (
     "or its resume(); its abandon() gives the step up"
 )
 NOTHING_RAN = (
-    "overspill: the step was being captured, and nothing has run: buffers that forward moves and the random generator are "
-    "as before"
+    "overspill: the step was being captured, and nothing has run: buffers that forward moves and the random generator "
+    "are as before"
 )
 LOST = "the step cannot be finished: {} was stopped half-way; call its abandon(), and load a checkpoint"
 _LOG = logging.getLogger("overspill")
@@ -35,19 +35,20 @@ _LOG = logging.getLogger("overspill")
 
 @dataclass
 class StepCall:
-    """One call of the step and how far it got.
-
-    Micro-batch `number` of `parts` is next, or running as `run`; `loss` is the sum of those before. `returned` is what
-    the caller gets, where the loss function returns more than a loss.
-    """
+    """One call of the step and its progress."""
 
     inputs: tuple[Any, ...]
     parts: list[tuple[Any, ...]]
+    """Inputs of each micro-batch."""
     number: int = 0
+    """The micro-batch that runs or runs next."""
     loss: Tensor | None = None
+    """Sum of the losses of the micro-batches before."""
     returned: Any = None
+    """The value for the caller, if the loss function returns more than a loss."""
     compiled: Compiled | None = None
     run: ProgramRun | None = None
+    """The run of micro-batch `number`, once it has begun."""
 
     @property
     def is_done(self) -> bool:
@@ -56,11 +57,11 @@ class StepCall:
 
     @property
     def advice(self) -> str:
-        """Advice to the user on this call after an error."""
+        """Advice to the user about this call after an error."""
         return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
 
     def moved(self) -> str:
-        """The name of the tensor that the failed instruction moves, as a message's beginning."""
+        """Return the name of the tensor that the failed instruction moves, as the start of a message."""
         if self.run is None or self.compiled is None:
             return ""
         position, name = self.run.where()
@@ -72,27 +73,27 @@ class StepCall:
 class Underway:
     """The call that is running, if any.
 
-    State and plans ask this object, since they must not hold the step itself.
+    State and plans read this object because they must not hold the step itself.
     """
 
     def __init__(self) -> None:
         self.call: StepCall | None = None
 
     def advice(self) -> str:
-        """A message for reads of parameters during a run, or an empty string."""
+        """Return a message for reads of parameters during a run, or an empty string."""
         return self.call.advice if self.call is not None and self.call.run is not None else ""
 
     def add_up(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a micro-batch's gradient to the sum; the first starts it."""
+        """Add the gradient of a micro-batch to the sum; the first micro-batch starts it."""
         if self.call is not None and self.call.number == 0:
             total.copy_(gradient)
         else:
             total.add_(gradient)
 
     def stopped(self, error: BaseException, state: StepState) -> None:
-        """After an error, keep the call as unfinished, or undo it.
+        """Keep the call as unfinished after an error, or undo it.
 
-        It is kept if it can go on, or has changed too much to go back.
+        The call is kept if it can go on, or has changed too much to go back.
         """
         call = self.call
         assert call is not None
@@ -111,7 +112,7 @@ class Underway:
             error.add_note(f"overspill: {call.advice}")
 
     def abandon(self, state: StepState) -> None:
-        """Give up the call; its tensors go back to `state` as they are now, out of the arena."""
+        """Give up the call: return its tensors to `state` as they are now, outside the arena."""
         call, self.call = self.call, None
         if call is None:
             return
@@ -134,7 +135,7 @@ class Underway:
 def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
     """Remove the guards, drop the plans and release the store.
 
-    What is only in the store is lost.
+    Bytes that are only in the store are lost.
     """
     state.release()
     for hook in hooks:
@@ -148,15 +149,15 @@ def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle])
 
 
 def give_back_arena(state: StepState, plans: StepPlans) -> None:
-    """Free the arena of steps; what lies in it gets memory of its own. Raises StoreError."""
+    """Free the arena of the step; tensors in it get memory of their own. Raises StoreError."""
     if state.engine is not None:
         leave(state.residency, plans.arena, state.engine, state.where)
 
 
 def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
-    """The step was garbage collected: bring tensors back and release everything.
+    """Bring tensors back and release everything after the step was garbage collected.
 
-    They are brought back if model or optimizer still exist.
+    Tensors come back only if the model or an optimizer still exists.
     """
     if not state.gate.is_forked:  # in a child the guards stay, to say what cannot be read there
         state.gate.alone_or_later(lambda: _dropped(underway, state, plans, hooks))

@@ -104,7 +104,7 @@ class StepCaptures:
     ) -> FoundStep:
         """Return the captured step on `inputs`, one micro-batch.
 
-        The `last` micro-batch includes the update. `elsewhere` are bytes outside the graph. `partition` is that of
+        The `last` micro-batch includes the update. `outside_graph` are bytes outside the graph. `partition` is that of
         Options. A step may change tensors of other models: the state then takes these in and the capture is repeated.
         `tries` counts the captures. Raises UnsupportedError.
         """
@@ -133,8 +133,7 @@ class StepCaptures:
             if others and share > 1:
                 raise UnsupportedError(
                     f"the loss function returns {len(others)} tensors besides its loss, of each of {share} "
-                    "micro-batches; "
-                    "let it return the loss alone, or leave accumulate=1"
+                    "micro-batches; let it return the loss alone, or leave accumulate=1"
                 )
             return (loss if share == 1 or by_inductor else loss / share), *others
 

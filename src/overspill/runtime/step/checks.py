@@ -78,8 +78,7 @@ def _check_values(step: nn.Module) -> None:
             why = ", and accelerate's hooks bring them (cpu_offload, device_map)" if hooked else ""
             raise RequestError(
                 f"the parameters of {readable(path)} are on meta, without values{why}; load the model on one device, "
-                "without "
-                "offload: a planned step keeps in the store what does not fit"
+                "without offload: a planned step keeps in the store what does not fit"
             )
 
 
@@ -97,8 +96,7 @@ def check_hooks(parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Opt
         if hooks_of(parameter) and parameter.requires_grad and id(parameter) not in trained:
             raise UnsupportedError(
                 f"{readable(name)} has a gradient hook, and a planned step makes gradients only of what the optimizer "
-                "has; give it to the "
-                "optimizer, or freeze it with requires_grad_(False)"
+                "has; give it to the optimizer, or freeze it with requires_grad_(False)"
             )
 
 
@@ -119,8 +117,7 @@ def check_trained(
         more = f" and {len(untrained) - 1} more parameters require" if len(untrained) > 1 else " requires"
         raise RequestError(
             f"{readable(untrained[0])}{more} a gradient and no optimizer of this step trains it; give all optimizers "
-            "as a list "
-            "(optimizer=[muon, adamw]), freeze it with requires_grad_(False), or say allow_untrained=True"
+            "as a list (optimizer=[muon, adamw]), freeze it with requires_grad_(False), or say allow_untrained=True"
         )
 
 
@@ -159,8 +156,7 @@ def check_sharded(optimizer: Optimizer, elementwise: bool) -> None:
     if not elementwise:
         raise UnsupportedError(
             f"{type(optimizer).__name__} is not known to treat each element by itself, and each rank would update by "
-            "its own rows "
-            "alone; use one that does, such as AdamW or SGD"
+            "its own rows alone; use one that does, such as AdamW or SGD"
         )
 
 

@@ -1,6 +1,6 @@
-"""Reading and comparing Python values before each step.
+"""Read and compare Python values before each step.
 
-Identity comes first, for that costs least and nearly always holds.
+Identity is compared first: it costs least and nearly always holds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ MISSING = object()
 
 
 class Compared(NamedTuple):
-    """`read(where)` gave `values` at the capture; `names` names them for messages."""
+    """Values read at the capture, to compare with the present ones."""
 
     read: Callable[[Any], Sequence[Any]]
+    """Returns the values found at `where`."""
     where: Any
     values: tuple[Any, ...]
+    """The values at the capture."""
     names: Callable[[], Sequence[str]]
+    """Returns a name for each value, for messages."""
 
     def changed(self) -> str:
-        """The name of what differs now; an empty string if nothing does."""
+        """Return the name of a value that differs now, or an empty string if none does."""
         try:
             now = self.read(self.where)
         except KeyError as gone:
@@ -42,32 +45,32 @@ class Compared(NamedTuple):
 
 
 def compared(table: Mapping[str, Any], names: tuple[str, ...], values: tuple[Any, ...], owner: str) -> Compared:
-    """A comparison of `owner`'s attributes `names`, in `table`, with `values`."""
+    """Return a comparison of the attributes `names` of `owner`, found in `table`, with `values`."""
     read = itemgetter(*names) if len(names) > 1 else (lambda where: (where[names[0]],))
     return Compared(read, table, values, lambda: [f"{owner}.{name}" for name in names])
 
 
 def present(absent: frozenset[str], where: dict[str, Any]) -> tuple[Any, ...]:
-    """How many of the `absent` names exist now, and which."""
+    """Return the number of `absent` names that exist now, followed by these names."""
     return (0,) if absent.isdisjoint(where) else (len(now := sorted(absent & where.keys())), *now)
 
 
 def items(value: Any) -> tuple[Any, ...]:
-    """A container's contents, with their number first.
+    """Return the number of items in a container, followed by its contents.
 
-    Comparison ends with the shorter of two sequences.
+    The number comes first because a comparison ends with the shorter of two sequences.
     """
     return (len(value), *value, *value.values()) if isinstance(value, Mapping) else (len(value), *value)
 
 
 def entries(values: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Keys and values of a mapping, of what `items` gave."""
+    """Return the keys and values of a mapping from the result of `items`."""
     held = values[1:]
     return zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True)
 
 
 def put_back(where: Any, values: tuple[Any, ...]) -> None:
-    """Restore a container to what `items` gave."""
+    """Restore a container to the contents that `items` returned."""
     if not hasattr(where, "clear"):
         return
     held = values[1:]
@@ -81,7 +84,7 @@ def put_back(where: Any, values: tuple[Any, ...]) -> None:
 
 
 def contents_of(cell: types.CellType) -> tuple[Any, ...]:
-    """The content of a closure's cell."""
+    """Return the content of a cell of a closure."""
     try:
         return (cell.cell_contents,)
     except ValueError:  # not set yet
@@ -89,14 +92,15 @@ def contents_of(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
-    """The value of a context variable."""
+    """Return the value of a context variable."""
     return (variable.get(MISSING),)
 
 
 def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's metadata; the graph reads its values at each step.
+    """Return the metadata of a tensor; its values are not compared, because the graph reads them at each step.
 
-    Without a parameter's strides: they are those of a placeholder where its bytes are in the store, and its step looks at them.
+    The strides of a parameter are left out: while its bytes are in the store they are those of a placeholder. Its own
+    step checks them.
     """
     known = isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided
     strides = tensor.layout if known else tensor.stride()
@@ -104,7 +108,7 @@ def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """An array's shape, dtype and checksum, for the graph has its values."""
+    """Return shape, dtype and checksum of an array, whose values are constants of the graph."""
     return array.shape, str(array.dtype), zlib.crc32(array.tobytes())
 
 
@@ -113,7 +117,7 @@ DESCRIBE = tensor_kind, array_kind
 
 
 def parts(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """The containers in two values that are the same, with their counterparts."""
+    """Yield the containers within two equal values, each with its counterpart."""
     if isinstance(one, (tuple, list, frozenset)):
         yield one, other
         for inner in () if isinstance(one, frozenset) else zip(one, other, strict=True):
@@ -121,9 +125,9 @@ def parts(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, equal plain values, or tuples or lists of such.
+    """Return whether two values are one object, equal plain values, or tuples or lists of such.
 
-    Of one type; 0.0 is not -0.0, and NaN is NaN.
+    Both must have the same type. 0.0 differs from -0.0, and NaN equals NaN.
     """
     if one is other:
         return True

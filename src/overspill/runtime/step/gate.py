@@ -1,8 +1,8 @@
-"""Lock on a step's tensors: one thread, not re-entrant, signals deferred.
+"""Lock on the tensors of a step: one thread, not re-entrant, signals deferred.
 
 A step takes the bytes of parameters out of their objects, and a read brings them back. In between they are neither the
-old nor the new ones. So both go through the `Gate` of the step. Other threads wait there. Code in the middle of a step
-in its own thread cannot wait: a finalizer gets an error, and signal handlers run when the step is over.
+old nor the new ones. So both go through the `Gate` of the step. Other threads wait there. Code within a step in its own
+thread cannot wait: a finalizer gets an error, and signal handlers run when the step is over.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 WITHIN = (
     "a step is under way in this very thread, and parameters and state are neither the old nor the new ones: "
-    "this was called from within it, by a finalizer, a garbage collection callback, the model or the optimizer; read when the step "
-    "has returned"
+    "this was called from within it, by a finalizer, a garbage collection callback, the model or the optimizer; read "
+    "when the step has returned"
 )
 ON_LANE = (
-    "a garbage collection calls this in the thread that copies to or from the store, which cannot wait for its own copies; "
-    "set a flag there, and read between two steps"
+    "a garbage collection calls this in the thread that copies to or from the store, which cannot wait for its own "
+    "copies; set a flag there, and read between two steps"
 )
 FORKED_WITHIN = (
     "this process was forked while a step was under way, and has neither the old nor the new parameters and state; "
@@ -57,7 +57,7 @@ GRACE_SECONDS = 0.02
 class Gate:
     """Lets one thread at a time access the tensors of a step.
 
-    `stepper` is the thread of the last step; a read by any other thread delays the next step while it lasts.
+    `stepper` is the thread of the last step. A read by any other thread delays the next step while it lasts.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Gate:
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Reset in a forked child, whose only thread this is."""
+        """Reset the gate in a forked child, where this is the only thread."""
         self._lock = RLock()
         self._forked_within = self._forked_within or self.is_busy
         self.is_tracing = self._wanted = False
@@ -94,11 +94,11 @@ class Gate:
         self._grace.clear()
 
     def alone(self, work: Callable[[], T], *, steps: bool = False) -> T:
-        """Run `work()` without other threads or signal handlers; returns its result.
+        """Run `work()` without other threads or signal handlers, and return its result.
 
-        If it `steps`, it first waits for other threads that are reading. Raises RequestError from within a step and in
-        a child that was forked within one, and whatever `work`, or the handler of a signal that came meanwhile, raises.
-        What a handler raises behind a step that is done has the step's result as `step_result`.
+        With `steps`, it first waits for other threads that are reading. Raises RequestError from within a step, and in
+        a child that was forked within one. Also raises the errors of `work` and of handlers for signals that came
+        meanwhile. If a handler raises after the step, its error has the step's result as `step_result`.
         """
         if self._owner == get_ident():
             if self.is_busy:
@@ -180,12 +180,12 @@ class Gate:
                 self.is_busy = False
 
     def check_process(self) -> None:
-        """Raise RequestError in a forked child, where no step is taken."""
+        """Raise RequestError in a forked child, which cannot step."""
         if self.is_forked:
             raise RequestError(FORKED)
 
     def alone_or_later(self, work: Callable[[], None]) -> None:
-        """Run `work()` alone, after what is under way in this thread."""
+        """Run `work()` alone, after the work that is under way in this thread."""
         if self.is_busy and self._owner == get_ident():
             self._later.append(work)
         elif is_lane():  # which may not wait for itself
@@ -195,7 +195,7 @@ class Gate:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Context within a step in which this thread may read."""
+        """Allow this thread to read within a step, while the context lasts."""
         self.is_busy = False
         try:
             yield
@@ -205,7 +205,7 @@ class Gate:
     # -- readers
 
     def is_open(self) -> bool:
-        """Whether this thread may read without asking."""
+        """Return whether this thread may read without waiting."""
         me = get_ident()
         return (not self.is_busy and me == self.stepper) or (self.is_tracing and me == self._owner)
 
@@ -213,7 +213,7 @@ class Gate:
     def read(self, bring: Callable[[], None], *, loops: bool = False) -> Reading | None:
         """Run `bring()` before a read.
 
-        A thread that `loops` and is not that of the steps gets a Reading, which keeps the tensors there.
+        A thread that `loops` and is not the thread of the steps gets a Reading. It keeps the tensors on the device.
         """
         if self.is_tracing and self._owner == get_ident():
             return None
@@ -231,20 +231,20 @@ class Gate:
         return None
 
     def _let_go_first(self) -> None:
-        """Let a waiting step go before this reader."""
+        """Wait for a step that was waiting before this reader."""
         end = time.monotonic() + LONGEST_WAIT_SECONDS
         while self._wanted and time.monotonic() < end:
             time.sleep(WAIT_SECONDS)
 
     def reading(self, *, for_long: bool = False) -> Reading:
-        """A Reading: while it lives, other threads do not step.
+        """Return a Reading: while it lives, other threads do not step.
 
-        `for_long`: they wait for it without limit.
+        With `for_long` they wait for it without limit.
         """
         return self.alone(lambda: Reading(self._readers, for_long=for_long))
 
     def _others_read(self) -> bool:
-        """Whether other threads are reading what a step would take away."""
+        """Return whether other threads are reading tensors that a step would take away."""
         if not (self._readers or self._grace):
             return False
         me, now = get_ident(), time.monotonic()
@@ -259,13 +259,13 @@ class Gate:
         """Raise RequestError for a reading that seems forgotten."""
         if waited > READERS_SECONDS and not any(for_long for _, for_long in list(self._readers.values())):
             raise RequestError(
-                f"another thread has been in a loop over parameters or optimizer state for {waited:.0f} s, and a step would "
-                "take them away; let that thread end its loop, or take its time within step.paused()"
+                f"another thread has been in a loop over parameters or optimizer state for {waited:.0f} s, and a step "
+                "would take them away; let that thread end its loop, or take its time within step.paused()"
             )
 
 
 class Reading:
-    """While it lives, other threads do not step."""
+    """A token for reads: while it lives, other threads do not step."""
 
     __slots__ = ("_readers",)
 
@@ -307,10 +307,10 @@ _HELD = tuple(int(number) for number in signal.valid_signals() - _NOT_HELD)
 
 @contextmanager
 def held_signals() -> Iterator[Callable[[], None]]:
-    """Context that defers Python signal handlers to its end.
+    """Defer Python signal handlers to the end of the context.
 
-    Each runs once. A second Ctrl-C has its handler called by the next call of what is yielded. Outside the main thread,
-    where no handler runs, nothing changes.
+    Each handler runs once. At a second Ctrl-C, the next call of the yielded function calls its handler. Outside the
+    main thread, where no handler runs, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield _nothing
@@ -340,7 +340,7 @@ def held_signals() -> Iterator[Callable[[], None]]:
 
 
 def _restore(handlers: dict[int, Any], note: Callable[..., None]) -> None:
-    """Restore the handlers. What a restored handler raises at once is raised when all are restored."""
+    """Restore the handlers; if one raises at once, raise that when all are restored."""
     error: BaseException | None = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Gathers updates so that one optimizer step serves several parameters."""
+"""Gather updates so that one optimizer step serves several parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ SHARES = (1.0, 0.85, 0.7)
 
 
 def gathered(captured: CapturedStep, plan: Plan, measured: Callable[[Plan], Plan]) -> Plan:
-    """`plan` with updates grouped into one call each, at no higher peak.
+    """Return `plan` with updates grouped into one call each, at no higher peak.
 
-    `measured` gives the plan with what else it takes; where that is over its budget, less is gathered, or nothing.
+    `measured` returns the plan with the other memory that it takes. If that exceeds the budget, fewer updates are
+    gathered, or none.
     """
     found = [op for op, node in captured.nodes.items() if (of := node.meta.get(MUTATION)) and of.op == UPDATE]
     whole = [op for op in found if _is_whole(captured, op)]

@@ -1,4 +1,4 @@
-"""Moves a train step's weights and state into its arena, and out of it."""
+"""Move the weights and state of a train step into its arena, and out of it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def settle(
     engine: TransferEngine,
     where: torch.device,
 ) -> None:
-    """Have an arena of `nbytes`, in which those `between` lie at these offsets, and no others.
+    """Make an arena of `nbytes` that holds the tensors `between` at these offsets, and no others.
 
-    What lies elsewhere goes to the store first, so that there is room for the arena. Raises StoreError.
+    Tensors at other places go to the store first, so that the arena fits. Raises StoreError.
     """
     if not nbytes and not arena.nbytes:
         return
@@ -45,7 +45,7 @@ def settle(
 
 
 def leave(residency: Residency, arena: StepArena, engine: TransferEngine, where: torch.device) -> None:
-    """Give the arena back, and what lies in it memory of its own. Raises StoreError."""
+    """Free the arena; tensors in it get memory of their own. Raises StoreError."""
     inside = [name for name, of in residency.residents.items() if of.here is not None and arena.holds(of.here)]
     settle(residency, arena, 0, {}, engine, where)
     residency.bring(inside, engine)

@@ -97,7 +97,7 @@ def learned(
             return _learned(optimizer, [number for number, _ in parameters], fakes, steps, gradient)
     except OverspillError:
         raise
-    except Exception:  # noqa: BLE001 - any class of optimizer may refuse fake tensors in any way; it is tried on tiny ones then
+    except Exception:  # noqa: BLE001 - any class of optimizer may refuse fake tensors; it is tried on tiny ones then
         return None
 
 
@@ -166,8 +166,7 @@ def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]
                 what = "a weight itself" if owners[key] < 0 else "one tensor for several parameters"
                 raise UnsupportedError(
                     f"{name} keeps {what} in its state ({path!r}), which a planned step would take apart; keep a "
-                    "copy, or use "
-                    "overspill.compile, which leaves the optimizer as it is"
+                    "copy, or use overspill.compile, which leaves the optimizer as it is"
                 )
 
 

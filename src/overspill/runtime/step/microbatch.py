@@ -1,6 +1,7 @@
-"""Runs one micro-batch of a train step: brings everything to where its plan begins, runs it, and puts the results away.
+"""Run one micro-batch of a train step.
 
-What autocast casts is cast in the captured graph.
+Move all tensors to where its plan begins, run it, and store the results. Casts of autocast are part of the captured
+graph.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class MicrobatchRunner:
         self._plans = plans
 
     def carry_on(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
-        """Run the rest of the next micro-batch, as far as memory allows; `tracker` and `recorder` are told of it."""
+        """Run the rest of the next micro-batch, as far as memory allows; notify `tracker` and `recorder`."""
         if call.run is None:
             self._begin(call, tracker, recorder)
         compiled, run = call.compiled, call.run
@@ -69,7 +70,7 @@ class MicrobatchRunner:
         call.number, call.run, call.compiled = call.number + 1, None, None
 
     def _begin(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
-        """Bring everything to where the next micro-batch's plan begins."""
+        """Move all tensors to where the plan of the next micro-batch begins."""
         part = call.parts[call.number]
         if call.number == 0:
             self._plans.share_buffers(part)
@@ -121,7 +122,7 @@ class MicrobatchRunner:
     def _check_room_for_hooks(self, call: StepCall, compiled: Compiled) -> None:
         """Raise UnsupportedError if step post-hooks need more than the budget.
 
-        They see all weights and state, which must then be on the device.
+        They read all weights and state, which must then be on the device.
         """
         if not any(map(step_post_hooks, self._state.optimizers)):
             return

@@ -13,7 +13,7 @@ from .state import StepState
 
 
 def optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHandle]:
-    """Hooks that let `optimizer` save, load and step with its tensors there."""
+    """Return hooks that bring the tensors of `optimizer` back before it saves, loads or steps."""
     readings: dict[int, Reading] = {}
 
     # Loading and stepping need all tensors there; saving also keeps other threads off.
@@ -39,6 +39,6 @@ def optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHan
 
 
 def _with_plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict without guards; its tensors are the optimizer's."""
+    """Return a state dict without guards, with the optimizer's own tensors."""
     state = {key: dict(of.items()) if isinstance(of, dict) else of for key, of in state_dict["state"].items()}
     return {**state_dict, "state": state}

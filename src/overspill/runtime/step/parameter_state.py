@@ -1,4 +1,4 @@
-"""What an optimizer keeps of one parameter, and a parameter that is lent to it for a call."""
+"""One parameter's optimizer state, and a loan of the parameter to the optimizer for a call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from .residency import Residency, Resident, Spec
 class ParameterState:
     """One parameter's state in the optimizer.
 
-    `updates` are the OptimizerUpdates of its optimizer, and `needs` what those of the parameter take. `leaves` are the
-    tensors of the state that an update is given, by path, as in `Needs`; those `parked` move too, but the present settings
-    have no use for them. `content` is the state as the optimizer has it: empty until it has made it, be it at once, as
-    Adagrad does, or at its first step. `settings` are those of the group that decide which state there is.
+    `updates` are the OptimizerUpdates of its optimizer, and `needs` the memory that updates of the parameter take.
+    `settings` are those of the group that decide which state exists.
+
+    `content` is the state as the optimizer has it. It is empty until the optimizer makes it: at once, as Adagrad does,
+    or at its first step. `leaves` are the tensors of the state that an update gets, by path, as in `Needs`. Those
+    `parked` move too, but the present settings do not use them.
     """
 
     def __init__(
@@ -46,9 +48,9 @@ class ParameterState:
         """Whether the optimizer has made state that is not planned."""
 
     def divide(self, like: Tensor, before: ParameterState | None) -> None:
-        """Find which tensors of the state move, for a parameter as `like`; those of the state `before` may be away.
+        """Find the tensors of the state that move, for a parameter as `like`; those of the state `before` may be away.
 
-        Raises RequestError where the settings need what the state does not have.
+        Raises RequestError if the settings need state that does not exist.
         """
         self.needs = self.updates.needs_of(like, self.group, self.parameter)
         if before is not None and before.settings != self.settings:
@@ -73,45 +75,45 @@ class ParameterState:
             self.leaves = there | {path: leaf for path, leaf in wanted.items() if path not in found}
 
     def paths(self) -> list[str]:
-        """Paths of the tensors that move."""
+        """Return the paths of the tensors that move."""
         return [*self.leaves, *self.parked]
 
     def spec(self, path: str, parameter: Spec) -> Spec:
-        """The spec of one that moves, if the parameter's is `parameter`."""
+        """Return the spec of the moving tensor at `path`, if the spec of the parameter is `parameter`."""
         dtype, own = (self.leaves | self.parked)[path]
         return parameter.like(dtype) if own is None else replace(own, device=parameter.device)
 
     def is_as_seen(self) -> bool:
-        """Whether the content has the very values of which the user's optimizer has a guarded dictionary."""
+        """Return whether the content has the same values as the guarded dictionary of the user's optimizer."""
         return len(self.seen) == len(self.content) and all(map(is_, self.seen, self.content.values()))
 
     def residents(self) -> list[str]:
-        """Names of the residents that move."""
+        """Return the names of the residents that move."""
         return [f"{self.name}.{path}" for path in self.paths()]
 
     def resident(self, path: str) -> Resident:
-        """The resident of a leaf."""
+        """Return the resident of a leaf."""
         return self.residency[f"{self.name}.{path}"]
 
     def others(self) -> list[Tensor]:
-        """Tensors of the state that do not move."""
+        """Return the tensors of the state that do not move."""
         moving = {*self.paths()}
         return [tensor for path, tensor in tensors_in(self.content).items() if path not in moving]
 
     def rest_bytes(self, like: Tensor) -> int:
-        """Bytes of those tensors for a parameter as `like`, before they are made too."""
+        """Return the bytes of the tensors that do not move, for a parameter as `like`, made or not."""
         return max(sum(tensor.nbytes for tensor in self.others()), self.updates.rest_bytes(like, self))
 
     def run(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor) -> None:
         """Update `parameter` in place.
 
-        Given its gradient, which `scale` multiplies, and its `state` in the order of `leaves`.
+        `scale` multiplies its gradient. `state` has the order of `leaves`.
         """
         self.updates.update(self, parameter, gradient, scale, *state)
 
 
 class Loan:
-    """A whole parameter in the user's own objects, with its gradient and state, for one call."""
+    """A whole parameter, lent to the optimizer in the user's own objects with its gradient and state, for one call."""
 
     def __init__(self, owned: ParameterState, parameter: Tensor, gradient: Tensor, state: Sequence[Tensor]) -> None:
         self.owned = owned
@@ -133,7 +135,7 @@ class Loan:
                 owned.resident(path).put(self.given[path])
 
     def end(self) -> None:
-        """Take the data away again, and put it where it is planned."""
+        """Take the data away again, and store it where it is planned."""
         owned, parameter = self.owned, self.owned.parameter
         parameter.grad = None
         if not _lies_in(parameter, self.data):

@@ -220,9 +220,8 @@ class StepPlans:
             return None
         raise UnsupportedError(
             f"the step asks for values{places[0]}, and has had {len(places)} different answers, each with a plan of "
-            "its own, which "
-            "takes as long to make as the first; let it ask for fewer, as torch.where and the like do, or draw none "
-            "(layerdrop=0), or use overspill.compile"
+            "its own, which takes as long to make as the first; let it ask for fewer, as torch.where and the like do, "
+            "or draw none (layerdrop=0), or use overspill.compile"
         )
 
     def _keep(self, key: Any, found: Compiled) -> None:
@@ -388,8 +387,7 @@ class StepPlans:
             if self.gradients.clip_norm is not None:
                 raise UnsupportedError(
                     "clip_norm= of a step with collectives of its own: each rank would clip by the norm of the "
-                    "gradients that it "
-                    "has, which may be parts; shard the model by fully_shard, or use clip_value"
+                    "gradients that it has, which may be parts; shard the model by fully_shard, or use clip_value"
                 )
             self.join_processes(others)
         return others.size > 1

@@ -1,7 +1,7 @@
 """Inductor's programs of a loss function, for a plan of the whole step.
 
-The function is traced twice: once watched, as for the eager backend, so that a change of the model is noticed, and once
-for Inductor.
+The function is traced twice. The first trace is watched, as for the eager backend, so that a change of the model is
+noticed. The second is for Inductor.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def step_programs(
     partition: float | None,
     backward: Backward,
 ) -> tuple[Iterator[PartitionPrograms], PythonState, tuple[Check, ...]]:
-    """Programs of `step(*values)` by each partition, the Python state read, and the checks of its last results.
+    """Return programs of `step(*values)` by each partition, the Python state read, and the checks of its last results.
 
-    Programs are made on demand. The step is a function of `module`, and the first `lasting` values are parameters and
-    buffers. `partition` is that of the Options; `backward` checks what gets gradients. Raises UnsupportedError.
+    Programs are made on demand. `step` is a function of `module`, and the first `lasting` values are parameters and
+    buffers. `partition` is that of Options. `backward` checks which values get gradients. Raises UnsupportedError.
     """
     # First trace: what the model's Python depends on.
     checks = Checks(returned=True)
@@ -66,7 +66,7 @@ def step_programs(
 
 
 def after(begin: Callable[[], None], step: Step) -> Step:
-    """`step`, which calls `begin` first."""
+    """Return `step` as a function that calls `begin` first."""
 
     def beginning(*values: Tensor) -> tuple[Tensor, ...]:
         begin()
@@ -76,7 +76,7 @@ def after(begin: Callable[[], None], step: Step) -> Step:
 
 
 def _graph_of(step: Step, takes: int, returns: int) -> fx.GraphModule:
-    """A graph that calls `step`, for AOTAutograd to trace through."""
+    """Return a graph that calls `step`, for AOTAutograd to trace through."""
 
     def step_of_overspill(*values: Any) -> tuple[Tensor, ...]:
         return step(*values)

@@ -1,22 +1,26 @@
 """The Python values that a captured step depends on, checked before each step.
 
-A captured step is a graph: it has the numbers, flags, layers, hooks and functions that the model's Python had when it
-was captured. During a capture (`watching.py`), every read is noted: attributes of modules (`nn.Module` reports every
-access), the contents of lists, dictionaries and plain objects found there, and what else the user's own functions read
-(closures, defaults, globals). `PythonState.changed` compares all of it before each step: identity first, so that a step
-of a hundred layers is checked in a fraction of a millisecond. Equal containers may have taken the place of others, if
-those that were one object still are one.
+A captured step is a graph. It has the numbers, flags, layers, hooks and functions that the Python of the model had at
+the capture. A capture (`watching.py`) notes every read:
 
-A graph would do once what the model's Python does at every step. So `PythonState.settle` refuses a step that changes
-what it has read (a counter, a cache, a list that a hook appends to), reads an iterator, or draws from Python's or
-NumPy's random numbers. What a model sets at its first call is no such change if the result is the same without it
-(`watching.py`).
+- attributes of modules (`nn.Module` reports every access);
+- the contents of lists, dictionaries and plain objects found there;
+- closures, defaults and globals that the user's own functions read.
 
-Which functions run, and what they read of classes, follows from the names in their code: what a class that has been met
-has under a name that a function uses is compared.
+`PythonState.changed` compares all of them before each step. It compares identity first, so a step of a hundred layers
+is checked in a fraction of a millisecond. Equal containers may replace others, if those that were one object still are
+one.
 
-Not noticed: reads by Python's own functions, torch's and NumPy's, apart from attributes of modules (`followed.py`), names
-that are made as the code runs, and clocks, files and the like.
+A graph would do once what the Python of the model does at every step. So `PythonState.settle` refuses a step that
+changes values it has read (a counter, a cache, a list that a hook appends to). It also refuses one that reads an
+iterator, or uses random numbers of Python or NumPy. A value that a model sets at its first call is no such change if
+the result is the same without it (`watching.py`).
+
+The functions that run, and the class attributes that they read, follow from the names in their code. An attribute of a
+class that has been met is compared if a function uses its name.
+
+Known limits, not noticed: reads by functions of Python, torch and NumPy, except attributes of modules
+(`tracked_values.py`); names that are made as the code runs; clocks, files and the like.
 """
 
 from __future__ import annotations
@@ -95,7 +99,8 @@ class PythonState:
         self._known: dict[int, Any] = {}
         self._globals_read: dict[int, tuple[dict[str, Any], str, dict[str, Any]]] = {}
         self._looked: set[tuple[int, frozenset[str], frozenset[str]]] = set()
-        # Names that functions use, the classes that have been met, and their attributes: those compared, and the rest by name.
+        # Names that functions use, the classes that have been met, and their attributes: those compared, and the rest
+        # by name.
         self._used: set[str] = set()
         self._met: dict[tuple[int, bool], type] = {}
         self._taken: dict[int, tuple[type, dict[str, Any]]] = {}
@@ -110,7 +115,7 @@ class PythonState:
             self._watch(hooks, "the hooks of all modules")
 
     def changed(self) -> str:
-        """The name of a value that differs from the capture; else an empty string."""
+        """Return the name of a value that differs from the capture, or an empty string."""
         if any(self._empty_values):
             return next(found for one in self._empty if (found := one.changed()))
         # By identity first, which is fast; then one by one.
@@ -128,7 +133,10 @@ class PythonState:
         return self._rearranged() if moved else ""
 
     def _rearranged(self) -> str:
-        """The name of an equal container that is another one now, where it was the same, or the same (`a is b`)."""
+        """Return the name of an equal container that is no longer the same object as another, if any.
+
+        Also one that has become the same object (`a is b`). An empty string if none has changed.
+        """
         after: dict[int, Any] = {}
         before: dict[int, Any] = {}
         for read, where, values, names in self._compared:
@@ -183,7 +191,7 @@ class PythonState:
     def settle(self) -> None:
         """End the capture.
 
-        Raises UnsupportedError where the step does what a graph would do only once; Changed if it may not.
+        Raises UnsupportedError if the step does what a graph would do only once, and Changed if it may.
         """
         if spoiled := self.put_back():
             raise Changed(spoiled[0], self, for_good=True)
@@ -205,14 +213,17 @@ class PythonState:
         if not _same_randomness(self._randomness, python_randomness()):
             set_python_randomness(self._randomness)
             raise UnsupportedError(
-                "the step draws random numbers of Python or NumPy, which a planned step would do once, not at every step; "
-                "draw them with torch, or before the step and give them as its argument"
+                "the step draws random numbers of Python or NumPy, which a planned step would do once, not at every "
+                "step; draw them with torch, or before the step and give them as its argument"
             )
         self._written.clear()
         self._created.clear()
 
     def put_back(self) -> list[str]:
-        """Restore buffers and parameters that the step has assigned anew, of modules that are not its own; their names."""
+        """Restore buffers and parameters that the step has replaced, and return their names.
+
+        Those of modules that the step itself makes are left out.
+        """
         found = []
         for (_, name), (module, table, before) in self._registered.items():
             if _is_fake(table.get(name)):
@@ -223,8 +234,8 @@ class PythonState:
     def drop_fakes(self) -> None:
         """Remove fake tensors from attributes that the step has set.
 
-        A later read of one gets an error. Attributes that it had read before get their old values back. Raises Changed
-        where there was one of these.
+        A later read of one raises an error. Attributes that the step had read before get their old values back, and
+        Changed is raised.
         """
         for (_, name), module in self._written.items():
             if _holds_fakes(module, name):
@@ -298,7 +309,7 @@ class PythonState:
             pending.extend(self._contents(value, label))
 
     def _contents(self, value: Any, label: str) -> Iterable[tuple[Any, str]]:
-        """Compare `value` itself later; returns what is in it, with names."""
+        """Compare `value` itself later; return its contents with names."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             return self._callable(value, label)
         if isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
@@ -321,7 +332,10 @@ class PythonState:
         return ()
 
     def _object(self, value: Any, label: str) -> list[tuple[Any, str]]:
-        """Compare an object's attributes later, and those of its class that are used; of a class only these."""
+        """Compare the attributes of an object later, and those of its class that are used; return them with names.
+
+        Of a class, only the attributes that are used are compared.
+        """
         if isinstance(value, type):
             special = {n for n in vars(value) if n[:2] == "__" and callable(vars(value)[n])}
             return self._meet(value, special | _CALLED_BY_AUTOGRAD if issubclass(value, Function) else special)
@@ -372,9 +386,9 @@ class PythonState:
         return [*found, *self._use(used)]
 
     def _method(self, method: types.MethodType) -> Sequence[Any]:
-        """A bound method's functions, and the attributes they name.
+        """Return the functions of a bound method, and the attributes that they name.
 
-        Other attributes of its object are left out, for there may be many.
+        Other attributes of its object are left out, because they may be many.
         """
         of, functions = method.__self__, [beneath(method.__func__)]
         if isinstance(of, nn.Module):
@@ -399,7 +413,10 @@ class PythonState:
     def _globals(
         self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str
     ) -> list[tuple[Any, str]]:
-        """Values that a function reads of its module and of modules found there. The function names all of `used`."""
+        """Return the values that a function reads from its module and from modules found there.
+
+        The function names all of `used`.
+        """
         if (id(namespace), read, used) in self._looked:
             return []
         self._looked.add((id(namespace), read, used))
@@ -415,7 +432,7 @@ class PythonState:
         return found
 
     def _meet(self, kind: type, special: AbstractSet[str]) -> list[tuple[Any, str]]:
-        """What a class has under names that functions use, and its `special` methods; its rest waits for a use."""
+        """Return the attributes of a class that functions use, and its `special` methods; its rest waits for a use."""
         found: list[tuple[Any, str]] = []
         for owner in kind.__mro__:
             if (id(owner), special is _CALLED) in self._met or not is_tracked(owner.__module__):
@@ -429,13 +446,13 @@ class PythonState:
         return found
 
     def _use(self, names: frozenset[str]) -> list[tuple[Any, str]]:
-        """What the classes that have been met have under these names, which a function uses."""
+        """Return the attributes under these names of the classes met so far; a function uses the names."""
         new = {name for name in names - self._used if name[:2] != "__"}  # what Python or dataclasses make is no state
         self._used |= new
         return [f for name in sorted(new) for owner in self._unused.pop(name, ()) for f in self._take(owner, name)]
 
     def _take(self, owner: type, name: str) -> list[tuple[Any, str]]:
-        """Compare a class attribute later: a method that may be replaced, or a constant; returns what it is."""
+        """Compare a class attribute later: a method that may be replaced, or a constant; return its value."""
         _, names = self._taken.setdefault(id(owner), (owner, {}))
         if name in names:
             return []
@@ -447,9 +464,9 @@ class PythonState:
 
 
 class Changed(UnsupportedError):
-    """The step changes `what` it has read.
+    """The step changes `what`, a value that it has read.
 
-    Unless `for_good`, a second capture tells whether that matters.
+    Unless `for_good`, a second capture shows whether that matters.
     """
 
     def __init__(self, what: str, state: PythonState, *, for_good: bool = False) -> None:
@@ -462,12 +479,15 @@ class Changed(UnsupportedError):
 
 
 class NotKept:
-    """Stands in an attribute that forward set to a tensor, and raises when used, as `why` says."""
+    """Stands in an attribute that forward set to a tensor, and raises when used, with the reason `why`."""
 
     def __init__(
         self,
         name: str,
-        why: str = "is set by the model's forward, and a planned step does not keep it; let the loss function return it beside the loss, or call the model before you read it",
+        why: str = (
+            "is set by the model's forward, and a planned step does not keep it; let the loss function return it "
+            "beside the loss, or call the model before you read it"
+        ),
     ) -> None:
         self.__dict__["_said"] = f"{name} {why}"
 

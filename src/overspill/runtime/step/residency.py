@@ -1,10 +1,12 @@
-"""Where parameters and optimizer state live between steps: device or store.
+"""Where parameters and optimizer state are between steps: on the device or in the store.
 
-The user's own tensor objects stay what they are. While the store has the bytes of one, its data is a *placeholder*: one
-NaN, expanded to its shape, so that a read that bypasses all guards sees NaN, not plausible numbers, and a write raises an
-error of PyTorch's. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
-one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read, or when the
-tensor is, by whatever reference (`away.py`).
+The user's own tensor objects stay the same objects. While the store has the bytes of one, its data is a *placeholder*:
+one NaN, expanded to its shape. A read that bypasses all guards sees NaN, not plausible numbers, and a write raises an
+error of PyTorch.
+
+The guards are the dictionaries that hold the tensors: the parameters of a module, or the optimizer state of one
+parameter. While any of its tensors is away, such a dictionary brings them all back when it is read. So does a read of
+the tensor by any other reference (`away.py`).
 """
 
 from __future__ import annotations
@@ -42,28 +44,28 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        """The spec of a tensor that is on the device."""
+        """Return the spec of a tensor that is on the device."""
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, which shares its storage with none."""
+        """Bytes of the tensor, which shares its storage with no other."""
         return self.size.numel() * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """An uninitialised tensor of this spec."""
+        """Return an uninitialised tensor of this spec."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def within(self, memory: torch.UntypedStorage, offset: int = 0) -> Tensor:
-        """A tensor of this spec in `memory`."""
+        """Return a tensor of this spec in `memory`, `offset` elements from its start."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(memory, offset, self.size, self.stride)
 
     def like(self, dtype: torch.dtype) -> Spec:
-        """The same spec with another dtype."""
+        """Return the same spec with another dtype."""
         return Spec(self.size, self.stride, dtype, self.device)
 
     def placeholder(self) -> Tensor:
-        """The placeholder for such a tensor while it is away."""
+        """Return the placeholder for such a tensor while it is away."""
         # `.data`, for a view would count writes to any other view as its own.
         return _stand_in(self.dtype, self.device).expand(self.size).data
 
@@ -72,7 +74,7 @@ _STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The single element that placeholders are views of: NaN, or 0 for integers."""
+    """Return the single element that placeholders are views of: NaN, or 0 for integers."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     if current_fake_mode() is not None:  # the model is fake, and so is this
         return torch.full((), value, dtype=dtype, device=device)
@@ -83,26 +85,26 @@ def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Alias:
-    """Another tensor over the memory of a resident, which follows it to the store and back."""
+    """Another tensor over the memory of a resident; it follows the resident to the store and back."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
         self._spec, self._offset = Spec.of(tensor), tensor.storage_offset()
 
     def shares(self, resident: Tensor) -> bool:
-        """Whether it is still there, and over the memory of `resident`."""
+        """Return whether the tensor still exists, and uses the memory of `resident`."""
         tensor = self.tensor()
         return tensor is not None and storage_key(tensor) == storage_key(resident)
 
     def leave(self, guard: Any) -> None:
-        """Give it its placeholder as data; the resident's `guard` brings it back."""
+        """Give the tensor a placeholder as data; the `guard` of the resident brings it back."""
         if (tensor := self.tensor()) is not None:
             tensor.data = self._spec.placeholder()
             GUARDS[id(tensor)] = guard
             hide(tensor)
 
     def come_back(self, data: Tensor) -> None:
-        """Lie over `data`, unless it was given other data."""
+        """Make the tensor a view of `data`, unless it was given other data."""
         if isinstance(tensor := self.tensor(), Away):
             show(tensor)
             tensor.data = self._spec.within(data.untyped_storage(), data.storage_offset() + self._offset)
@@ -111,12 +113,12 @@ class Alias:
 class Resident:
     """One tensor that outlives the step, on the device or in the store.
 
-    `handle` is that of the store's copy while it is away. A *blank* one has no bytes yet, on the device or in the
-    store: the state of an optimizer before its first step.
+    `handle` is that of the copy in the store while the tensor is away. A *blank* resident has no bytes yet, on the
+    device or in the store: optimizer state before the first step.
     """
 
     def __init__(self, name: str, tensor: Tensor, spec: Spec | None = None) -> None:
-        """`spec` makes it blank; `tensor` is then a placeholder."""
+        """Create a resident; with `spec` it is blank, and `tensor` is a placeholder."""
         self.name = name
         self.tensor = tensor
         self.spec = spec or Spec.of(tensor)
@@ -129,12 +131,12 @@ class Resident:
         self._placeholder: Tensor | None = None
 
     def count_aliases(self) -> int:
-        """How many aliases hold its memory; the others are forgotten."""
+        """Return how many aliases share its memory, and forget the others."""
         self.aliases = [alias for alias in self.aliases if alias.shares(self.tensor)]
         return len(self.aliases)
 
     def _let_go(self) -> None:
-        """Give the object its placeholder as data."""
+        """Give the tensor object its placeholder as data."""
         tensor = self.tensor
         guard = GUARDS.get(id(tensor))
         if guard is not None and self.count_aliases():
@@ -152,7 +154,7 @@ class Resident:
 
     @classmethod
     def blank(cls, name: str, spec: Spec) -> Resident:
-        """A resident without bytes."""
+        """Return a resident without bytes."""
         return cls(name, spec.placeholder(), spec)
 
     @property
@@ -161,7 +163,7 @@ class Resident:
         return self.hidden if self.away else self.tensor.data
 
     def take(self) -> Tensor:
-        """Take the data out of the object; only if it is on the device."""
+        """Take the data out of the tensor object and return it; it must be on the device."""
         data = self.hidden if self.away else self.tensor.data
         self.hidden = None
         assert data is not None
@@ -170,13 +172,13 @@ class Resident:
         return data
 
     def take_handle(self) -> Tensor:
-        """Take the handle of the store's copy out of it; only if there is one."""
+        """Take out and return the handle of the copy in the store; it must exist."""
         handle, self.handle = self.handle, None
         assert handle is not None
         return handle
 
     def put(self, data: Tensor) -> None:
-        """Give the object its data; the store's copy, if any, is dropped."""
+        """Give the tensor object its data; drop the copy in the store, if any."""
         show(self.tensor)
         self.tensor.data = data
         for alias in self.aliases:
@@ -191,7 +193,7 @@ class Resident:
             self.take()
 
     def stored(self, handle: Tensor) -> None:
-        """From now on only the store has the bytes, as `handle`."""
+        """Drop the data on the device: from now on only the store has the bytes, as `handle`."""
         self.handle, self.hidden = handle, None
         if not self.away:
             self.take()
@@ -210,18 +212,18 @@ class Residency:
         return name in self.residents
 
     def adopt(self, name: str, tensor: Tensor) -> Resident:
-        """The resident of `tensor`; a new one if the name had another tensor."""
+        """Return the resident of `tensor`; create one if the name had another tensor."""
         found = self.residents.get(name)
         if found is None or found.tensor is not tensor:
             found = self.residents[name] = Resident(name, tensor)
         return found
 
     def away(self) -> list[str]:
-        """Names of all residents whose bytes are in the store."""
+        """Return the names of all residents whose bytes are in the store, or that are blank."""
         return [name for name, resident in self.residents.items() if resident.away]
 
     def take_over(self, names: Iterable[str]) -> None:
-        """Take over data assigned to these while they were away (`w.data = new`)."""
+        """Take over data assigned to these residents while they were away (`w.data = new`)."""
         for resident in map(self.residents.__getitem__, names):
             if resident.away and not isinstance(resident.tensor, Away) and not _is_placeholder(resident.tensor):
                 resident.put(resident.tensor.data)
@@ -232,9 +234,10 @@ class Residency:
         engine: TransferEngine,
         into: Mapping[str, Callable[[int], torch.UntypedStorage]] = MappingProxyType({}),
     ) -> None:
-        """Bring these to the device.
+        """Bring these residents to the device.
 
-        `into` has functions for the memory, by number of bytes, where it is not fresh memory. Raises StoreError; what could not be read stays in the store.
+        For those in `into`, a function of the number of bytes returns the memory to use; others get fresh memory.
+        Raises StoreError; residents that could not be read stay in the store.
         """
         coming = []
         failure: StoreError | None = None
@@ -264,9 +267,9 @@ class Residency:
             raise failure
 
     def send(self, names: Iterable[str], engine: TransferEngine) -> bool:
-        """Move these to the store; whether any had to be.
+        """Move these residents to the store; return whether any had to be written.
 
-        Raises StoreError; what could not be written stays on the device.
+        Raises StoreError; residents that could not be written stay on the device.
         """
         # Start all writes, then wait for each.
         going = []
@@ -290,9 +293,9 @@ class Residency:
         return bool(going)
 
     def copy(self, names: Iterable[str], engine: TransferEngine) -> None:
-        """Have these on the device and in the store.
+        """Put these residents both on the device and in the store.
 
-        What is so already is not moved. Raises StoreError.
+        Those that are so already are not moved. Raises StoreError.
         """
         lacking = [name for name in names if self.residents[name].hidden is None]
         self.bring(lacking, engine)
@@ -303,7 +306,7 @@ class Residency:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of `tensor` lie without gaps."""
+    """Return whether the elements of `tensor` have no gaps between them."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # of dense ones it keeps the strides
 
 
@@ -315,20 +318,20 @@ def _is_placeholder(tensor: Tensor) -> bool:
 
 
 def readable(name: str) -> str:
-    """A parameter's or layer's name as the user's model has it."""
+    """Return the name of a parameter or layer as the user's model has it."""
     return "" if name == "model" else name.removeprefix("model.")
 
 
 def is_guarded(tensor: Tensor) -> bool:
-    """Whether a guard holds this very tensor, of this step or of another."""
+    """Return whether a guard of any step holds this very tensor."""
     guard = GUARDS.get(id(tensor))
     return isinstance(guard, dict) and any(value is tensor for value in dict.values(guard))
 
 
 def bring_for_others(tensors: Iterable[Tensor]) -> None:
-    """Bring these to the device where another step may have them in its store.
+    """Bring tensors to the device that another step may have in its store.
 
-    Raises RequestError while that step is under way, and StoreError.
+    Raises RequestError while that step runs, and StoreError.
     """
     for tensor in tensors:
         if (guard := GUARDS.get(id(tensor))) is not None:
@@ -338,7 +341,7 @@ def bring_for_others(tensors: Iterable[Tensor]) -> None:
 class Guarded(dict[str, Any]):
     """A dictionary of tensors that brings them back before they are read.
 
-    Its copies and pickles are plain dictionaries. Every read asks `gate` for permission; a loop in another thread than
+    Its copies and pickles are plain dictionaries. Every read needs permission of `gate`. A loop in a thread other than
     that of the steps delays the next step.
     """
 
@@ -352,15 +355,15 @@ class Guarded(dict[str, Any]):
                 hide(value)
 
     def arm(self, bring: Callable[[], None] | None) -> None:
-        """Call `bring` before the next read; None: nothing is away."""
+        """Call `bring` before the next read; None means that nothing is away."""
         self._bring = bring
 
     def holds(self, values: tuple[Any, ...]) -> bool:
-        """Whether these very objects are in it."""
+        """Return whether the dictionary holds these very objects."""
         return len(self) == len(values) and all(map(is_, dict.values(self), values))
 
     def disarm(self) -> None:
-        """Be an ordinary dictionary from now on."""
+        """Become an ordinary dictionary."""
         self._gate = self._bring = None
         for value in tensors_in(dict(dict.items(self))).values():
             show(value)
@@ -369,7 +372,10 @@ class Guarded(dict[str, Any]):
         return id(self)
 
     def fetch(self, *, loops: bool = False) -> Reading | None:
-        """Bring back what it holds, for a read; `loops`: for one that goes on, of which it returns the Reading."""
+        """Bring back the tensors for a read.
+
+        With `loops`, the read goes on after the call, and its Reading is returned.
+        """
         gate = self._gate
         if gate is None or (self._bring is None and (torch.compiler.is_compiling() or gate.is_open())):
             return None

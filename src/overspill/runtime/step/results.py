@@ -1,6 +1,6 @@
-"""Tensors that a loss function returns besides its loss.
+"""Tensors that a loss function returns in addition to its loss.
 
-They are results of the step, which returns them in their places.
+The step returns them in their places.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from overspill.pytorch.trees import TreeSpec, tree_flatten, tree_flatten_with_pa
 
 @dataclass(frozen=True)
 class Results:
-    """Where the loss and other tensors were in a loss function's return value."""
+    """The places of the loss and other tensors in the return value of a loss function."""
 
     rebuild: Callable[[Any, list[Any]], Any] | None = None
+    """Makes the return value from a loss and the rest; None if the loss is all."""
     spec: TreeSpec | None = None
+    """The tree of the rest."""
     places: tuple[int, ...] = ()
+    """Positions of tensors among the leaves of the rest."""
 
     def filled(self, loss: Tensor, others: list[Tensor]) -> Any:
-        """The same structure with these tensors in it.
-
-        The loss alone, if that was all.
-        """
+        """Return the same structure with these tensors in it, or the loss alone if that was all."""
         if self.rebuild is None or self.spec is None:
             return loss
         leaves: list[Any] = [None] * self.spec.num_leaves
@@ -37,10 +37,10 @@ class Results:
 
 
 def split_results(returned: Any) -> tuple[Any, list[Tensor], Results]:
-    """The loss, the other tensors detached, and their places in `returned`.
+    """Return the loss, the other tensors detached, and their places in `returned`.
 
-    `returned` is a loss, or a tuple or list that begins with one, or a mapping or a dataclass that has one as `loss`.
-    Raises RequestError and UnsupportedError.
+    `returned` is a loss, a tuple or list that begins with one, or a mapping or dataclass with a `loss`. Raises
+    RequestError and UnsupportedError.
     """
     parts = _parts(returned)
     if parts is None:
@@ -52,8 +52,8 @@ def split_results(returned: Any) -> tuple[Any, list[Tensor], Results]:
         if leaf is not None and not isinstance(leaf, Tensor):
             where = "".join(map(str, path))
             raise UnsupportedError(
-                f"the loss function returns {where}, a {type(leaf).__name__}, besides its loss; a planned step gives back "
-                "tensors, and would make anything else once, when it is planned: make it a tensor, or leave it out"
+                f"the loss function returns {where}, a {type(leaf).__name__}, besides its loss; a planned step gives "
+                "back tensors, and would make anything else once, when it is planned: make it a tensor, or leave it out"
             )
     places = tuple(i for i, leaf in enumerate(leaves) if leaf is not None)
     # Clones, for what is returned may be a view of what a later op changes: a weight, say.
@@ -61,7 +61,7 @@ def split_results(returned: Any) -> tuple[Any, list[Tensor], Results]:
 
 
 def _parts(returned: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]] | None:
-    """The loss in `returned`, the rest, and a function that rebuilds it."""
+    """Return the loss in `returned`, the rest, and a function that rebuilds it; None for a loss alone."""
     kind = type(returned)
     # The loss comes first in a sequence, and as `loss` in a mapping or dataclass.
     if isinstance(returned, (tuple, list)) and returned:

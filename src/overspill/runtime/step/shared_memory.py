@@ -1,8 +1,8 @@
-"""Who else holds the memory of a weight: another tensor, NumPy, another process.
+"""Other holders of the memory of a weight: another tensor, NumPy, another process.
 
-Tensors that Python has follow the weight to the store and back (`Alias`). With other holders it stays on the device, for they
-would keep old numbers, and its bytes. Memory that PyTorch did not allocate, or that NumPy has got, has holders that cannot be
-asked; not so a file mapped for this process alone, as checkpoints are.
+Tensors that Python has follow the weight to the store and back (`Alias`). With other holders the weight stays on the
+device, because they would keep its old values and its bytes. Memory that PyTorch did not allocate, or that NumPy uses,
+has unknown holders. An exception is a file mapped for this process alone, as checkpoints are.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _PLAIN = Tensor, nn.Parameter
 
 
 class Holders:
-    """How weights share memory, by name, as last looked at.
+    """How weights share memory, by name, when last examined.
 
-    Others than this model hold those `held`, each with its storage and the number of such holders. Those `overlapping` lie over
-    one another, or over a buffer. Those `apart` are parts of larger memory, which is free when all of them have left it.
-    `in_arena` tells tensors that lie in memory of ours.
+    - `held`: held by others than this model; each with its storage and the number of other holders.
+    - `overlapping`: overlap one another, or a buffer.
+    - `apart`: parts of larger memory, which is free when all of them have left it.
+    - `in_arena`: returns whether a tensor is in an arena of Overspill.
     """
 
     def __init__(self) -> None:
@@ -52,9 +53,9 @@ class Holders:
     def look(
         self, residents: Mapping[str, Resident], weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Look at these weights, which are on the device, and give `residents` their aliases; warn of those held, once.
+        """Examine these weights, which are on the device, and give `residents` their aliases; warn of held ones once.
 
-        Raises RequestError for one of these in the arena, of which the step makes another use.
+        Raises RequestError for a newly held weight in the arena, because the step reuses that memory.
         """
         before = self.held
         for _ in range(TRIES):
@@ -71,8 +72,8 @@ class Holders:
         if not self._told:
             self._told = True
             warnings.warn(
-                f"the memory of {len(new)} weights (the first is {readable(new[0])}) {others}; while it is, they stay on the device "
-                "and count in the budget",
+                f"the memory of {len(new)} weights (the first is {readable(new[0])}) {others}; while it is, they stay "
+                "on the device and count in the budget",
                 stacklevel=2,
             )
 
@@ -118,7 +119,10 @@ class Holders:
     def _follow(
         self, unknown: Mapping[int, str], weights: Mapping[str, Tensor], residents: Mapping[str, Resident]
     ) -> list[str]:
-        """Have all holders of these storages follow their weights; names of those that have no other."""
+        """Make all holders of these storages follow their weights.
+
+        Returns the names of weights without other holders.
+        """
         names = {key: name for key, name in unknown.items() if name in residents}
         known = {id(weights[name]) for name in names.values()}
         known |= {id(alias.tensor()) for name in names.values() for alias in residents[name].aliases}
@@ -137,7 +141,10 @@ class Holders:
 
 
 def check_inputs_apart(inputs: Iterable[Any], weights: Iterable[Tensor]) -> None:
-    """Raise UnsupportedError for an input in the memory of a weight, which the step may change before it reads that."""
+    """Raise UnsupportedError for an input that shares memory with a weight.
+
+    The step might change the weight before it reads the input.
+    """
     keys = {storage_key(weight) for weight in weights if not isinstance(weight, (Away, FakeTensor))}
     for number, leaf in enumerate(inputs):
         if isinstance(leaf, Away) or (type(leaf) in _PLAIN and storage_key(leaf) in keys):
@@ -145,20 +152,24 @@ def check_inputs_apart(inputs: Iterable[Any], weights: Iterable[Tensor]) -> None
 
 
 def check_order(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]]) -> None:
-    """Raise UnsupportedError where an optimizer of these `groups` updates overlapping `weights` not in this order, one by one."""
+    """Raise UnsupportedError if an optimizer does not update overlapping `weights` one by one, in this order.
+
+    `groups` are the parameter groups of the optimizers.
+    """
     names = {id(weight): name for name, weight in weights.items()}
     found = [(names[id(p)], p, group) for group in groups for p in group["params"] if id(p) in names]
     order = [name for name, *_ in found]
     together = any(group.get("foreach") or (p.is_cuda and not group.get("fused")) for _, p, group in found)
     if len(order) > 1 and (together or order != [name for name in weights if name in order]):
         raise UnsupportedError(
-            f"{readable(order[0])} and {readable(order[1])} are two parameters over the same memory, and the optimizer updates them at "
-            "once (foreach) or not in the model's order; make one parameter of them, as by decoder.weight = encoder.weight"
+            f"{readable(order[0])} and {readable(order[1])} are two parameters over the same memory, and the "
+            "optimizer updates them at once (foreach) or not in the model's order; make one parameter of them, as by "
+            "decoder.weight = encoder.weight"
         )
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:
-    """Whether any two of these, of one storage, reach into each other."""
+    """Return whether any two of these tensors, of one storage, overlap."""
     spans = []
     for tensor in tensors:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -168,7 +179,10 @@ def _overlap(tensors: Iterable[Tensor]) -> bool:
 
 
 def _is_mapped_alone(address: int) -> bool:
-    """Whether it is of a file mapped for this process alone; no where the system does not say."""
+    """Return whether the address is in a file mapped for this process alone.
+
+    False if the system does not report it.
+    """
     for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
         span, access, _, _, inode, *_ = line.split(maxsplit=5)
         begin, end = (int(bound, 16) for bound in span.split("-"))

@@ -44,7 +44,7 @@ from .updates import OptimizerUpdates
 class StepState:
     """Tensors of model and optimizer that a step may leave in the store.
 
-    - `strangers`: tensors of other models that a step changes in place, as their batch norms do in training.
+    - `external_tensors`: tensors of other models that a step changes in place, as their batch norms do in training.
     - `owned`: state of each parameter that an optimizer updates, by name.
     - `sums`: names of the residents in which gradients accumulate.
     - `stale`: whether a tensor differs from what plans were made for, so that they no longer fit.
@@ -141,12 +141,12 @@ class StepState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers by name, and the `strangers`."""
+        """The model's buffers by name, and the `external_tensors`."""
         return {**self.structure.buffers, **self.external_tensors}
 
     @contextmanager
     def taking_in(self, external_tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Add `strangers`, tensors that steps change; drop them again if the block raises."""
+        """Add `external_tensors` that steps change; drop them again if the block raises."""
         before = self.external_tensors
         self.external_tensors = before | {
             f"tensor {i} of another model": t for i, t in enumerate(external_tensors, len(before))
@@ -306,8 +306,7 @@ class StepState:
             if other != name and any(id(tensor) in mine for tensor in tensors_in(owned.content).values()):
                 raise UnsupportedError(
                     f"{readable(name)} and {readable(other)} have one tensor in their optimizer states, which a "
-                    "planned step would take "
-                    "apart; give each its own"
+                    "planned step would take apart; give each its own"
                 )
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A model's modules, parameters and buffers, and where they stand."""
+"""A model's modules, parameters and buffers, and their places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overspill.pytorch.modules import TABLES
 class Structure:
     """The module tree, compared by identity before each step.
 
-    `parameters` and `buffers` are by name, the former under every name that they have.
+    `parameters` and `buffers` are by name; a parameter is under each of its names.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -29,7 +29,7 @@ class Structure:
         self.buffers = dict(module.named_buffers())
 
     def holds(self) -> bool:
-        """Whether the model still has this structure."""
+        """Return whether the model still has this structure."""
         for part, tables in self._tables:
             own = part.__dict__
             for name, (table, entries) in zip(TABLES, tables, strict=True):

@@ -73,14 +73,12 @@ class Swapped:
             if dict.get(table, key) is not tensors[name]:
                 raise UnsupportedError(
                     f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_(), or, "
-                    "where it grows with "
-                    "the input, call the model on the longest first"
+                    "where it grows with the input, call the model on the longest first"
                 )
         if name := changed():
             raise UnsupportedError(
                 f"the step changes {name} of the batch, and a planned step would do so once, not at every step; let "
-                "it work "
-                "on a copy (copy.copy)"
+                "it work on a copy (copy.copy)"
             )
         return returned
 
@@ -99,7 +97,7 @@ class Swapped:
     def _returned(self, args: Sequence[Any]) -> Any:
         """Return the result of the model.
 
-        Raises Strangers if it changes tensors that are neither its own nor among `args`.
+        Raises ExternalTensors if it changes tensors that are neither its own nor among `args`.
         """
         step = self._state.module.forward  # hooks of all modules are not for this one, which is none of the user's
         try:

@@ -1,7 +1,8 @@
-"""Which Python values of a step are followed for changes.
+"""Which Python values of a step are tracked for changes.
 
-Followed are functions of all packages but Python's own, torch, NumPy and this one, and objects of all classes but those
-of these: a logger, a lock, a file or a thread counts as unchanged, whatever is in it. Their containers are looked into.
+Tracked are functions of all packages except Python, torch, NumPy and Overspill, and objects of all classes except
+theirs. A logger, a lock, a file or a thread counts as unchanged, whatever it contains. The contents of their containers
+are tracked.
 """
 
 from __future__ import annotations
@@ -33,25 +34,28 @@ from .compared import same
 BY_IDENTITY = (
     nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader, OperatorBase, OpOverloadPacket
 )  # fmt: skip
-"""Objects whose contents are not followed. A module's attributes are noted when they are read; torch's ops look up their
-overloads at the first call; the others are no part of forward or loss."""
+"""Objects whose contents are not tracked. A module's attributes are noted when they are read. Torch's ops look up their
+overloads at the first call. The others are no part of forward or loss."""
 _APART = frozenset({*sys.stdlib_module_names, "torch", "numpy", "overspill", "overspill_papers"})
 _OPEN = (types.SimpleNamespace, argparse.Namespace, threading.local, UserDict, UserList)
 """Standard library classes whose attributes are the user's."""
 
 
 def is_tracked(module: str | None) -> bool:
-    """Whether code of this module is followed."""
+    """Return whether code of this module is tracked."""
     return module is not None and module.split(".")[0] not in _APART
 
 
 def is_open(value: Any) -> bool:
-    """Whether this object's attributes are compared."""
+    """Return whether the attributes of this object are compared."""
     return isinstance(value, _OPEN) or is_tracked(type(value).__module__)
 
 
 def beneath(function: Any) -> Any:
-    """`function`, or what it calls if it is a wrapper of torch's, as `torch.compile` and `torch.no_grad` make them."""
+    """Return `function`, or the function that it wraps if it is a wrapper of torch.
+
+    `torch.compile` and `torch.no_grad` make such wrappers.
+    """
     while isinstance(function, types.FunctionType) and not is_tracked(function.__globals__.get("__name__")):
         if (inner := getattr(function, "__wrapped__", None)) is None:
             break
@@ -61,7 +65,7 @@ def beneath(function: Any) -> Any:
 
 @lru_cache(4096)
 def names_of(code: types.CodeType) -> frozenset[str]:
-    """All names that a function and its inner functions use."""
+    """Return all names that a function and its inner functions use."""
     asked = code.co_consts if "getattr" in code.co_names else ()
     return frozenset(code.co_names).union(
         (name for name in asked if isinstance(name, str)), *map(names_of, _inner(code))
@@ -70,7 +74,7 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 
 @lru_cache(4096)
 def globals_of(code: types.CodeType) -> frozenset[str]:
-    """Global names that a function and its inner functions read."""
+    """Return the global names that a function and its inner functions read."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return frozenset(own).union(*map(globals_of, _inner(code)))
 
@@ -80,7 +84,7 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def within(attribute: Any) -> Any:
-    """What a class attribute runs, or is."""
+    """Return the function that a class attribute runs, or the attribute itself."""
     if isinstance(attribute, property):
         return attribute.fget
     if isinstance(attribute, functools.cached_property):
@@ -89,7 +93,7 @@ def within(attribute: Any) -> Any:
 
 
 def slots_of(value: Any) -> tuple[Any, ...]:
-    """What an object's slots hold."""
+    """Return the contents of an object's slots."""
     kinds = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
     slots = [name for own in kinds for name in own if isinstance(own[name], types.MemberDescriptorType)]
     return tuple(getattr(value, name, None) for name in slots)
@@ -99,9 +103,9 @@ def slots_of(value: Any) -> tuple[Any, ...]:
 
 
 def advances(value: Any) -> bool:
-    """Whether `value` changes when it is used.
+    """Return whether a use of `value` changes it.
 
-    An iterator, or a random generator of Python's or NumPy's.
+    This is so for iterators, and for random generators of Python and NumPy.
     """
     if isinstance(value, io.IOBase):
         return False
@@ -109,7 +113,7 @@ def advances(value: Any) -> bool:
 
 
 def position_of(value: Any) -> Any:
-    """How far an iterator or generator has come; None if unknown."""
+    """Return how far an iterator or generator has advanced; None if unknown."""
     if isinstance(value, types.GeneratorType):
         return (value.gi_frame is None, 0 if value.gi_frame is None else value.gi_frame.f_lasti)
     if isinstance(value, torch.Generator):  # to draw from one is part of the plan, to seed it is not
@@ -125,14 +129,14 @@ def position_of(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """An iterator's parts, with the positions of the iterators in it."""
+    """Return the parts of an iterator, with the positions of the iterators in it."""
     if isinstance(value, tuple):
         return tuple(map(_parts, value))
     return position_of(value) if hasattr(type(value), "__next__") else value
 
 
 def has_advanced(value: Any, since: Any) -> bool:
-    """Whether `value` has moved from position `since`."""
+    """Return whether `value` has moved from position `since`."""
     now = position_of(value)
     return now is None or not same(now, since)
 

@@ -56,12 +56,12 @@ __all__ = ["TrainStep", "train_step"]
 class TrainStep(PlannedPeaks):
     """One training step within a budget: `step(*inputs) -> loss`.
 
-    It is planned when it is first called with inputs of these shapes.
+    It is planned at the first call with inputs of these shapes.
 
-    Between two calls the model's parameters and the optimizer's state may be in the store. Reads through the
-    model or the optimizer (`state_dict()`, evaluation, `torch.save`) get their current values: they are brought back.
-    One thread at a time steps or reads, signal handlers wait for the end of a step, and what reads in the middle of a
-    step, or in a forked child what is not there, gets an OverspillError.
+    Between two calls, parameters and optimizer state may be in the store. Reads through the model or the optimizer
+    (`state_dict()`, evaluation, `torch.save`) bring them back and get their current values. One thread at a time steps
+    or reads. Signal handlers wait for the end of a step. A read in the middle of a step raises an OverspillError; so
+    does a read in a forked child of values that it does not have.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TrainStep(PlannedPeaks):
         *,
         allow_untrained: bool = False,
     ) -> None:
-        """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
+        """Create a step. Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
         for optimizer in optimizers:
             check_optimizer(optimizer)
         self.gradients = gradients
@@ -110,14 +110,14 @@ class TrainStep(PlannedPeaks):
         self._end.atexit = False
 
     def __call__(self, *inputs: Any) -> Any:
-        """One step on `inputs`; returns its loss, a scalar without gradient.
+        """Run one step on `inputs` and return its loss, a scalar without gradient.
 
-        Where the loss function returns other tensors too, after its loss in a tuple or alongside `loss` in a
-        dictionary or dataclass, so does this, without gradients.
+        A loss function may return other tensors too, after its loss in a tuple or next to `loss` in a dictionary or
+        dataclass. Then the step returns the same structure, without gradients.
 
-        With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is
-        their mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. After an error that left the
-        step unfinished, as it says, only the same inputs are taken, and the step is finished.
+        With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is their
+        mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. An error that leaves the step
+        unfinished says so. Then only the same inputs are accepted, and the call finishes the step.
         """
         return self._state.gate.alone(lambda: self._step(inputs), steps=True)
 
@@ -141,7 +141,7 @@ class TrainStep(PlannedPeaks):
             return StepCall(given, list(batches.split(given, self.gradients.accumulate)))
 
     def resume(self) -> Any:
-        """Finish a step that an error stopped; returns its loss.
+        """Finish a step that an error stopped, and return its loss.
 
         It goes on from the instruction that failed, as if nothing had happened.
         """
@@ -159,9 +159,9 @@ class TrainStep(PlannedPeaks):
         return self._go_on(call)
 
     def abandon(self) -> None:
-        """Give up a step that an error stopped, if there is one.
+        """Give up a step that an error stopped, if any.
 
-        Model and optimizer are then as far as it got: what it had updated is updated. Load a checkpoint next.
+        Model and optimizer stay as far as it got: parameters that it had updated are updated. Load a checkpoint next.
         """
         self._state.gate.alone(lambda: self._underway.abandon(self._state), steps=True)
 
@@ -196,7 +196,7 @@ class TrainStep(PlannedPeaks):
         return call.returned
 
     def join(self, beside: Callable[[], int]) -> None:
-        """Leave room for the bytes that the session's other models keep on the device."""
+        """Reserve the bytes that the session's other models keep on the device; `beside` returns them."""
         self._plans.beside = beside
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
@@ -252,10 +252,10 @@ class TrainStep(PlannedPeaks):
         return self._plans.measured_times
 
     def plan(self, *inputs: Any) -> Plan:
-        """The plan of a step on `inputs`, without running it.
+        """Return the plan of a step on `inputs`, without running it.
 
-        Of several micro-batches, that of the last. Raises what a step on them raises before it begins: InfeasibleBudget
-        above all.
+        With several micro-batches, return that of the last. Raises the errors of a step before it begins, above all
+        InfeasibleBudget.
         """
 
         def planned() -> Plan:
@@ -265,7 +265,7 @@ class TrainStep(PlannedPeaks):
         return self._state.gate.alone(planned)
 
     def smallest_budget(self, *inputs: Any) -> int:
-        """The smallest feasible budget in bytes for `inputs`, without running a step.
+        """Return the smallest feasible budget in bytes for `inputs`, without running a step.
 
         Raises RequestError or UnsupportedError.
         """
@@ -276,19 +276,19 @@ class TrainStep(PlannedPeaks):
         return self._state.gate.alone(found)
 
     def kept_bytes(self) -> int:
-        """Bytes of model and optimizer state between steps, if all on the device."""
+        """Return the bytes of model and optimizer state between steps, if all are on the device."""
         return self._state.whole_bytes()
 
     def present(self) -> list[Tensor]:
-        """Tensors of model and optimizer state that are on the device now."""
+        """Return the tensors of model and optimizer state that are on the device now."""
         return self._state.gate.alone(self._state.present)
 
     @contextmanager
     def counted(self, inputs: tuple[Any, ...]) -> Iterator[list[int]]:
-        """Context that measures the peak bytes of PyTorch's CPU allocator.
+        """Measure the peak bytes of PyTorch's CPU allocator within the context.
 
-        It counts the model, its state, `inputs`, and what a step allocates. The list that it yields has the peak at the
-        end. A dispatch mode could not see what compiled kernels are given.
+        They include the model, its state, `inputs`, and the allocations of the step. The yielded list has the peak at
+        the end. A dispatch mode could not see the memory that compiled kernels allocate.
         """
         found: list[int] = []
         arena = self._plans.arena
@@ -299,14 +299,11 @@ class TrainStep(PlannedPeaks):
         found.append(present - renewed + batches.bytes_outside(unpacked(inputs), ()) + peak_of(allocated.changes)[0])
 
     def graph(self, *inputs: Any) -> Graph:
-        """The Graph of a step on `inputs`, which may be fake.
-
-        Of several micro-batches, that of the last.
-        """
+        """Return the Graph of a step on `inputs`, which may be fake; with several micro-batches, of the last."""
         return self.captures(*inputs).graph
 
     def captures(self, *inputs: Any) -> Partitioned[CapturedStep]:
-        """The captures of a step on `inputs`, among which a plan may choose."""
+        """Return the captures of a step on `inputs`, among which a plan may choose."""
         return self._state.gate.alone(lambda: self._plans.captures(unpacked(inputs)))
 
     def synchronize(self) -> None:
@@ -318,10 +315,10 @@ class TrainStep(PlannedPeaks):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which no other thread steps and all is on the device.
+        """Hold all tensors on the device and let no other thread step, within the context.
 
-        For a thread that does more with model or optimizer than call their `state_dict()`: evaluates, copies, saves
-        several things that belong together, or forks.
+        Use it in a thread that does more with model or optimizer than call their `state_dict()`. Examples: evaluate,
+        copy, fork, or save several things that belong together.
         """
         reading = self._state.gate.reading(for_long=True)
         self.synchronize()
@@ -333,8 +330,8 @@ class TrainStep(PlannedPeaks):
     def close(self, *, bring_back: bool = True) -> None:
         """Bring everything back, remove the guards, and release the store.
 
-        Model and optimizer are then as without Overspill. Without `bring_back`, what is in the store is lost and reads
-        as NaN.
+        Model and optimizer are then as without Overspill. Without `bring_back`, bytes in the store are lost and read as
+        NaN.
         """
         self._state.gate.alone(lambda: self._close(bring_back), steps=True)
 
@@ -368,47 +365,48 @@ def train_step(
     session: Session | None = None,
     allow_untrained: bool = False,
 ) -> TrainStep:
-    """A callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
+    """Return a callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
 
-    Forward, loss, backward and the optimizer's update are one plan: parameters, gradients and optimizer state move as
-    feature maps do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit.
+    Forward, loss, backward and the update of the optimizer are one plan. Parameters, gradients and optimizer state move
+    as activations do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit.
 
     Args:
         model: The module, not compiled and not inside DDP.
-        loss_fn: A criterion of torch.nn, given the model's output and the last input, or a function of the model and all
-            inputs; None for a model that returns its own loss. A function may return a tuple `(loss, ...)`, or a
-            dictionary or dataclass with a `loss`: the step then returns the same, with tensors without gradients.
-        optimizer: Your own, of any class; or several, each with parameters of its own, which step in that order.
-        budget: As of `overspill.compile`, here for everything.
+        loss_fn: A criterion of torch.nn, called with the model's output and the last input; or a function of the model
+            and all inputs. None for a model that returns its own loss. A function may return a tuple `(loss, ...)`, or
+            a dictionary or dataclass with a `loss`. The step then returns the same, with tensors without gradients.
+        optimizer: Your own, of any class; or several, each with its own parameters, which step in that order.
+        budget: As for `overspill.compile`, here for all memory of the step.
         policy: A name that `overspill policies` lists.
         store: `disk` or `host` on the CPU, `pinned` on CUDA.
         store_dir: The directory of the disk store's file.
-        accumulate: Split each call's inputs into so many micro-batches, whose mean loss is trained on.
+        accumulate: Number of micro-batches that each call's inputs are split into. Their mean loss is trained on.
         clip_norm: Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
         clip_value: Clip each gradient's values, as `torch.nn.utils.clip_grad_value_` does.
-        process_group: Whose ranks train together: each gives its own part of the batch, gets its own loss, and gradients
-            are averaged. None: all ranks where torch.distributed is initialised, which must begin with the same parameters;
-            a group that is named begins with rank 0's. False: this process alone.
-        backend: With `inductor`, forward and backward are the programs that Inductor writes of the loss function, and the
-            numbers those of a loop with `torch.compile(loss_fn)` and the optimizer, of the partition that was chosen
+        process_group: The ranks that train together. Each gives its own part of the batch and gets its own loss;
+            gradients are averaged. None: all ranks if torch.distributed is initialised; they must begin with the same
+            parameters. A group given here begins with the parameters of its rank 0. False: this process alone.
+        backend: With `inductor`, forward and backward are the programs that Inductor writes of the loss function. The
+            numbers are those of a loop with `torch.compile(loss_fn)` and the optimizer, with the chosen partition
             (docs/compiled.md).
         device: The device to plan for; by default the one that the tensors are on.
         times: Op times that were measured before.
-        placement: An allocator or solver within whose peak the plan must stay; `planned`, the default on
-            CUDA, has weights, state and blocks in an arena (docs/placement.md).
-        checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
-        partition: With `inductor`, the `activation_memory_budget` to stay with; None: several are tried.
-        session: Share this session's budget: while one model runs, the others keep their parameters and optimizer states.
-        allow_untrained: Accept parameters that require a gradient and that no optimizer has; they stay as they are.
+        placement: An allocator or solver within whose peak the plan must stay. `planned`, the default on CUDA, puts
+            weights, state and blocks in an arena (docs/placement.md).
+        checksum: Compare bytes that come back from the store with those written; a difference raises a StoreError.
+        partition: With `inductor`, the `activation_memory_budget` to use; None: several are tried.
+        session: Share this session's budget: while one model runs, the others keep their parameters and optimizer
+            states.
+        allow_untrained: Accept parameters that require a gradient and have no optimizer; they stay as they are.
 
     Returns:
         The TrainStep.
 
     Raises:
-        RequestError: For what cannot be right, here or at the first call.
-        UnsupportedError: For a model or optimizer that is not handled, here or at the first call.
+        RequestError: For a request that cannot be right, here or at the first call.
+        UnsupportedError: For an unsupported model or optimizer, here or at the first call.
         InfeasibleBudget: At the first call with inputs of a kind, with the smallest budget that works.
-        StoreError: In a step, if the store failed; the step can be finished by `step.resume()`.
+        StoreError: In a step, if the store failed; `step.resume()` finishes the step.
     """
     options = Options(
         budget, policy, store, store_dir, backend, device, times=times, placement=placement, checksum=checksum,

@@ -1,9 +1,9 @@
-"""What the objects among a step's inputs hold.
+"""The contents of objects among a step's inputs.
 
-PyTorch's trees end at objects that they do not know: a dataclass, a batch of transformers or torch_geometric, one of a
-class of the user's. Their tensors are inputs of the step all the same, and what else they hold are constants of its plan.
-So inputs are opened: beside them stand the contents of such objects, and a tree of all has every tensor. While a step is
-captured the objects themselves hold what the capture has in the place of tensors.
+PyTorch's trees end at objects of classes that they do not know: a dataclass, a batch of transformers or
+torch_geometric, the user's own class. Their tensors are inputs of the step all the same, and their other contents are
+constants of its plan. So the contents of such objects are added to the inputs, and one tree has every tensor. During a
+capture, the objects themselves hold the tensors of the capture.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Table = Any
 UNREAD = "is neither a tensor nor a value, and a planned step would read it once; let the batch have it as a tensor"
 
 PLAIN = (
-    int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.layout, torch.memory_format,
-    torch.SymInt, torch.SymFloat, torch.SymBool,
+    int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool,
 )  # fmt: skip
 """Values that are alike where they are spelled alike."""
 
 
 class Constant:
-    """What is no tensor among opened inputs, to be compared with another.
+    """A leaf of unpacked inputs that is no tensor, to be compared with another.
 
-    It is equal where its value is. An object that holds other inputs is equal to each of its class; what has no value to itself
-    alone, and is held, so that nothing else comes to lie where it is.
+    It is equal if its value is. An object that holds other inputs is equal to each of its class. A leaf without a value
+    is equal only to itself; it is held, so that no other object gets its id.
     """
 
     def __init__(self, leaf: Any) -> None:
@@ -73,16 +73,19 @@ def _is_by_value(leaf: Any) -> bool:
 
 
 def unpacked(inputs: tuple[Any, ...]) -> Unpacked:
-    """`inputs` and what the objects among them hold now. What has no value to compare is not to be read by the step."""
+    """Return `inputs` and the present contents of the objects among them.
+
+    A leaf without a value to compare is replaced by one that raises when the step reads it.
+    """
     tables = _tables(inputs)
     return inputs, tuple(tree_map(_readable, _contents(table)) for table in tables)
 
 
 @contextmanager
 def holding(inputs: tuple[Any, ...], contents: Sequence[Any]) -> Iterator[Callable[[], str]]:
-    """Context in which the objects among `inputs` hold these `contents`, in the order of `opened`.
+    """Give the objects among `inputs` these `contents` within the context, in the order of `unpacked`.
 
-    It yields a function that names what they hold no more, if anything.
+    It yields a function that returns the name of a content that they no longer hold, or an empty string.
     """
     tables = _tables(inputs)
     before = [_contents(table) for table in tables]
@@ -101,7 +104,7 @@ def holding(inputs: tuple[Any, ...], contents: Sequence[Any]) -> Iterator[Callab
 
 
 def _tables(inputs: tuple[Any, ...]) -> list[Table]:
-    """The tables of all objects among `inputs`, and of those that they hold."""
+    """Return the tables of all objects among `inputs`, and of objects that these hold."""
     seen: dict[int, Any] = {}
     found: list[Table] = []
     pending: list[Any] = [inputs]
@@ -133,7 +136,7 @@ def _named(slots: Any) -> Sequence[str]:
 
 
 class _Slots:
-    """The slots of an object as a dictionary has its items."""
+    """The slots of an object, with the interface of a dictionary."""
 
     def __init__(self, of: Any, names: Sequence[str]) -> None:
         self._of, self._names = of, names
@@ -162,7 +165,7 @@ def _has(table: Table, key: Any, value: Any) -> bool:
 
 
 def _fill(table: Table, contents: Any) -> None:
-    """Let a table have these contents alone, past what its class does when it is changed."""
+    """Make `contents` the only contents of a table, bypassing methods of its class."""
     if isinstance(table, list):
         list.__setitem__(table, slice(None), contents)
         return
@@ -174,7 +177,7 @@ def _fill(table: Table, contents: Any) -> None:
 
 
 def _readable(leaf: Any) -> Any:
-    """`leaf`, or what raises in its place where there is nothing of it to compare."""
+    """Return `leaf`, or an object that raises in its place if it has no value to compare."""
     known = (*PLAIN, *BY_IDENTITY, Tensor, weakref.ref, types.FunctionType, types.MethodType)
     if isinstance(leaf, known) or _is_by_value(leaf) or callable(leaf) or _tables_of(leaf):
         return leaf

@@ -1,10 +1,10 @@
 """The optimizer's update as one op per parameter.
 
-The user's own optimizer does every update. One of torch.optim that treats each element by itself steps on one parameter
-slice by slice, so that its temporaries stay small; or on several that the plan has gathered, where their temporaries fit
-too, since a step costs the host as much for one as for many. Any other steps on whole parameters, the user's own objects:
-on one at a time where `trials.py` finds that to be the same, else on all at once. None of its arithmetic is written again
-here. The settings of groups are read at every step, so that schedulers and users may change them.
+The user's own optimizer does every update. None of its arithmetic is rewritten here. An optimizer of torch.optim that
+treats each element by itself steps on one parameter slice by slice, so that its temporaries stay small. Or it steps on
+several that the plan has gathered, if their temporaries fit too: a step costs the host as much for one as for many. Any
+other optimizer steps on whole parameters, the user's own objects: one at a time if `trials.py` finds that equal,
+otherwise all at once. The settings of groups are read at every step, so that schedulers and users may change them.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _LOG = logging.getLogger("overspill")
 
 
 class _Part(NamedTuple):
-    """Rows of one parameter with their gradient and state, for one update.
-
-    `owned` describes the parameter; `given` is the rows' state, and `rest` the other state.
-    """
+    """Rows of one parameter with their gradient and state, for one update."""
 
     owned: ParameterState
+    """State of the whole parameter."""
     rows: Tensor
     gradient: Tensor
     scale: Tensor | None
     given: dict[str, Tensor]
+    """State of these rows."""
     rest: dict[str, Any]
+    """The other state, such as step counts."""
 
 
 class OptimizerUpdates:
-    """Updates by one optimizer of the user's."""
+    """Updates by one of the user's optimizers."""
 
     def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None, scales: bool = False) -> None:
-        """`scales`: updates get a factor for their gradients."""
+        """Create the updates; with `scales`, they get a factor for their gradients."""
         self.optimizer = optimizer
         self.clip_value = clip_value
         self.scales = scales
@@ -80,7 +80,8 @@ class OptimizerUpdates:
         """Whether plans no longer fit what updates take."""
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context for a call for all parameters, which may look at the model too."""
-        # By kind of parameter. Each with its group, by whose id it is found: one that was freed could leave its id to another.
+        # By kind of parameter. Each with its group, by whose id it is found: one that was freed could leave its id to
+        # another.
         self._probes: dict[tuple[Any, ...], tuple[dict[str, Any], _Probe]] = {}
         self._learned: dict[tuple[Any, ...], tuple[dict[str, Any], Needs]] = {}
         self._together: Learned | None = None
@@ -99,7 +100,7 @@ class OptimizerUpdates:
         return self.trials is not None and bool(self.trials.why_together)
 
     def look_again(self) -> None:
-        """Try the next step, if the optimizer is not torch.optim's; sets `outgrown` where plans no longer fit."""
+        """Try the next step, unless torch.optim made the optimizer; set `outgrown` if plans no longer fit."""
         if self.trials is None:
             return
         before = self.at_once
@@ -116,9 +117,9 @@ class OptimizerUpdates:
             self._together = None
 
     def settings_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """Settings of a group that may decide which state is kept: its flags, and which numbers are zero.
+        """Return the settings of a group that may decide which state is kept.
 
-        What each step changes is none.
+        These are its flags, and whether its numbers are zero. A value that each step changes is not a setting.
         """
         changed = set() if self.trials is None else self.trials.changed_keys(group)
         return tuple(
@@ -128,7 +129,7 @@ class OptimizerUpdates:
         )
 
     def needs_of(self, like: Tensor, group: dict[str, Any], parameter: nn.Parameter) -> Needs:
-        """What updates of a `parameter` of `group`, which is as `like`, take."""
+        """Return the memory that updates of a `parameter` of `group` take, if its size is that of `like`."""
         if self.groups:
             return self._probed(like, group).scaled_to(like)
         kind: tuple[Any, ...] = id(group), self.settings_of(group), like.dtype, tuple(like.shape)
@@ -148,20 +149,20 @@ class OptimizerUpdates:
         return self._learned[kind][1]
 
     def kept_outside(self) -> list[Tensor]:
-        """Tensors that the optimizer keeps outside of the parameters' state."""
+        """Return the tensors that the optimizer keeps outside of the parameters' state."""
         return [] if self.trials is None else Outside(self.optimizer).tensors
 
     def _trained(self) -> list[tuple[int, nn.Parameter]]:
-        """The trained parameters, each with its group's number."""
+        """Return the trained parameters, each with the number of its group."""
         groups = enumerate(self.optimizer.param_groups)
         return [(number, p) for number, group in groups for p in group["params"] if p.requires_grad]
 
     def _kept_bytes(self) -> int:
-        """Bytes of tensors that the optimizer keeps outside of the parameters' state now."""
+        """Return the bytes of tensors that the optimizer now keeps outside of the parameters' state."""
         return 0 if self.trials is None else Outside(self.optimizer).nbytes
 
     def _learn_together(self) -> None:
-        """Learn what one call for all parameters takes; where that cannot be, assume twice what they take."""
+        """Learn the memory of one call for all parameters; if that fails, assume twice their bytes."""
         groups, all_of_them = self.optimizer.param_groups, self._trained()
         found = learned(self.optimizer, all_of_them, AHEAD, self._given)
         if found is None:
@@ -176,7 +177,10 @@ class OptimizerUpdates:
             self._learned[id(parameter),] = groups[n], needs
 
     def workspace_bytes(self, like: Tensor, owned: ParameterState) -> int:
-        """Temporary bytes of an update, besides parameter, gradient and state, for a parameter as `like`."""
+        """Return the temporary bytes of an update of a parameter as `like`.
+
+        Parameter, gradient and state are not included.
+        """
         if not self.groups:
             planned = max(self._planned_bytes(owned, owned.name), self._measured_bytes.get(owned.name, 0))
             return planned + self._made_of_gradients() * like.nbytes
@@ -188,11 +192,11 @@ class OptimizerUpdates:
         return int(work) + owned.rest_bytes(like) + SCALAR_BYTES
 
     def rest_bytes(self, like: Tensor, owned: ParameterState) -> int:
-        """Bytes of state that does not move, for a parameter as `like`: step counts, sums over rows."""
+        """Return the bytes of state that does not move, for a parameter as `like`: step counts, sums over rows."""
         return self._probed(like, owned.group).scaled_to(like).rest_bytes if self.groups else owned.needs.rest_bytes
 
     def call_for_all(self, likes: Sequence[Tensor]) -> AtOnce | None:
-        """The one call that updates parameters as `likes`, or None where each has its own."""
+        """Return the one call that updates parameters as `likes`, or None if each has its own."""
         if not self.at_once:
             return None
         assert self.trials is not None
@@ -204,21 +208,24 @@ class OptimizerUpdates:
         return AtOnce(self._update_all, nbytes, why, self.trials.draws)
 
     def outside_bytes(self) -> int:
-        """Bytes of tensors that the optimizer keeps outside of the parameters' state, with room where they have grown."""
+        """Return the bytes of tensors that the optimizer keeps outside of the parameters' state.
+
+        If they have grown, a quarter is added.
+        """
         kept = self._kept_bytes()
         grown = kept + kept // 4 if 0 <= self._planned_outside_bytes < kept else kept
         self._planned_outside_bytes = max(grown, 0 if self._together is None else self._together.outside_bytes)
         return self._planned_outside_bytes
 
     def check_state(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
-        """Raise RequestError where `group` needs more than the present `state`."""
+        """Raise RequestError if `group` needs more than the present `state`."""
         if not self.groups or type(self.optimizer) is torch.optim.SGD:  # which makes its buffer when it has none
             return
         lacking = [key for key in self._probed(parameter, group).shaped if state and key not in state]
         if lacking:
             raise RequestError(
-                f"the settings of {type(self.optimizer).__name__} were changed to ones that need {lacking[0]!r}, which its "
-                "state does not have; make the optimizer anew, or load a state_dict that has it"
+                f"the settings of {type(self.optimizer).__name__} were changed to ones that need {lacking[0]!r}, "
+                "which its state does not have; make the optimizer anew, or load a state_dict that has it"
             )
 
     # -- updates
@@ -243,22 +250,19 @@ class OptimizerUpdates:
         _keep(owned, after)
 
     def is_elementwise(self, parameter: Tensor) -> bool:
-        """Whether slices and other strides of `parameter` update to the same bits.
+        """Return whether slices and other strides of `parameter` update to the same bits.
 
-        In half precision on the CPU they do not: there `add` with a factor rounds vectorised elements otherwise than
+        They do not in half precision on the CPU. There, `add` with a factor rounds vectorised elements differently from
         the rest.
         """
         return self._elementwise and (parameter.itemsize >= 4 or _kind_of_device(parameter) != "cpu")
 
     def is_whole(self, parameter: Tensor, group: dict[str, Any]) -> bool:
-        """Whether `parameter` is updated in one piece, so may be gathered.
-
-        Once its state exists.
-        """
+        """Return whether `parameter` is updated in one piece once its state exists, so that it may be gathered."""
         return self.groups and next(self._slices(parameter, group, new=False)) is ...
 
     def together(self, loans: Sequence[tuple[ParameterState, tuple[Any, ...]]]) -> None:
-        """Update several whole parameters in one call, given each one's arguments."""
+        """Update several whole parameters in one call; each loan has the arguments of one."""
         if not all(owned.content for owned, _ in loans):  # to make the state takes room of its own
             for owned, arguments in loans:
                 self.update(owned, *arguments)
@@ -271,9 +275,9 @@ class OptimizerUpdates:
             _keep(owned, after)
 
     def _update_parts(self, parts: Sequence[_Part]) -> list[dict[str, Any]]:
-        """Step on all of `parts`; returns each one's state after it.
+        """Step on all of `parts`; return the state of each after it.
 
-        Without the tensors of the parameter's shape, which are updated in place.
+        Tensors of the parameter's shape are updated in place, and are None in the result.
         """
         # Hand the optimizer a parameter with gradient and state for each part.
         lists: dict[int, list[Tensor]] = {}
@@ -311,7 +315,7 @@ class OptimizerUpdates:
         self._update_whole(loans, None)
 
     def _update_whole(self, loans: Sequence[Loan], name: str | None) -> None:
-        """Step on whole parameters, the user's own objects: on all there are, or on the one of that `name`."""
+        """Step on whole parameters, the user's own objects: all of them, or the one of that `name`."""
         one_by_one = self.trials is not None and name is not None
         if one_by_one and self._before is None:
             self._before, self._changes = Outside(self.optimizer), Changes()
@@ -342,8 +346,9 @@ class OptimizerUpdates:
         self._before.restore()
         if drew or not self._changes.join(now) or now.keeps_much():
             raise UnsupportedError(
-                f"{type(self.optimizer).__name__} drew random numbers, or changed something outside of the parameters' state by "
-                "what the parameter was, which its trials did not show; use overspill.compile, which leaves the optimizer as it is"
+                f"{type(self.optimizer).__name__} drew random numbers, or changed something outside of the "
+                "parameters' state by what the parameter was, which its trials did not show; use overspill.compile, "
+                "which leaves the optimizer as it is"
             )
 
     def _planned_bytes(self, owned: ParameterState, name: str | None) -> int:
@@ -353,7 +358,7 @@ class OptimizerUpdates:
         return max(owned.needs.first_bytes, owned.needs.later_bytes) + SCALAR_BYTES
 
     def _stepped(self) -> tuple[int, bool]:
-        """Take a step; returns its temporary bytes and whether it drew random numbers, where that is measured."""
+        """Step; return its temporary bytes and whether it used random numbers, 0 and False if not measured."""
         count = self._steps + 1
         if self.trials is not None and self.trials.measurable and (count <= AHEAD or not count & (count - 1)):
             device = next(
@@ -364,7 +369,7 @@ class OptimizerUpdates:
         return 0, False
 
     def finish(self) -> None:
-        """End a step: what its calls have changed outside of the parameters' state is now so."""
+        """End a step: apply the changes of its calls outside of the parameters' state."""
         if self._before is not None:
             self._before.become(self._changes)
             self._before = None
@@ -378,20 +383,20 @@ class OptimizerUpdates:
         return gradient
 
     def _given(self, gradient: Tensor) -> Tensor:
-        """A gradient as updates get it, in trials."""
+        """Return a gradient as updates get it, for trials."""
         return self._gradient(gradient, torch.ones(()) if self.scales else None)
 
     def _made_of_gradients(self) -> int:
-        """How many tensors an update makes of its gradient before the step: the scaled and the clamped one."""
+        """Return how many tensors an update makes from its gradient before the step: scaled, clamped."""
         return self.scales + (self.clip_value is not None)
 
     def _number(self, group: dict[str, Any]) -> int:
         return next(number for number, known in enumerate(self.optimizer.param_groups) if known is group)
 
     def _slices(self, parameter: Tensor, group: dict[str, Any], *, new: bool) -> Iterator[Any]:
-        """Row slices of `parameter` to update one at a time.
+        """Yield row slices of `parameter` to update one at a time; `...` for all of it.
 
-        They are smaller while its state is `new`, which takes room of its own.
+        They are smaller while its state is `new`, which needs memory of its own.
         """
         nbytes = parameter.nbytes
         limit = min(SLICE_BYTES.get(_kind_of_device(parameter), nbytes), nbytes)
@@ -417,9 +422,9 @@ class OptimizerUpdates:
         return self._probes[key][1]
 
     def _probe(self, like: Tensor, group: dict[str, Any]) -> _Probe:
-        """The optimizer's needs, seen in some steps on a tiny parameter.
+        """Return the optimizer's needs, measured in some steps on a tiny parameter.
 
-        The first step makes the state, which the plan has room for besides.
+        The first step makes the state, which the plan counts separately.
         """
         shape = PROBE_SHAPES.get(max(1, like.dim()), tuple(range(like.dim() + 1, 1, -1)))
         with CPU:  # whatever the default device is, for the optimizer's own tensors too
@@ -442,12 +447,12 @@ def _without(content: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep(owned: ParameterState, state: dict[str, Any]) -> None:
-    """Store the state that the optimizer has made; tensors that move are kept elsewhere, as residents."""
+    """Store the state that the optimizer has made, with the residents as its moving tensors."""
     owned.content = {key: owned.resident(key).tensor if key in owned.leaves else value for key, value in state.items()}
 
 
 def update_together(runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    """One call that updates several whole parameters, given each one's arguments."""
+    """Return one call that updates several whole parameters, with the arguments of each."""
     owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
 
     def together(*given: tuple[Any, ...]) -> None:
@@ -458,14 +463,18 @@ def update_together(runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 def _kind_of_device(parameter: Tensor) -> str:
-    """Where `parameter` is updated: on CUDA, too, where a step for a GPU elsewhere is captured."""
+    """Return the kind of device that updates `parameter`.
+
+    It is CUDA too when a step is captured for a GPU that this machine does not have.
+    """
     return "cuda" if CAPABILITY.get() else parameter.device.type
 
 
 def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
-    """`group` with `foreach` set as the optimizer chooses for `device`.
+    """Return `group` with `foreach` set as the optimizer chooses for `device`.
 
-    All together on CUDA, as `_default_to_fused_or_foreach` of torch.optim.optimizer and what calls it decide.
+    On CUDA it steps on all parameters together, by `_default_to_fused_or_foreach` of torch.optim.optimizer and its
+    callers.
     """
     unasked = "foreach" in group and group["foreach"] is None and not group.get("fused")
     asks = "beta2_decay" not in group  # Adafactor does not: for it None is no
@@ -475,21 +484,21 @@ def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Probe:
-    """State and temporaries of an optimizer for parameters of one kind, seen on a tiny one.
-
-    It has the shape `probe`. `shaped` are the state tensors of the parameter's shape, with their dtypes; `rest` the shapes
-    and item sizes of others; `first_share` and `share` the temporaries of the first update and of later ones, as multiples
-    of the bytes updated.
-    """
+    """State and temporaries of an optimizer for parameters of one kind, measured on a tiny one."""
 
     probe: tuple[int, ...]
+    """Shape of the tiny parameter."""
     shaped: dict[str, torch.dtype]
+    """Dtypes of the state tensors of the parameter's shape, by key."""
     rest: tuple[tuple[tuple[int, ...], int], ...]
+    """Shape and item size in bytes of each other state tensor."""
     first_share: float
+    """Temporaries of the first update, as a multiple of the bytes updated."""
     share: float
+    """Most temporaries of a later update, as a multiple of the bytes updated."""
 
     def scaled_to(self, like: Tensor) -> Needs:
-        """The needs of a parameter as `like`, in one piece."""
+        """Return the needs of a parameter as `like`, in one piece."""
         rest = sum(scaled(shape, self.probe, tuple(like.shape)) * itemsize for shape, itemsize in self.rest)
         leaves: Leaves = {key: (dtype, None) for key, dtype in self.shaped.items()}
         first, later = (int(share * like.nbytes) for share in (self.first_share, self.share))
@@ -498,24 +507,24 @@ class _Probe:
 
 @dataclass(frozen=True)
 class NormClipping:
-    """`torch.nn.utils.clip_grad_norm_` in two parts: each gradient's norm, and the factor.
-
-    Of gradients that each rank has a part of, `sum_over_ranks` adds a tensor up in place, as torch does with the squares
-    of all norms at once.
-    """
+    """`torch.nn.utils.clip_grad_norm_` in two parts: the norm of each gradient, and the factor."""
 
     max_norm: float
     sum_over_ranks: Callable[[Tensor], None] | None = None
+    """Adds a tensor up in place over the ranks that hold parts of each gradient.
+
+    Torch does so with the squares of all norms at once.
+    """
 
     def norm(self, gradient: Tensor) -> Tensor:
-        """The gradient's norm, by the kernel that torch uses for it."""
+        """Return the norm of the gradient, by the kernel that torch uses for it."""
         if gradient.device.type == "cpu":
             return torch.linalg.vector_norm(gradient, 2.0)
         (norm,) = foreach_norm([gradient], 2.0)
         return norm
 
     def factor(self, *norms: Tensor) -> Tensor:
-        """The factor for all gradients."""
+        """Return the factor for all gradients."""
         together = torch.stack([norm.to(norms[0].device) for norm in norms])
         if self.sum_over_ranks is not None:
             together = together**2.0

@@ -1,6 +1,6 @@
-"""Records in a `PythonState` what the model's Python reads during a capture.
+"""Record in a `PythonState` what the model's Python reads during a capture.
 
-`nn.Module` is patched to report accesses, for the capturing thread and as long as the capture lasts.
+`nn.Module` is patched to report accesses of the capturing thread while the capture lasts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], str]) -> tuple[T, PythonState]:
-    """The result of `capture`, and the Python state it depends on.
+    """Return the result of `capture`, and the Python state that it depends on.
 
-    Models set things at their first call that are then as they are set. So where the state has changed, it is captured
-    once more; if the result is `spelled` alike and nothing changes any more, the change does not matter. `capture` is
-    given a function to call before each pass over the model's Python, which then begins as the first one did. Raises
-    UnsupportedError (`PythonState.settle`).
+    Models set attributes at their first call that keep their values afterwards. So if the state has changed, the step
+    is captured once more. If the result is `spelled` alike and nothing changes any more, the change does not matter.
+    `capture` gets a function to call before each pass over the model's Python. It makes the pass begin as the first one
+    did. Raises UnsupportedError (`PythonState.settle`).
     """
     first: list[T] = []
     try:
@@ -49,7 +49,7 @@ def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], s
 
 @contextmanager
 def watching() -> Iterator[PythonState]:
-    """Context that notes module reads and writes in this thread. Raises UnsupportedError at its end (`settle`)."""
+    """Note module reads and writes of this thread within the context. Raises UnsupportedError at its end (`settle`)."""
     state = PythonState()
     me = threading.get_ident()
     plain_init, plain_set = nn.Module.__init__, nn.Module.__setattr__
