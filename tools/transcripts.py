@@ -52,7 +52,9 @@ MEASURED = tuple(
         rf"^(usual step ){_TIME}(?= \(simulated )",  # of `train`
         rf"(; plain ){_TIME}",
         rf"(; first step ){_TIME}",
-        rf"^(time +){_TIME}",  # of `pack`
+        rf"^( +searched +){_TIME}",  # of `pack`
+        rf"^( +usual step +){_TIME}",  # of `train`
+        rf"^( +slowdown +)[\d.]+ +measured, {_TIME}",
         rf"(no layout was found.* in ){_TIME}",
         r'("(?:plan_|reference_step_)?seconds": ?)[\d.e-]+',
         r'("(?:reference_)?step_seconds": ?)\[[^]]*\]',

@@ -49,7 +49,6 @@ def estimate_page(
         ),
         (
             "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
-            "Memory over the step counts tensors and workspaces as requested; context and what the allocator keeps come on top.",
             *([] if made.retrace is None else [made.retrace.job.said()]),
             *([] if made.unspecified is None else [open_settings(made.unspecified)]),
         ),
@@ -263,7 +262,9 @@ def _step(made: Figures) -> Step:
     room = made.device.memory_bytes - made.outside_bytes
     marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
     title, lines = f"Memory over step {step + 1}", frames_of(recording.frames)
-    return Step(title, tuple(layers), tensors, recorded, (run,), marks, frames=lines, words=Words(position="event"))
+    note = "Tensors and workspaces as they are requested; the context and what the allocator keeps come on top."
+    words = Words(position="event")
+    return Step(title, tuple(layers), tensors, recorded, (run,), marks, note, frames=lines, words=words)
 
 
 def estimate_answer(
