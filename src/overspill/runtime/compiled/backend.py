@@ -1,4 +1,4 @@
-"""The torch.compile backend: what Dynamo calls with each graph, and the session that this belongs to."""
+"""The torch.compile backend that Dynamo calls with each graph, and the session that a graph belongs to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .session import Session
 
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session]) -> Compiled:
-    """A callable that runs Dynamo's `module` by the session's plan.
+    """Return a callable that runs Dynamo's `module` by the session's plan.
 
     Dynamo keeps compiled graphs until it is reset, even when the model is gone. So `session` is a function that returns
     the session while the model is called or a backward is pending. An OverspillError reaches the caller of the model as
@@ -50,11 +50,11 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Call
 
 
 class _PerKind:
-    """Runs a graph by one plan for each kind of its inputs, made when it is first seen.
+    """Runs a graph by one plan for each kind of its inputs, made at the first call with that kind.
 
-    No byte budget can be planned for sizes that Dynamo left open (`dynamic`), at the positions `unknown`: they are
-    numbers then. And AOTAutograd traces inputs that forward changes in place as they overlap others at that time, for
-    which Dynamo has no guard (pytorch #139789).
+    A byte budget needs the sizes that Dynamo left open (`dynamic`), at the positions `unknown`; each call has them as
+    numbers. Inputs that forward changes in place are traced by AOTAutograd with their present overlaps. Dynamo has no
+    guard for these (pytorch #139789).
     """
 
     def __init__(self, module: fx.GraphModule, session: Callable[[], Session], unknown: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class _PerKind:
         return self.compiled_for(args)(*args)
 
     def compiled_for(self, args: Sequence[Any]) -> Compiled:
-        """The graph compiled for inputs as these are."""
+        """Return the graph compiled for inputs of this kind."""
         if (known := self._compiled.get(self._key(args))) is not None:
             return known
         if len(self._compiled) == MOST_PLANS:
@@ -91,7 +91,7 @@ class _PerKind:
         return compiled
 
     def _key(self, args: Sequence[Any]) -> Any:
-        """The kinds of unknown inputs, and how inputs overlap where one is changed."""
+        """Return the kinds of unknown inputs, and the overlaps of inputs that are changed."""
         sharing: dict[int, list[int]] = {}
         for position, value in enumerate(args if self.changed else ()):
             if isinstance(value, Tensor):
@@ -105,7 +105,7 @@ class _PerKind:
 
 
 def _is_symbolic(example: Any) -> bool:
-    """Whether Dynamo left this number, or a size of this tensor, symbolic."""
+    """Return whether Dynamo left this number, or a size of this tensor, symbolic."""
     if isinstance(example, Tensor):
         return any(isinstance(n, torch.SymInt) for n in (*example.shape, *example.stride()))
     return isinstance(example, (torch.SymInt, torch.SymFloat))
@@ -118,7 +118,7 @@ def overspill_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Compiled:
-    """`torch.compile(model, backend="overspill", options={"budget": "8GiB", "policy": "auto", …})`.
+    """Compile a graph for `torch.compile(model, backend="overspill", options={"budget": "8GiB", …})`.
 
     All graphs of one `torch.compile` call share one budget. Options are those of `overspill.compile`.
     """
@@ -133,9 +133,9 @@ def overspill_backend(
 
 
 def was_asked_for_plans(options: Mapping[str, Any] | None) -> bool:
-    """Whether Dynamo has handed over a graph for these torch.compile options.
+    """Return whether Dynamo has passed a graph for these torch.compile options.
 
-    Without options: a graph of any call that had none.
+    If they are None, a graph of any call without options counts.
     """
     if options is None:
         return any(not asked for asked in _ASKED)
@@ -149,7 +149,10 @@ _ASKED: deque[Mapping[str, Any]] = deque(maxlen=1000)
 
 
 def _session_of(options: Mapping[str, Any]) -> Session:
-    """The session of one torch.compile call. Dynamo passes the same options object for each graph of the call."""
+    """Return the session of one torch.compile call.
+
+    Dynamo passes the same options object for each graph of the call.
+    """
     key = id(options)
     if key in _SESSIONS and (known := _SESSIONS[key][1]()) is not None:
         return known
@@ -169,7 +172,7 @@ def _forget(key: int, session: weakref.ref[Session]) -> None:
 
 
 def backend_of(session: Session) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
-    """A torch.compile backend for `session`, held by a weak reference.
+    """Return a torch.compile backend for `session`, held by a weak reference.
 
     Dynamo keeps all backends that it has seen.
     """
@@ -179,7 +182,8 @@ def backend_of(session: Session) -> Callable[[fx.GraphModule, Sequence[Any]], Co
 class _Backend:
     """A torch.compile backend bound to one session.
 
-    Its copy is itself. Unpickled, it is the backend of a new session: Lightning stores in a model how it was compiled.
+    A copy of it is the same object. When unpickled, it is the backend of a new session: Lightning stores in a model how
+    it was compiled.
     """
 
     def __init__(self, session: Session) -> None:

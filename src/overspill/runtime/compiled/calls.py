@@ -1,7 +1,7 @@
 """Planned forward and backward of Inductor's programs, as AOTAutograd calls them.
 
-Relies on AOTAutograd: all outputs of forward after its own are saved, and come before the gradients among backward's
-arguments; the last ones, as many as its metadata says, are not checked for changes.
+Assumed of AOTAutograd, not checked: it saves all outputs of forward after the model's own. They come before the
+gradients among the arguments of backward. The last ones, as many as its metadata says, are not checked for changes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CallsOfPlan:
         self._cure = _no_second_time(captured.joint, modules)
 
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
-        """The results, followed by the saved tensors."""
+        """Return the results, followed by the saved tensors."""
         found = list(run(self._programs[0], self._graph, recorder, args))
         # Inductor returns a tensor and its detach() as one, and AOTAutograd marks that one: pytorch #195357.
         first = {id(result): i for i, result in reversed([*enumerate(found[: self._own])])}
@@ -61,7 +61,7 @@ class CallsOfPlan:
         return found
 
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> tuple[Any, ...]:
-        """The gradients. Raises UnsupportedError where it would run twice, and cannot."""
+        """Return the gradients. Raises UnsupportedError if it would have to run twice, and cannot."""
         if self._cure and keeps_graph():
             raise UnsupportedError(WRITES_OVER.format(self._cure))
         del args[self._saved : self._saved + len(self._padding)]
@@ -69,7 +69,7 @@ class CallsOfPlan:
 
 
 def _no_second_time(joint: JointGraph, modules: Sequence[fx.GraphModule]) -> str:
-    """The remedy where backward overwrites what it reads; else an empty string."""
+    """Return the remedy if backward overwrites tensors that it reads, or an empty string."""
     if any(node.target is tensor_at or node.target is storage_at for m in modules for node in m.graph.nodes):
         return LEAVE_OUT
     made = {key for node in joint.forward for key in storages(node)} - {k for n in joint.primals for k in storages(n)}

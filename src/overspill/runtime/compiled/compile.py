@@ -51,43 +51,43 @@ def compile(  # noqa: A001 - named as torch.compile is
     session: Session | None = None,
     fullgraph: bool = False,
 ) -> M:
-    """`model`, trained within `budget` bytes of device memory, with bit-equal results.
+    """Return `model`, trained within `budget` bytes of device memory, with bit-equal results.
 
     The plan is made at the first call with each input shape. Parameters, gradients and optimizer state stay on the
-    device and are counted; what forward leaves for backward is kept, moved to the store, or computed again.
+    device and are counted. Tensors that forward leaves for backward are kept, moved to the store, or recomputed.
 
     Args:
         model: A module, a function or a method. Compile it before the loop; the loop stays as it is.
-        budget: A size (`"8GiB"`, or bytes), a share of what the step needs unmanaged (`0.5`), `"smallest"`, or None for the
-            whole device. It counts parameters, gradients, optimizer state, buffers, inputs, activations and temporaries.
-            On CUDA a size is that of the card, with context, library workspaces and fragmentation (docs/guarantees.md). A
-            share is that of the first step that trains, for all that follow.
+        budget: A size (`"8GiB"`, or bytes), a share of the step's memory without Overspill (`0.5`), `"smallest"`, or None
+            for the whole device. It counts parameters, gradients, optimizer state, buffers, inputs, activations and
+            temporaries. On CUDA a size is that of the GPU, with context, library workspaces and fragmentation
+            (docs/guarantees.md). A share is that of the first step that trains, for all later steps too.
         policy: A name that `overspill policies` lists.
         store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA.
         store_dir: The directory of the disk store's file, which has no name and vanishes with the process.
-        backend: Whose kernels run: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
+        backend: The kernels: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
         device: The device to plan for, by name or as a Device; by default the one that the tensors are on.
-        optimizer: Only needed where it does not exist yet at the first call; else it is found by the parameters.
-        reserve: Memory for what you compute between forward and backward outside the model, as a size; None: worked out.
+        optimizer: Needed only if it does not exist yet at the first call; otherwise it is found by the parameters.
+        reserve: Memory for your computation between forward and backward outside the model, as a size. None: worked out.
         times: Op times that were measured before, in place of estimates.
-        placement: The budget then holds for where blocks lie, not only for their bytes: the name of an allocator or solver.
-            `planned` gives blocks addresses in an arena, which is the default on CUDA; `pytorch` is PyTorch's allocator alone.
-        checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
-        on_unplanned: A call that runs without a plan is an UnplannedError (`"error"`), or a warning (`"warn"`).
-        partition: With `backend="inductor"`, 0 to 1: stay with the partition for this `activation_memory_budget`; 1 is
-            that of `torch.compile`, and so has its bits. None: several are tried.
+        placement: The name of an allocator or solver. The budget then holds for the addresses of blocks, not only for their
+            bytes. `planned`, the default on CUDA, gives blocks addresses in an arena; `pytorch` is PyTorch's allocator.
+        checksum: Compare bytes that come back from the store with those written; a difference raises a StoreError.
+        on_unplanned: `"error"`: a call that runs without a plan raises UnplannedError. `"warn"`: it warns.
+        partition: With `backend="inductor"`, 0 to 1: use the partition for this `activation_memory_budget`. 1 is that of
+            `torch.compile`, and so has its bits. None: several are tried.
         session: Share this session's budget with its other models. It has the options; give no others.
-        fullgraph: As of `torch.compile`: a graph break is an error.
+        fullgraph: As in `torch.compile`: a graph break is an error.
 
     Returns:
-        The compiled model, of the same type as by `torch.compile`, with its Session as the attribute `overspill`.
+        The compiled model, of the same type as from `torch.compile`, with its Session as the attribute `overspill`.
 
     Raises:
         RequestError: For arguments that cannot be right.
         InfeasibleBudget: At the first call, with the smallest budget that works.
-        UnsupportedError: At the first call, for what is not handled.
-        StoreError: Where a transfer is awaited, if the store could not hold or return bytes.
-        UnplannedError: Where a call, or a part of it, ran without a plan.
+        UnsupportedError: At the first call, for an unsupported model.
+        StoreError: When a transfer is awaited, if the store could not hold or return bytes.
+        UnplannedError: If a call, or a part of it, ran without a plan.
     """
     options = Options(
         budget, policy, store, store_dir, backend, device, reserve, times, placement=placement,
@@ -104,10 +104,10 @@ def compile(  # noqa: A001 - named as torch.compile is
 
 
 def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
-    """`model` compiled for `session`, its attribute `overspill`.
+    """Return `model` compiled for `session`, which becomes its attribute `overspill`.
 
-    In a DistributedDataParallel the forward of the module inside is compiled, in place: from outside, Dynamo finds
-    nothing to compile where that forward is torch's own, as in nn.Sequential.
+    In a DistributedDataParallel, the forward of the module inside is compiled, in place. From outside, Dynamo finds
+    nothing to compile if that forward is torch's own, as in nn.Sequential.
     """
     if isinstance(model, nn.Module):
         refuse_compiled(model)
@@ -124,7 +124,8 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
     if not isinstance(model, nn.Module):
         return functools.wraps(model)(_Call(made, session, recipe))  # type: ignore[return-value]
     compiled = made()
-    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and Dynamo
+    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and
+    # Dynamo
     # knows a compiled module inside another one by its very type.
     # Lightning compiles the steps of a module with its `dynamo_ctx`; it gets calls that are looked after too.
     compiled.__dict__.update(
@@ -137,7 +138,10 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
 
 
 class _Recipe(NamedTuple):
-    """The ingredients of a compiled model, for its copies and pickles. These plan again, at their first call."""
+    """The ingredients of a compiled model, for its copies and pickles.
+
+    These plan again, at their first call.
+    """
 
     options: Options
     model: Any
@@ -151,18 +155,18 @@ class _Recipe(NamedTuple):
         return getattr(self.model, "__name__", "the function")
 
     def reduced(self, _protocol: Any) -> Any:
-        """For copy and pickle: the function and arguments that make it."""
+        """Return the function and arguments that make the model, for copy and pickle."""
         return _made, tuple(self)
 
 
 def _made(options: Options, model: Any, fullgraph: bool) -> Any:
-    """`model` compiled again; its optimizers are found by its parameters."""
+    """Compile `model` again; its optimizers are found by its parameters."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     return compile_in(Session(options, parameters), model, fullgraph=fullgraph)
 
 
 def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Accept the plain model's state_dict keys too. A compiled model's have `_orig_mod.` before them."""
+    """Accept state_dict keys of the original model too; those of a compiled model begin with `_orig_mod.`."""
     inner = f"{prefix}_orig_mod."
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
@@ -171,7 +175,8 @@ def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: 
 class _Call:
     """Calls the compiled model, and checks that it ran by plans.
 
-    `make` gives it, one for each choice of kernels by PyTorch's settings: Dynamo does not guard these.
+    `make` compiles the model, once for each choice of kernels by PyTorch's settings, because Dynamo does not guard
+    these.
     """
 
     def __init__(self, make: Callable[[], Callable[..., Any]], session: Session, recipe: _Recipe) -> None:
@@ -219,7 +224,7 @@ class _Call:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A method is copied with its object; a function is its own copy."""
+        """Copy a method with its object; return a function itself."""
         of = getattr(self._recipe.model, "__self__", None)
         if of is None:
             return self

@@ -1,4 +1,4 @@
-"""Refuses a second derivative through a compiled graph, which has none."""
+"""Refuse a second derivative through a compiled graph, which has none."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ def refuse_double_backward(node: Node) -> None:
 
 
 def compiled_node(outputs: Any) -> Node | None:
-    """The compiled graph's autograd node behind `outputs`, or None.
-
-    None where there is no backward.
-    """
+    """Return the autograd node of the compiled graph behind `outputs`, or None if it has no backward."""
     return next(filter(None, map(_node_behind, tree_leaves(outputs))), None)
 
 
 def _node_behind(output: Any) -> Node | None:
-    """The compiled graph's autograd node that made `output` or its base."""
+    """Return the autograd node of the compiled graph that made `output` or its base, or None."""
     found = [output.grad_fn] if isinstance(output, Tensor) and output.grad_fn is not None else []
     for _ in range(DEPTH):
         for node in found:
@@ -50,7 +47,7 @@ def _node_behind(output: Any) -> Node | None:
 
 
 def _mark(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-    """Let the gradients' own autograd node refuse. It exists only with create_graph=True."""
+    """Make the autograd node of the gradients raise an error; it exists only with create_graph=True."""
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:
             gradient.grad_fn.register_prehook(_refuse)

@@ -1,18 +1,19 @@
-"""What Dynamo passes over without a word: followed, or refused.
+"""Cases that Dynamo traces wrongly without a warning: traced correctly here, or refused.
 
-In place while a model of `overspill.compile` is called (`PATCHES`), and `looked_at` for each graph:
+The patches apply while a model of `overspill.compile` is called (`PATCHES`), and `looked_at` runs for each graph:
 
-- Whether two objects are one (`self.now is self.one`): Dynamo assumes that two lists stay two, and that one tuple read
-  at two places is two. Here the objects are compared, and a guard keeps the answer. Another guard keeps what forward
-  changes in place apart from what else it reads (pytorch #196173).
-- A Function's backward under a transform of torch.func that differentiates: Dynamo puts the derivative of its forward
-  in its place (pytorch #193279). Here the graph ends, and PyTorch runs it. Where such a backward, which Dynamo traces
-  without gradients, is differentiated, the graph is refused.
-- A layer that is not initialised: Dynamo draws its weights first, and restores the random generator. Here an error.
-- `requires_grad_()` on a value that forward computes, as peft does: with eager kernels the graph goes on where an
-  output depends on a parameter too, whose gradient is the same.
+- Identity of two objects (`self.now is self.one`): Dynamo assumes that two lists stay two, and that one tuple read
+  at two places is two. Here the objects are compared, and a guard keeps the answer. Another guard checks that an
+  object that forward changes in place is none of the others that it reads (pytorch #196173).
+- The backward of a Function under a differentiating transform of torch.func: Dynamo replaces it by the derivative of
+  its forward (pytorch #193279). Here the graph ends, and PyTorch runs it. Dynamo traces such a backward without
+  gradients; if it is differentiated, the graph is refused.
+- A layer that is not initialised: Dynamo initialises its weights first, and restores the random generator. Here it is
+  an error.
+- `requires_grad_()` on a value that forward computes, as in peft: with eager kernels the graph goes on if an output
+  also depends on a parameter, whose gradient is the same.
 
-Where a name is missing in a release, Dynamo does as it always does.
+Known limit: if a release has no such name, Dynamo behaves as usual.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class Refused(BackendCompilerFailed):
         super().__init__(looked_at, error, None)
 
     def remove_dynamo_frames(self) -> Any:
-        """The exception that Dynamo finally raises."""
+        """Return the exception that Dynamo finally raises."""
         return self.inner_exception.with_traceback(None)
 
 
 def looked_at(module: fx.GraphModule) -> None:
-    """Guard what forward changes in place. Raises UnsupportedError for a derivative that is lost."""
+    """Guard the objects that forward changes in place. Raises UnsupportedError for a derivative that is lost."""
     effects = InstructionTranslator.current_tx().output.side_effects
     read = [v for v in effects.id_to_variable.values() if _was_there(v.source) and isinstance(v, _HOLDERS)]
     read = [v for v in read if not isinstance(v, variables.UnspecializedNNModuleVariable)]  # there are many
@@ -85,12 +86,12 @@ def looked_at(module: fx.GraphModule) -> None:
 
 
 def _was_there(source: Any) -> bool:
-    """Whether an object was there before the call, so that a guard can look at it."""
+    """Return whether an object existed before the call, so that a guard can check it."""
     return source is not None and (is_from_local_source(source) or is_from_global_source(source))
 
 
 def _guard(building: Any, guard: Any, others: Sequence[Any], word: str) -> None:
-    """Add to Dynamo's guards that an object is, or is not, one of the others."""
+    """Add a guard that an object is, or is not, one of the others."""
     for other in others:
         code = f"{building.arg_ref(guard)} {word} {building.arg_ref(other.name)}"
         building.object_aliasing_guard_codes.append((code, code))
@@ -108,7 +109,7 @@ def _identity(plain: Plain, left: Any, right: Any) -> Any:
 
 
 def _duplicate(plain: Plain, here: Any, before: Any) -> Any:
-    """The guard on an object that was read before at another place, also where only one of these is global."""
+    """Return the guard on an object that was read before at another place, even if only one is global."""
     if (found := plain(here, before)) is None and _was_there(before) and _was_there(here) and before != here:
         return partial(_guard, others=[before], word="is")
     return found

@@ -1,8 +1,8 @@
 """Inductor's own kernels within a budget, by a plan of its programs.
 
-Inductor compiles a graph as `torch.compile` has it, partition and kernels alike; the bits are those of stock
-`torch.compile`. Both programs are known before the first call, so one plan is made for both, and what PyTorch calls is
-then the graph of their calls that carries it out (`runtime/lower.py`).
+Inductor compiles a graph as `torch.compile` does, with the same partition and kernels, so the bits equal stock
+`torch.compile`. Both programs are known before the first call, and one plan is made for both. PyTorch then calls a
+graph of their calls that carries out the plan (`runtime/lower.py`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Plan = Callable[[JointGraph, Capture], Lowered]
 def compile_with_inductor(
     module: fx.GraphModule, examples: Sequence[Any], plan: Plan, begin: Begin, partition: float | None = None
 ) -> Callable[..., Any]:
-    """A callable that runs Dynamo's `module` by `plan` with Inductor's kernels.
+    """Return a callable that runs Dynamo's `module` by `plan` with Inductor's kernels.
 
-    `partition` is that of the Options.
+    `partition` is that of Options.
     """
     by_partition = _ByPartition(module, examples, begin, partition)
     usual = by_partition.usual
@@ -65,7 +65,7 @@ def compile_with_inductor(
 
 
 class _ByPartition:
-    """`module` compiled by the usual partition, by others on demand."""
+    """`module` compiled by the usual partition, and by others on demand."""
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Any], begin: Begin, partition: float | None) -> None:
         spare = copied(module)
@@ -77,13 +77,13 @@ class _ByPartition:
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
     def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned[Captured]:
-        """The captured programs of each partition, made on demand."""
+        """Return the captured programs of each partition, made on demand."""
         return Partitioned(c.captured(inputs, surroundings) for c in self._all())
 
     def lowered(self, lowered: Lowered) -> Callable[..., Any]:
-        """The callable that runs by this plan.
+        """Return the callable that runs by this plan.
 
-        No other partition is made after this, since that needs the examples, real tensors, to be kept.
+        No other partition is made afterwards, because that would keep the examples, real tensors, alive.
         """
         self._compile = None
         chosen = next(c for c in self.compiled if c.partition == lowered[0].partition)
@@ -91,9 +91,9 @@ class _ByPartition:
         return self.compiled[chosen]
 
     def _all(self) -> Iterator[_Compiler]:
-        """All partitions there are, then those that save less.
+        """Yield the compilers of all known partitions, then of those that save less.
 
-        The latter only where a backward can recompute and the user has chosen none.
+        The latter are made only if a backward can recompute and the user has chosen no partition.
         """
         yield from list(self.compiled)
         assert self.usual.joint is not None
@@ -103,7 +103,7 @@ class _ByPartition:
                     yield made
 
     def _made(self, compile_by: Callable[[_Compiler], Callable[..., Any]], partition: float) -> _Compiler | None:
-        """The compiler for one more partition. None where it equals an earlier one, or cannot be planned."""
+        """Return the compiler for one more partition, or None if it equals an earlier one or cannot be planned."""
         if partition in self._tried:
             return None
         self._tried.add(partition)
@@ -116,9 +116,9 @@ class _ByPartition:
 
 @contextmanager
 def _left_out(partition: float) -> Iterator[None]:
-    """Context for compiling one more partition, skipped if it fails.
+    """Skip one more partition if its compilation in the context fails.
 
-    Skipped are those equal to an earlier one, those that draw random numbers again, and those that Inductor cannot
+    Skipped are those equal to an earlier one, those that generate random numbers again, and those that Inductor cannot
     compile.
     """
     try:
@@ -130,22 +130,24 @@ def _left_out(partition: float) -> Iterator[None]:
 
 
 class PartitionPrograms(NamedTuple):
-    """Inductor's `programs` of a step's `joint` graph by one partition."""
+    """Inductor's programs of a step by one partition."""
 
     joint: JointGraph
+    """The joint graph of the step."""
     programs: Storages
     partition: float
+    """The `activation_memory_budget`."""
 
 
 def programs_of(
     make_module: Callable[[], fx.GraphModule], examples: Sequence[Any], lasting: Sequence[int], partition: float | None
 ) -> Iterator[PartitionPrograms]:
-    """Inductor's programs of a training module, one per partition, on fake `examples`.
+    """Yield Inductor's programs of a training module, one set per partition, on fake `examples`.
 
     The usual partition comes first. `make_module` makes the module, which is changed. Inputs at the positions `lasting`
     stay from step to step, as parameters and buffers do: saving them for backward costs nothing. `partition` is that of
-    the Options; where it or the user's own setting has chosen, there are no others. The programs run by other means.
-    Raises UnsupportedError.
+    Options. If it or the user's own setting has chosen, no others follow. The caller runs the programs. Raises
+    UnsupportedError.
     """
     seen: set[Any] = set()
 
@@ -174,9 +176,9 @@ def programs_of(
 
 
 def align(args: list[Any], positions: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Put copies in the place of GPU tensors that are not aligned as Inductor's kernels take for granted.
+    """Replace GPU tensors that lack the alignment Inductor's kernels assume by copies.
 
-    Of `args` at `positions`; returns those tensors and their copies, by position.
+    Only `args` at `positions` are replaced. Returns those tensors and their copies, by position.
     """
     found = {}
     for i in positions:
@@ -187,7 +189,7 @@ def align(args: list[Any], positions: Iterable[int]) -> dict[int, tuple[Tensor, 
 
 
 class _Partitioner(CustomPartitionerFn):
-    """The usual partitioner, with the result recorded."""
+    """The usual partitioner, which also records its result."""
 
     def __init__(self, compiler: _Compiler) -> None:
         self._compiler = compiler
@@ -206,17 +208,17 @@ class _Partitioner(CustomPartitionerFn):
         return parts
 
     def __deepcopy__(self, memo: Any) -> _Partitioner:
-        """Itself: Inductor copies its configuration, but our session must stay one."""
+        """Return the partitioner itself: Inductor copies its configuration, but the session must stay one."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its identity: Inductor's cache pickles the configuration as a key."""
+        """Return its identity: Inductor's cache pickles the configuration as a key."""
         return str, (self.uuid(),)
 
     def uuid(self) -> str:
-        """Its identity for Inductor's cache.
+        """Return its identity for Inductor's cache.
 
-        It includes a setting that the cache forgets: whether backward may overwrite saved tensors.
+        It includes a setting that the cache omits: whether backward may overwrite saved tensors.
         """
         return f"overspill: min-cut, donated_buffer={functorch_config.donated_buffer}"
 
@@ -226,7 +228,7 @@ class _SeenBefore(UnsupportedError):
 
 
 class _DrawsAgain(UnsupportedError):
-    """Backward would draw forward's random numbers again, and others.
+    """Backward would generate forward's random numbers again, with other values.
 
     The gradients would be wrong (PyTorch's issue 190717).
     """
@@ -235,8 +237,8 @@ class _DrawsAgain(UnsupportedError):
 class _Compiler:
     """Compiles by one partition, and keeps the programs.
 
-    `partition` is an `activation_memory_budget`, None for what the user has set. `seen` are the partitions that were
-    compiled before, and `lasting` the inputs that stay from step to step where Dynamo has not said it.
+    `partition` is an `activation_memory_budget`, None for the user's setting. `seen` are the partitions compiled
+    before. `lasting` are the inputs that stay from step to step, if Dynamo does not know them.
     """
 
     def __init__(self, begin: Begin, seen: set[Any], partition: float | None, lasting: list[int] | None = None) -> None:
@@ -253,7 +255,10 @@ class _Compiler:
         self._lowered: CallsOfPlan | None = None
 
     def compiled(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's `module`, compiled; it changes `module`, and runs once there is a plan."""
+        """Return Dynamo's `module`, compiled; it runs once a plan exists.
+
+        `module` is changed.
+        """
         settings = {
             "custom_partitioner_fn": _Partitioner(self),
             # A buffer that is used again for other contents would be one tensor with a hole in its life.
@@ -262,7 +267,8 @@ class _Compiler:
             # written into the program as the numbers that they have now.
             "always_keep_tensor_constants": self.lasting is not None,
         }
-        # Its cache of whole graphs knows nothing of plans; that of compiled programs, which is slow to fill, stays in use.
+        # Its cache of whole graphs knows nothing of plans; that of compiled programs, which is slow to fill, stays in
+        # use.
         functorch = {
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
@@ -275,7 +281,7 @@ class _Compiler:
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
         """Record this partition.
 
-        Raises _SeenBefore for one like an earlier one, _DrawsAgain for one that trains wrongly.
+        Raises _SeenBefore for one equal to an earlier one, _DrawsAgain for one that trains wrongly.
         """
         names = tuple(tuple(node.name for node in part.graph.nodes) for part in parts)
         if names in self.seen:
@@ -283,13 +289,13 @@ class _Compiler:
         forward, backward = ({node.name for node in part.graph.nodes if draws(node)} for part in parts)
         if again := sorted(forward & backward):
             raise _DrawsAgain(
-                f"with activation_memory_budget={self.partition} Inductor's backward draws random numbers of forward again "
-                f"({', '.join(again)}), and they are others; give a larger partition=, or none"
+                f"with activation_memory_budget={self.partition} Inductor's backward draws random numbers of forward "
+                f"again ({', '.join(again)}), and they are others; give a larger partition=, or none"
             )
         self.seen.add(names)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        """Inductor's compiled graph, made to run by the plan. PyTorch calls this for forward and for backward."""
+        """Return Inductor's compiled graph, changed to run by the plan; PyTorch calls this for forward and backward."""
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
         # Of a graph without ops Inductor writes a program only for this cache, which is off.
@@ -339,7 +345,7 @@ class _Compiler:
         self.programs = follow(forward, backward, primals, tangents, len(joint.forward_outputs), mode)
 
     def captured(self, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
-        """The captured Graph of the programs."""
+        """Return the captured Graph of the programs."""
         assert self.programs is not None
         assert self.joint is not None
         if self._calls is None:
@@ -353,9 +359,10 @@ class _Compiler:
 
 
 def _program_of(compiled: Any, prefix: str, traced: fx.GraphModule) -> Program:
-    """The program that Inductor wrote, which reads the tensors of `traced` where they are.
+    """Return the program that Inductor wrote, which reads the tensors of `traced` where they are.
 
-    AOTAutograd compiles a copy of backward, with copies of these. Raises UnsupportedError where it wrote none in Python.
+    AOTAutograd compiles a copy of backward, with copies of these tensors. Raises UnsupportedError if Inductor wrote no
+    Python program.
     """
     source, namespace = getattr(compiled, "source_code", None), namespace_of(compiled)
     if source is None or not namespace or "async_compile" not in source:

@@ -1,8 +1,8 @@
 """The backend behind `torch.compile(backend="overspill")`, and a check for skipped models.
 
-Where Dynamo skips a whole model, no code of ours runs. So before an optimizer steps, each model compiled with this
-backend that has gradients must also have a plan. Importing this file, which PyTorch does when a user names the backend,
-registers that check.
+If Dynamo skips a whole model, no code of Overspill runs. So before an optimizer steps, each model compiled with this
+backend that has gradients must also have a plan. PyTorch imports this file when a user names the backend, and the
+import registers that check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _planned: weakref.WeakKeyDictionary[type, list[dict[str, Any] | None]] = weakref
 def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
     """Raise UnplannedError, or warn, if `optimizer` updates a model without a plan.
 
-    Only for models compiled with this backend.
+    Only models compiled with this backend are checked.
     """
     if torch.compiler.is_compiling():
         return
@@ -64,7 +64,7 @@ def _note_planned(model: nn.Module, options: dict[str, Any] | None) -> None:
 
 
 def _runs_as_another(model: nn.Module, options: dict[str, Any] | None) -> bool:
-    """Whether Dynamo runs it by the compiled graphs of another model.
+    """Return whether Dynamo runs `model` by the compiled graphs of another model.
 
     That is one of its class with equal options, which may be gone.
     """
@@ -90,7 +90,7 @@ def _tell(model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _compiled_models() -> Iterator[tuple[nn.Module, dict[str, Any] | None]]:
-    """Live models compiled with this backend, with their options."""
+    """Yield live models compiled with this backend, with their options."""
     for thing in gc.get_objects():
         if not issubclass(type(thing), nn.Module):
             continue

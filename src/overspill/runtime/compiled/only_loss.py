@@ -1,7 +1,7 @@
-"""Whether the loss that a graph returns is the only one that is made from its outputs.
+"""Whether the loss that a graph returns is the only one made from its outputs.
 
-Then a plan needs no room for a loss outside, nor for gradients of what the graph's own is made from. The first backward
-shows it: autograd passes no gradients of these. Where nothing else fits, it is taken for granted before.
+Then a plan reserves no memory for a loss outside, nor for gradients of the outputs that the graph's own loss is made
+from. The first backward shows it: autograd passes no such gradients. If nothing else fits, it is assumed before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ WORTHWHILE = 1.01
 
 
 class OnlyLosses:
-    """What is known of the losses of each part of the job. `reserved`: the user says what room a loss needs."""
+    """Facts about the losses of each part of the job.
+
+    `reserved` is set if the user says how many bytes a loss needs.
+    """
 
     def __init__(self, renewal: Renewal, *, reserved: bool) -> None:
         self._renewal = renewal
@@ -28,15 +31,18 @@ class OnlyLosses:
         self._known: dict[Part, bool] = {}
 
     def made_into(self, joint: JointGraph, frame: GraphFrame) -> frozenset[int]:
-        """The outputs that the graph makes into a loss which it returns, where that may be the only one."""
+        """Return the outputs that the graph makes into a loss it returns, if that may be the only loss."""
         return frozenset() if self._reserved or frame.broken else joint.made_into_loss
 
     def is_only(self, joint: JointGraph, part: Part, frame: GraphFrame) -> bool:
-        """Whether it is known that the graph returns the only loss."""
+        """Return whether the graph is known to return the only loss."""
         return bool(self.made_into(joint, frame)) and self._known.get(part, False)
 
     def take_for_only(self, joint: JointGraph, part: Part, frame: GraphFrame) -> bool:
-        """Take the loss that the graph returns for the only one; False if there is none, or another has been seen."""
+        """Assume that the loss which the graph returns is the only one.
+
+        Returns False if it returns none, or another has been seen.
+        """
         return bool(self.made_into(joint, frame)) and self._known.setdefault(part, True)
 
     def see_gradients(self, planned: Planned, given: Sequence[Any]) -> None:

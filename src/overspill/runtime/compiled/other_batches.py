@@ -1,7 +1,7 @@
 """Device tensors outside the graph: targets, batches of other calls.
 
 They belong to the user's program and appear in no graph. They are found among all tensors that Python knows, by a first
-dimension equal to that of the model's inputs or outputs: the batch size. The search runs when a plan is made and no
+dimension equal to the batch size, that of the model's inputs or outputs. The search runs when a plan is made and no
 call is pending.
 """
 
@@ -43,18 +43,18 @@ class OtherBatches:
             del self._seen[key]
 
     def sizes(self, besides: Iterable[Tensor]) -> list[int]:
-        """Bytes of each batch that is still alive, without those in `besides`."""
+        """Return the bytes of each batch that is still alive, without those in `besides`."""
         known = {storage_key(t) for t in besides}
         alive = ((key, ref()) for key, ref in self._seen.copy().items())  # any may be dropped at any moment
         return [storage.nbytes() for key, storage in alive if storage is not None and key not in known]
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether the tensor was found by the last `look`."""
+        """Return whether the last `look` found the tensor."""
         return storage_key(tensor) in self._seen
 
 
 def _data(device: torch.device) -> list[Tensor]:
-    """Plain tensors on `device`: no parameters, gradients, optimizer state or op results.
+    """Return plain tensors on `device`: no parameters, gradients, optimizer state or op results.
 
     Results of ops are not autograd leaves.
     """
@@ -75,5 +75,5 @@ def _data(device: torch.device) -> list[Tensor]:
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """Whether it has its own storage; tensors of traces and vmap only wrap others."""
+    """Return whether the tensor has its own storage; tensors of traces and vmap only wrap others."""
     return not (is_functional(tensor) or is_wrapped(tensor))

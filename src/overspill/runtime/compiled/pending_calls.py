@@ -1,8 +1,8 @@
 """Calls whose backward is still to come, of one model or several.
 
-A call is known by its node in the autograd graph. It is over when that node begins to run, unless autograd was asked to
-retain the graph, or when the node is dropped with the call's outputs. Not when the node has run: a hook at that time
-would make autograd keep the incoming gradients.
+A call is known by its node in the autograd graph. It is over when that node begins to run, unless autograd retains the
+graph. It is also over when the node is dropped with the outputs of the call. The end of the node's run would be too
+late: a hook at that time would make autograd keep the incoming gradients.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ Part = tuple[int, ...]
 
 
 class GraphKey(NamedTuple):
-    """Key of a graph that survives recompilation: its part, and its inputs' kinds."""
+    """Key of a graph that survives recompilation."""
 
     part: Part
+    """The part of the job."""
     inputs: tuple[Any, ...]
+    """Kinds of the inputs."""
 
 
 @dataclass(frozen=True)
 class GraphFrame:
-    """Which graph of the model: Dynamo's frame id, and whether a graph break follows."""
+    """Identifies a graph of the model."""
 
     id: int
+    """Dynamo's frame id."""
     broken: bool
+    """Whether a graph break follows."""
 
 
 class PendingCalls:
-    """Follows calls from forward to backward.
+    """Tracks calls from forward to backward.
 
-    `beside`: for each kind of call, the most others that were pending when it ran.
+    `beside` has, for each kind of call, the most other calls that were pending when it ran.
     """
 
     def __init__(self) -> None:
@@ -47,7 +51,7 @@ class PendingCalls:
         self._alive: dict[weakref.ref[Node], GraphKey] = {}
 
     def __len__(self) -> int:
-        """The number of pending calls."""
+        """Return the number of pending calls."""
         return len(self._alive)
 
     def begin(self, node: Node, kind: GraphKey, before_backward: Callable[[weakref.ref[Node]], None]) -> None:
@@ -66,7 +70,7 @@ class PendingCalls:
         node.register_prehook(before)
 
     def others(self, call: weakref.ref[Node] | None) -> Counter[GraphKey]:
-        """Pending calls other than `call`, counted by kind."""
+        """Return the pending calls other than `call`, counted by kind."""
         alive = self._alive.copy()  # a node may be dropped at any moment
         return Counter(kind for ref, kind in alive.items() if ref is not call)
 

@@ -1,9 +1,9 @@
 """Detect model calls that ran without a plan; raise or warn.
 
-Dynamo falls back silently: what it cannot trace, or has recompiled too often, runs eagerly, outside the budget. So each
-call is checked afterwards. A counter tells whether any planned graph ran; the autograd graph of the result tells
-whether other ops ran too, since these have nodes of their own. What they keep for backward must fit in the budget
-alongside the plans.
+Dynamo falls back silently: code that it cannot trace, or has recompiled too often, runs eagerly, outside the budget. So
+each call is checked afterwards. A counter shows whether any planned graph ran. The autograd graph of the result shows
+whether other ops ran too, because they have their own nodes. The tensors that they keep for backward must fit in the
+budget alongside the plans.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ SETTINGS: dict[str, Any] = {
 """Dynamo's settings during a call: trace recurrent layers, never give up compiling silently, and recompile when a
 module's hooks change, or which of its weights train (PyTorch 2.11 would not see that)."""
 EAGER_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True}
-"""More settings with the eager backend: trace `torch.autograd.grad`, so that a gradient in a loss, and its own gradient, are planned."""
+"""More settings with the eager backend: trace `torch.autograd.grad`, so that a gradient in a loss, and its own
+gradient, are planned."""
 
 
 @contextmanager
 def plans_needed(backend: str) -> Iterator[None]:
-    """Context in which Dynamo compiles all it can, and reports failure.
+    """Make Dynamo compile all it can and report failure, within the context.
 
-    Raises UnplannedError where there are more kinds of inputs than plans, and MemoryError, not Dynamo's exception,
-    where this machine runs out of memory.
+    Raises UnplannedError if a model gets more kinds of inputs than plans. Raises MemoryError, not an exception of
+    Dynamo, if this machine runs out of memory.
     """
     is_eager = backend == "eager"
     settings = SETTINGS | (EAGER_SETTINGS if is_eager else {})
@@ -92,7 +93,7 @@ def plans_needed(backend: str) -> Iterator[None]:
 
 
 def too_many_kinds() -> UnplannedError:
-    """The error for a model called with ever new input shapes."""
+    """Return the error for a model called with too many input shapes."""
     return UnplannedError(
         f"this model was called with more than {MOST_PLANS} kinds of inputs, each of which needs a plan; "
         "pad them to a few lengths (docs/shapes.md)"
@@ -121,7 +122,8 @@ class PlanCheck:
     ) -> None:
         """Raise UnplannedError, or warn once, if the call ran unplanned.
 
-        `before`: `graphs_run` before the call. `room_bytes`: gives the bytes of the budget that the plans leave free.
+        `before` is `graphs_run` before the call. `room_bytes` returns the bytes of the budget that the plans leave
+        free.
         """
         # Nothing planned ran at all.
         if self.graphs_run == before:
@@ -140,23 +142,25 @@ class PlanCheck:
             what, verb = ", ".join(sorted(kept)[:3]), "keeps" if len(kept) == 1 else "keep"
             self._tell(
                 f"a part of {model} ran without a plan, and what it keeps does not fit beside the plans ({what} {verb} "
-                f"{format_bytes(nbytes)} for backward): {(reason := self._reason())}; set it aside with reserve='{nbytes}', or {_cure(reason)}"
+                f"{format_bytes(nbytes)} for backward): {(reason := self._reason())}; set it aside with "
+                f"reserve='{nbytes}', or {_cure(reason)}"
             )
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raise UnplannedError, or warn once, if gradients come from no planned backward.
 
-        Called before `optimizer` steps, and only from its second such step in a row: the first may only make its state,
-        as when a checkpoint is loaded.
+        It is called before `optimizer` steps, and raises only at the second such step in a row. The first may only make
+        its state, as when a checkpoint is loaded.
         """
         before, unplanned = self._steps.get(optimizer, (0, 0))
         unplanned = unplanned + 1 if before == self.backwards_run else 0
         self._steps[optimizer] = self.backwards_run, unplanned
         if unplanned > 1:
             self._tell(
-                "the model is trained without a plan: two optimizer steps in a row follow from no call of it; where a part of it is "
-                "called (compiled.model(...)), compile the function that does so: overspill.compile(loss_fn), or "
-                "overspill.train_step, or pass on_unplanned='warn' to train without the promise"
+                "the model is trained without a plan: two optimizer steps in a row follow from no call of it; where a "
+                "part of it is called (compiled.model(...)), compile the function that does so: "
+                "overspill.compile(loss_fn), or overspill.train_step, or pass on_unplanned='warn' to train without "
+                "the promise"
             )
 
     def _tell(self, message: str) -> None:
@@ -167,7 +171,7 @@ class PlanCheck:
             warnings.warn(message, stacklevel=4)
 
     def _reason(self) -> str:
-        """Dynamo's last message on what it could not trace."""
+        """Return Dynamo's last message about code that it could not trace."""
         if dynamo_config.disable:
             return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
         said = [text for kind in SAID for text in counters[kind] - self._said_before[kind]]
@@ -189,13 +193,13 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 def _computed(args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether the result has a tensor that was not among the arguments."""
+    """Return whether the result has a tensor that was not among the arguments."""
     given = {id(tensor) for tensor in _tensors(args, kwargs)}
     return any(id(tensor) not in given for tensor in _tensors(result))
 
 
 def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
-    """Bytes that ops outside the planned graphs keep for backward, by op name."""
+    """Return the bytes that ops outside the planned graphs keep for backward, by op name."""
     theirs = {t.untyped_storage().data_ptr() for t in _tensors(args, kwargs, result)}
     # Walk the autograd graph from the result back to the arguments.
     pending = [t.grad_fn for t in _tensors(result) if t.grad_fn is not None]
@@ -214,7 +218,7 @@ def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
 
 
 def _saved_bytes(node: Node, theirs: set[int]) -> int:
-    """Bytes of the tensors that `node` saves, without parameters and the caller's storages."""
+    """Return the bytes of the tensors that `node` saves, without parameters and the caller's storages."""
     saved = [getattr(node, name) for name in dir(node) if name.startswith(SAVED)]
     if hasattr(node, "saved_tensors"):
         saved += node.saved_tensors

@@ -19,25 +19,25 @@ class SessionStep(Protocol):
     """The train step's side of a shared session."""
 
     def join(self, beside: Callable[[], int]) -> None:
-        """Leave room for the bytes that `beside` returns."""
+        """Reserve the bytes that `beside` returns."""
 
     def kept_bytes(self) -> int:
-        """Bytes that it keeps between two steps."""
+        """Return the bytes that the step keeps between two calls."""
 
 
 @dataclass
 class Planned:
-    """A plan of one graph; each input shape, and evaluation, has its own.
-
-    Between forward and backward it keeps `retained_bytes` on the device; `room` is what it leaves to others.
-    """
+    """A plan of one graph; each input shape, and evaluation, has its own."""
 
     frame: GraphFrame
     kind: GraphKey
     plan: Plan
     retained_bytes: int
+    """Bytes that it keeps on the device between forward and backward."""
     room: Room
+    """Bytes that it leaves to other calls."""
     parameters: tuple[int, ...] = ()
+    """Ids of the parameters that the graph reads."""
     given: tuple[int, ...] = ()
     """Positions of the caller's inputs among the arguments."""
     beside: Counter[GraphKey] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class Planned:
 
     @property
     def part(self) -> Part:
-        """The part of the job that it belongs to."""
+        """The part of the job that the graph belongs to."""
         return self.kind.part
 
     @property

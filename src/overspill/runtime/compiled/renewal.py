@@ -1,4 +1,4 @@
-"""When a session's plans are made anew: before a call, where something on the device is unknown to them."""
+"""When the plans of a session are made again: before a call, if they do not know of something on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_WAITING = 1024
 class Renewal:
     """Whether plans are outdated.
 
-    `at_calls`: whether each call of a model looks here first, so that plans can be made anew.
+    `at_calls` is set if each call of a model checks this first, so that plans can be made again.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class Renewal:
         self._waited = 0
 
     def ask(self, what: str) -> None:
-        """Call the plans outdated, and warn that this step may exceed the budget.
+        """Mark the plans as outdated, and warn that this step may exceed the budget.
 
-        `what` says what the step does that the plans do not know.
+        `what` describes the action of the step that the plans do not know.
         """
         if not self.is_asked:
             self.is_asked = True
@@ -38,7 +38,7 @@ class Renewal:
             )
 
     def is_due(self, pending: int) -> bool:
-        """Whether plans are outdated and no step is under way, whose calls would be recompiled one by one.
+        """Return whether plans are outdated and no step is running, whose calls would be recompiled one by one.
 
         `pending` counts calls whose backward is still to come.
         """
@@ -51,10 +51,13 @@ class Renewal:
         return True
 
     def begin_rounds(self) -> None:
-        """Count rounds from here: something new was seen."""
+        """Count rounds from here, because something new was seen."""
         self._rounds = 0
 
     def is_endless(self) -> bool:
-        """Count a round of replanning; whether there were too many, since what calls keep does not settle."""
+        """Count a round of replanning; return whether they are too many.
+
+        Then the bytes that calls keep do not settle.
+        """
         self._rounds += 1
         return self._rounds > MOST_ROUNDS

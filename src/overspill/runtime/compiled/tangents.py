@@ -1,15 +1,16 @@
 """Gradients that autograd passes to backward: some None, some with other strides.
 
-AOTAutograd replaces None by zeros, and passes zeros on where eager gives None: an optimizer then makes state for
-parameters that it leaves alone in eager, and weight decay changes them. So gradients that depend only on None are None
-here too.
+AOTAutograd replaces None by zeros, and passes zeros on where eager passes None. An optimizer would then make state for
+parameters that it ignores in eager, and weight decay would change them. So here too, gradients that depend only on None
+are None.
 
-It also copies a gradient into the strides that backward was traced for, the output's. Kernels whose rounding depends on
-the order of their input then differ from eager, and so do those after a sum with such zeros. So for gradients of other
-strides, or None, backward is traced again, and follows the first plan as far as that goes.
+AOTAutograd also copies a gradient into the strides that backward was traced for, those of the output. Kernels whose
+rounding depends on the order of their input would then differ from eager. So would kernels after a sum with such zeros.
+So for gradients of other strides, or None, backward is traced again, and follows the first plan as far as possible.
 
-A model that returns its loss, and the logits that it made it from, is planned without the gradients of these: zeros would
-take as much memory as they do. If they get gradients after all, backward is traced again, and the model planned anew.
+A model that returns its loss, and the logits that it made it from, is planned without gradients of the logits: zeros
+would take as much memory as the logits do. If they get gradients after all, backward is traced again, and the model
+planned again.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _GIVEN = _Given()
 
 
 def begin_backward(given: Sequence[Any]) -> None:
-    """Store the gradients `given` to the backward about to run."""
+    """Store the gradients `given` to the backward that is about to run."""
     _GIVEN.gradients = given
 
 
 def without_outputs_of_loss(joint: JointGraph) -> JointGraph:
-    """`joint` without gradients of the outputs that it makes into a loss itself."""
+    """Return `joint` without gradients of the outputs that it makes into a loss itself."""
     numbers = [number for number, output in enumerate(joint.differentiable) if output in joint.made_into_loss]
     if not numbers or len(joint.differentiable) < len(joint.tangents):
         return joint
@@ -59,9 +60,9 @@ def without_outputs_of_loss(joint: JointGraph) -> JointGraph:
 
 
 class JointGradients:
-    """Gradients that a joint graph's backward takes and returns.
+    """Gradients that the backward of a joint graph takes and returns.
 
-    For each returned one it knows the outputs whose gradients it depends on.
+    For each gradient that it returns, it knows the outputs whose gradients that one depends on.
     """
 
     def __init__(self, joint: JointGraph) -> None:
@@ -84,7 +85,7 @@ class JointGradients:
         return tuple(None if ABSENT in t.meta else t.meta["val"].stride() for t in self._tangents)
 
     def given(self) -> tuple[dict[int, Tensor], Layout | None]:
-        """This backward's gradients by input number; strides if not the traced ones."""
+        """Return the gradients of this backward by input number, and their strides if not the traced ones."""
         given, _GIVEN.gradients = _GIVEN.gradients, ()
         self._absent = frozenset(i for i, gradient in enumerate(given) if gradient is None)
         there = {i: given[output] for i, output in enumerate(self._outputs) if given and given[output] is not None}
@@ -92,11 +93,11 @@ class JointGradients:
         return there, layout if given and self.can_differ and layout != self._layout else None
 
     def are_more(self, layout: Layout) -> bool:
-        """Whether gradients of this layout are more than backward was planned with."""
+        """Return whether this layout has gradients that backward was planned without."""
         return any(there is not None and none is None for there, none in zip(layout, self._layout, strict=True))
 
     def fill(self, args: list[Any], given: Mapping[int, Tensor]) -> None:
-        """Put zeros for absent gradients into the arguments of the backward that was planned.
+        """Put zeros for absent gradients into the arguments of the planned backward.
 
         Raises UnsupportedError for a gradient that it was planned without.
         """
@@ -105,8 +106,9 @@ class JointGradients:
             if ABSENT in tangent.meta:
                 if number in given:
                     raise UnsupportedError(
-                        f"output {self._outputs[number]} of the model got a gradient besides the loss that the model returns, "
-                        "and backward was planned without it: pass reserve=, with the bytes of the loss outside of the model"
+                        f"output {self._outputs[number]} of the model got a gradient besides the loss that the model "
+                        "returns, and backward was planned without it: pass reserve=, with the bytes of the loss "
+                        "outside of the model"
                     )
             elif args[first + number] is None:
                 value = tangent.meta["val"]
@@ -114,19 +116,19 @@ class JointGradients:
                 args[first + number] = zeros.zero_()
 
     def of(self, made: Sequence[Any]) -> list[Any]:
-        """Backward's results, with None where every gradient it depends on was None."""
+        """Return the results of backward, with None if every gradient that one depends on was None."""
         return [None if why and why <= self._absent else one for one, why in zip(made, self._follow, strict=True)]
 
 
 def fake_examples(examples: Sequence[Any]) -> list[Any]:
-    """`examples` as fake tensors, for another trace."""
+    """Return `examples` as fake tensors, for another trace."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
 
 
 @contextmanager
 def laid_out(layout: Layout) -> Iterator[None]:
-    """Context in which AOTAutograd traces backward for gradients of these strides."""
+    """Make AOTAutograd trace backward for gradients of these strides, within the context."""
     name, strides = "coerce_tangent_and_suggest_memory_format", iter(layout)
     plain = getattr(collect_metadata_analysis, name)
 
@@ -142,10 +144,10 @@ def laid_out(layout: Layout) -> Iterator[None]:
 
 
 def without_absent(joint: fx.GraphModule, absent_tangents: Container[int]) -> None:
-    """Remove sums with absent gradients from `joint`, as autograd does, and give zeros to ops that read others too.
+    """Remove sums with absent gradients from `joint`, as autograd does.
 
-    `absent_tangents` are numbers of tangents. What depends on the remaining summand gets new metadata: its strides may
-    differ, and it may be a view of it.
+    `absent_tangents` are numbers of tangents. Ops that also read other gradients get zeros. Nodes that depend on the
+    remaining summand get new metadata: their strides may differ, and they may be views of it.
     """
     tangents = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
     absent = {tangent for number, tangent in enumerate(tangents) if number in absent_tangents}
@@ -177,7 +179,7 @@ def without_absent(joint: fx.GraphModule, absent_tangents: Container[int]) -> No
 
 
 def _zeros(absent: fx.Node, before: fx.Node) -> fx.Node:
-    """Zeros in place of a gradient that is `absent`, made right `before` their reader, as by autograd."""
+    """Return zeros in place of the gradient `absent`, inserted right `before` their reader, as autograd does."""
     value = absent.meta["val"]
     with before.graph.inserting_before(before):
         made = before.graph.call_function(
@@ -190,7 +192,7 @@ def _zeros(absent: fx.Node, before: fx.Node) -> fx.Node:
 
 
 def _describe(node: fx.Node) -> None:
-    """Recompute the node's fake value from its present inputs.
+    """Recompute the fake value of the node from its present inputs.
 
     A view that their strides do not allow becomes a reshape, which copies, as in eager.
     """
@@ -206,9 +208,10 @@ def _describe(node: fx.Node) -> None:
 
 
 def takes_what_is_saved(backward: fx.GraphModule, again: fx.GraphModule, forward: fx.GraphModule, outputs: int) -> bool:
-    """Let `backward` take all that `forward` saves behind its `outputs`, of which `again`, its own forward, may save less.
+    """Make `backward` take all tensors that `forward` saves after its `outputs`; return whether it can.
 
-    False if these do not call the same ops on the same arguments, or it needs more than is saved.
+    Its own forward, `again`, may save fewer. False if the two do not call the same ops on the same arguments, or
+    `backward` needs more than is saved.
     """
 
     def spelled(module: fx.GraphModule) -> list[Any]:
