@@ -34,7 +34,10 @@ def test_what_a_job_takes_unmanaged_is_one_number(model: str, batch: int, optimi
     job: dict[str, Any] = {"optimizer": optimizer, "batch": batch, "device": gpu, "dtype": dtype}
     estimate = overspill.estimate(model, **job)
     plan = overspill.plan(model, **job, budget=1.0)
-    assert estimate.total_bytes == plan.unmanaged_bytes
+    assert estimate.total_bytes == plan.unmanaged_bytes == plan.unmanaged_device_bytes == plan.asked_bytes
+    assert plan.device_bytes is not None
+    assert plan.reserved_bytes is not None
+    assert plan.device_bytes - plan.reserved_bytes == estimate.outside_bytes
     # The captured graph, whose slowdowns are told, is of the same step.
     assert plan.unmanaged_peak_bytes + plan.library_bytes == pytest.approx(estimate.peak_requested_bytes, rel=0.01)  # type: ignore[operator]
     if model in {DECODER, SHALLOW}:

@@ -59,6 +59,11 @@ class Account:
         return Account(self.device) if self.is_card else self
 
     @property
+    def of_card(self) -> Account:
+        """The account of a card as a whole; where there is none, of live bytes."""
+        return self if self.is_card else Account(self.device)
+
+    @property
     def alone(self) -> Account:
         """The same without an arena, which a call that is not alone would keep whole."""
         return self

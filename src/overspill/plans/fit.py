@@ -100,7 +100,7 @@ class Fit:
     def plan(self) -> Plan:
         """Return the plan. Raises InfeasibleBudget."""
         if self._account.placed_by is None:
-            return self.hoped or self._at_first()
+            return self._at_first()
         found = self._fastest() if self._may_fit() else None
         if found is None:
             floors = [search.from_floor(alone=not self._may_fit()) for search in self._searches]
@@ -138,9 +138,7 @@ class Fit:
 class _Search:
     """Plans for `tensor_bytes`, each placed as `account` does; `made` makes them, with an effort."""
 
-    def __init__(
-        self, made: Callable[[int, float], Plan], account: Account, tensor_bytes: int, effort: float = 1.0
-    ) -> None:
+    def __init__(self, made: Callable[[int, float], Plan], account: Account, tensor_bytes: int, effort: float) -> None:
         self.made = made
         self._account = account
         self._bytes = tensor_bytes

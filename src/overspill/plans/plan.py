@@ -26,18 +26,7 @@ NO_LIMIT_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Plan(Reportable):
-    """A checked schedule with its simulated figures.
-
-    `unmanaged_timeline` and `unmanaged_peak_bytes` are of the same step with nothing moved or recomputed.
-    `op_seconds` are those of the ops with their fastest algorithms. `retained_bytes`, persistent ones aside, are on the
-    device between forward and backward. `peak_bytes` and `budget_bytes` are live bytes. Of a
-    plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context,
-    `unmanaged_device_bytes` what plain PyTorch takes of the card for the step, of which budgets are shares (where the job
-    has one, its estimate), `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` the size of the card that was asked for.
-    `groups` are updates that one call of the optimizer carries out. `usual_seconds` are those of the unmanaged step of the
-    graph that PyTorch runs, where the plan's is another (in pieces of rows, or by another partition). With planned
-    addresses `places` has them.
-    """
+    """A checked schedule with its simulated figures. Bytes are live ones, but for those of a device or an allocator."""
 
     graph: Graph
     schedule: Schedule
@@ -45,19 +34,31 @@ class Plan(Reportable):
     peak_bytes: int
     budget_bytes: int
     unmanaged_peak_bytes: int
+    """Of the same step with nothing moved or recomputed, as is the timeline."""
     unmanaged_timeline: Timeline
     plan_seconds: float
+    """What planning took, all plans included that were made for this one."""
     device: Device
     op_seconds: tuple[float, ...]
+    """Seconds of the ops with their fastest algorithms."""
     retained_bytes: int
+    """On the device between forward and backward; persistent tensors do not count."""
     reserved_bytes: int | None = None
+    """What the allocator takes from the device; None where live bytes are counted, as are the next four."""
     device_bytes: int | None = None
+    """What it takes and the CUDA context: the card that the plan needs."""
     device_budget_bytes: int | None = None
+    """The size of the card that was asked for."""
     unmanaged_device_bytes: int | None = None
+    """What plain PyTorch takes of the card: the job's estimate, or what the graph says."""
     library_bytes: int | None = None
+    """What cuBLAS keeps."""
     groups: tuple[tuple[int, ...], ...] = ()
+    """Updates that one call of the optimizer carries out."""
     usual_seconds: float | None = None
+    """Seconds of the unmanaged step as PyTorch runs it, where the plan is in pieces of rows or by another partition."""
     places: Places | None = None
+    """The planned addresses of blocks in an arena."""
 
     @cached_property
     def lower_bound_seconds(self) -> float:
@@ -77,10 +78,7 @@ class Plan(Reportable):
 
     @property
     def most_live_bytes(self) -> int:
-        """The most live bytes that the budget allows.
-
-        That is the budget, or what its card leaves after the context.
-        """
+        """The most live bytes that the budget allows: all of it, or what a card has besides the context."""
         if self.device_budget_bytes is None or self.device_bytes is None or self.reserved_bytes is None:
             return self.budget_bytes
         return self.device_budget_bytes - (self.device_bytes - self.reserved_bytes)

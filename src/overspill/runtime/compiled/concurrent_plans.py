@@ -20,6 +20,7 @@ from overspill.core.units import format_bytes
 from overspill.planning.gaps import swappable_gaps
 from overspill.planning.step_program import StepProgram
 from overspill.plans.account import Account
+from overspill.plans.fit import Fit, search
 from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanaged_peak
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
@@ -110,6 +111,10 @@ class GraphProblem(Generic[C]):
                 within = min(within, plan.peak_bytes) - over
                 plan = replace(self.plan(self, captured, max(1, within)), budget_bytes=budget)
         return captured, plan
+
+    def search(self, graph: Graph, budget: int) -> Fit:
+        """The search for a plan of one capture, whose budget counts what a card leaves for tensors."""
+        return search(graph, self.account.of_tensors, self.options.policy, budget, self.options.times)
 
     def as_one_of_several(self) -> GraphProblem[C]:
         """The problem of a call that is not alone: on a card it has no arena, which it would keep whole."""

@@ -43,7 +43,7 @@ from .double_backward import compiled_node, refuse_double_backward
 from .partitions import Partitioned
 from .pending_calls import GraphFrame
 from .planned import Planned
-from .session import Session, search_in
+from .session import Session
 from .tangents import (
     JointGradients,
     Layout,
@@ -176,7 +176,7 @@ class GraphCompiler:
         """The captured programs and their lowered graphs, for `compile_with_inductor`."""
 
         def make(problem: GraphProblem[Any], partitioned: Partitioned[Captured], budget_bytes: int) -> Plan:
-            plan = partitioned.best_plan(lambda one: search_in(problem, one, budget_bytes))
+            plan = partitioned.best_plan(lambda one: problem.search(one.graph, budget_bytes))
             compile_functions(partitioned.of(plan.graph).joint.module.graph)  # where that fails, no plan is kept
             return plan
 
@@ -247,7 +247,7 @@ class GraphCompiler:
             return Partitioned(captures(*given))
 
         def make(problem: GraphProblem[Any], captured: Partitioned[Captured], budget_bytes: int) -> Plan:
-            return captured.best_plan(lambda one: search_in(problem, one, budget_bytes), problem.options.times)
+            return captured.best_plan(lambda one: problem.search(one.graph, budget_bytes), problem.options.times)
 
         self.changed = _changed(graph)
         found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)

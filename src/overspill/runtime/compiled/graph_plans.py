@@ -160,7 +160,7 @@ class GraphPlans:
             captured[id(plan.graph)] = found
             return plan
 
-        plan = fit(made, problem.account, budget) if problem.account.is_card else made(budget)
+        plan = fit(made, problem.account.of_card, budget)
         return captured[id(plan.graph)], plan
 
     def _retained_by_others(self, kind: GraphKey, frame: GraphFrame) -> int:

@@ -23,7 +23,6 @@ from overspill.core import TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
-from overspill.plans.fit import Fit, search
 from overspill.plans.plan import Plan
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.pytorch.dynamo import reset_dynamo
@@ -43,7 +42,7 @@ from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes
 
-from .concurrent_plans import C, GraphProblem, HasGraph
+from .concurrent_plans import C, GraphProblem
 from .graph_plans import GraphPlans
 from .only_loss import OnlyLosses
 from .pending_calls import GraphFrame, GraphKey, Part, PendingCalls
@@ -53,17 +52,6 @@ from .renewal import Renewal
 from .weak_references import WeakReferences
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def search_in(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Fit:
-    """The search for a plan of one capture, whose budget counts what a card leaves for tensors."""
-    asked = problem.options
-    return search(captured.graph, problem.account.of_tensors, asked.policy, budget_bytes, asked.times)
-
-
-def plan_captured(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
-    """The plan of a captured graph. Raises InfeasibleBudget."""
-    return search_in(problem, captured, budget_bytes).plan()
 
 
 class Session(PlannedPeaks):
@@ -256,7 +244,7 @@ class Session(PlannedPeaks):
         examples: Sequence[Any],
         frame: GraphFrame,
         capture: Callable[..., C],
-        make: Callable[[GraphProblem[C], C, int], Plan] = plan_captured,
+        make: Callable[[GraphProblem[C], C, int], Plan],
     ) -> tuple[C, Planned]:
         """Capture the graph of `frame` with `capture` and plan it with `make`.
 

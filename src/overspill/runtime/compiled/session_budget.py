@@ -92,8 +92,4 @@ class SessionBudget:
 
 def _planned(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
     """The plan of one graph within a budget. Raises InfeasibleBudget."""
-
-    def made(live_bytes: int) -> Plan:
-        return problem.plan(problem, captured, live_bytes)
-
-    return fit(made, problem.account, budget_bytes) if problem.account.is_card else made(budget_bytes)
+    return fit(lambda live: problem.plan(problem, captured, live), problem.account.of_card, budget_bytes)
