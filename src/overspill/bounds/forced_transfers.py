@@ -30,7 +30,7 @@ NEIGHBOURS = 8
 DEPTH = 12
 """Most ops in a row through which a recomputation in a window is followed back."""
 SHORT = 8
-"""In longer windows, in steps, room for recomputations is not considered, and they are followed only as long as …"""
+"""In longer windows, in steps, memory for recomputations is not considered, and they are followed only as long as …"""
 MOST_FOLLOWED = 2000
 """… there are at most this many windows of recomputations."""
 NEGLIGIBLE = 1e-5
@@ -163,7 +163,7 @@ class ForcedTransfers:
                     self.lp.row([*by, (column, -1.0)], lower=0.0)
         return column
 
-    # -- room to run again
+    # -- memory to run again
 
     def _between(self) -> tuple[list[int], list[list[int]]]:
         """Return for each step the bytes that stay until the next, and the tensors that could leave in between."""

@@ -78,7 +78,7 @@ class Time:
             self.lp.row([*terms, *self._delay(start, end)], upper=ops)
 
     def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
-        """Require extra time for `terms` between the two steps, besides the ops."""
+        """Require extra time for `terms` between the two steps, on top of the ops."""
         self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
 
     def _delay(self, start: int, end: int) -> Terms:
@@ -160,7 +160,7 @@ class Relaxation(ABC):
         return 0
 
     def _visit(self, leaving: Transfers, coming: Transfers, busy: Transfers) -> Transfers:  # noqa: ARG002
-        """Add the transfers and ops' times of such tensors, and return the terms of their bytes away, by sample point."""
+        """Add the transfers and ops' times of such tensors; return the terms of their bytes away, by sample point."""
         return {}
 
     # -- gaps

@@ -89,7 +89,7 @@ class StepTimeBound(Relaxation):
             term = (again.runs, self.op_seconds[op] / self.total)
             released[self._interval_of(again.after)].append(term)
             due[self._interval_of(again.before - 1)].append(term)
-        # Time spent so far lies between what is due and what is allowed, at every interval's end.
+        # Time spent so far is between what is due and what is allowed, at every interval's end.
         wanted = allowed = done = None
         for k in range(len(self.at)):
             spent, now = self.lp.variable(), self.lp.variable()

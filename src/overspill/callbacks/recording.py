@@ -63,6 +63,7 @@ def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Ite
         recorded.take(recorder.record)
     if recorder.record.is_full:
         warnings.warn(
-            f"the record is full after {len(recorder.record.steps)} steps, the last in part: record fewer, or smaller ones",
+            f"the record is full after {len(recorder.record.steps)} steps, the last in part: record fewer, or smaller "
+            "ones",
             stacklevel=3,
         )

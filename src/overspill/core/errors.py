@@ -80,7 +80,9 @@ class InfeasibleBudget(OverspillError):
 
     def with_help(self, more: str) -> InfeasibleBudget:
         """The same error with `more` appended to its message."""
-        return InfeasibleBudget(f"{self}{more}", **_given(self) | {"hints": (*self.hints, *filter(None, [more.strip("; ")]))})
+        return InfeasibleBudget(
+            f"{self}{more}", **_given(self) | {"hints": (*self.hints, *filter(None, [more.strip("; ")]))}
+        )
 
     def with_floor(self, floor_bytes: int) -> InfeasibleBudget:
         """The same error with another smallest budget, in bytes."""
@@ -147,7 +149,8 @@ def _rebuilt(kind: type[OverspillError], message: str, fields: dict[str, Any]) -
 
 # For a tensor (torch), a kernel's code and scratch (oneDNN), C++ objects, a thread's stack, Dynamo.
 _MEMORY_RAN_OUT = re.compile(
-    "can't allocate memory|could not create a primitive(?! descriptor)|std::bad_alloc|can't start new thread|^MemoryError",
+    "can't allocate memory|could not create a primitive(?! descriptor)|std::bad_alloc|"
+    "can't start new thread|^MemoryError",
     re.MULTILINE,
 )
 

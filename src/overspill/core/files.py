@@ -81,7 +81,7 @@ def _nameless(directory: Path) -> int | None:
         return None
     try:
         return os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o666)
-    except OSError:  # another file system; or no such directory, as who opens a named one there is told
+    except OSError:  # another file system, or no such directory: opening a named file there then says so
         return None
 
 

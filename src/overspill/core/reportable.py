@@ -11,7 +11,7 @@ class Reportable:
     """Base of results that can be shown to a person."""
 
     _pages: ClassVar[Callable[[], Any]]
-    """Returns the module that draws results; set by the package, since that module imports all of them."""
+    """Returns the module that shows results; set by the package, because that module imports all of them."""
 
     def report(self, path: str | Path, title: str | None = None) -> None:
         """Write a report to `path`: one self-contained HTML page. Raises RequestError."""

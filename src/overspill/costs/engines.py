@@ -45,7 +45,7 @@ class Shares:
 SHARES = Shares(forward=0.99, backward=0.99)
 
 UNEXPLAINED = 0.05
-"""How far measured jobs with convolutions lie outside the bytes that sampled engines give, as a share of the whole."""
+"""How far measured jobs with convolutions are outside the bytes of sampled engines, as a share of the whole."""
 
 
 @dataclass(frozen=True)

@@ -89,37 +89,50 @@ class Job:
     )  # fmt: skip
     attention: str | None = way(
         str, None,
-        "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn; of transformers also eager.  [default: as CUDA chooses]",
+        "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn; of transformers also eager. "
+        " [default: as CUDA chooses]",
         INFERENCE, PIPELINE, metavar="NAME", choices=("flash", "efficient", "math", "cudnn", "eager"),
     )  # fmt: skip
     channels_last: bool = way(bool, False, "Model and images in the memory format of that name.", INFERENCE)
     lora: int | None = way(
-        int, None, "Train adapters beside linear layers, as peft has them; all else is frozen.", metavar="RANK", positive=True
+        int, None,
+        "Train adapters beside linear layers, as peft has them; all else is frozen.",
+        metavar="RANK", positive=True
     )  # fmt: skip
     lora_targets: str | None = way(
-        str, None, "Layers that --lora adapts: the ends of their names, as q_proj,v_proj, or all-linear.  [default: as peft chooses]",
+        str, None,
+        "Layers that --lora adapts: the ends of their names, as q_proj,v_proj, or all-linear.  [default: as peft "
+        "chooses]",
         metavar="NAMES",
     )  # fmt: skip
     lora_dropout: float = way(float, 0.0, "Dropout of what adapters read.", metavar="P")
     quantize: str | None = way(
         str, None,
-        "Weights of linear layers as bitsandbytes has them: 4bit-double (scales quantised too, as QLoRA has it), 4bit-single, 8bit; 4bit is double.  [default: as the model's configuration says]",
+        "Weights of linear layers as bitsandbytes has them: 4bit-double (scales quantised too, as QLoRA has it), "
+        "4bit-single, 8bit; 4bit is double.  [default: as the model's configuration says]",
         INFERENCE, metavar="BITS", choices=("4bit", "4bit-double", "4bit-single", "8bit"),
     )  # fmt: skip
     upcast: bool | None = way(
-        bool, None, "Of --quantize: all else is float32, as peft's prepare_model_for_kbit_training makes it.  [default: it is]",
+        bool, None,
+        "Of --quantize: all else is float32, as peft's prepare_model_for_kbit_training makes it.  [default: it is]",
         flag="--upcast/--no-upcast",
     )  # fmt: skip
     shift_logits: bool | None = way(
-        bool, None, "The loss copies the logits of all tokens but the last, as in transformers before 4.50.  [default: it does not]",
+        bool, None,
+        "The loss copies the logits of all tokens but the last, as in transformers before 4.50.  [default: it does "
+        "not]",
         flag="--shift-logits/--no-shift-logits",
     )  # fmt: skip
     loss_chunks: int | None = way(
-        int, None, "Output layer and loss of a causal model of transformers in N chunks of tokens, each computed again in backward.",
+        int, None,
+        "Output layer and loss of a causal model of transformers in N chunks of tokens, each computed again in "
+        "backward.",
         metavar="N", positive=True,
     )  # fmt: skip
     keep_outputs: bool | None = way(
-        bool, None, "A step's outputs, logits included, live until the next step has others, as in `out = model(...)`.  [default: they do not]",
+        bool, None,
+        "A step's outputs, logits included, live until the next step has others, as in `out = model(...)`.  [default: "
+        "they do not]",
         flag="--keep-outputs/--no-keep-outputs",
     )  # fmt: skip
     offload_optimizer: bool = way(bool, False, "The optimizer and its states are on the host.", COMPILED)
@@ -229,11 +242,15 @@ class Job:
         first_of(
             # Training or inference.
             (said and self.quantize != said.kind, ["quantize", "model"],
-             f"quantize={self.quantize}: the model's quantization_config says {said and said.kind}; leave quantize= out"),
+             (f"quantize={self.quantize}: the model's quantization_config says {said and said.kind}; leave quantize= "
+              "out")),
             (self.trains and self.quantize and self.lora is None, ["quantize", "lora"],
-             f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out (or quantization_config)"),
-            (self.lora is None and (self.lora_targets or self.lora_dropout), ["lora", *self.changed("lora_targets", "lora_dropout")],
-             f"{' and '.join(f'{name}=' for name in self.changed('lora_targets', 'lora_dropout'))}: of adapters; add lora="),
+             (f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out (or "
+              "quantization_config)")),
+            (self.lora is None and (self.lora_targets or self.lora_dropout),
+             ["lora", *self.changed("lora_targets", "lora_dropout")],
+             (f"{' and '.join(f'{name}=' for name in self.changed('lora_targets', 'lora_dropout'))}: of adapters; add "
+              "lora=")),
             (self.reentrant is not None and not self.checkpointing, ["reentrant", "checkpointing"],
              "reentrant= is of checkpoints; add checkpointing=, or leave it out"),
             (self.quantize is None and self.upcast is not None, ["upcast", "quantize"],
@@ -242,13 +259,16 @@ class Job:
              "a loss in chunks never has all logits, which the other copies; leave one of the two out"),
             (not 0 <= self.lora_dropout < 1, ["lora_dropout"],
              f"lora_dropout={self.lora_dropout} is no probability; give 0 or more, and less than 1"),
-            (self.trains and self.generate, ["generate", "optimizer"], "generate= is for inference; leave the optimizer out"),
+            (self.trains and self.generate, ["generate", "optimizer"],
+             "generate= is for inference; leave the optimizer out"),
             # Optimizers and weights on several GPUs.
             (self.eight_bit and sharded, ["optimizer", "parallel"],
-             f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that are not sharded"),
+             (f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that "
+              "are not sharded")),
             (self.quantize and kind == "fsdp", ["quantize", "parallel"],
              f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out"),
-            (kind == "tp" and (self.quantize or self.lora or self.loss_chunks), ["parallel", *self.changed("quantize", "lora", "loss_chunks")],
+            (kind == "tp" and (self.quantize or self.lora or self.loss_chunks),
+             ["parallel", *self.changed("quantize", "lora", "loss_chunks")],
              "tp does not cut adapters, quantised weights and losses in chunks here; leave these out, or take ddp"),
         )  # fmt: skip
         if kind == "pp":
@@ -316,7 +336,8 @@ class Job:
             )
         if self.dtype.startswith("amp"):
             raise RequestError(
-                f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype}); take one of these",
+                f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype}); take "
+                "one of these",
                 fields=["dtype"],
             )
         changed = self.changed(*refused_in(COMPILED, self))
@@ -345,7 +366,8 @@ class Job:
             (self.dtype == "amp", ["dtype"],
              "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"),
             (kind not in (None, "fsdp"), ["parallel"],
-             f"parallel={kind}: plans are of one GPU's step, alone or with fsdp; take fsdp, leave it out, or estimate it"),
+             (f"parallel={kind}: plans are of one GPU's step, alone or with fsdp; take fsdp, leave it out, or estimate "
+              "it")),
             (several is not None and several.replicas > 1, ["parallel"],
              "replicas=: a plan has one group of shards; leave replicas out, or estimate it"),
             (several is not None and several.cpu_offload, ["parallel"],
@@ -356,7 +378,8 @@ class Job:
              "offload_optimizer=: a plan moves the optimizer's state with whole_step=; take that in its place"),
             (self.keep_outputs, ["keep_outputs"],
              "keep_outputs=: a planned loop gives a step's outputs up; leave it out, or estimate it"),
-            (self.reentrant, ["reentrant"], "reentrant=: what a plan computes again, it does without reentrance; leave it out"),
+            (self.reentrant, ["reentrant"],
+             "reentrant=: what a plan computes again, it does without reentrance; leave it out"),
             (self.cudnn_benchmark, ["cudnn_benchmark"],
              "cudnn_benchmark=: its trials are in the first step, and a plan is of a later one; leave it out"),
             # A plan of the whole step also runs the updates.
@@ -378,9 +401,11 @@ class Job:
             (isinstance(self.model, Script), ["model"],
              f"script='{self.name}': estimated and planned, not trained; run it by python, or name a model"),
             (self.quantize, ["quantize"],
-             f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave it (or quantization_config) out"),
+             (f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave "
+              "it (or quantization_config) out")),
             (self.eight_bit, ["optimizer"],
-             f"optimizer={self.optimizer}: estimated and planned, not trained, for its updates are bitsandbytes'; take adamw"),
+             (f"optimizer={self.optimizer}: estimated and planned, not trained, for its updates are bitsandbytes'; "
+              "take adamw")),
         )  # fmt: skip
 
     def manner(self, *, whole_step: bool) -> str:
@@ -446,7 +471,10 @@ def first_of(*rules: tuple[object, Iterable[str], str]) -> None:
 
 
 def job_of(
-    build: str | nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None, batch: int | None,
+    build: str | nn.Module | Callable[[], nn.Module],
+    inputs: Any,
+    loss: Callable[..., Tensor] | None,
+    batch: int | None,
     optimizer: str | MakeOptimizer | None, **how: Any,
 ) -> Job:  # fmt: skip
     """Return the job of a built-in model's name or of a module. Raises RequestError.

@@ -19,7 +19,7 @@ _ZERO: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2": ("fsdp", {"reshard_after_forward": False}),
     "zero3": ("fsdp", {}),
 }
-"""The stages of ZeRO (Rajbhandari et al., 2020) by what torch has of them; 2 keeps parameters from forward to backward."""
+"""The stages of ZeRO (Rajbhandari et al., 2020), by torch's options; 2 keeps parameters from forward to backward."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 

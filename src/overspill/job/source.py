@@ -34,7 +34,10 @@ class Source:
     @property
     def refusal(self) -> str:
         """Why the job's other fields do not apply, for an error."""
-        return f"for a model of PyTorch's, and --{self.framework} is trained as its framework does, in float32; leave that out"
+        return (
+            f"for a model of PyTorch's, and --{self.framework} is trained as its framework does, in float32; leave "
+            "that out"
+        )
 
     @property
     def allocator(self) -> str:

@@ -80,7 +80,7 @@ def _resolve(spec: str) -> Callable[[], Any]:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
-        with drawing_from(None):  # only the first import draws, and each model is to be the same
+        with drawing_from(None):  # only the first import samples, and each model is to be the same
             found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
     except RequestError as error:
         absent = error.__cause__
@@ -221,7 +221,7 @@ class _Adapter:
         try:
             # Bind without calling: an error now is clearer than one in the step.
             signature = inspect.signature(self._loss)
-        except (TypeError, ValueError):  # of what is not Python nobody knows
+        except (TypeError, ValueError):  # unknown for a callable that is not Python
             return
         try:
             signature.bind(None, *batch)

@@ -54,7 +54,7 @@ class _Gathering:
         self.bytes = sum(
             self.nbytes[t] for t in self.present
         )  # as planned, which is less than there is while frees wait
-        # Collectives that have been started, with what they take besides their results.
+        # Collectives that have been started, with their bytes other than results.
         self.running: dict[int, int] = {}
         self.made: list[Instruction] = []
         self.groups: list[tuple[int, ...]] = []

@@ -47,7 +47,7 @@ class Policy(ABC):
     moves_all: ClassVar[bool] = False
     """Whether its paper moves parameters and optimizer state as all other tensors."""
     parameters: ClassVar[tuple[Parameter, ...]] = ()
-    """Its own parameters, beside those of all policies."""
+    """Its own parameters, without those of all policies."""
 
     def __init__(self, *, memory_optimal: bool = False) -> None:
         """Set whether ops take their algorithm of least workspace ("(m)" in papers), or the fastest ("(p)")."""

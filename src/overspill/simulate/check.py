@@ -92,7 +92,9 @@ class _Machine:
         """The version of each tensor that the store holds."""
         self.version = [0] * len(graph.tensors)
         self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read and make
-        self.started: dict[int, tuple[int, list[int]]] = {}  # collectives that run: bytes besides results, and these
+        self.started: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # collectives that run: bytes other than results, and the results
         self.held: Counter[int] = Counter()  # tensors that they read
         self.phase = 0
         self.seen = _versions_in_order(graph)

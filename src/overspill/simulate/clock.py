@@ -36,7 +36,7 @@ class _Clock:
         self.host = 0.0
         self.link_free = {Stream.OFFLOAD: 0.0, Stream.PREFETCH: 0.0}
         self.communication_free = 0.0
-        # Collectives that run: until when, and their bytes besides results.
+        # Collectives that run: until when, and their bytes other than results.
         self.flying: dict[int, tuple[float, int]] = {}
         self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}

@@ -73,7 +73,8 @@ def _no_targets(model: nn.Module, targets: str | None) -> RequestError:
         return RequestError(f"{kind} has no linear layers that LoRA could adapt; leave lora= out", fields=["lora"])
     last = {name.rpartition(".")[2] for name in _all_linear(model)}
     return RequestError(
-        f"lora_targets={targets}: peft finds no such layers in {kind}; it has {', '.join(sorted(last))}, or take all-linear",
+        f"lora_targets={targets}: peft finds no such layers in {kind}; it has {', '.join(sorted(last))}, or take "
+        "all-linear",
         fields=["lora_targets"],
     )
 

@@ -54,7 +54,8 @@ def prepare(module: nn.Module, job: Job) -> None:
         add_adapters(module, job.lora, job.lora_targets, job.lora_dropout)
     if job.trains and not any(parameter.requires_grad for parameter in module.parameters()):
         raise RequestError(
-            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to train; let one, or add lora=",
+            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to train; let "
+            "one, or add lora=",
             fields=["lora"],
         )
     if job.checkpointing:

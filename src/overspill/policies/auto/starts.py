@@ -13,7 +13,7 @@ from overspill.core import Graph, Phase
 PRICES = 24
 """How many prices of a byte are tried, in seconds, from that of the op that makes the cheapest group."""
 DEAREST = 4
-"""The dearest price is so many times that of the dearest op: a group that costs more with all that is made again for it is kept."""
+"""The highest price, in prices of the dearest op: a group that costs more with all that it needs again is kept."""
 COARSE, FINE = 10, 3
 """Starts: this many shares of all bytes, and how often the space around the best of them is halved."""
 
