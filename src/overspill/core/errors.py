@@ -17,7 +17,7 @@ class OverspillError(Exception):
 class RequestError(OverspillError):
     """The request is wrong: an unknown name, malformed size, or impossible combination.
 
-    Of a Job, `fields` names the ones with a wrong value, or those that do not go together.
+    If it is about a Job, `fields` names those with a wrong value, or those that do not go together.
     """
 
     exit_code = 2
@@ -47,10 +47,10 @@ class Amount:
 class InfeasibleBudget(OverspillError):
     """No schedule of this policy fits the budget.
 
-    `floor_bytes` is the smallest budget that works, `cause` names the op and the tensors that need it. Where known,
-    `parts` add up to `floor_bytes`, `changes` are what it would be after a change of settings, and `hints` other
-    remedies. The message has all of that in words. `crowded`: live tensors would fit, and do not as the allocator lays
-    them. `most_bytes` is the largest budget that the device allows, if that is known.
+    `floor_bytes` is the smallest budget that works. `cause` names the op and the tensors that need it. If known,
+    `parts` add up to `floor_bytes`, `changes` are what it would be after a change of settings, and `hints` are other
+    remedies. The message has all of that in words. `crowded` means that the live tensors would fit, but not as the
+    allocator places them. `most_bytes` is the largest budget that the device allows, if that is known.
     """
 
     exit_code = 1
@@ -79,13 +79,13 @@ class InfeasibleBudget(OverspillError):
         self.most_bytes = most_bytes
 
     def with_help(self, more: str) -> InfeasibleBudget:
-        """The same error with `more` appended to its message."""
+        """Return the same error with `more` appended to its message."""
         return InfeasibleBudget(
             f"{self}{more}", **_given(self) | {"hints": (*self.hints, *filter(None, [more.strip("; ")]))}
         )
 
     def with_floor(self, floor_bytes: int) -> InfeasibleBudget:
-        """The same error with another smallest budget, in bytes."""
+        """Return the same error with another smallest budget, in bytes."""
         return InfeasibleBudget(str(self), **_given(self) | {"floor_bytes": floor_bytes})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -119,10 +119,10 @@ class InvalidLayout(OverspillError):
 
 
 class OutOfMemory(OverspillError):
-    """An allocator found no room on its device, even after freeing its caches.
+    """An allocator found too little free memory on its device, even after freeing its caches.
 
-    `requested_bytes` is what was asked for, `reserved_bytes` what the allocator held then, `capacity_bytes` the
-    device's size (None: unlimited but for its address space).
+    `requested_bytes` is the size of the request, `reserved_bytes` what the allocator held then. `capacity_bytes` is the
+    device's size; None: unlimited but for its address space.
     """
 
     exit_code = 1
@@ -139,7 +139,7 @@ class OutOfMemory(OverspillError):
 
 
 def _given(error: OverspillError) -> dict[str, Any]:
-    """Arguments that the error was made with, without what Dynamo adds to errors passing through."""
+    """Return the arguments that the error was made with, without those that Dynamo adds to errors passing through."""
     return {name: value for name, value in vars(error).items() if name in type(error).__init__.__annotations__}
 
 
@@ -156,6 +156,6 @@ _MEMORY_RAN_OUT = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out: Python's, torch's, or a library's below."""
+    """Return whether `error` reports that memory ran out: Python's, torch's, or that of a library below."""
     of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
     return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
