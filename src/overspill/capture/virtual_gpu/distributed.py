@@ -4,8 +4,8 @@ A program requests its process group as usual (`init_process_group("nccl")`, und
 `world_size`). It gets torch's own "fake" group: right sizes, no messages. DistributedDataParallel and fully_shard then
 run unchanged. This module handles what does not work on fake tensors:
 
-- C++ makes DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`), and takes the parameters to be
-  on the CPU: the recorder is notified that the buckets are on the device.
+- C++ makes DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`), and takes the parameters
+  to be on the CPU: the recorder is notified that the buckets are on the device.
 - The fake group's work has no result, which the reducer reads (comm.cpp, `parseCppCommHookResult`): `allreduce_` is
   answered here, with its own input.
 - A DTensor's device is that of its shard.

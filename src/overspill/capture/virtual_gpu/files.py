@@ -111,7 +111,9 @@ def _save(save: Callable[..., Any]) -> Callable[..., Any]:
             save(obj, f, *args, **kwargs)
         elif not said:
             said = True
-            print("overspill: torch.save writes nothing during an estimate: nothing was computed", file=sys.stderr)  # noqa: T201
+            print(  # noqa: T201
+                "overspill: torch.save writes nothing during an estimate: nothing was computed", file=sys.stderr
+            )
 
     return write
 
