@@ -38,7 +38,7 @@ reset_dynamo = torch._dynamo.reset
 CALLBACK = Target(torch._dynamo.eval_frame, "_callback_from_stance")
 """What compiles a call, None for nothing."""
 FULLGRAPH_COUNT = Target(torch._dynamo.eval_frame, "set_fullgraph_compiled_frame_count")
-"""What counts compiled frames for `fullgraph=True`, which wants one."""
+"""What counts compiled frames for `fullgraph=True`, which wants one; since 2.12."""
 innermost_backend = torch._dynamo.eval_frame.innermost_backend
 """The backend within the wrappers around it."""
 unimplemented = torch._dynamo.exc.unimplemented
@@ -59,7 +59,7 @@ IDENTITY = (
     Target(torch._dynamo.variables.builtin, "vt_identity_compare"),
     Target(getattr(torch._dynamo.variables, "object_protocol", None), "vt_identity_compare"),
 )
-"""What `is` gives; in the second module since 2.13."""
+"""What `is` gives; since 2.12, and in the second module since 2.13."""
 DUPLICATE = Target(torch._dynamo.variables.builder, "make_dupe_guard")
 """The guard on an object that is read at two places."""
 APPLY_FUNCTION = Target(torch._dynamo.variables.AutogradFunctionVariable, "call_apply")

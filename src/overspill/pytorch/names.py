@@ -22,6 +22,8 @@ _ONLY_CUDA = "torch._C._cuda_", "torch._C._host_"
 """How names begin that a build without CUDA does not have."""
 _SINCE = {
     "torch._C._clear_DTensor_sharding_propagator_cache": "2.11",
+    "torch._dynamo.eval_frame.set_fullgraph_compiled_frame_count": "2.12",
+    "torch._dynamo.variables.builtin.vt_identity_compare": "2.12",
     "torch._dynamo.variables.object_protocol": "2.13",
 }
 """Names that the wall asks for before it uses them, and the first release that has them."""

@@ -16,6 +16,11 @@ class Target(NamedTuple):
     name: str
 
     @property
+    def is_there(self) -> bool:
+        """Whether this release of PyTorch has the attribute."""
+        return hasattr(self.owner, self.name)
+
+    @property
     def now(self) -> Any:
         """What the attribute is at present."""
         return getattr(self.owner, self.name)

@@ -55,6 +55,12 @@ def answering_is_compiling(*, compiles: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(config.patch(error_on_nested_fx_trace=False))
         stack.enter_context(
-            patched([(*target, answering(target.now, answer, everywhere)) for target, answer, everywhere in asked])
+            patched(
+                [
+                    (*target, answering(target.now, answer, everywhere))
+                    for target, answer, everywhere in asked
+                    if target.is_there
+                ]
+            )
         )
         yield
