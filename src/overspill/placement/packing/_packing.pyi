@@ -12,9 +12,9 @@ class SkylinePacker:
         self, start: NDArray[np.int64], end: NDArray[np.int64], nbytes: NDArray[np.int64], alignment: NDArray[np.int64]
     ) -> None: ...
     def pack(self, key: NDArray[np.float64], capacity: int | None, limit: int | None) -> NDArray[np.int64] | None:
-        """The offsets of all blocks, those of larger key first and ties by index; with a capacity, guarded by it.
+        """Return the offsets of all blocks, `[blocks]`; None once it is known that a block will end above `limit`.
 
-        None once it is known that a block will end above `limit`.
+        Blocks of larger key come first, ties by index. A capacity guards the packing.
         """
 
 def greedy(
@@ -30,7 +30,10 @@ def greedy(
 def merges(
     start: NDArray[np.int64], end: NDArray[np.int64], nbytes: NDArray[np.int64], most_waste: float, seed: int
 ) -> tuple[NDArray[np.int64], list[float]]:
-    """Boxes of two (native/packing/boxes.hpp): of each first, second, start, end, bytes and shift in one row; the waste."""
+    """Return boxes of two blocks (native/packing/boxes.hpp), `[boxes, 6]`, and their waste.
+
+    A row has first, second, start, end, bytes and shift.
+    """
 
 # The check of layouts (native/packing/check_binding.cpp)
 
@@ -43,15 +46,15 @@ def check_layout(
     gap_start: NDArray[np.int64],
     gap_end: NDArray[np.int64],
 ) -> tuple[tuple[int, int] | None, int]:
-    """Two blocks that overlap (None: there are none), and the most live bytes, counted again."""
+    """Return two blocks that overlap (None: no blocks do), and the most live bytes, counted again."""
 
 # The exact search (native/packing/exact_binding.cpp)
 
 class ExactSearch:
-    """Canonical branch and bound over one problem (native/packing/exact.hpp says how).
+    """Canonical branch and bound over one problem (native/packing/exact.hpp explains it).
 
     Piece `k` of block `i`, with `piece_first[i] <= k < piece_first[i + 1]`, lives in the sections from `piece_start[k]`
-    to `piece_end[k]`; sizes, alignments and pins are in whole units, one a block.
+    to `piece_end[k]`. Sizes, alignments and pins are in whole units, one for each block.
     """
 
     def __init__(
@@ -76,4 +79,7 @@ class ExactSearch:
         node_limit: int,
         seconds: float,
     ) -> tuple[int, int, list[int]]:
-        """The outcome (1: all fit, 0: they cannot, -1: not known), the nodes visited, and offsets, which count if all fit."""
+        """Return the outcome, the nodes visited, and offsets, which count if all fit.
+
+        The outcome is 1 if all fit, 0 if they cannot, -1 if that is not known.
+        """

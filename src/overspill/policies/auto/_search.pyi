@@ -11,30 +11,37 @@ from overspill.core import Graph as CoreGraph
 class TimedPlan:
     """A plan: the step takes `seconds`, moves `moved_bytes` to the store and has `peak_bytes` at most on the device.
 
-    `chosen` are the candidates taken, `swaps` those of them that move a tensor, each released and issued before the
-    steps that `release` and `issue` name.
+    All arrays hold numbers, of candidates or of steps.
     """
 
     seconds: float
     moved_bytes: int
     peak_bytes: int
     chosen: NDArray[np.int32]
+    """The candidates taken, `[chosen]`."""
     swaps: NDArray[np.int32]
+    """Those of `chosen` that move a tensor, `[swaps]`."""
     release: NDArray[np.int32]
+    """The step before which each swap is released, `[swaps]`."""
     issue: NDArray[np.int32]
+    """The step before which each swap's way back is issued, `[swaps]`."""
 
 class ListScheduler:
     """The candidates of a program under a budget: parts of swaps, then slower algorithms."""
 
     def __len__(self) -> int:
-        """How many candidates there are."""
+        """Return the number of candidates."""
     def swaps(self) -> NDArray[np.int32]:
-        """For each swap its tensor, the steps at the ends of its gap, and that before which its copy may start."""
+        """Return for each swap its tensor, the steps at the ends of its gap, and the first before which it may start."""
     def slower(self) -> NDArray[np.int32]:
-        """For each slower algorithm, which are the last candidates, its op and its number."""
+        """Return for each slower algorithm its op and its number; they are the last candidates."""
 
 class Graph:
-    """A graph with what its ops take; `leaves`: the tensors that are worth a transfer; `least`: by op its algorithm."""
+    """A graph with the seconds of its ops.
+
+    `leaves` are the tensors that are worth a transfer, `[tensors]`. `least` is the algorithm of least workspace by op,
+    `[ops]`.
+    """
 
     def __init__(
         self,
@@ -47,7 +54,7 @@ class Graph:
     ) -> None: ...
 
 class Planner:
-    """A graph with algorithms, a device's link and a budget: what an annealing plans for."""
+    """A graph with algorithms, a device's link and a budget, for which an annealing plans."""
 
     def __init__(self, graph: Graph, chosen: NDArray[np.int32], device: Device, budget: int) -> None: ...
 
@@ -59,11 +66,14 @@ class RematGroups:
     ) -> None: ...
 
 class Attempt:
-    """A plan that fits, what it recomputes, what of that is dropped after each use, and what else is kept for it."""
+    """A plan that fits."""
 
     recompute: NDArray[np.int32]
+    """The tensors that it recomputes."""
     drop_after_use: NDArray[np.int32]
+    """Those of `recompute` that it drops after each use."""
     kept: NDArray[np.int32]
+    """Other tensors that it keeps for recomputations."""
     scheduler: ListScheduler
     plan: TimedPlan
 
@@ -75,7 +85,10 @@ class Annealing:
     def best(self) -> Attempt | None:
         """The best plan so far."""
     def begin(self, recompute: NDArray[np.bool_], kept: NDArray[np.bool_]) -> float:
-        """Seconds of the plan that recomputes and keeps these tensors (one flag a tensor), infinite if it does not fit."""
+        """Return the seconds of the plan that recomputes and keeps these tensors; infinite if it does not fit.
+
+        Both arrays have one flag for each tensor, `[tensors]`.
+        """
     def anneal(
         self,
         attempts: int,
@@ -84,7 +97,7 @@ class Annealing:
         temperature_seconds: float,
         target_seconds: float,
     ) -> None:
-        """Make `attempts` changes of the best plan, fewer where candidates were looked at `evaluations` times before.
+        """Make `attempts` changes of the best plan, fewer once candidates were evaluated `evaluations` times.
 
         It ends early with a plan that takes `target_seconds`. Early changes may cost about `temperature_seconds`.
         Control-C ends it.

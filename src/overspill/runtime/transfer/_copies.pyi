@@ -8,7 +8,10 @@ class CopyTicket:
     def wait(self) -> None: ...
 
 class CopyLane:
-    """Copies of one direction on `stream`; `path` and `prefix` name the device's library, `current(device)` asks for compute's stream."""
+    """Copies of one direction on `stream`.
+
+    `path` and `prefix` name the device's library. `current(device)` returns compute's stream.
+    """
 
     def __init__(
         self, path: str, prefix: str, device: int, stream: int, outward: bool, current: Callable[[int], int]
