@@ -71,7 +71,7 @@ class Checks:
         return *results, *self._values
 
     def decide(self, asked: UnknownValue, step: Step, values: Sequence[FakeTensor]) -> None:
-        """Try both answers to find out whether a read is a check; raise `asked` if it is not."""
+        """Try both answers to find out whether a read is a check; raise the error `asked` if it is not."""
         # It was answered before and raised again, so it does not read a truth value.
         if asked.lines in self._known:
             raise asked

@@ -103,7 +103,10 @@ class KnownValues(FakeTensorMode):
     supports_higher_order_operators = True
 
     def __init__(self, *, eager: bool = False) -> None:
-        """If `eager`, the step runs eager's kernels: its random numbers are known, and packed sequences are traced."""
+        """Make a mode in which no values are known yet.
+
+        If `eager`, the step runs eager's kernels: its random numbers are known, and packed sequences are traced.
+        """
         super().__init__(allow_non_fake_inputs=True)
         self._eager = eager
         self._depth = 0

@@ -147,7 +147,7 @@ class TracedStep:
     ops: GradientOps
 
     def captured(self, outside_graph: OutsideGraph = ()) -> CapturedStep:
-        """Return the captured step; `elsewhere` is on the device during all of it, untouched by its ops."""
+        """Return the captured step; `outside_graph` is on the device during all of it, untouched by its ops."""
         return self._around(self.joint, outside_graph)
 
     def ways(self) -> Iterator[Callable[[OutsideGraph], CapturedStep]]:
@@ -185,7 +185,7 @@ def trace_step(
 
 
 def around_step(values: Sequence[FakeTensor], outside_graph: OutsideGraph) -> Surroundings:
-    """Return the other bytes on the device: `elsewhere`, and those of the guard program."""
+    """Return the other bytes on the device: `outside_graph`, and those of the guard program."""
     mode = values[0].fake_mode
     guards = mode.guards().nbytes if isinstance(mode, KnownValues) else 0
     return Surroundings(outside_graph=outside_graph, guard_bytes=guards)

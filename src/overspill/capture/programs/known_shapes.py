@@ -29,7 +29,7 @@ _LIBRARY = torch.library.Library(KNOWN_SHAPES, "DEF")
 
 @contextmanager
 def values_made_up() -> Iterator[None]:
-    """Inside the block, give these ops results of the captured shapes, without values, for any inputs."""
+    """Give these ops results of the captured shapes for any inputs, without values, inside the block."""
     token = _made_up.set(True)
     try:
         yield

@@ -179,7 +179,7 @@ def not_understood(node: ast.AST) -> UnsupportedError:
 def namespace_of(compiled: Any) -> dict[str, Any]:
     """Return the names of the Python module that Inductor wrote for `compiled`, if any.
 
-    `compiled` is what `compile_fx_inner` returns.
+    `compiled` is the result of `compile_fx_inner`.
     """
     call: Any = getattr(compiled, "current_callable", None)
     if getattr(call, "__module__", None) == align_inputs_from_check_idxs.__module__:

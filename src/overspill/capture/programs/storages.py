@@ -1,7 +1,7 @@
 """Follow a step's compiled programs on fake tensors: storages, views, and calls.
 
-Nothing is computed: allocations and library calls run on fake tensors, and compiled kernels, which only write to
-arguments, are skipped. Forward and backward share their variables here: backward's first arguments are what forward
+Nothing is computed. Allocations and library calls run on fake tensors; compiled kernels, which only write to arguments,
+are skipped. Forward and backward share their variables here: backward's first arguments are the values that forward
 saves, by position.
 """
 

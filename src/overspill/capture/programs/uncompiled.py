@@ -44,7 +44,7 @@ def compiled(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def kernels_later() -> Iterator[None]:
-    """Inside the block, leave kernels that this thread compiles with Inductor uncompiled for now."""
+    """Leave kernels that this thread compiles with Inductor uncompiled for now, inside the block."""
     from overspill.pytorch.inductor import PyCodeCache  # noqa: PLC0415 - Inductor takes seconds to import
 
     with _one_at_a_time:
