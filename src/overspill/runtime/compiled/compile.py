@@ -58,9 +58,9 @@ def compile(  # noqa: A001 - named as torch.compile is
 
     Args:
         model: A module, a function or a method. Compile it before the loop; the loop stays as it is.
-        budget: A size (`"8GiB"`, or bytes), a share of the step's memory without Overspill (`0.5`), `"smallest"`, or None
-            for the whole device. It counts parameters, gradients, optimizer state, buffers, inputs, activations and
-            temporaries. On CUDA a size is that of the GPU, with context, library workspaces and fragmentation
+        budget: A size (`"8GiB"`, or bytes), a share of the step's memory without Overspill (`0.5`), `"smallest"`, or
+            None for the whole device. It counts parameters, gradients, optimizer state, buffers, inputs, activations
+            and temporaries. On CUDA a size is that of the GPU, with context, library workspaces and fragmentation
             (docs/guarantees.md). A share is that of the first step that trains, for all later steps too.
         policy: A name that `overspill policies` lists.
         store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA.
@@ -68,14 +68,16 @@ def compile(  # noqa: A001 - named as torch.compile is
         backend: The kernels: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
         device: The device to plan for, by name or as a Device; by default the one that the tensors are on.
         optimizer: Needed only if it does not exist yet at the first call; otherwise it is found by the parameters.
-        reserve: Memory for your computation between forward and backward outside the model, as a size. None: worked out.
+        reserve: Memory for your computation between forward and backward outside the model, as a size. None: it is
+            worked out.
         times: Op times that were measured before, in place of estimates.
-        placement: The name of an allocator or solver. The budget then holds for the addresses of blocks, not only for their
-            bytes. `planned`, the default on CUDA, gives blocks addresses in an arena; `pytorch` is PyTorch's allocator.
+        placement: The name of an allocator or solver. The budget then holds for the addresses of blocks, not only for
+            their bytes. `planned`, the default on CUDA, gives blocks addresses in an arena; `pytorch` is PyTorch's
+            allocator alone.
         checksum: Compare bytes that come back from the store with those written; a difference raises a StoreError.
         on_unplanned: `"error"`: a call that runs without a plan raises UnplannedError. `"warn"`: it warns.
-        partition: With `backend="inductor"`, 0 to 1: use the partition for this `activation_memory_budget`. 1 is that of
-            `torch.compile`, and so has its bits. None: several are tried.
+        partition: With `backend="inductor"`, 0 to 1: use the partition for this `activation_memory_budget`. 1 is that
+            of `torch.compile`, and so has its bits. None: several are tried.
         session: Share this session's budget with its other models. It has the options; give no others.
         fullgraph: As in `torch.compile`: a graph break is an error.
 

@@ -36,8 +36,10 @@ MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
 _WARN = "or pass on_unplanned='warn' to train without the promise"
 CURES = {
-    r"depends on input Tensor data|Data dependent operator": f"let no shape or branch in a loop follow from values (experts by masks or "
-    f"grouped products, torch.nn.functional.grouped_mm), {_WARN}",
+    r"depends on input Tensor data|Data dependent operator": (
+        "let no shape or branch in a loop follow from values (experts by masks or grouped products, "
+        f"torch.nn.functional.grouped_mm), {_WARN}"
+    ),
     r"sparse Tensor": f"let it be dense, {_WARN}",
     r"[Rr]andom\.": f"draw with torch, or before the call, {_WARN}",
     "": f"take the rest out of the model, or use overspill.train_step, {_WARN}",
