@@ -1,7 +1,9 @@
 """Streams, events and memory of the accelerator; other device kinds go here.
 
-By `torch.accelerator` where it has them, else by the device's own module, which ROCm calls `torch.cuda`
-too. Nothing but CUDA has been thought through: that another device works is not claimed.
+These come from `torch.accelerator` if it has them, otherwise from the device's own module, which ROCm also calls
+`torch.cuda`.
+
+Known limit: only CUDA is considered. No other device is claimed to work.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ KINDS = ("cuda",)
 
 
 def is_available() -> bool:
-    """Whether PyTorch has an accelerator of a known kind here."""
+    """Return whether PyTorch has an accelerator of a known kind on this machine."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found is not None and found.type in KINDS
 
@@ -32,35 +34,35 @@ def is_available() -> bool:
 
 
 class DeviceStream(Protocol):
-    """The used part of `torch.Stream`. As a context manager it is the current one."""
+    """The used part of `torch.Stream`. As a context manager it becomes the current stream."""
 
     def wait_stream(self, other: Any) -> None:
-        """Let later work run after all that `other` has been given."""
+        """Make later work run after all work given to `other`."""
 
     def wait_event(self, event: Any) -> None:
-        """Let later work run after `event`."""
+        """Make later work run after `event`."""
 
     def record_event(self) -> Any:
-        """An event after all work this stream has been given."""
+        """Return an event after all work given to this stream."""
 
     def synchronize(self) -> None:
         """Wait until the stream is idle."""
 
     def __enter__(self) -> Any:
-        """Be the current stream."""
+        """Become the current stream."""
 
     def __exit__(self, *_: object) -> Any:
         """Restore the previous current stream."""
 
 
 def new_stream(device: torch.device) -> DeviceStream:
-    """A new stream of `device`, concurrent with compute."""
+    """Return a new stream of `device`, concurrent with compute."""
     made: DeviceStream = torch.get_device_module(device).Stream(device)
     return made
 
 
 def current_stream(device: torch.device) -> DeviceStream:
-    """The current stream of this thread on `device`."""
+    """Return the current stream of this thread on `device`."""
     found: DeviceStream = torch.get_device_module(device).current_stream(device)
     return found
 
@@ -72,29 +74,29 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RawStreams:
-    """Streams of device `index` as its runtime library has them, for native code.
-
-    `prefix` begins the names of the library's functions, and `path` is its file, if it is not the one that PyTorch has
-    loaded. `current(index)` is this thread's current stream.
-    """
+    """Streams of a device as its runtime library has them, for native code."""
 
     prefix: str
+    """First part of the names of the library's functions."""
     index: int
+    """Number of the device."""
     current: Callable[[int], int]
+    """Returns the current raw stream of this thread, given the number of the device."""
     path: str = ""
+    """File of the library, if it is not the one that PyTorch has loaded."""
 
     def compute(self) -> DeviceStream:
-        """The current stream of this thread."""
+        """Return the current stream of this thread."""
         return current_stream(torch.device("cuda", self.index))
 
     def new(self) -> tuple[DeviceStream, int]:
-        """A new stream, alive as long as the object, and its raw handle."""
+        """Return a new stream, alive as long as the object, and its raw handle."""
         stream: Any = new_stream(torch.device("cuda", self.index))
         return stream, int(stream.cuda_stream)
 
 
 def raw_streams(device: torch.device) -> RawStreams | None:
-    """The raw streams of `device`, or None."""
+    """Return the raw streams of `device`, or None."""
     current = cuda.raw_stream_getter()
     if device.type != "cuda" or current is None:
         return None
@@ -109,10 +111,10 @@ FAR_SECONDS = 2.0
 
 
 class DeviceClock:
-    """When a device's streams reach a mark, in the host's seconds.
+    """Tells when the streams of a device reach a mark, in seconds of the host.
 
-    `now` gives these. A mark is an event with a time, which costs the host a call and makes nobody wait. Only the
-    constructor waits, once, until the device is idle, so that both clocks can start together.
+    `now` returns the host's seconds. A mark is an event with a time. It costs the host a call, and makes no one wait.
+    Only the constructor waits once until the device is idle, so that both clocks start together.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
@@ -126,13 +128,13 @@ class DeviceClock:
         self._next: tuple[Any, float] | None = None
 
     def mark(self, stream: Any = None) -> Any:
-        """An event after all work given to `stream`, or else to compute."""
+        """Return an event after all work given to `stream`, or to compute if None."""
         event = self._free.pop() if self._free else torch.get_device_module(self._device).Event(enable_timing=True)
         event.record(self._compute() if stream is None else stream)
         return event
 
     def _compute(self) -> DeviceStream:
-        """The compute stream, cached, for making its object costs more than an event."""
+        """Return the compute stream, cached because making its object costs more than an event."""
         raw = None if self._raw is None else self._raw.current(self._raw.index)
         if raw is None:
             return current_stream(self._device)
@@ -141,11 +143,11 @@ class DeviceClock:
         return self._streams[raw]
 
     def is_past(self, mark: Any) -> bool:
-        """Whether all work before the mark is done."""
+        """Return whether all work before the mark is done."""
         return bool(mark.query())
 
     def seconds(self, mark: Any) -> float:
-        """The time of a mark that has passed, in seconds."""
+        """Return the time of a mark that has passed, in seconds."""
         since = self._origin.elapsed_time(mark) / 1e3
         if since > FAR_SECONDS:
             self._next = mark, self._origin_seconds + since
@@ -169,18 +171,18 @@ class DeviceClock:
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Free bytes of `device`, and its total bytes."""
+    """Return the free bytes of `device`, and its total bytes."""
     free, total = torch.get_device_module(device).mem_get_info(device)
     return int(free), int(total)
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Bytes that PyTorch's allocator holds of `device`."""
+    """Return the bytes that PyTorch's allocator holds of `device`."""
     return int(torch.get_device_module(device).memory_reserved(device))
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give what PyTorch's allocator holds and nothing uses back to the device."""
+    """Return unused memory of PyTorch's allocator to the device."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
@@ -191,12 +193,12 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """Peak bytes of tensors, and of PyTorch's allocator, since `reset_peaks`."""
+    """Return the peak bytes of tensors, and of PyTorch's allocator, since `reset_peaks`."""
     return int(torch.accelerator.max_memory_allocated(device)), int(torch.accelerator.max_memory_reserved(device))
 
 
 def name_and_bytes(device: torch.device) -> tuple[str, int]:
-    """The driver's name for `device`, and its total bytes."""
+    """Return the driver's name for `device`, and its total bytes."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(properties.name), int(properties.total_memory)
 
@@ -208,7 +210,7 @@ MOST_HISTORY = 200_000
 class MemoryHistory:
     """PyTorch's own memory recorder, whose snapshot is `taken` at the end.
 
-    A recorder that is on already goes on as it is. Raises RuntimeError for an allocator that is not PyTorch's.
+    A recorder that is already on continues unchanged. Raises RuntimeError for an allocator that is not PyTorch's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -229,7 +231,10 @@ class MemoryHistory:
         self._steps.append({"stage": stage, "name": name, "device": self._device.index or 0, "time_us": at})
 
     def taken(self) -> dict[str, Any]:
-        """The snapshot, with the steps among its annotations, as `torch.cuda.memory._dump_snapshot` would write it."""
+        """Return the snapshot, in the form that `torch.cuda.memory._dump_snapshot` would write it.
+
+        The steps are among its annotations.
+        """
         found: dict[str, Any] = cuda.history()
         cuda.set_label(self._said_before)
         if self._is_ours:
@@ -246,7 +251,7 @@ class PageLock:
     """Locks and unlocks pages of host memory for the accelerator."""
 
     def lock(self, chunk: Tensor) -> int:
-        """Lock a chunk; 0, or the device's error number.
+        """Lock a chunk; return 0, or the error number of the device.
 
         The error is cleared as the device's last error.
         """
@@ -260,9 +265,9 @@ class PageLock:
         torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())
 
     def clear_error(self) -> None:
-        """Clear the device's last error with an op of our own.
+        """Clear the device's last error with an op of Overspill.
 
-        A refusal would otherwise be raised by the user's next op.
+        Otherwise the next op of the user would raise it.
         """
         try:
             torch.ones((), device="cuda")
@@ -271,9 +276,9 @@ class PageLock:
 
 
 def repeatable_kernels() -> None:
-    """Have a GPU's kernels repeat themselves, as far as PyTorch has such; without its extra writes to fresh memory.
+    """Make GPU kernels deterministic as far as PyTorch can, without its extra writes to fresh memory.
 
-    Matrix products do from the first on that a process multiplies.
+    For matrix products, call it before the first one of the process.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)

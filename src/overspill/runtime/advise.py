@@ -1,4 +1,4 @@
-"""Advice on a job, with what Overspill's own plans make of it."""
+"""Advice on a job, including Overspill's own plans for it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SHARDED = "overspill.train_step(…) of the model in fully_shard"
 def advise(
     estimate: Estimate, progress: Callable[[str], None] | None = None, vain: Callable[[str, str], object] | None = None
 ) -> Iterator[Advice]:
-    """All that would help the job whose estimate this is, each piece tried: the cheapest first.
+    """Yield the changes that would help the job of this estimate, each one tried, the cheapest first.
 
-    `progress` is told what is being done, and `vain` each change that was tried in vain, and why.
+    `progress` gets a line about the present work. `vain` gets each change that does not help, and why.
     """
     planner = None
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
@@ -33,7 +33,7 @@ def advise(
 
 
 def _can_plan(job: Job) -> bool:
-    """Whether the step is one that can be planned here."""
+    """Return whether the step can be planned here."""
     try:
         job.check_planned(whole_step=False)
     except OverspillError:
@@ -42,9 +42,10 @@ def _can_plan(job: Job) -> bool:
 
 
 def _planned(job: Job, estimate: Estimate) -> Advice | None:
-    """The plan of the job within all of the device; where feature maps are not enough, with parameters and their update too.
+    """Return the plan of the job within all of the device, or the memory that the smallest plan needs.
 
-    Of a sharded job the plan of a rank. Where that is not enough either, what the smallest plan needs.
+    Activations are moved first. If that is not enough, so are parameters and their update. For a sharded job it is the
+    plan of one rank.
     """
     least = None
     ways = ((False, _COMPILE), (True, _TRAIN_STEP)) if job.parallel is None else ((True, _SHARDED),)

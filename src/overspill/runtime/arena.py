@@ -1,6 +1,6 @@
-"""The memory of planned addresses: one arena for a call, or a step, in which its blocks lie.
+"""The memory of planned addresses: one arena for the blocks of a call, or of a step.
 
-`placement/arena.py` says which blocks those are, and where. The arena is memory of PyTorch's allocator.
+`placement/arena.py` decides which blocks those are, and where. The arena is memory of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ NOWHERE = Places({}, 0, 0)
 
 
 class Arena(NamedTuple):
-    """The `places` of a step's buffers, and a function that gives their memory."""
+    """Memory for the buffers of a step."""
 
     places: Places = NOWHERE
+    """Offsets of the buffers."""
     take: Callable[[], Tensor] | None = None
+    """Returns the memory; None without places."""
 
     def of_forward(self, graph: Graph, schedule: Schedule) -> Arena:
-        """The same for forward's blocks alone."""
+        """Return the same arena, with the blocks of forward alone."""
         first = first_backward(graph, schedule)
         kept = {key: offset for key, offset in self.places.offsets.items() if key[1] < first}
         return self._replace(places=replace(self.places, offsets=kept))
@@ -44,7 +46,7 @@ _OURS = 2
 class Arenas:
     """The arenas of a session's calls.
 
-    An unused one stays for the next call of the same size.
+    An unused one is kept for the next call of the same size.
     """
 
     def __init__(self) -> None:
@@ -52,15 +54,15 @@ class Arenas:
         self._lock = ForkedLock()
 
     def of(self, plan: Plan, device: torch.device) -> Arena:
-        """The arena of a plan that has places, or none."""
+        """Return the arena of a plan, empty if the plan has no places."""
         if plan.places is None or not plan.places.offsets:
             return Arena()
         return Arena(plan.places, self.taker(plan.places.arena_bytes, device))
 
     def taker(self, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
-        """A function that lowered graphs call for their arena.
+        """Return a function that lowered graphs call for their arena.
 
-        It needs the session to be alive.
+        The session must be alive when it is called.
         """
         ours = weakref.ref(self)
 
@@ -72,7 +74,7 @@ class Arenas:
         return take_arena
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """The memory for one call, in use as long as the tensor lives."""
+        """Return the memory for one call, `[nbytes]` of uint8, in use as long as the tensor lives."""
         with self._lock.lock:
             self._give_back(nbytes)
             idle = (m for m in self._memories if not _is_taken(m) and m.device == device)
@@ -88,7 +90,7 @@ class Arenas:
                 self._give_back(0)
 
     def _give_back(self, besides: int) -> None:
-        """Free unused arenas, but for one of `besides` bytes. The plan of the graph that runs next counts that one."""
+        """Free unused arenas, except one of `besides` bytes, which the plan of the next graph counts."""
         idle = [m for m in self._memories if not _is_taken(m)]
         kept = next((m for m in idle if m.nbytes == besides), None)
         self._memories = [m for m in self._memories if m is kept or _is_taken(m)]
@@ -99,7 +101,7 @@ def _is_taken(memory: Tensor) -> bool:
 
 
 class StepArena:
-    """The arena of a train step, in which weights and state lie between steps too.
+    """The arena of a train step, which also holds weights and state between steps.
 
     It stays from step to step, as long as plans need one of its size.
     """
@@ -108,47 +110,47 @@ class StepArena:
         self.memory: Tensor | None = None
 
     def of(self, plan: Plan) -> Arena:
-        """The arena of a plan that has places, or none."""
+        """Return the arena of a plan, empty if the plan has no places."""
         return Arena() if plan.places is None else Arena(plan.places, self.taken)
 
     def taken(self) -> Tensor:
-        """Its memory."""
+        """Return its memory."""
         assert self.memory is not None  # before a step begins
         return self.memory
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Its size in bytes."""
         return 0 if self.memory is None else self.memory.nbytes
 
     def renew(self, nbytes: int, device: torch.device) -> None:
-        """Give its memory back, and take as much as that."""
+        """Free its memory, and allocate `nbytes`."""
         self.memory = None
         empty_cache(device)
         if nbytes:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in it."""
+        """Return whether `tensor` is in it."""
         return self.memory is not None and 0 <= tensor.data_ptr() - self.memory.data_ptr() < self.memory.nbytes
 
     def has_at(self, offset: int, tensor: Tensor) -> bool:
-        """Whether `tensor` lies at `offset`."""
+        """Return whether `tensor` is at `offset`."""
         return self.memory is not None and tensor.data_ptr() == self.memory.data_ptr() + offset
 
 
 def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """A storage for bytes at `offset` of the arena, kept alive by the caller."""
+    """Return a storage for bytes at `offset` of the arena; the caller keeps the arena alive."""
     return storage_over(arena.data_ptr() + offset, arena.device, nbytes)
 
 
 def kept_storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """A storage for bytes at `offset` of the arena, which it keeps alive."""
+    """Return a storage for bytes at `offset` of the arena, which keeps the arena alive."""
     return torch.from_dlpack(arena[offset : offset + nbytes]).untyped_storage()
 
 
 def tensor_at(
     arena: Tensor, offset: int, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor at `offset` of the arena."""
+    """Return a tensor at `offset` of the arena; the caller keeps the arena alive."""
     return torch.empty(0, dtype=dtype, device=arena.device).set_(storage_at(arena, offset, nbytes), 0, size, stride)

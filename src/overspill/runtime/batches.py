@@ -1,4 +1,4 @@
-"""A step's inputs: their kind, and splitting into micro-batches."""
+"""The inputs of a step: their kind, and splitting into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,23 +15,29 @@ from .step.unpacked import Constant
 
 
 def kind(leaf: Any) -> Any:
-    """Shape, strides, dtype and device of one input: its part of a plan's key. Of what is no tensor, the constant of a plan."""
+    """Return the part of a plan's key for one input: shape, strides, dtype and device of a tensor.
+
+    An input that is no tensor is a constant of the plan.
+    """
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else Constant(leaf)
 
 
 def repeats(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """For each of the inputs the position of the first that is the same tensor; of what is no tensor, its own."""
+    """Return for each input the position of the first one that is the same tensor.
+
+    An input that is no tensor has its own position.
+    """
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves))
 
 
 def tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among the inputs, in order."""
+    """Return the tensors among the inputs, in order."""
     return [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
 
 
 def same(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether two calls have equal inputs."""
+    """Return whether two calls have equal inputs."""
     leaves, spec = tree_flatten(inputs)
     other_leaves, other_spec = tree_flatten(others)
     return spec == other_spec and all(map(_same, leaves, other_leaves))
@@ -65,7 +71,7 @@ def split(inputs: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
 
 
 def bytes_outside(inputs: tuple[Any, ...], batch: tuple[Any, ...]) -> int:
-    """Bytes of a call's `inputs` outside the micro-batch `batch`."""
+    """Return the bytes of a call's `inputs` outside the micro-batch `batch`."""
     return _nbytes(inputs) - _nbytes(batch)
 
 

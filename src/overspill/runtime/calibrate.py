@@ -1,6 +1,6 @@
-"""Measures this machine's CPU, memory and disk store as a Device.
+"""Measure this machine's CPU, memory and disk store as a Device.
 
-A rate is that of the fastest of some rounds, because other load on the machine only adds time.
+A rate is that of the fastest of several rounds, because other load on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ T = TypeVar("T")
 
 
 def calibrate(store_dir: str | Path | None = None, progress: Progress | None = None) -> Device:
-    """This CPU as a measured Device, in some ten seconds.
+    """Return this CPU as a measured Device, in about ten seconds.
 
-    Raises what the disk store raises when it cannot hold its blocks.
+    Raises the errors of the disk store if it cannot hold its blocks.
     """
     say = progress or (lambda _: None)
     # Measure transfers, compute, and both together.
@@ -100,9 +100,9 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
 
 
 def calibrate_link(device: Device, progress: Progress | None = None) -> Device:
-    """`device` with the link between the ranks of the default process group, as its collectives reach it.
+    """Return `device` with the measured link between the ranks of the default process group.
 
-    All ranks call this together.
+    The figures are those that its collectives reach. All ranks call this together.
     """
     (progress or (lambda _: None))(f"measuring all-gathers of {dist.get_world_size()} ranks")
     ranks = dist.get_world_size()
@@ -131,7 +131,7 @@ def calibrate_link(device: Device, progress: Progress | None = None) -> Device:
 
 
 def _fastest(action: Callable[[], object], rounds: int = 3) -> float:
-    """Seconds of the fastest of `rounds`, after a warm-up."""
+    """Return the seconds of the fastest of `rounds`, after a warm-up."""
     action()
     times = []
     for _ in range(rounds):
@@ -154,9 +154,9 @@ class _Transfers:
 
 
 def _measure_transfers(engine: TransferEngine) -> _Transfers:
-    """Transfer rates of the store each way, and one transfer's fixed time.
+    """Return transfer rates of the store each way, and the fixed time of one transfer.
 
-    As the engine reaches them with nothing else running.
+    These are the rates of the engine with nothing else running.
     """
     blocks = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
     engine.store.reserve(2 * BLOCKS * BLOCK_BYTES)
@@ -177,7 +177,7 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
 
 
 def transfer_host_seconds(engine: TransferEngine, block: Tensor) -> float:
-    """Seconds that this thread spends on one transfer of `block`. Half a swap."""
+    """Return the seconds that this thread spends on one transfer of `block`, half a swap."""
     _prefetch(engine, _offload(engine, [block]))
     times = []
     for _ in range(HOST_ROUNDS):
@@ -189,14 +189,14 @@ def transfer_host_seconds(engine: TransferEngine, block: Tensor) -> float:
 
 
 def _round(engine: TransferEngine, blocks: list[Tensor]) -> tuple[float, float, float]:
-    """Seconds to offload `blocks`, to prefetch them, and for both at once."""
+    """Return the seconds to offload `blocks`, to prefetch them, and for both at once."""
     out, handles = _timed(lambda: _offload(engine, blocks))
     back = _timed(lambda: _prefetch(engine, handles))[0]
     return out, back, _timed(lambda: _both_ways(engine, blocks, handles))[0]
 
 
 def _timed(action: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of `action`, and what it returned."""
+    """Return the seconds of `action`, and its result."""
     begun = time.perf_counter()
     result = action()
     return time.perf_counter() - begun, result
@@ -226,7 +226,7 @@ def _both_ways(engine: TransferEngine, blocks: list[Tensor], handles: list[Tenso
 
 
 def _compute_share(store: Store) -> float:
-    """Share of compute time that a concurrent transfer adds, 0 to 1."""
+    """Return the share of compute time that a concurrent transfer adds, 0 to 1."""
     matrix = torch.randn(512, 512)
     count = max(1, round(COMPUTE_SECONDS / _fastest(lambda: matrix @ matrix)))
 
@@ -245,7 +245,7 @@ def _compute_share(store: Store) -> float:
 
 @contextmanager
 def _transferring(store: Store) -> Iterator[None]:
-    """Context in which a lane writes to and reads from `store`."""
+    """Write to and read from `store` on a lane, within the context."""
     stop = Event()
 
     def transfer(slot: Slot, block: Tensor) -> None:
@@ -271,7 +271,7 @@ def _transferring(store: Store) -> Iterator[None]:
 
 
 def _product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products of `dtype`, as large as takes no long time."""
+    """Return the FLOP/s of square matrix products of `dtype`, of sizes that take little time."""
     best = 0.0
     for size in PRODUCT_SIZES:
         matrix = torch.ones(size, size, dtype=dtype)
@@ -283,13 +283,16 @@ def _product_rate(dtype: torch.dtype) -> float:
 
 
 def _copy_rate() -> float:
-    """Bytes per second, read and written, of an op on large tensors. Like most ops it allocates its result."""
+    """Return the bytes per second, read and written, of an op on large tensors.
+
+    Like most ops it allocates its result.
+    """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     return 2 * COPY_BYTES / _fastest(source.clone, rounds=5)
 
 
 def _op_overhead() -> float:
-    """Seconds of the smallest op, called as lowered graphs call it."""
+    """Return the seconds of the smallest op, called as lowered graphs call it."""
     one, add = torch.ones(1), torch.ops.aten.add.Tensor
 
     def run() -> None:
@@ -301,7 +304,7 @@ def _op_overhead() -> float:
 
 
 def _efficiency(peak_rate: float) -> dict[str, float]:
-    """Each layer type's share of the matrix product's rate. Forward and backward together."""
+    """Return each layer type's share of the matrix product's rate, for forward and backward together."""
     image, fine, coarse = torch.randn(4, 64, 56, 56), torch.randn(64, 64, 3, 3), torch.randn(256, 64, 1, 1)
     tokens, weight = torch.randn(1024, 768), torch.randn(3072, 768)
     heads = torch.randn(2, 12, 256, 64)
@@ -324,7 +327,7 @@ def _efficiency(peak_rate: float) -> dict[str, float]:
 
 
 def _training_rate(forward_flops: int, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
-    """FLOP/s of `function` with backward, which has twice forward's FLOPs."""
+    """Return the FLOP/s of `function` with backward, which has twice the FLOPs of forward."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     gradient = torch.ones_like(function(*leaves))
     return 3 * forward_flops / _fastest(lambda: torch.autograd.grad(function(*leaves), leaves, gradient))
@@ -334,7 +337,7 @@ def _training_rate(forward_flops: int, function: Callable[..., Tensor], inputs: 
 
 
 def _sources() -> dict[str, str]:
-    """For each figure, how it was measured, when and on what."""
+    """Return for each figure how it was measured, when and on which machine."""
     by = _by()
     store = f"{BLOCKS} blocks of {format_bytes(BLOCK_BYTES)} through the disk store, warm"
     # What was measured for each figure.
@@ -360,13 +363,13 @@ def _sources() -> dict[str, str]:
 
 def _by() -> str:
     return (
-        f"measured by overspill calibrate on {datetime.now(UTC).date()}, {_cpu_model()}, {os.cpu_count()} logical cores, "
-        f"torch {torch.__version__}"
+        f"measured by overspill calibrate on {datetime.now(UTC).date()}, {_cpu_model()}, {os.cpu_count()} logical "
+        f"cores, torch {torch.__version__}"
     )
 
 
 def _cpu_model() -> str:
-    """The processor's model name."""
+    """Return the model name of the processor."""
     with suppress(OSError):
         if found := re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE

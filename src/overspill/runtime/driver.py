@@ -1,7 +1,7 @@
-"""Runs lowered graphs instruction by instruction, dropping each value at its last use.
+"""Run lowered graphs instruction by instruction, dropping each value at its last use.
 
-It serves compiled models and whole steps, by a function that `generated.py` writes. A run that an error stopped holds
-every tensor that it had taken, and can go on from the instruction that failed, which is carried out again.
+The driver serves compiled models and whole steps, by a function that `generated.py` writes. A run stopped by an error
+holds every tensor that it had. It can go on from the instruction that failed, which is then run again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRANSFERS = (offload, await_offload, prefetch, await_prefetch)
 
 
 class Form(Enum):
-    """The form in which a value of the run is one of its inputs."""
+    """The form in which the run holds one of its inputs."""
 
     TENSOR = "tensor"
     HANDLE = "handle"
@@ -50,14 +50,14 @@ class Form(Enum):
 
 
 class Instructions(list[Line]):
-    """Instructions, and the function that was written last to carry them out from the first one on."""
+    """Instructions, and the last function written to carry out all of them."""
 
     def __init__(self, each: Iterable[Line]) -> None:
         super().__init__(each)
         self._generated: Generated | None = None
 
     def function(self, program: LoweredProgram, *, asks: bool) -> Generated:
-        """The function that carries out all of them as they are now."""
+        """Return the function that carries out all instructions as they are now."""
         found = self._generated
         if found is None or found.asks != asks or found.instructions != self:
             found = self._generated = generated(program, self, 0, program.inputs, asks=asks)
@@ -65,7 +65,7 @@ class Instructions(list[Line]):
 
 
 class LoweredProgram:
-    """The instructions of one lowered graph, with each value's last use."""
+    """The instructions of one lowered graph, with the last use of each value."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         nodes = list(module.graph.nodes)
@@ -89,12 +89,12 @@ class LoweredProgram:
         )
 
     def wrapped(self, wrap: Callable[[fx.Node, Callable[..., Any]], Callable[..., Any]]) -> Instructions:
-        """The instructions, with each target replaced by `wrap`'s."""
+        """Return the instructions, with each target replaced by the result of `wrap`."""
         return Instructions(i._replace(target=wrap(i.node, i.target)) for i in self.instructions)
 
     @cached_property
     def forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
-        """For each input, the instructions whose value is it in some form, in order."""
+        """For each input, the instructions whose value is that input in some form, in order."""
         forms: dict[fx.Node, list[tuple[fx.Node, Form]]] = {node: [] for node in self.inputs}
         named = {
             node.name: node for node in self.inputs
@@ -114,7 +114,7 @@ class LoweredProgram:
 
 
 class ProgramRun:
-    """`program` running on `args`, which it takes out of the caller's list."""
+    """A run of `program` on `args`, which it takes out of the caller's list."""
 
     def __init__(self, program: LoweredProgram, args: list[Any]) -> None:
         self.program = program
@@ -130,11 +130,10 @@ class ProgramRun:
     def go_on(
         self, may_go_on: Callable[[], None] | None = None, instructions: Instructions | None = None
     ) -> tuple[Any, ...]:
-        """Run the remaining instructions; returns the results.
+        """Run the remaining instructions, and return the results.
 
-        `instructions`: others in place of the program's own. `may_go_on`, if given, is called before each op and
-        transfer, and may raise. After an error, call this again: the instruction that raised is then the first to be
-        carried out.
+        `instructions` replace the program's own. `may_go_on`, if given, is called before each op and transfer, and may
+        raise. After an error, call this again: it begins with the instruction that raised.
         """
         each = self.program.instructions if instructions is None else instructions
         asks = may_go_on is not None
@@ -151,9 +150,9 @@ class ProgramRun:
             raise
 
     def where(self) -> tuple[int | None, str]:
-        """The tensor that the next instruction moves: an input's position, or a name.
+        """Return the tensor that the next instruction moves, as the position of an input or as a name.
 
-        A position comes without a name, a name with None.
+        A position comes with an empty name, a name with None.
         """
         if self.position == len(self.program.instructions):
             return None, ""
@@ -163,14 +162,14 @@ class ProgramRun:
         return (names.get(moved), node.name) if node.target in TRANSFERS else (None, "")
 
     def op(self) -> str:
-        """The name of the next op."""
+        """Return the name of the next op."""
         return str(self.program.instructions[self.position].node.target)
 
     def give_up(self, wanted: Iterable[int], engine: TransferEngine | None) -> dict[int, tuple[Form, Any]]:
-        """The `wanted` inputs as they are now, as tensors or handles.
+        """Return the `wanted` inputs as they are now, as tensors or handles.
 
-        Transfers are cancelled, and collectives that run are waited for. An input on its way back is given as a handle
-        of what the store has.
+        Transfers are cancelled, and running collectives are awaited. An input that is being prefetched is returned as a
+        handle of its copy in the store.
         """
         values = dict(zip(self._live, self._values, strict=True))
         self._values.clear()

@@ -1,9 +1,10 @@
-"""Emits the instructions of a Schedule as calls of an FX graph.
+"""Emit the instructions of a Schedule as calls of an FX graph.
 
-Run copies the captured node, Recompute copies it again, transfers are calls of `runtime/transfer/ops.py`. Free needs no
-node: a value is dropped after its last use, and `hold` marks a later use where the schedule keeps it longer.
+Run copies the captured node, Recompute copies it again, and transfers are calls of `runtime/transfer/ops.py`. Free
+needs no node: a value is dropped after its last use. If the schedule keeps it longer, `hold` marks a later use.
 
-Relies on the order of backward's inputs: saved tensors, those with `saved_tensor_with_no_vc_check` last, tangents.
+Assumed, not checked: backward's inputs are saved tensors, those with `saved_tensor_with_no_vc_check` last, then
+tangents.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Emitter:
                 self._roots.setdefault(captured.tensor_of[key], []).extend(roots)
 
     def roots_of(self, tensor: int) -> list[fx.Node]:
-        """The captured nodes from which views of `tensor` are made."""
+        """Return the captured nodes from which views of `tensor` are made."""
         return self._roots.get(tensor, [])
 
     # -- inputs and outputs
@@ -104,7 +105,7 @@ class Emitter:
     def add_saved(self, saved: Iterable[fx.Node], handles: Iterable[int], forward: Emitter) -> None:
         """Add the inputs that forward saved.
 
-        Handles come before those that need no version check, which are last.
+        Handles come before tensors that need no version check, which are last.
         """
         kept = list(saved)
         for root in (r for r in kept if not r.meta.get(NO_VERSION_CHECK)):
@@ -129,7 +130,7 @@ class Emitter:
         return node
 
     def finish_forward(self, saved: list[fx.Node], handles: list[int]) -> fx.GraphModule:
-        """The forward graph: its outputs, then what is saved, as `add_saved` expects."""
+        """Return the forward graph: its outputs, then the saved tensors, as `add_saved` expects."""
         checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
         unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
         memory = [self.memory] if self.memory is not None and saved else []  # a reference keeps the memory
@@ -142,14 +143,14 @@ class Emitter:
         return self._finish([*outputs, *extra], descs)
 
     def finish_backward(self) -> fx.GraphModule:
-        """The backward graph, which returns the gradients."""
+        """Return the backward graph, which returns the gradients."""
         outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
         return self._finish(outputs, self.joint.backward_descs)
 
     def finish_step(
         self, returned: Iterable[fx.Node], persistent: Iterable[fx.Node], stored: frozenset[int]
     ) -> fx.GraphModule:
-        """The graph of a whole step: `returned`, then `persistent` as tensors or handles."""
+        """Return the graph of a whole step: `returned`, then `persistent` as tensors or handles."""
         tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
         kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
         return self._finish([*map(self.values.own, returned), *kept], [])
@@ -167,7 +168,7 @@ class Emitter:
     def emit(self, instructions: Sequence[Instruction], first: int = 0) -> None:
         """Emit this graph's instructions, from position `first` on.
 
-        Instructions after backward are dropped, since gradients are read when they are returned.
+        Instructions after backward are dropped, because gradients are read when they are returned.
         """
         if self.memory is None and any(0 <= at - first < len(instructions) for _, at in self.arena.places.offsets):
             self._take_arena()
@@ -294,7 +295,7 @@ class Emitter:
         return alone
 
     def _in_place(self, node: fx.Node) -> fx.Node | None:
-        """A call of an op that makes its result at its place in the arena, if it has one."""
+        """Return a call of an op that makes its result at its place in the arena; None without a place."""
         offsets, keys = self.arena.places.offsets, storages(node)
         if len(keys) != 1 or (self.captured.tensor_of.get(keys[0]), self.position) not in offsets:
             return None
@@ -308,7 +309,7 @@ class Emitter:
         return new
 
     def _in_given(self, node: fx.Node) -> fx.Node | None:
-        """A call of a program or a gather that writes its results to their places, if any has one."""
+        """Return a call of a program or a gather that writes results to their places; None without places."""
         if not (self.arena.places.offsets and isinstance(node.target, (ProgramFunction, Gather))):
             return None
         is_gather = isinstance(node.target, Gather)
@@ -323,13 +324,13 @@ class Emitter:
         return new
 
     def _given(self, root: fx.Node) -> list[fx.Node]:
-        """The memory of a new tensor at its place in the arena; empty if it has none."""
+        """Return the memory of a new tensor at its place in the arena; an empty list without a place."""
         value = root.meta["val"]
         (tensor,) = (self.captured.tensor_of[key] for key in storages(root))
         return self._place_in_arena(tensor_at, tensor, tuple(value.shape), value.stride(), value.dtype)
 
     def _place_in_arena(self, what: Callable[..., Any], tensor: int, *layout: Any) -> list[fx.Node]:
-        """A call of `what` for the tensor's present place; empty if it has none."""
+        """Return a call of `what` for the present place of the tensor; an empty list without a place."""
         offset = self.arena.places.offsets.get((tensor, self.position))
         if offset is None:
             return []
@@ -337,14 +338,14 @@ class Emitter:
         return [self._call(what, (self.memory, offset, placed.nbytes, *layout), f"place_{placed.name}")]
 
     def _take_arena(self) -> None:
-        """Take the arena, before anything else is allocated: nothing then lies in its way."""
+        """Take the arena before any other allocation, so that none is in its way."""
         assert self.arena.take is not None
         self.memory = self._call(self.arena.take, (), "arena")
         with self.fake_mode:
             self.memory.meta["val"] = torch.empty(self.arena.places.arena_bytes, dtype=torch.uint8)
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
-        """The captured nodes for the results of `node`: itself, or its getitems."""
+        """Return the captured nodes for the results of `node`: itself, or its getitems."""
         if isinstance(node.meta.get("val"), torch.Tensor):
             return [node]
         return [user for user in node.users if user.target is operator.getitem]

@@ -1,7 +1,8 @@
 """Write a lowered program as one Python function, which runs it at the least cost to the host.
 
-A call of the function costs no more than its ops: each instruction is a line, each value a local variable, deleted after
-its last use. The line of an error's traceback says where it stopped, and the variables of that frame what it had then.
+A call of the function costs no more than its ops. Each instruction is a line; each value is a local variable, deleted
+after its last use. After an error, the line in its traceback gives the position, and the variables of that frame give
+the values.
 
 Known limits: this relies on `tb_lineno` and on a frame's `f_locals`, which Python keeps for a debugger. A debugger that
 sets variables of the frame changes the run. Writing and compiling takes 60 µs an instruction.
@@ -24,47 +25,48 @@ _LITERALS = (int, bool, str, type(None))
 
 
 class Line(NamedTuple):
-    """One node: what is called with what, and the values dead after it."""
+    """One call of the program."""
 
     node: fx.Node
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     done_with: tuple[fx.Node, ...]
+    """Values that are dead after the call."""
     mutation: Mutation | None
+    """The change in place that the call makes, if any."""
 
 
 class LineSource(Protocol):
-    """What is around a program's instructions: constants, inputs that none of them uses, and results."""
+    """The surroundings of a program's instructions."""
 
     constants: dict[fx.Node, Any]
     unused: list[fx.Node]
+    """Inputs that no instruction uses."""
     results: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The function for `instructions` from `first` on.
-
-    `run(progress, values, may_go_on)` empties the list `values`, which belong to the nodes `live`, and returns the
-    program's results. It notes in `progress` what a ProgramRun knows of changes. With `asks`, it calls `may_go_on()`
-    before each op and transfer.
-    """
+    """The function for `instructions` from `first` on."""
 
     program: LineSource
     instructions: list[Line]
     first: int
     live: Sequence[fx.Node]
+    """Nodes whose values the function takes."""
     asks: bool
+    """Whether it calls `may_go_on()` before each op and transfer."""
     run: Callable[..., tuple[Any, ...]]
+    """`run(progress, values, may_go_on)` empties `values`, returns the results, and notes changes in `progress`."""
     code: CodeType
     positions: Sequence[int]
     """For each line, the instruction that is next when it fails."""
 
     def stopped(self, trace: TracebackType | None) -> tuple[int, dict[fx.Node, Any]] | None:
-        """Where an error with this traceback stopped the function, and the values then; None: before it began.
+        """Return where an error with this traceback stopped the function, and the values then.
 
-        The function's frame, which a traceback keeps, has no values afterwards.
+        None if the function had not begun. The traceback keeps the function's frame, which has no values afterwards.
         """
         while trace is not None and trace.tb_frame.f_code is not self.code:
             trace = trace.tb_next
@@ -89,7 +91,7 @@ class Generated:
 def generated(
     program: LineSource, instructions: Iterable[Line], first: int, live: Sequence[fx.Node], *, asks: bool
 ) -> Generated:
-    """`instructions` of `program` from `first` on, as a function of the values of the nodes `live`."""
+    """Return `instructions` of `program` from `first` on, as a function of the values of the nodes `live`."""
     kept = list(instructions)
     writer = _Writer(program, live)
     lines = ["def run(progress, values, may_go_on):", f"    [{', '.join(writer.names.values())}] = values"]
@@ -111,7 +113,10 @@ def generated(
 
 
 class _Writer:
-    """Spells instructions; `names` are the variables of the values there are, and `constants` what is no variable."""
+    """Writes instructions as Python.
+
+    `names` are the variables of the values that exist. `constants` are values without a variable.
+    """
 
     def __init__(self, program: LineSource, live: Iterable[fx.Node]) -> None:
         self.constants: dict[str, Any] = {}
@@ -123,7 +128,7 @@ class _Writer:
             self._name(node)
 
     def write(self, instruction: Line, *, asks: bool) -> tuple[list[str], list[str]]:
-        """The lines of an instruction: to the end of its call, and behind it."""
+        """Return the lines of an instruction: those up to the end of its call, and those after it."""
         node, target, args, kwargs, done_with, mutation = instruction
         before, after = [], []
         if asks and DOES in node.meta:
@@ -140,13 +145,13 @@ class _Writer:
         return before, after + self.forget(done_with)
 
     def forget(self, nodes: Sequence[fx.Node]) -> list[str]:
-        """The line that deletes the values of these nodes."""
+        """Return the line that deletes the values of these nodes."""
         names = [self.names.pop(node) for node in nodes]
         self._free += names
         return [f"    del {', '.join(names)}"] if names else []
 
     def spelled(self, value: Any) -> str:
-        """An argument or result in Python."""
+        """Return an argument or result as Python text."""
         if isinstance(value, fx.Node):
             return self.names[value] if value in self.names else self._constant(self._program.constants[value])
         if type(value) in _LITERALS:

@@ -1,4 +1,4 @@
-"""Splits a schedule into forward and backward, and finds what crosses."""
+"""Split a schedule into forward and backward, and find the tensors that cross."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from overspill.core import Graph, Instruction, Phase, Schedule, Verb
 
 
 def split(graph: Graph, schedule: Schedule) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
-    """The instructions of forward and of backward, without the update."""
+    """Return the instructions of forward and of backward, without the update."""
     instructions = schedule.instructions
     last = max(
         (i for i, x in enumerate(instructions) if x.verb is Verb.RUN and graph.ops[x.target].phase is Phase.FORWARD),
@@ -21,7 +21,7 @@ def split(graph: Graph, schedule: Schedule) -> tuple[Sequence[Instruction], Sequ
 
 
 def crossing(graph: Graph, captured: Container[int], backward: Iterable[Instruction]) -> tuple[list[int], list[int]]:
-    """Tensors that backward reads or frees, and those it prefetches, in order.
+    """Return the tensors that backward reads or frees, and those it prefetches, in order.
 
     `captured` are the ops that it carries out itself. Some of both may be made in backward.
     """

@@ -1,4 +1,4 @@
-"""What an error says of a budget that is too small: which graph it is of, and what would help."""
+"""Complete the error for a budget that is too small: the graph it concerns, and what would help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overspill.core.errors import InfeasibleBudget
 
 
 def split_update(error: InfeasibleBudget) -> str:
-    """What would help a step by calls, if it is its update that takes the memory."""
+    """Return help for a step by calls if its update takes the memory, or an empty string."""
     if f"at {UPDATE} of" not in error.cause:
         return ""
     return "; the optimizer's update takes it, which overspill.train_step (--whole-step) would split"
@@ -21,9 +21,9 @@ def split_update(error: InfeasibleBudget) -> str:
 
 @contextmanager
 def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False) -> Iterator[None]:
-    """An InfeasibleBudget that is raised inside says which graph it is of and on which inputs, and what else would do.
+    """Add to an InfeasibleBudget raised in the context its graph, its inputs, and what else would work.
 
-    Of a `whole_step` nothing else would.
+    For a `whole_step` no alternative is named.
     """
     try:
         yield

@@ -1,9 +1,9 @@
 """Lowering: a Schedule becomes FX graphs for forward and backward.
 
-Instructions are emitted exactly in the schedule's order (`emitter.py`).
+Instructions are emitted exactly in the order of the schedule (`emitter.py`).
 
-What crosses from forward to backward (autograd's saved tensors) is what the schedule leaves on the device and backward
-reads, as roots, and the handles of what is in the store.
+Two things cross from forward to backward as autograd's saved tensors. One is the tensors that the schedule leaves on
+the device and backward reads, as roots. The other is the handles of tensors in the store.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NO_ARENA = Arena()
 def lower(
     captured: Captured, schedule: Schedule, engine: int, arena: Arena = NO_ARENA
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward graphs that carry out `schedule`.
+    """Return the forward and backward graphs that carry out `schedule`.
 
-    Transfers go through engine number `engine`. Tensors with a place in the `arena` lie there.
+    Transfers go through engine number `engine`. Tensors with a place in the `arena` are put there.
     """
     forward_part, backward_part = split(captured.graph, schedule)
     forward = Emitter(captured, engine, backward=False, arena=arena)
@@ -48,7 +48,7 @@ def lower(
 
 
 def lower_inference(captured: Captured, schedule: Schedule, engine: int, arena: Arena = NO_ARENA) -> fx.GraphModule:
-    """The single graph of a step without backward; `arena` is as for `lower`."""
+    """Return the single graph of a step without backward; `arena` is as for `lower`."""
     emitter = Emitter(captured, engine, backward=False, arena=arena)
     for node in captured.joint.primals:
         emitter.add_placeholder(node)
@@ -64,12 +64,12 @@ def lower_step(
     together: Together,
     arena: Arena = NO_ARENA,
 ) -> fx.GraphModule:
-    """The single graph of a whole step.
+    """Return the single graph of a whole step.
 
-    The updates of each of `groups`, which follow one another, are one call. It takes the captured primals, and the
-    handles of those that are `copied`; it returns the loss, the step's other results, and the persistent tensors that
-    may move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store
-    between steps. `arena` is as for `lower`.
+    The updates of each of `groups`, which follow one another, are one call. The graph takes the captured primals, then
+    the handles of those that are `copied`. It returns the loss, the other results of the step, and the persistent
+    tensors that may move. The latter have the order of `captured.joint.primals`: as handles if `schedule` has them in
+    the store between steps, otherwise as tensors. `arena` is as for `lower`.
     """
     emitter = Emitter(captured, engine, backward=False, arena=arena)
     emitter.groups = {group[0]: group for group in groups}
@@ -91,7 +91,7 @@ def lower_step(
 
 
 def copied(graph: Graph, schedule: Schedule) -> list[int]:
-    """Read-only tensors that are both on the device and in the store between steps.
+    """Return the read-only tensors that are both on the device and in the store between steps.
 
     No op writes them, and `schedule` reads them from the store.
     """
@@ -100,7 +100,7 @@ def copied(graph: Graph, schedule: Schedule) -> list[int]:
 
 
 def _crossing(captured: Captured, backward: Iterable[Instruction], forward: Emitter) -> tuple[list[fx.Node], list[int]]:
-    """Backward's inputs from forward: roots on the device, and tensors as handles."""
+    """Return backward's inputs from forward: roots on the device, and tensors as handles."""
     read, prefetched = crossing(captured.graph, captured.nodes, backward)
     outputs = [node for node in captured.joint.backward_outputs if isinstance(node, fx.Node)]
     needed = dict.fromkeys([*read, *(captured.tensor_of[key] for node in outputs for key in storages(node))])

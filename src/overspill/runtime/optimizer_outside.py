@@ -1,6 +1,7 @@
 """What an optimizer keeps outside of the state of its parameters: counters in groups, on the object, on its class.
 
-Known limits: what a step changes in files, in other processes or in objects that it reaches through modules is not seen.
+Known limits: changes that a step makes in files, in other processes or in objects that it reaches through modules are
+not noticed.
 """
 
 from __future__ import annotations
@@ -36,19 +37,26 @@ Values = dict[Any, Any]
 
 @dataclass(frozen=True)
 class _Place:
-    """A container, as the values in it now; `write` sets all of them."""
+    """A container of values."""
 
     of: Any
+    """The container."""
     read: Callable[[], Values]
+    """Returns its present values."""
     write: Callable[[Values], None]
+    """Sets all its values."""
 
 
 class Outside:
-    """What an optimizer keeps besides the state of its parameters, as it is now.
+    """What an optimizer now keeps outside of the state of its parameters.
 
-    That is: settings and counters of groups, attributes, keys of `state` that are no parameters, attributes of its
-    class, and variables and globals of its functions; in containers as deep as they go, and in objects of the packages
-    that the optimizer's classes are of. What else may change is `unknown`, and cannot be put back.
+    - settings and counters of groups;
+    - its attributes, and those of its class;
+    - keys of `state` that are no parameters;
+    - variables and globals of its functions.
+
+    Containers are searched as deep as they go; so are objects of the packages that its classes come from. Any other
+    object that may change is `unknown`, and cannot be restored.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -64,7 +72,7 @@ class Outside:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that it keeps there."""
+        """All tensors that the optimizer keeps there."""
         return [tensor for tensor, *_ in self._tensors]
 
     @property
@@ -74,7 +82,7 @@ class Outside:
         return sum(storages.values())
 
     def changes(self) -> Changes:
-        """What has changed since."""
+        """Return the changes since this object was made."""
         found = Changes()
         for number, (place, before) in enumerate(self._places):
             now = place.read()
@@ -92,11 +100,11 @@ class Outside:
         return found
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all values."""
         self.become(Changes())
 
     def become(self, changes: Changes) -> None:
-        """Make it what it was, with these `changes`."""
+        """Restore all values, then apply these `changes`."""
         wanted: dict[int, Values] = {}
         for (number, key), value in changes.values.items():
             place = wanted.setdefault(number, dict(self._places[number][1]))
@@ -118,14 +126,17 @@ class Outside:
             generator.set_state(changes.generators.get(number, state))
 
     def restore_states(self) -> None:
-        """Put the parameters' state back too, which a trial may have cleared, as far as it holds the same objects."""
+        """Restore the state of the parameters too, which a trial may have cleared.
+
+        Only the objects in it are restored, not their contents.
+        """
         for state, before in self._states:
             if len(state) != len(before) or any(state.get(key) is not before[key] for key in before):
                 state.clear()
                 state.update(before)
 
     def keys_of(self, group: Mapping[str, Any], changes: Changes) -> set[str]:
-        """Keys of `group` among the `changes`."""
+        """Return the keys of `group` among the `changes`."""
         return {key for number, key in changes.values if self._places[number][0].of is group}
 
     def _keep(self, place: _Place) -> None:
@@ -135,7 +146,7 @@ class Outside:
             self._look(value)
 
     def _look(self, value: Any) -> None:
-        """Keep `value`, if it can change, and what is in it."""
+        """Record `value` and its contents, if it can change."""
         if isinstance(value, (*_CONSTANTS, *OPAQUE, nn.Parameter)) or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -175,7 +186,10 @@ class Outside:
             self._look_into(getattr(value, "__func__", value))
 
     def _look_into(self, function: Any) -> None:
-        """Keep the variables and the global numbers and containers of a function, and of those that it wraps or calls."""
+        """Record the variables and the global numbers and containers of a function.
+
+        Functions that it wraps or calls are included.
+        """
         if not isinstance(function, FunctionType) or id(function) in self._seen:
             return
         self._seen.add(id(function))
@@ -202,14 +216,17 @@ _GONE = object()
 
 @dataclass
 class Changes:
-    """What a step has changed outside of its parameters' state: places by number and key, tensors, generators."""
+    """Changes that a step has made outside of the state of its parameters."""
 
     values: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    """New values by number of the place and key."""
     tensors: dict[int, Tensor] = field(default_factory=dict)
+    """New values of tensors, by number."""
     generators: dict[int, Tensor] = field(default_factory=dict)
+    """New states of random generators, by number."""
 
     def join(self, other: Changes) -> bool:
-        """Take in the changes of a further call; whether both agree where they change the same."""
+        """Add the changes of a further call; return whether both agree on what both change."""
         agree = True
         for name, mine in vars(self).items():
             theirs = vars(other)[name]
@@ -218,11 +235,11 @@ class Changes:
         return agree
 
     def same_as(self, other: Changes) -> bool:
-        """Whether both are to the same values."""
+        """Return whether both have the same new values."""
         return same(vars(self), vars(other))
 
     def keeps_much(self) -> bool:
-        """Whether it is more than counters and scales: tensors as large as a parameter's."""
+        """Return whether they are more than counters and scales: tensors as large as a parameter's."""
         held = [*self.tensors.values(), *(t for value in self.values.values() for t in tensors_in(value).values())]
         return any(tensor.numel() > FEW for tensor in held)
 
@@ -248,7 +265,7 @@ def _place_of(value: Any, packages: Container[str]) -> _Place | None:
 
 
 def _of_dict(values: Values, but: tuple[str, ...] = ("params",)) -> _Place:
-    """The values of a dictionary, apart from the keys `but`."""
+    """Return the values of a dictionary, except the keys `but`."""
 
     def write(new: Values) -> None:
         kept = {key: values[key] for key in but if key in values}
@@ -275,7 +292,7 @@ def _of_set(values: set[Any]) -> _Place:
 
 
 def _of_state(values: Values) -> _Place:
-    """The values of an optimizer's `state` whose keys are no parameters."""
+    """Return the values of an optimizer's `state` whose keys are no parameters."""
     others: list[Any] = []
     looked = -1
 
@@ -294,7 +311,7 @@ def _of_state(values: Values) -> _Place:
 
 
 def _of_class(kind: type) -> _Place:
-    """What is set on a class, apart from what it is made of."""
+    """Return the plain values set on a class, without its methods and special attributes."""
 
     def read() -> Values:
         plain = (bool, int, float, str, list, dict, set, deque, tuple, Tensor)
@@ -311,7 +328,7 @@ def _of_class(kind: type) -> _Place:
 
 
 def _of_globals(function: FunctionType) -> _Place | None:
-    """The containers among the globals that a function names, and what it sets; None where there are none."""
+    """Return the containers among the globals that a function names, and the globals it sets; None without any."""
     loaded, stored = _globals_of(function.__code__)
     space = function.__globals__
     names = [*stored, *(n for n in loaded if isinstance(space.get(n), (list, dict, set, deque)))]
@@ -320,7 +337,7 @@ def _of_globals(function: FunctionType) -> _Place | None:
 
 @lru_cache(4096)
 def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of globals that a function loads, and of those that it sets."""
+    """Return the names of globals that a function loads, and of those that it sets."""
     of = {
         op: frozenset(i.argval for i in dis.get_instructions(code) if i.opname == op)
         for op in ("LOAD_GLOBAL", "STORE_GLOBAL")
@@ -329,7 +346,7 @@ def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _of_cell(cell: Any) -> _Place:
-    """A variable of a function that is set on the object."""
+    """Return a closure variable of a function."""
 
     def read() -> Values:
         try:

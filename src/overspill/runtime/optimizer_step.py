@@ -1,7 +1,8 @@
-"""Run the user's own optimizer on chosen parameters, with what it keeps outside of their state put back or carried over.
+"""Run the user's own optimizer on chosen parameters, and restore or carry over what it keeps outside of their state.
 
-No copy of an optimizer updates a weight: what a class keeps on the object, in groups or on the class would be lost. What
-one step changes there must change once a step, in however many calls it is taken, and not at all by a trial.
+No copy of an optimizer updates a weight, because values that a class keeps on the object, in groups or on the class
+would be lost. A change that one step makes there must happen once a step, however many calls carry the step out. A
+trial must not change it at all.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .tracker import LiveBytes
 
 
 def is_own(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` is one of torch.optim, with the step that it has there."""
+    """Return whether `optimizer` is one of torch.optim, with the step that it has there."""
     kind = type(optimizer)
     if any(of.__module__.split(".")[:2] != ["torch", "optim"] for of in (kind, inspect.unwrap(kind.step))):
         return False
@@ -44,9 +45,10 @@ def is_own(optimizer: Optimizer) -> bool:
 
 
 def own_step(optimizer: Optimizer) -> None:
-    """Call the optimizer's own `step`, be it patched on the object, without its hooks and those of all optimizers.
+    """Call the optimizer's own `step`, even if patched on the object, without any hooks.
 
-    Nor does a profiler get a range for it, which takes as long as the kernels of a small step.
+    These are its own hooks and those of all optimizers. Nor does a profiler get a range for the step, which would take
+    as long as the kernels of a small step.
     """
     step = type(optimizer).step
     with no_hooks(optimizer), torch.enable_grad():  # as a training loop calls it
@@ -58,7 +60,7 @@ def own_step(optimizer: Optimizer) -> None:
 
 @contextmanager
 def no_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Context without step hooks of `optimizer`, and of all."""
+    """Remove the step hooks of `optimizer`, and of all optimizers, within the context."""
     tables: list[dict[int, Any]] = [global_step_pre_hooks, global_step_post_hooks]
     tables += [getattr(optimizer, name) for name in STEP_HOOKS if hasattr(optimizer, name)]
     kept = [dict(table) for table in tables]
@@ -73,7 +75,7 @@ def no_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def lent(optimizer: Optimizer, parameters: Mapping[int, Sequence[Tensor]]) -> Iterator[None]:
-    """Context in which the group of each number has these parameters alone, and other groups have none."""
+    """Give the group of each number these parameters alone, and other groups none, within the context."""
     kept = [group["params"] for group in optimizer.param_groups]
     groups = [*optimizer.param_groups]
     try:
@@ -87,7 +89,10 @@ def lent(optimizer: Optimizer, parameters: Mapping[int, Sequence[Tensor]]) -> It
 
 @contextmanager
 def tried(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which `optimizer` has `parameters` alone, with the settings of `group`; then it is as before."""
+    """Give `optimizer` these `parameters` alone, with the settings of `group`, within the context.
+
+    At the end all is as before.
+    """
     number = next(n for n, of in enumerate(optimizer.param_groups) if of["params"] is group["params"])
     outside = Outside(optimizer)
     if outside.unknown:
@@ -102,7 +107,10 @@ def tried(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[T
 
 
 def temporary_bytes(optimizer: Optimizer, tracker: LiveBytes | None = None) -> int:
-    """Take a step; return the bytes that it takes besides parameters, gradients and what is kept before it."""
+    """Step, and return the temporary bytes of the step.
+
+    Parameters, gradients and the state before it are not included.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     tracker = tracker or LiveBytes(parameters[0].device)
     # What it replaces is held, for the place of a tensor of the state stays taken.
@@ -116,9 +124,9 @@ def temporary_bytes(optimizer: Optimizer, tracker: LiveBytes | None = None) -> i
 
 
 def copied(optimizer: Optimizer, mode: FakeTensorMode) -> Optimizer:
-    """A copy for a trial in `mode`, with the same parameters, no state of theirs, and fakes of large tensors.
+    """Return a copy for a trial in `mode`, with the same parameters, without their state, and fakes of large tensors.
 
-    Raises what cannot be copied raises, and TypeError for what may lead back to the optimizer or to the model.
+    Raises the errors of copying, and TypeError for attributes that may lead back to the optimizer or the model.
     """
     made = object.__new__(type(optimizer))
     state: Any = defaultdict(dict)

@@ -24,7 +24,8 @@ from .reachable import tensors_in
 _SCALAR_BYTES = 256
 """Bytes for step counts and other scalars, which do not grow with the parameters."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
-"""Sizes of the tiny parameter's dimensions: distinct, so that a state tensor's sizes tell which dimensions they follow."""
+"""Sizes of the tiny parameter's dimensions: distinct, so that a state tensor's sizes tell which dimensions they
+follow."""
 
 
 PROBE_STEPS = 7
@@ -38,20 +39,22 @@ LBFGS_TEMPORARIES = 4
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """Bytes of an optimizer's state, and of its temporaries during a step."""
+    """Memory that an optimizer needs."""
 
     state_bytes: int
+    """Bytes of its state."""
     update_bytes: int
+    """Bytes of its temporaries during a step."""
 
     def __add__(self, other: OptimizerNeeds) -> OptimizerNeeds:
-        """The needs of two optimizers that step one after the other."""
+        """Return the needs of two optimizers that step one after the other."""
         return OptimizerNeeds(self.state_bytes + other.state_bytes, max(self.update_bytes, other.update_bytes))
 
 
 def find_optimizers(parameters: Collection[Tensor]) -> list[Optimizer]:
-    """Optimizers alive in this process that update any of `parameters`.
+    """Return the optimizers alive in this process that update any of `parameters`.
 
-    Those inside of libraries' wrappers, not the wrappers.
+    For a wrapper of a library, return the optimizer inside.
     """
     wanted = {id(p) for p in parameters}
     alive = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
@@ -60,9 +63,9 @@ def find_optimizers(parameters: Collection[Tensor]) -> list[Optimizer]:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside a wrapper that shows its state as its own.
+    """Return the optimizer inside a wrapper that shows its state as its own.
 
-    So do the wrappers of accelerate and Lightning. One that has state of its own as well is no mere wrapper.
+    The wrappers of accelerate and Lightning do so. A wrapper that also has its own state is returned itself.
     """
     inside = (v for v in vars(optimizer).values() if isinstance(v, Optimizer) and v is not optimizer)
     same = next((o for o in inside if o.state is optimizer.state), None)
@@ -70,9 +73,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def optimizer_needs(optimizers: Iterable[Optimizer], trained: Container[int] = ()) -> OptimizerNeeds:
-    """The bytes that all `optimizers` need together.
+    """Return the bytes that all `optimizers` need together.
 
-    Frozen parameters that have state, or are among the `trained` by their identity, keep it.
+    Frozen parameters keep their state if they have some, or if their id is in `trained`.
     """
     total = OptimizerNeeds(0, 0)
     with disable_current_modes():  # plans are made in AOTAutograd's fake mode, where foreach optimizers refuse to step
@@ -110,7 +113,7 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any], trained: Container
 
 
 def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
-    """State bytes of all `parameters`, from one step on a tiny parameter per kind."""
+    """Return the state bytes of all `parameters`, from one step on a tiny parameter per kind."""
     total = 0
     probes: dict[tuple[int, torch.dtype], list[tuple[tuple[int, ...], int]]] = {}
     for parameter in parameters:
@@ -124,7 +127,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
 
 
 def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and item size of each state tensor after a step on `probe`."""
+    """Return shape and item size of each state tensor after a step on `probe`."""
     with tried(optimizer, group, [probe]):
         own_step(optimizer)
         kept = tensors_in(optimizer.state.get(probe, {})).values()
@@ -132,17 +135,18 @@ def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> 
 
 
 def scaled(state_shape: tuple[int, ...], probe: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Elements of a state tensor if the parameter had `shape`, not `probe`."""
+    """Return the elements of a state tensor for a parameter of `shape` in place of `probe`."""
     real = dict(zip(probe, shape, strict=False))
     return prod(real.get(n, n) for n in state_shape)
 
 
 def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, sizes: list[int]) -> int:
-    """Temporary bytes of a step on parameters of `sizes` bytes, in order.
+    """Return the temporary bytes of a step on parameters of `sizes` bytes, in order.
 
-    From steps on tiny ones. Either the optimizer makes them for all parameters at once (foreach), or for one after the
-    other; then those of the parameter before may still be held while the next one's are made. Where a trial on unlike
-    parameters shows that this is not all, what two of the largest parameter take is reserved.
+    They are found by steps on tiny parameters. Either the optimizer makes temporaries for all parameters at once
+    (foreach), or for one after the other. In the second case those of one parameter may still be held while those of
+    the next are made. If a trial on unlike parameters takes more, twice the temporaries of the largest parameter are
+    reserved.
     """
 
     def measured(*shapes: tuple[int, int]) -> int:

@@ -1,8 +1,8 @@
 """Data parallel steps on the collectives of torch.distributed.
 
-Each rank trains on a batch of its own, and gradients are averaged as DistributedDataParallel does it (Li et al.,
-"PyTorch Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds
-one rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
+Each rank trains on its own batch, and gradients are averaged as in DistributedDataParallel (Li et al., "PyTorch
+Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds one rule:
+all ranks run the same schedule. Rank 0 plans. An error on one rank before the step begins is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FAILURE = "overspill: a rank failed"
 
 
 def _named(name: str, before: str) -> Any:
-    """A collective by its name since PyTorch 2.13, or that from before."""
+    """Return a collective by its name since PyTorch 2.13, or by the earlier one."""
     return getattr(dist, name, None) or getattr(dist, before, None)
 
 
@@ -55,50 +55,53 @@ reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class OneProcess:
-    """A step's process group when a process trains alone."""
+    """The process group of a step that a process trains alone."""
 
     size = 1
     average: Callable[..., None] | None = None
     """Averages gradients of one dtype and device over all ranks, in place; None with one process."""
 
     def begin_alike(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Give all ranks the values of rank 0. Raises RequestError on all of them where their models differ."""
+        """Give all ranks the values of rank 0. Raises RequestError on all ranks if their models differ."""
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Give all ranks rank 0's buffers, as DDP does before each forward."""
+        """Give all ranks the buffers of rank 0, as DDP does before each forward."""
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
-        """Errors inside are raised by the other ranks' next `agree`."""
+        """Raise errors of the context in the next `agree` of the other ranks too."""
         yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Errors inside on any rank are raised on all of them."""
+        """Raise an error of the context on any rank on all ranks."""
         yield
 
     def tell(self, error: BaseException) -> None:
-        """Say why this rank stops within a step, for others that wait for it until it ends or their timeout is over."""
+        """Record why this rank stops within a step, for other ranks that wait for it.
+
+        They wait until this rank ends, or until their timeout is over.
+        """
 
     def agree(self, key: Any, *, known: bool) -> bool:
-        """Whether `key` is known on all ranks. Raises RequestError on all of them where their keys differ."""
+        """Return whether `key` is known on all ranks. Raises RequestError on all ranks if their keys differ."""
         del key
         return known
 
     def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
-        """The plan from `make(budget)`, the same on all ranks. Raises RequestError and what `make` does."""
+        """Return the plan from `make(budget)`, the same on all ranks.
+
+        Raises RequestError, and the errors of `make`.
+        """
         del graph
         return make(budget_bytes)
 
     def check_schedule(self, plan: Plan) -> None:
-        """Raise RequestError on all ranks where one is about to run other instructions."""
+        """Raise RequestError on all ranks if one is about to run other instructions."""
 
 
 class DataParallel(OneProcess):
-    """The ranks of a process group that train one model.
-
-    Each has its own part of the batch.
-    """
+    """The ranks of a process group that train one model, each on its own part of the batch."""
 
     has_told = False
     """Whether this process has told others of an error since they last agreed."""
@@ -106,7 +109,7 @@ class DataParallel(OneProcess):
     def __init__(self, group: dist.ProcessGroup, *, implied: bool = False) -> None:
         """Join the group; all ranks do this together.
 
-        `implied`: the user did not name it, so ranks that begin with different parameters are refused. Raises
+        `implied` means that the user did not give the group, so different parameters at the start are refused. Raises
         RequestError in a process outside the group.
         """
         self.group = group
@@ -150,18 +153,18 @@ class DataParallel(OneProcess):
                 )
 
     def _check_same_values(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise RequestError on all ranks where a tensor's bits differ from rank 0's."""
+        """Raise RequestError on all ranks if the bits of a tensor differ from rank 0's."""
         unlike = [name for name, tensor in tensors.items() if not self._is_alike(tensor)]  # all ranks compare all
         found = self._gather(next(iter(unlike), ""))
         if other := next((rank for rank, name in enumerate(found) if name), 0):
             raise RequestError(
                 f"{found[other].removeprefix('model.')} on rank {other} differs from rank 0's: pass "
-                "process_group=torch.distributed.group.WORLD to begin with rank 0's parameters, as DDP does; where each rank has "
-                "a part of the model, shard it by fully_shard, or pass process_group=False"
+                "process_group=torch.distributed.group.WORLD to begin with rank 0's parameters, as DDP does; where "
+                "each rank has a part of the model, shard it by fully_shard, or pass process_group=False"
             )
 
     def _is_alike(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has rank 0's bits."""
+        """Return whether `tensor` has the bits of rank 0's."""
         alike = True
         for mine in tensor.detach().reshape(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
             lent((theirs := mine.clone(),), self._broadcast_flat)
@@ -247,8 +250,8 @@ class DataParallel(OneProcess):
         found = self._gather(digest)
         if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0):
             raise RequestError(
-                f"the ranks have different schedules of one plan: rank {other}'s is not rank 0's; run the same Overspill, options and "
-                "machine on all"
+                f"the ranks have different schedules of one plan: rank {other}'s is not rank 0's; run the same "
+                "Overspill, options and machine on all"
             )
 
     def _exchange(self, digest: int, *, known: bool) -> list[tuple[int, bool]]:
@@ -265,7 +268,10 @@ class DataParallel(OneProcess):
 
 
 class Agreeing(DataParallel):
-    """The ranks of a step that has collectives of its own: they run one schedule, and nothing else is done for them."""
+    """The ranks of a step with its own collectives.
+
+    They run one schedule; gradients and buffers are left to the step.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Join the group; all ranks do this together."""
@@ -276,16 +282,17 @@ class Agreeing(DataParallel):
         self._check_described({**parameters, **buffers})
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Each rank keeps its own."""
+        """Do nothing: each rank keeps its own buffers."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error as it is sent to other ranks."""
+    """An error in the form that other ranks receive."""
 
     kind: type[Exception]
     message: str
     details: dict[str, Any]
+    """Attributes of the error."""
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
@@ -301,11 +308,14 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Told:
-    """A rank's message when agreement fails: its key, or its error."""
+    """A message of a rank when agreement fails."""
 
     text: str = ""
+    """Its key."""
     shapes: str = ""
+    """The shapes in its key."""
     failure: _Failure | None = None
+    """Its error, if it has one."""
 
 
 def _raise_first(failures: Sequence[_Failure | None]) -> None:
@@ -319,13 +329,14 @@ def _difference(rank: int, mine: _Told, other: int, its: _Told) -> str:
         return f"rank {rank} and rank {other} differ in training mode, requires_grad or autocast of the same step"
     return (
         f"all ranks of a planned step need inputs of the same shapes: rank {rank} has {mine.shapes}, "
-        f"rank {other} has {its.shapes}; pad to one length that all ranks know (padding='max_length') and leave partial batches out "
-        "(drop_last=True), or use DistributedDataParallel(overspill.compile(model)), which plans on each rank, if it is not sharded"
+        f"rank {other} has {its.shapes}; pad to one length that all ranks know (padding='max_length') and leave "
+        "partial batches out (drop_last=True), or use DistributedDataParallel(overspill.compile(model)), which plans "
+        "on each rank, if it is not sharded"
     )
 
 
 def _different_graphs(names: Sequence[Sequence[str]]) -> str:
-    """The error text for ranks whose graphs differ, given their op names."""
+    """Return the error text for ranks whose graphs differ, given their op names."""
     where = "the sizes of their tensors"
     for rank, other in enumerate(names[1:], start=1):
         for index, (first, second) in enumerate(zip_longest(names[0], other, fillvalue="missing")):
@@ -336,7 +347,7 @@ def _different_graphs(names: Sequence[Sequence[str]]) -> str:
 
 
 def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> None:
-    """Run `collective` on all `tensors` in one call, since each call has a cost."""
+    """Run `collective` on all `tensors` in one call, because each call has a cost."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if len(tensors) == 1 and tensors[0].is_contiguous():
         lent((tensors[0],), collective)
@@ -349,7 +360,7 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> 
 
 @contextmanager
 def others_needed() -> Iterator[None]:
-    """Context of a collective, in which another rank's end or silence is one line."""
+    """Turn the failure of another rank during a collective in the context into a one-line error."""
     try:
         yield
     except RuntimeError as error:
@@ -359,7 +370,7 @@ def others_needed() -> Iterator[None]:
 
 
 def _told_failure() -> str:
-    """What a rank has told before it ended, if it could."""
+    """Return the reason that a failed rank has recorded, or a general one."""
     with suppress(RuntimeError):  # the store is gone with the process that had it
         if (store := default_store()).check([_FAILURE]) and (told := store.get(_FAILURE)):
             return told.decode()
@@ -372,10 +383,10 @@ def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
 
 
 def started(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callable[[], None]:
-    """Run `collective` on `tensors`, which may start it only; the function waits until the backend has released them.
+    """Start `collective` on `tensors`; return a function that waits until the backend has released them.
 
-    Gloo's thread holds what it worked on, or views of it, for a moment after the collective is done; the memory could
-    not be freed.
+    The thread of gloo holds its tensors, or views of them, for a moment after the collective is done. Until then the
+    memory cannot be freed.
     """
     kept = [*tensors, *(tensor.detach() for tensor in tensors)]
     given = kept[len(tensors) :]
@@ -399,24 +410,24 @@ def started(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callab
 
 
 def _holders(tensor: Tensor) -> int:
-    """How often `tensor` and others that share its memory are held.
+    """Return how many references hold `tensor` and others that share its memory.
 
-    Also from Python: a thread of gloo's gives its reference to the Python object back later than that to the tensor.
+    References from Python count too: a thread of gloo releases the Python object later than the tensor.
     """
     storage = storage_uses(tensor.untyped_storage())
     return sys.getrefcount(tensor) + tensor_uses(tensor) + storage
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """The storage of `tensor` as one row, shared with all its views."""
+    """Return the storage of `tensor` as one row, `[elements]`, shared with all its views."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((elements,), (1,), 0)
 
 
 def _spelled(key: Any) -> str:
-    """`key` as text that is equal on all ranks.
+    """Return `key` as text that is equal on all ranks.
 
-    Devices are without their numbers, and constants of the caller are left out.
+    Numbers of devices and constants of the caller are left out.
     """
     if isinstance(key, torch.device):
         return key.type
@@ -432,10 +443,9 @@ def _shapes(key: Any) -> str:
 
 
 def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
-    """The processes that train `model`.
+    """Return the processes that train `model`: those of `process_group`.
 
-    Those of `process_group`, None meaning the default one if there is any. Raises RequestError for a model that already
-    averages its gradients itself.
+    None means the default group, if any. Raises RequestError for a model that already averages its gradients.
     """
     if process_group is False or not (dist.is_available() and dist.is_initialized()):
         return OneProcess()
@@ -446,7 +456,10 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
 
 
 def processes_of_collectives(captured: Captured) -> OneProcess:
-    """The ranks that a step's own collectives work with, which then agree on one schedule; none where it has none."""
+    """Return the ranks that a step's own collectives work with; OneProcess if it has none.
+
+    These ranks then agree on one schedule.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return OneProcess()
     called = {name for node in captured.joint.module.graph.nodes for name in _texts_of(node)}
@@ -457,7 +470,7 @@ def processes_of_collectives(captured: Captured) -> OneProcess:
 
 
 def _texts_of(node: fx.Node) -> Iterable[str]:
-    """The texts among the arguments of a collective, one of which is its group's name."""
+    """Return the texts among the arguments of a collective; one is the name of its group."""
     op = node.target
     if isinstance(op, ProgramFunction):
         if op.call is not None and op.call.name.startswith(FUNCTIONAL):
@@ -472,17 +485,16 @@ def _texts_of(node: fx.Node) -> Iterable[str]:
 
 
 def whole_models() -> AbstractContextManager[Any]:
-    """Context in which Dynamo does not split a model at DDP's buckets.
+    """Return a context in which Dynamo does not split a model at the buckets of DDP.
 
-    The parts would each be planned without knowing of the others. DDP's hooks find all gradients at the end of
-    backward.
+    Otherwise each part would be planned without the others. The hooks of DDP get all gradients at the end of backward.
     """
     distributed = dist.is_available() and dist.is_initialized()
     return dynamo_config.patch(optimize_ddp=False) if distributed else nullcontext()
 
 
 def refuse_split(module: fx.GraphModule) -> None:
-    """Raise RequestError for a part into which Dynamo split a model."""
+    """Raise RequestError for a part into which Dynamo has split a model."""
     if _running() is not None and any("grapharg" not in n.meta for n in module.graph.find_nodes(op="placeholder")):
         raise RequestError(
             "Dynamo has split the model at the buckets of its DistributedDataParallel, and the parts cannot share a "
@@ -491,9 +503,9 @@ def refuse_split(module: fx.GraphModule) -> None:
 
 
 def bucket_bytes() -> int:
-    """Bytes of the gradient buckets of the DDP now running; else 0.
+    """Return the bytes of the gradient buckets of the running DDP, or 0.
 
-    With `gradient_as_bucket_view` too, gradients and buckets are there at once when backward ends.
+    Even with `gradient_as_bucket_view`, gradients and buckets exist together when backward ends.
     """
     ddp = _running()
     if ddp is None:
@@ -503,5 +515,5 @@ def bucket_bytes() -> int:
 
 
 def _running() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward is running, or None."""
+    """Return the DistributedDataParallel whose forward is running, or None."""
     return active_ddp() if dist.is_available() else None

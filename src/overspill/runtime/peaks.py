@@ -1,4 +1,4 @@
-"""Peaks of the current plans, of a session's models or a train step."""
+"""Peaks of the current plans, for a session or a train step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class PlannedPeaks(ABC):
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most bytes that PyTorch's allocator takes of the card by any plan.
+        """The most bytes that PyTorch's allocator takes on the GPU by any plan.
 
-        None where no plan is for a card.
+        None if no plan is for a GPU.
         """
         return most_known(plan.reserved_bytes for plan in self.plans)
 
     @property
     def device_bytes(self) -> int | None:
-        """The same with the context: bytes that the card must have."""
+        """The GPU memory that a plan needs at most: reserved bytes and the context."""
         return most_known(plan.device_bytes for plan in self.plans)

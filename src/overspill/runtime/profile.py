@@ -1,4 +1,4 @@
-"""Measures op times in a run of a lowered program."""
+"""Measure op times in a run of a lowered program."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .emitter import OP_ID
 
 
 class OpTimer:
-    """Collects each op's seconds over a run.
+    """Collects the seconds of each op over a run.
 
-    The first call of each op (warm-up) does not count. On CUDA events time an op on the device, after what was queued
-    before it: waiting for the device around each op would measure the wait. Only where the queue has run dry is the
-    launch in it.
+    The first call of each op (warm-up) does not count. On CUDA, events time an op on the device, after all work queued
+    before it. To wait for the device around each op would measure the wait. The launch is included only if the queue
+    has run empty.
     """
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class OpTimer:
         return timed
 
     def times(self, device_name: str) -> MeasuredTimes:
-        """Median seconds of each kind of op."""
+        """Return the median seconds of each kind of op."""
         for op, begun, ended in self._events:
             ended.synchronize()
             self._seconds[op].append(begun.elapsed_time(ended) / 1e3)
@@ -71,7 +71,7 @@ class OpTimer:
             self._seconds[op].append(self._mark() - self._begun)
 
     def _mark(self) -> Any:
-        """Now: a CUDA event after all queued work, or the CPU's time in seconds."""
+        """Return the present time: a CUDA event after all queued work, or seconds of the CPU."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -16,7 +16,7 @@ OPAQUE = (ModuleType, nn.Module, type, FunctionType, MethodType, torch.dtype, to
 
 
 def same(one: Any, other: Any) -> bool:  # noqa: PLR0911 - a case for each kind of value
-    """Whether two values are equal: tensors to the last bit, containers and objects by what is in them."""
+    """Return whether two values are equal: tensors to the last bit, containers and objects by their contents."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -35,7 +35,10 @@ def same(one: Any, other: Any) -> bool:  # noqa: PLR0911 - a case for each kind 
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bytes (unlike `==`, true for equal NaNs and false for 0.0 and -0.0)."""
+    """Return whether two tensors hold the same bytes.
+
+    Unlike `==`, this is true for equal NaNs and false for 0.0 and -0.0.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(
@@ -44,7 +47,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def tensors_in(value: Any, path: str = "", seen: set[int] | None = None) -> dict[str, Tensor]:
-    """The tensors that can be reached from `value`, by their path in it, each once."""
+    """Return the tensors that can be reached from `value`, each once, by their path in it."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return {}
@@ -65,7 +68,7 @@ def tensors_in(value: Any, path: str = "", seen: set[int] | None = None) -> dict
 
 
 def replace_in(value: Any, tensor: Tensor, by: Tensor) -> None:
-    """Put the tensor `by` in place of `tensor` wherever `value` has it, in containers and objects as deep as they go."""
+    """Replace `tensor` by `by` wherever `value` has it, in containers and objects as deep as they go."""
     if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = [*value.items()]
     elif isinstance(value, (list, deque)):

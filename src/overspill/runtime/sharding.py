@@ -1,8 +1,8 @@
 """Models that the user has sharded with `fully_shard` (FSDP2), each parameter by its first dimension.
 
-Their groups, mesh and precision are read off FSDP's own state. FSDP's hooks do not run in a planned step: gathers and
-scatters are ops of its graph. The model's parameters stay FSDP's, DTensors of which each rank has a part; what moves
-between device and store is that part.
+Their groups, mesh and precision are read from FSDP's own state. FSDP's hooks do not run in a planned step: gathers and
+scatters are ops of its graph. The parameters of the model stay those of FSDP, DTensors of which each rank has a part.
+That part moves between device and store.
 """
 
 from __future__ import annotations
@@ -49,29 +49,32 @@ INSTEAD = "shard it by fully_shard, by its first dimension"
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor itself."""
+    """Return this rank's part of a sharded tensor; any other tensor itself."""
     found: Tensor = getattr(tensor, LOCAL, tensor)
     return found
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` to which `fully_shard` was applied."""
+    """Return the modules of `model` to which `fully_shard` was applied."""
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is None:  # then nobody can have applied it
         return []
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise UnsupportedError for a sharded model, whose gathers no compiled graph has."""
+    """Raise UnsupportedError for a sharded model, because no compiled graph has its gathers."""
     if sharded_modules(model):
         raise UnsupportedError(
-            f"{type(model).__name__} is sharded by fully_shard (FSDP2), whose hooks gather its parameters outside of a compiled "
-            "graph and its budget; give it to overspill.train_step, which plans the gathers too"
+            f"{type(model).__name__} is sharded by fully_shard (FSDP2), whose hooks gather its parameters outside of "
+            "a compiled graph and its budget; give it to overspill.train_step, which plans the gathers too"
         )
 
 
 def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
-    """The processes that train `model`: those of its mesh if it is sharded. Raises RequestError for another group."""
+    """Return the processes that train `model`: those of its mesh if it is sharded.
+
+    Raises RequestError for another group.
+    """
     sharding = sharding_of(model)
     if sharding is None:
         return unsharded_processes(model, process_group)
@@ -81,7 +84,10 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
 
 
 def sharding_of(model: nn.Module) -> ModelSharding | None:
-    """How `model` is sharded, or None. Raises UnsupportedError for what a planned step does not gather."""
+    """Return how `model` is sharded, or None.
+
+    Raises UnsupportedError for a sharding that a planned step does not support.
+    """
     states = list(dict.fromkeys(fsdp_state(module) for module in sharded_modules(model)))
     if not states:
         return None
@@ -91,10 +97,13 @@ def sharding_of(model: nn.Module) -> ModelSharding | None:
 
 
 class ShardGroup:
-    """Parameters that FSDP gathers together, by name."""
+    """Parameters that FSDP gathers together.
+
+    `parameters` are by name.
+    """
 
     def __init__(self, group: Any, names: Mapping[int, str]) -> None:
-        """`names` are those of the model's parameters, by id."""
+        """Read the group; `names` are those of the model's parameters, by id."""
         self._told = group
         self.name = group_name(group)
         self.parameters = {names[id(p.sharded_param)]: p for p in group.fsdp_params}
@@ -106,9 +115,9 @@ class ShardGroup:
         """The ranks with the same shard, in a mesh of two dimensions (HSDP)."""
 
     def gather(self, *shards: Tensor, into: Mapping[int, Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-        """Start to make all rows of each parameter from each rank's `shards`, cast before they are sent.
+        """Start to gather all rows of each parameter from the `shards` of the ranks; return a function that waits.
 
-        Those at some positions are made in memory that is there.
+        Shards are cast before they are sent. Results at positions in `into` are made in that memory.
         """
         each = enumerate(zip(self.parameters.values(), shards, strict=True))
         ends = [self._gather(parameter, shard, into.get(place)) for place, (parameter, shard) in each]
@@ -134,7 +143,10 @@ class ShardGroup:
         return end
 
     def gather_workspace_bytes(self) -> int:
-        """Bytes that a gather takes besides its results: padded ones, and what two threads of gloo take at a time."""
+        """Return the bytes that a gather takes in addition to its results.
+
+        These are padded results, and the copies of two threads of gloo.
+        """
         copies, padded = [], 0
         for parameter in self.parameters.values():
             itemsize = (parameter.param_dtype or parameter.orig_dtype).itemsize
@@ -146,16 +158,17 @@ class ShardGroup:
         return padded + sum(sorted(copies)[-GLOO_THREADS:])
 
     def scatter_workspace_bytes(self, names: Sequence[str]) -> int:
-        """Bytes that a scatter takes besides its results: gradients packed, and summed."""
+        """Return the bytes that a scatter takes in addition to its results: gradients packed, and summed."""
         some = self.parameters[names[0]]
         dtype = self.reduce_dtype or some.param_dtype or some.orig_dtype
         part = sum(self.parameters[name].padded_sharded_param_size.numel() for name in names) * dtype.itemsize
         return part * self.ranks + (0 if some.sharded_param.device.type == "cpu" else part)
 
     def scatter(self, names: Sequence[str], *gradients: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Start to make this rank's rows of the mean over ranks of the `gradients` of these parameters.
+        """Start to average the `gradients` of these parameters over ranks; return a function that waits.
 
-        They are packed as FSDP packs them, on whose order the last bits of sums over more than two ranks depend.
+        Its result is this rank's rows. Gradients are packed as in FSDP, because the order affects the last bits of sums
+        over more than two ranks.
         """
         parameters = [self.parameters[name] for name in names]
         rows = [parameter.padded_sharded_param_size.numel() for parameter in parameters]
@@ -193,7 +206,7 @@ class ShardGroup:
         return end
 
     def _packed(self, gradients: Sequence[Tensor], rows: list[int], dtype: torch.dtype) -> Tensor:
-        """The rows of each rank's shards of all gradients, one after another."""
+        """Return the rows of each rank's shards of all gradients, one after another, `[ranks, elements]`."""
         packed = gradients[0].new_zeros((self.ranks, sum(rows)), dtype=dtype)
         for part, gradient in zip(packed.split(rows, 1), gradients, strict=True):
             whole = gradient.reshape(-1)
@@ -206,7 +219,7 @@ class ModelSharding:
     """How a model is sharded: its groups of parameters, and their ranks."""
 
     def __init__(self, model: nn.Module, states: Sequence[Any]) -> None:
-        """Raises UnsupportedError for what a planned step does not gather."""
+        """Read the sharding. Raises UnsupportedError if a planned step does not support it."""
         self._states = states
         groups = [group for state in states for group in fsdp_groups(state)]
         self._fsdp_groups = groups
@@ -219,7 +232,8 @@ class ModelSharding:
         self.parameters = {name: parameter for group in self.groups for name, parameter in group.parameters.items()}
         if len({(id(group.group), id(group.replicas)) for group in self.groups}) != 1:
             raise UnsupportedError(
-                "the model is sharded over several meshes; a planned step needs one for all of it: pass the same mesh to every fully_shard"
+                "the model is sharded over several meshes; a planned step needs one for all of it: pass the same mesh "
+                "to every fully_shard"
             )
         self._shards = self.groups[0].group
         self._mesh = groups[0].mesh_info.mesh
@@ -232,22 +246,22 @@ class ModelSharding:
         return self._shards if self.groups[0].replicas is None else _group_of(self._mesh)
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
-        """Add `tensor` up over the ranks that have different shards, in place."""
+        """Add `tensor` up, in place, over the ranks that have different shards."""
         lent((tensor,), lambda given: dist.all_reduce(given, group=self._shards))
 
     # -- between FSDP and the step
 
     def reshard(self) -> None:
-        """Put the shards in place where FSDP has left whole parameters, as its root does after a forward.
+        """Restore the shards where FSDP has left whole parameters, as its root does after a forward.
 
-        Raises UnsupportedError for what FSDP has been told that a planned step does not do.
+        Raises UnsupportedError for FSDP settings that a planned step does not follow.
         """
         for group in self._fsdp_groups:
             _check_settings(group)
             group.reshard()
 
     def take(self) -> None:
-        """Have each shard in memory of its own, of which FSDP keeps nothing."""
+        """Move each shard to its own memory, which FSDP does not hold."""
         self._is_taken = True
         for parameter in self.parameters.values():
             local = local_tensor(parameter.sharded_param)
@@ -257,7 +271,7 @@ class ModelSharding:
                     local.data = local.clone()
 
     def give_back(self) -> None:
-        """Let FSDP have the shards that are there, so that its own hooks can gather them."""
+        """Return the shards on the device to FSDP, so that its own hooks can gather them."""
         if not self._is_taken:
             return
         self._is_taken = False
@@ -267,7 +281,7 @@ class ModelSharding:
                 parameter.reset_sharded_param()
 
     def hold(self, is_tracing: Callable[[], bool], bring: Callable[[], None]) -> None:
-        """Call none of FSDP's hooks while `is_tracing`; before they run at other times, call `bring`."""
+        """Skip FSDP's hooks while `is_tracing`; at other times, call `bring` before they run."""
         for state in self._states:
             before, behind = partial(_cast_inputs, fsdp_policy(state)), partial(_cast_output, fsdp_policy(state))
             # Methods of `register_fsdp_forward_method` call the state's own.
@@ -282,7 +296,7 @@ class ModelSharding:
                 table[key] = _Held(hook, cast, is_tracing, bring)
 
     def let_go(self) -> None:
-        """Give FSDP its hooks and shards back."""
+        """Restore FSDP's hooks and shards."""
         for table, key, hook in self._hooks:
             table[key] = hook
         self._hooks.clear()
@@ -324,7 +338,7 @@ def _handles(state: Any) -> Iterator[Any]:
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh."""
+    """Return the group of all ranks of a mesh."""
     ranks = mesh.mesh.flatten().tolist()
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -342,16 +356,18 @@ def _check_group(group: Any, names: Mapping[int, str]) -> None:
         )
     if group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info:
         raise UnsupportedError(
-            f"{where} is sharded with an integer reshard_after_forward; use True: the plan itself keeps what is worth it"
+            f"{where} is sharded with an integer reshard_after_forward; use True: the plan itself keeps what is worth "
+            "it"
         )
     for parameter in group.fsdp_params:
         _check_parameter(parameter, where, names)
 
 
 def _check_settings(group: Any) -> None:
-    """Raise UnsupportedError for a setting of FSDP's that would change numbers and is not followed.
+    """Raise UnsupportedError for a setting of FSDP that would change numbers and is not followed.
 
-    Followed are divisors and sums; others only say when FSDP gathers and into which memory, which the plan decides.
+    Divisors and sums are followed. Other settings only decide when FSDP gathers and into which memory; the plan decides
+    that.
     """
     replicated = getattr(group.mesh_info, "replicate_process_group", None) is not None
     other = [not type(comm).__name__.startswith(("Default", "ProcessGroupAlloc")) for comm in communicators(group)]
@@ -371,8 +387,8 @@ def _check_settings(group: Any) -> None:
     ):
         if is_set:
             raise UnsupportedError(
-                f"{group_name(group) or 'the model'} was told {told}, which a planned step does not do; leave it as it was "
-                "(accumulate= adds micro-batches up)"
+                f"{group_name(group) or 'the model'} was told {told}, which a planned step does not do; leave it as "
+                "it was (accumulate= adds micro-batches up)"
             )
 
 
@@ -403,6 +419,6 @@ def _check_all_sharded(model: nn.Module, groups: Sequence[Any]) -> None:
             raise UnsupportedError(f"{name} is split over ranks by other means than fully_shard; {INSTEAD}")
         if parameter.requires_grad:
             raise UnsupportedError(
-                f"{name} is trained and not sharded (ignored_params, or fully_shard of parts only), so its gradient would be each rank's "
-                "own; freeze it, or apply fully_shard to the whole model too"
+                f"{name} is trained and not sharded (ignored_params, or fully_shard of parts only), so its gradient "
+                "would be each rank's own; freeze it, or apply fully_shard to the whole model too"
             )

@@ -1,6 +1,6 @@
 """Fixed device bytes of a training step outside one captured graph.
 
-Of the optimizer, other parameters, and a loss outside the model.
+They belong to the optimizer, other parameters, and a loss outside the model.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ def surroundings_of(
     ends_in_loss: bool = False,
     trained: Container[int] = (),
 ) -> Surroundings:
-    """Device bytes outside the graph `joint` during a training step.
+    """Return the device bytes outside the graph `joint` during a training step.
 
-    The graph reads the parameters `here` of all the model's `parameters`. `optimizers`: those that step on them; None:
-    found among those that exist. `reserve`: bytes for a loss outside the model; None: those of `LossOutside`.
-    `retained_bytes`: what other graphs of the model leave there. `clips`: gradients are clipped by their norm before
-    the update. `beside`: bytes of each batch on the device besides the model's inputs. `ends_in_loss`: no loss outside is
-    made from outputs that the graph makes into a loss itself. `trained`: as of `optimizer_needs`.
+    The graph reads the parameters `here`, some of the model's `parameters`.
+
+    - `optimizers`: those that step on the parameters; None: found among those that exist.
+    - `reserve`: bytes for a loss outside the model; None: those of `LossOutside`.
+    - `retained_bytes`: bytes that other graphs of the model leave on the device.
+    - `clips`: whether gradients are clipped by their norm before the update.
+    - `beside`: bytes of each batch on the device other than the model's inputs.
+    - `ends_in_loss`: whether no loss outside is made from outputs that the graph makes into a loss itself.
+    - `trained`: as in `optimizer_needs`.
     """
     loss = (
         LossOutside.of(joint, beside, ends_in_loss=ends_in_loss)
@@ -86,42 +90,41 @@ def surroundings_of_job(
     optimizer: Optimizer,
     reserve: str | float | None,
 ) -> Surroundings:
-    """Fixed device bytes outside the graph of a job's model and loss."""
+    """Return the fixed device bytes outside the graph of a job's model and loss."""
     return surroundings_of(
         joint, here, parameters, [optimizer], reserve, accumulates=job.keeps_gradients, clips=job.clips
     )
 
 
 def _norm_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes that clip_grad_norm_ has at once.
+    """Return the bytes that clip_grad_norm_ holds at once.
 
-    The norm of each gradient, all of them together, and what follows from these.
+    These are the norm of each gradient, their stack, and the scalars made from them.
     """
     return 2 * 4 * sum(p.requires_grad for p in parameters) + 64
 
 
 @dataclass(frozen=True)
 class LossOutside:
-    """Bytes for a loss computed outside the graph.
-
-    None where the graph returns its own. `workspace_bytes`: between forward and backward. `targets_bytes`: batches
-    besides the model's inputs, all the while. `held_bytes`: what a loss keeps, all the while, of the elements that it
-    was made from (a mean that PyTorch computes in place keeps them). `previous_bytes`: outputs of the step before,
-    which a training loop holds until the model returns.
-    """
+    """Bytes for a loss computed outside the graph; all 0 if the graph returns its own."""
 
     workspace_bytes: int = 0
+    """Bytes between forward and backward."""
     targets_bytes: int = 0
+    """Bytes of batches other than the model's inputs, throughout."""
     held_bytes: int = 0
+    """Bytes of elements that the loss keeps throughout, as a mean does that PyTorch computes in place."""
     previous_bytes: int = 0
+    """Bytes of outputs of the step before, which a training loop holds until the model returns."""
 
     @classmethod
     def of(cls, joint: JointGraph, beside: Sequence[int], *, ends_in_loss: bool = False) -> LossOutside:
-        """Bytes for a loss of the graph's differentiable outputs; with `ends_in_loss`, of those made into none inside.
+        """Return the bytes for a loss of the graph's differentiable outputs.
 
-        Batches of `beside` bytes are on the device. In units of an output in float32: a cross-entropy saves one, its
-        gradient goes through another, and becomes a third, with a number or two per row; a loss of each element (where
-        there is a target as large) has one more, and its mean holds one. An output in lower precision is cast first.
+        With `ends_in_loss`, outputs that the graph makes into a loss itself do not count. Batches of `beside` bytes are
+        on the device. The unit is an output in float32. A cross-entropy saves one unit, its gradient goes through
+        another and becomes a third, with one or two numbers per row. A loss of each element (if a target is as large)
+        has one more, and its mean holds one. An output in lower precision is cast first.
         """
         values = outputs_of(joint) if joint.tangents else []
         if not values:
@@ -144,12 +147,12 @@ class LossOutside:
 
 
 def _apart(values: Iterable[Tensor]) -> list[Tensor]:
-    """One of those that share a storage."""
+    """Return one of the tensors that share a storage, for each storage."""
     return list({storage_key(v): v for v in values}.values())
 
 
 def outputs_of(joint: JointGraph) -> list[Tensor]:
-    """Tensors that the graph returns and a loss may differentiate."""
+    """Return the tensors that the graph returns and that a loss may differentiate."""
     nodes = {n for n in joint.forward_outputs if isinstance(n, fx.Node)} - set(joint.write_backs.values())
     values = (n.meta.get("val") for n in nodes)
     return [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]

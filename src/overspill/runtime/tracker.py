@@ -1,6 +1,6 @@
-"""Counts the live bytes of a real run, independently of the planner.
+"""Count the live bytes of a real run, independently of the planner.
 
-It counts every storage that an op reads or makes, while it lives.
+Every storage that an op reads or makes counts while it lives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overspill.pytorch.trees import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """A dispatch mode that counts live and peak bytes on `device`.
 
-    Enter it inside compiled callables and around eager code, never around a call of a compiled model: Dynamo would
+    Enter it inside compiled callables and around eager code, never around a call of a compiled model. Dynamo would
     silently run that eagerly.
     """
 
@@ -41,11 +41,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is counted."""
+        """Return whether `storage` is counted."""
         return key_of(storage) in self._known
 
     def there(self) -> Iterator[tuple[int, int]]:
-        """Key and bytes of each storage counted now."""
+        """Yield key and bytes of each storage counted now."""
         for key, known in list(self._known.items()):
             if (storage := known()) is not None:
                 yield key, storage.nbytes()
@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the op and count what it touched."""
+        """Run the op, and count the storages of its arguments and results."""
         del types
         result = func(*args, **(kwargs or {}))
         self.add(tree_leaves((args, kwargs, result)))

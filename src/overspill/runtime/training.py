@@ -1,4 +1,4 @@
-"""Training jobs: run one within a budget, and prove the numbers."""
+"""Training jobs: run one within a budget, and verify the numbers."""
 
 from __future__ import annotations
 
@@ -48,30 +48,35 @@ STEPS = 3
 
 @dataclass
 class Run:
-    """What one run gave: the loss and seconds of each step, the measured peak, and the final weights and buffers.
-
-    `partition` is the `activation_memory_budget` that Inductor's programs were parted by. `record` is what the run did when, if
-    that was asked for. `planned_peak_bytes` are live
-    bytes; on CUDA `planned_reserved_bytes` are what PyTorch's allocator takes for them, and `planned_device_bytes` that and
-    the context: what the card must have.
-    """
+    """The results of one run."""
 
     losses: list[float] = field(default_factory=list)
+    """Loss of each step."""
     step_seconds: list[float] = field(default_factory=list)
+    """Seconds of each step."""
     measured_peak_bytes: int = 0
+    """Measured peak of live bytes."""
     planned_peak_bytes: int = 0
+    """Planned peak of live bytes."""
     planned_reserved_bytes: int | None = None
+    """Planned bytes of PyTorch's allocator; on CUDA."""
     planned_device_bytes: int | None = None
+    """Planned bytes of the GPU: reserved bytes and the context; on CUDA."""
     reserved_peak_bytes: int | None = None
+    """Measured peak bytes of PyTorch's allocator; on CUDA."""
     state: dict[str, Tensor] = field(default_factory=dict)
+    """Final weights and buffers, in host memory."""
     plan: Plan | None = None
     partition: float | None = None
+    """The `activation_memory_budget` of Inductor's programs."""
     offloaded_bytes: int = 0
+    """Bytes that a step offloads."""
     times: MeasuredTimes | None = None
     record: RunRecord | None = field(default=None, repr=False)
+    """The measured record of the run, if requested."""
 
     def identical_to(self, other: Run) -> bool:
-        """Whether losses and final state are equal to the last bit."""
+        """Return whether losses and final state are equal to the last bit."""
         return (
             [struct.pack("d", loss) for loss in self.losses] == [struct.pack("d", loss) for loss in other.losses]
             and self.state.keys() == other.state.keys()
@@ -89,10 +94,10 @@ def train(
     device: str = "cpu",
     keep_state: bool = True,
 ) -> Run:
-    """Train on `device`, cpu or cuda, within the budget, and with `keep_state` keep a copy of the weights and buffers in the end.
+    """Train on `device`, cpu or cuda, within the budget.
 
-    Raises what planning and the store raise; nothing is left in the store directory. `recorder`, whose steps are marked by
-    hand, is told what the run does.
+    With `keep_state`, the result has a copy of the final weights and buffers. `recorder`, whose steps are marked by
+    hand, records the run. Raises the errors of planning and of the store. No file remains in the store directory.
     """
     running = _running(job, options, steps, device, on_step, recorder, keep_state=keep_state)
     if options.whole_step:
@@ -122,9 +127,10 @@ def train_plain(
     device: str = "cpu",
     keep_state: bool = True,
 ) -> Run:
-    """The same steps without Overspill: the reference that a managed run must equal.
+    """Run the same steps without Overspill: the baseline that a managed run must equal.
 
-    That is eager PyTorch, or where the managed run has its kernels `torch.compile`, with that run's `partition`.
+    The baseline is eager PyTorch. If the managed run has Inductor's kernels, it is `torch.compile` with that run's
+    `partition`.
     """
     running = _running(job, options, steps, device, on_step, None, keep_state=keep_state)
     partitioned = {} if partition is None else {"activation_memory_budget": partition}
@@ -137,12 +143,13 @@ def train_plain(
 
 @dataclass(frozen=True)
 class _Running:
-    """A job that is trained now: how long, where, and who is told."""
+    """A job that is being trained."""
 
     job: Job
     steps: int
     device: str
     on_step: Callable[[int, float], None] | None
+    """Called after each step with its number and loss."""
     recorder: RunRecorder | None
     keep_state: bool
 
@@ -157,7 +164,7 @@ def _running(
     *,
     keep_state: bool,
 ) -> _Running:
-    """Raises RequestError for what cannot be trained."""
+    """Return the job to train with its settings. Raises RequestError if it cannot be trained."""
     job.check_trained(whole_step=options.whole_step)
     if steps < 1:
         raise RequestError(f"steps={steps} is not a positive number; give 1 or more")
@@ -180,7 +187,8 @@ def _train(running: _Running, session: Session | None, *, compiled: bool) -> Run
         model = torch.compile(step, fullgraph=True, dynamic=False)
     run = Run()
     there = [*step.parameters(), *step.buffers(), *given[0]]
-    # What compiled kernels allocate no dispatch mode sees: it is counted in the last step, after all that compiling takes.
+    # What compiled kernels allocate no dispatch mode sees: it is counted in the last step, after all that compiling
+    # takes.
     counts = compiled and torch.device(running.device).type == "cpu"
     with (
         nullcontext(nullcontext) if counts else _measured(running.device, session, there, run) as watching,
@@ -279,12 +287,12 @@ def _run_steps(
 
 
 def _final_state(step: TrainingStep) -> dict[str, Tensor]:
-    """Weights and buffers, in host memory: copies on a GPU would be part of the next run's peak."""
+    """Return weights and buffers in host memory; copies on a GPU would count in the next run's peak."""
     return {name: value.detach().to("cpu", copy=True) for name, value in step.state_dict().items()}
 
 
 def _leave_nothing(device: str) -> None:
-    """Before a run is measured: what runs before it have left in cycles and in the allocator's cache is given back."""
+    """Free the memory that earlier runs left in cycles and in the allocator's cache, before a run is measured."""
     if torch.device(device).type == "cuda" and torch.cuda.is_initialized():
         gc.collect()
         accelerator.empty_cache(torch.device(device))
@@ -294,7 +302,7 @@ def _leave_nothing(device: str) -> None:
 def _measured(
     where: str, managed: Session | TrainStep | None, persistent: list[Tensor], run: Run
 ) -> Iterator[Callable[[], Any]]:
-    """Measure the peak of what runs inside: by counting storages on the CPU, by the allocator's own figures on CUDA."""
+    """Measure the peak within the context: by counting storages on the CPU, by the allocator on CUDA."""
     device = torch.device(where)
     if device.type == "cuda":
         accelerator.reset_peaks(device)
@@ -311,7 +319,7 @@ def _measured(
 
 @contextmanager
 def _recorded(managed: Session | TrainStep | None, recorder: RunRecorder | None, run: Run) -> Iterator[None]:
-    """While this lasts `recorder`, if there is one, is told what `managed` does; `run` then has the record."""
+    """Record `managed` by `recorder`, if any, within the context, and store the record in `run`."""
     if managed is None or recorder is None:
         yield
         return
@@ -321,7 +329,7 @@ def _recorded(managed: Session | TrainStep | None, recorder: RunRecorder | None,
 
 
 def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
-    """The model with its loss where it is trained, and a batch for all steps, or where they vary one for each."""
+    """Return the model with its loss on its device, and a batch for all steps, or one for each if they vary."""
     job, device = running.job, running.device
     if job.attention is not None:
         with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):

@@ -1,6 +1,6 @@
-"""Which variable of an emitted graph holds a captured node's value.
+"""Variables of an emitted graph that hold the values of captured nodes.
 
-A storage is held by variables of its roots. Views cost nothing: they are made again from these where they are needed.
+Variables of its roots hold a storage. Views cost nothing: they are made again from these when needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .views import reshaped, same_as
 
 
 class Values(dict[fx.Node, fx.Node]):
-    """The variables of `graph` by the captured root that each holds now."""
+    """The variables of `graph`, by the captured root that each holds now."""
 
     def __init__(self, captured: Captured, graph: fx.Graph) -> None:
         super().__init__()
@@ -27,24 +27,24 @@ class Values(dict[fx.Node, fx.Node]):
         self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
 
     def drop(self, root: fx.Node) -> None:
-        """Forget a root's variable, and those of its views."""
+        """Forget the variable of a root, and those of its views."""
         del self[root]
         for key in storages(root):
             for view in self._views_of.pop(key, ()):
                 self._views.pop(view, None)
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """A variable with a captured node's value, for an op that reads it."""
+        """Return a variable with the value of a captured node, for an op that reads it."""
         return self.own(self._first_same(node))
 
     def _first_same(self, node: fx.Node) -> fx.Node:
-        """`node`, or the first that it is the same view as."""
+        """Return `node`, or the first node of which it is the same view."""
         while node not in self and node not in self._views and (same := same_as(node)) is not None:
             node = same
         return node
 
     def own(self, node: fx.Node) -> fx.Node:
-        """A captured node's own variable here: its root's, or a new view of it."""
+        """Return the variable of a captured node: that of its root, or a new view of it."""
         if node in self:
             return self[node]
         if node in self._views:
@@ -72,8 +72,8 @@ class Values(dict[fx.Node, fx.Node]):
         return new
 
     def _is_plain(self, node: fx.Node) -> bool:
-        """Whether `node` can be repeated anywhere.
+        """Return whether `node` can be repeated anywhere.
 
-        It makes no tensor of the plan: a number, or a tensor that nobody writes to.
+        It must make no tensor of the plan: it is a number, or a tensor that no op writes.
         """
         return node.op == "call_function" and not any(key in self._captured.tensor_of for key in storages(node))

@@ -1,4 +1,4 @@
-"""Which views are calls in vain: they give what another gives, to the same strides."""
+"""Find redundant views: those that equal another view, with the same strides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
 def same_as(node: fx.Node) -> fx.Node | None:
-    """The node before `node` of which it is a view with the same sizes and strides, or None."""
+    """Return the node before `node` of which it is a view with the same sizes and strides, or None."""
     if node.op != "call_function" or not node.args or not isinstance(before := node.args[0], fx.Node):
         return None
     if node.target in _COPIES:
@@ -24,7 +24,7 @@ def same_as(node: fx.Node) -> fx.Node | None:
 
 
 def reshaped(node: fx.Node) -> fx.Node | None:
-    """The node whose elements `node` only has in another shape, or None."""
+    """Return the node whose elements `node` has in another shape, or None."""
     if node.target is not aten.view.default or _sizes(node) is None:
         return None
     before = node.args[0]
@@ -33,7 +33,10 @@ def reshaped(node: fx.Node) -> fx.Node | None:
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...] | None:
-    """The sizes of a tensor whose strides follow from them and its elements' places: none is 1."""
+    """Return the sizes of a tensor if none is 1, or None.
+
+    Then its strides follow from its sizes and the places of its elements.
+    """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not all(type(n) is int and n > 1 for n in value.shape):
         return None
