@@ -1,4 +1,7 @@
-"""Masks among the indices of an op: what they select, and so the result's shape, follows from their values."""
+"""Find masks among the indices of an op.
+
+The elements that masks select, and so the result's shape, follow from their values.
+"""
 
 from __future__ import annotations
 
