@@ -30,9 +30,11 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.view.default: Tensor.view, aten.t.default: torch.t, aten.transpose.int: torch.transpose,
     aten.permute.default: torch.permute, aten.expand.default: Tensor.expand, aten.unsqueeze.default: torch.unsqueeze,
     aten.squeeze.dim: torch.squeeze, aten.select.int: torch.select, aten.as_strided.default: torch.as_strided,
-    aten.mm.default: torch.mm, aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.cat.default: torch.cat,
+    aten.mm.default: torch.mm, aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
     aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.mul.Tensor: torch.mul, aten.div.Tensor: torch.div,
-    aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm, aten.tanh.default: torch.tanh,
+    aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.tanh.default: torch.tanh,
     aten.native_dropout.default: torch.native_dropout, aten.relu.default: torch.relu, aten.clone.default: torch.clone,
 }  # fmt: skip
 """PyTorch's own bindings of ops: they call the same overload at half the host time."""

@@ -31,7 +31,10 @@ def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False
         shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
         instead = "" if whole_step else split_update(error)
         if f"at {REST} of" in error.cause:
-            instead = "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with reserve="
+            instead = (
+                "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with "
+                "reserve="
+            )
         would_do = f"budget={error.floor_bytes} would do"
         if whole_step:
             would_do += " for steps on such inputs"

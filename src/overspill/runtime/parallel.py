@@ -343,7 +343,10 @@ def _different_graphs(names: Sequence[Sequence[str]]) -> str:
             if first != second:
                 where = f"op {index}, which is {first} on rank 0 and {second} on rank {rank}"
                 break
-    return f"the ranks have different graphs: they differ in {where}; model, loss and options must be the same on all, and the answers to what the model asks of values"
+    return (
+        f"the ranks have different graphs: they differ in {where}; model, loss and options must be the same on all, "
+        "and the answers to what the model asks of values"
+    )
 
 
 def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> None:
