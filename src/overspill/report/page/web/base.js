@@ -51,6 +51,8 @@ const FORMATS = {
     return size ? `${(value * 1e6).toFixed(size >= 1e-4 ? 0 : 1)} µs` : "0 s";
   },
 };
+// In a table a time has the digits that the terminal prints; the axis of a chart may need more of them.
+FORMATS.time = (value) => (value >= 1 ? `${value.toFixed(2)} s` : value >= 1e-3 ? `${(value * 1e3).toFixed(1)} ms` : `${(value * 1e6).toFixed(0)} µs`);
 function show(value, unit) {
   if (value === null || value === undefined || Number.isNaN(value)) return "";
   if (value === true || value === false) return value ? "yes" : "no";
@@ -157,7 +159,7 @@ function tableOf(section) {
               made.classList.add("bar");
               made.style.setProperty("--share", Math.abs(cell) / largest[unit]);
             }
-            made.append(show(cell, unit));
+            made.append(show(cell, unit === "seconds" ? "time" : unit));
             return made;
           }),
         ),
