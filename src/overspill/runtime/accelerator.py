@@ -21,7 +21,7 @@ from torch import Tensor
 from overspill.pytorch import cuda
 
 KINDS = ("cuda",)
-"""Device types that can train within a budget, besides the CPU."""
+"""Device types other than the CPU that can train within a budget."""
 
 
 def is_available() -> bool:
@@ -107,7 +107,7 @@ def raw_streams(device: torch.device) -> RawStreams | None:
 # -- when work was done
 
 FAR_SECONDS = 2.0
-"""Longest seconds measured from one mark: PyTorch gives times as milliseconds in single precision."""
+"""Longest seconds measured from one mark: PyTorch returns times in milliseconds in single precision."""
 
 
 class DeviceClock:

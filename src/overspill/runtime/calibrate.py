@@ -44,7 +44,7 @@ PAGE_TRIPS = 100
 HOST_ROUNDS = 5
 SMALL_OPS = 20_000
 COMPUTE_SECONDS = 0.3
-"""Seconds that compute runs alone, then alongside transfers, to see what they cost it."""
+"""Seconds that compute runs alone, then alongside transfers, to measure their cost."""
 SHARE_ROUNDS = 3
 DUPLEX_SHARE = 0.6
 """Both directions at once in this share of their times added up count as full duplex (0.5 would be perfect)."""

@@ -127,7 +127,7 @@ class ProgramRun:
         self.changed = False
         """Whether a parameter has been updated."""
         self.lost = ""
-        """What an error stopped half-way and cannot be repeated."""
+        """The action that an error stopped half-way and that cannot be repeated."""
 
     def go_on(
         self, may_go_on: Callable[[], None] | None = None, instructions: Instructions | None = None

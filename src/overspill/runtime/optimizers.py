@@ -31,8 +31,8 @@ follow."""
 PROBE_STEPS = 7
 """Steps tried on tiny parameters; RAdam takes more from its sixth on."""
 LBFGS_VECTORS = 5, 11
-"""Vectors of all parameters' length that LBFGS has besides its history during an evaluation of the model: without and
-with a line search."""
+"""Vectors as long as all parameters that LBFGS holds during an evaluation of the model, without and with a line search.
+Its history is not included."""
 LBFGS_TEMPORARIES = 4
 """Further vectors between two evaluations."""
 

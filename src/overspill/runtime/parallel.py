@@ -42,7 +42,7 @@ MOST_LOOKS = 2000
 _FAILED = -1
 _WAITED = "another rank did not come to a collective of this step"
 _FAILURE = "overspill: a rank failed"
-"""The key of the process group's store under which the first rank that fails within a step says why."""
+"""The key of the process group's store under which the first rank that fails within a step records why."""
 
 
 def _named(name: str, before: str) -> Any:
@@ -104,7 +104,7 @@ class DataParallel(OneProcess):
     """The ranks of a process group that train one model, each on its own part of the batch."""
 
     has_told = False
-    """Whether this process has told others of an error since they last agreed."""
+    """Whether this process has reported an error to others since they last agreed."""
 
     def __init__(self, group: dist.ProcessGroup, *, implied: bool = False) -> None:
         """Join the group; all ranks do this together.

@@ -43,7 +43,7 @@ from .step.train_step import TrainStep
 from .tracker import LiveBytes
 
 STEPS = 3
-"""How many steps are trained where nobody says it."""
+"""Default number of steps."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from overspill.runtime.recording.instrument import run
 from overspill.runtime.recording.recorder import RunRecorder
 
 Lowered = tuple[Captured, tuple[fx.GraphModule, ...]]
-"""The captured step and its lowered graphs: forward, and backward where there is one."""
+"""The captured step and its lowered graphs: forward, and backward if any."""
 
 
 WRITES_OVER = "backward(retain_graph=True) would read what this backward writes over; {}"

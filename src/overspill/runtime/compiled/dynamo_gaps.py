@@ -47,9 +47,9 @@ from overspill.pytorch.patching import Patches, Target
 from overspill.pytorch.trees import tree_leaves
 
 OWN_BACKWARD = "a Function under torch.func"
-"""What Dynamo says where a graph ends before one."""
+"""Dynamo's message when a graph ends before one."""
 _VALUES = (int, float, complex, str, bytes, type(None), type, Tensor)
-"""What Dynamo guards by value, or as it should."""
+"""Values that Dynamo guards by value, or correctly by other means."""
 _HOLDERS = (
     variables.BaseListVariable, variables.ConstDictVariable, variables.SetVariable, variables.UserDefinedObjectVariable
 )  # fmt: skip
@@ -150,6 +150,6 @@ PATCHES = [
     *_patch(APPLY_FUNCTION, _apply),
     *_patch(INITIALIZE_LAZY, _initialize),
 ]
-"""Attributes of Dynamo's modules and classes, and what they are while a model is called."""
+"""Attributes of Dynamo's modules and classes, and their values while a model is called."""
 OF_EAGER = _patch(CHECK_LEAVES, _leaves)
-"""Further ones with eager kernels. Stock torch.compile, whose bits Inductor's kernels must give, ends graphs there."""
+"""Further patches with eager kernels. Stock torch.compile ends graphs there, and Inductor's kernels must equal its bits."""

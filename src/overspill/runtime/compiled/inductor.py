@@ -44,7 +44,7 @@ from .calls import CallsOfPlan, Lowered
 from .partitions import PARTITIONS, Partitioned
 
 Begin = Callable[[], RunRecorder | None]
-"""Called before a graph runs; gives the recorder that is told of it, or None."""
+"""Called before a graph runs; returns the recorder to notify, or None."""
 Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[Captured]]
 Plan = Callable[[JointGraph, Capture], Lowered]
 """From a joint graph and how to capture it: the chosen capture, and the lowered graphs of its plan."""

@@ -16,7 +16,7 @@ from .planned import Planned
 from .renewal import Renewal
 
 WORTHWHILE = 1.01
-"""Slowdown of a plan from which on a better one is worth planning anew."""
+"""Slowdown of a plan from which a better one is worth planning again."""
 
 
 class OnlyLosses:

@@ -44,7 +44,7 @@ CURES = {
     r"[Rr]andom\.": f"draw with torch, or before the call, {_WARN}",
     "": f"take the rest out of the model, or use overspill.train_step, {_WARN}",
 }
-"""The remedies by what the reason says; `train_step` refuses what comes before the last."""
+"""The remedies by patterns of the reason. `train_step` does not support the cases before the last."""
 SAID = ("graph_break", "unimplemented")
 """Dynamo's counters that record why it stopped tracing."""
 SETTINGS: dict[str, Any] = {

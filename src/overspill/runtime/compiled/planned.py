@@ -43,13 +43,13 @@ class Planned:
     beside: Counter[GraphKey] = field(default_factory=Counter)
     """Calls known to be pending when it runs."""
     reserved_bytes: int = 0
-    """Bytes reserved for what runs between forward and backward."""
+    """Bytes reserved for computation between forward and backward."""
     partition: float | None = None
     """The `activation_memory_budget` of its partition, with Inductor's kernels."""
     made_into_loss: frozenset[int] = frozenset()
     """Outputs that the graph makes into a loss which it returns."""
     ends_in_loss: bool = False
-    """Whether the plan has no room for another loss made from them."""
+    """Whether the plan reserves no memory for another loss made from them."""
 
     @property
     def part(self) -> Part:

@@ -68,7 +68,7 @@ class JointGradients:
     def __init__(self, joint: JointGraph) -> None:
         tangents = [tangent for tangent in joint.tangents if not is_token(tangent.meta["desc"])]
         self.can_differ = len(tangents) == len(joint.tangents)
-        """Whether None, and other strides, are told to backward."""
+        """Whether backward can get None, and other strides."""
         self._outputs = list(joint.differentiable)
         self._tangents = tangents
         # Propagate through the graph which outputs' gradients each node depends on.

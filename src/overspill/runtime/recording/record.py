@@ -125,7 +125,7 @@ class RunRecord:
     on_device: bool = False
     """Whether it ran on CUDA, asynchronously to the host."""
     device_snapshot: dict[str, Any] | None = None
-    """On CUDA, PyTorch's own memory snapshot, if asked for."""
+    """On CUDA, PyTorch's own memory snapshot, if requested."""
     is_full: bool = False
     """Whether the record was full before the run ended."""
 

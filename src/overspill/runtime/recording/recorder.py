@@ -28,8 +28,7 @@ F = TypeVar("F")
 MOST_ENTRIES = 500_000
 """Most ops, copies and memory changes in a record, some 150 MB; then recording ends."""
 _STARTED = frozenset({Verb.OFFLOAD, Verb.PREFETCH, Verb.START})
-"""Verbs that only start what takes time: a copy, which the lane reports itself, or a collective, which is waited
-for."""
+"""Verbs that only start an action: a copy, which the lane reports itself, or a collective, which is awaited."""
 
 
 class Copying:

@@ -20,9 +20,9 @@ from overspill.pytorch.dispatch import TensorBase, disabled_torch_function
 from overspill.pytorch.trees import tree_leaves
 
 GUARDS: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The guard of each watched tensor, by the tensor's id: what has a `fetch()`, which brings it back."""
+"""The guard of each watched tensor, by the tensor's id: an object whose `fetch()` brings it back."""
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-"""Attributes of a tensor that are its values, or views of them."""
+"""Attributes of a tensor that return its values, or views of them."""
 _METHODS = (
     "numel nelement size dim ndimension stride storage_offset element_size is_floating_point is_complex is_signed "
     "is_contiguous get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__"

@@ -51,7 +51,7 @@ WAIT_SECONDS = 0.0005
 LONGEST_WAIT_SECONDS = 1.0
 """Longest time that a new reader lets a waiting step go first."""
 GRACE_SECONDS = 0.02
-"""How long a tensor that another thread has just read stays on the device."""
+"""Seconds that a tensor stays on the device after another thread has read it."""
 
 
 class Gate:

@@ -33,7 +33,7 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 _BY_ROW = frozenset(
     getattr(torch.ops.aten, name).default for name in ("detach", "_to_copy", "clone", "bmm", "baddbmm")
 ) | {torch.ops.aten.unbind.int, torch.ops.aten.select.int}
-"""Ops that work row by row, besides pointwise ones."""
+"""Ops other than pointwise ones that work row by row."""
 
 
 Leaves = dict[str, tuple[torch.dtype, Spec | None]]

@@ -126,7 +126,7 @@ class Resident:
         self.away = spec is not None
         """Whether the object holds only its placeholder."""
         self.hidden: Tensor | None = None
-        """The device's copy of what the store has too, hidden from the user so that both stay equal."""
+        """The device's copy of bytes that the store also has, hidden from the user so that both stay equal."""
         self.aliases: list[Alias] = []
         self._placeholder: Tensor | None = None
 

@@ -62,7 +62,7 @@ class StepState:
             of.around = self.model_is_there
         self.allow_untrained = allow_untrained
         self.sharding = sharding_of(module)
-        """How `fully_shard` has sharded the model, or None; of a sharded parameter, this rank's part is what moves."""
+        """How `fully_shard` has sharded the model, or None. Of a sharded parameter, this rank's part moves."""
         self.parameters = dict(module.named_parameters())
         check_model(module, self.parameters, () if self.sharding is None else self.sharding.parameters)
         if self.sharding is not None:

@@ -57,10 +57,10 @@ class Trials:
         self.draws = False
         self._changed: list[tuple[dict[str, Any], set[str]]] = []
         self.outgrown = False
-        """Whether a step took more than those before."""
+        """Whether a step took more memory than those before."""
         self.steps = 0
         self.measurable = True
-        """Whether its temporaries can be counted, which what is compiled in it may not bear."""
+        """Whether its temporaries can be counted, which compiled code in it may not allow."""
         self._known: tuple[int, ...] = ()
         self._apart: list[_Tiny] = []
         self._together: list[_Tiny] = []

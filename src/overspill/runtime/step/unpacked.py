@@ -26,16 +26,16 @@ from .python_state import NotKept
 from .tracked_values import BY_IDENTITY, is_open
 
 Unpacked = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Inputs, and what is in the tables of the objects among them."""
+"""Inputs, and the contents of the tables of the objects among them."""
 Table = Any
-"""Where an object has what it holds: a dictionary, a list, or its slots."""
+"""A container of the contents of an object: a dictionary, a list, or its slots."""
 UNREAD = "is neither a tensor nor a value, and a planned step would read it once; let the batch have it as a tensor"
 
 PLAIN = (
     int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool,
 )  # fmt: skip
-"""Values that are alike where they are spelled alike."""
+"""Types whose values are equal if their repr is equal."""
 
 
 class Constant:

@@ -77,7 +77,7 @@ class OptimizerUpdates:
         self._elementwise = self.groups and not fused
         self.trials = None if made_by_torch else Trials(optimizer)
         self.outgrown = False
-        """Whether plans no longer fit what updates take."""
+        """Whether updates take more memory than plans assume."""
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context for a call for all parameters, which may look at the model too."""
         # By kind of parameter. Each with its group, by whose id it is found: one that was freed could leave its id to
