@@ -152,4 +152,4 @@ PATCHES = [
 ]
 """Attributes of Dynamo's modules and classes, and their values while a model is called."""
 OF_EAGER = _patch(CHECK_LEAVES, _leaves)
-"""Further patches with eager kernels. Stock torch.compile ends graphs there, and Inductor's kernels must equal its bits."""
+"""Further patches with eager kernels. Stock torch.compile, which Inductor's kernels must equal, ends graphs there."""
