@@ -1,4 +1,4 @@
-"""What an optimizer keeps outside of the state of its parameters: counters in groups, on the object, on its class.
+"""State of an optimizer outside of the state of its parameters: counters in groups, on the object, on its class.
 
 Known limits: changes that a step makes in files, in other processes or in objects that it reaches through modules are
 not noticed.
@@ -48,7 +48,7 @@ class _Place:
 
 
 class Outside:
-    """What an optimizer now keeps outside of the state of its parameters.
+    """State that an optimizer now keeps outside of the state of its parameters.
 
     - settings and counters of groups;
     - its attributes, and those of its class;

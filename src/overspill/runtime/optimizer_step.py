@@ -1,8 +1,8 @@
 """Run the user's own optimizer on chosen parameters, and restore or carry over what it keeps outside of their state.
 
-No copy of an optimizer updates a weight, because values that a class keeps on the object, in groups or on the class
-would be lost. A change that one step makes there must happen once a step, however many calls carry the step out. A
-trial must not change it at all.
+No copy of an optimizer updates a weight: values that a class keeps on the object, in groups or on the class would be
+lost. A change that one step makes there must happen once a step, however many calls carry the step out. A trial must
+not change it at all.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def tried(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[T
 
 
 def temporary_bytes(optimizer: Optimizer, tracker: LiveBytes | None = None) -> int:
-    """Step, and return the temporary bytes of the step.
+    """Run one step, and return its temporary bytes.
 
     Parameters, gradients and the state before it are not included.
     """

@@ -109,7 +109,7 @@ class DataParallel(OneProcess):
     def __init__(self, group: dist.ProcessGroup, *, implied: bool = False) -> None:
         """Join the group; all ranks do this together.
 
-        `implied` means that the user did not give the group, so different parameters at the start are refused. Raises
+        `implied` means that the user named no group, so different parameters at the start are refused. Raises
         RequestError in a process outside the group.
         """
         self.group = group

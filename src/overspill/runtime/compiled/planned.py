@@ -58,7 +58,7 @@ class Planned:
 
     @property
     def least_peak_bytes(self) -> int:
-        """Peak bytes without the spare room reserved for later graphs."""
+        """Peak bytes without the spare bytes reserved for later graphs."""
         ops = self.plan.graph.ops
         spare = {op.id: max(0, op.workspace_bytes - self.reserved_bytes) for op in ops if op.name == REST}
         each = (

@@ -295,7 +295,7 @@ class PythonState:
     # -- what values hold
 
     def _watch(self, value: Any, label: str) -> None:
-        """Follow `value` and all that it holds, to compare later."""
+        """Track `value` and all that it holds, to compare later."""
         pending = [(value, label)]
         while pending:
             value, label = pending.pop()

@@ -1,8 +1,8 @@
-"""Which Python values of a step are tracked for changes.
+"""Python values of a step that are tracked for changes.
 
 Tracked are functions of all packages except Python, torch, NumPy and Overspill, and objects of all classes except
-theirs. A logger, a lock, a file or a thread counts as unchanged, whatever it contains. The contents of their containers
-are tracked.
+theirs. A logger, a lock, a file or a thread counts as unchanged, even if its contents change. The contents of their
+containers are tracked.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An optimizer from outside torch.optim may do anything. So one step on all tiny p
 steps on each of them. Some trials come before training, and one before each step of training, with the present settings
 and counters of the user's optimizer.
 
-Known limit: what holds for tiny parameters is assumed to hold for the real ones.
+Known limit: results for tiny parameters are assumed to hold for the real ones.
 """
 
 from __future__ import annotations

@@ -358,7 +358,10 @@ class OptimizerUpdates:
         return max(owned.needs.first_bytes, owned.needs.later_bytes) + SCALAR_BYTES
 
     def _stepped(self) -> tuple[int, bool]:
-        """Step; return its temporary bytes and whether it used random numbers, 0 and False if not measured."""
+        """Run one step; return its temporary bytes and whether it used random numbers.
+
+        These are 0 and False if not measured.
+        """
         count = self._steps + 1
         if self.trials is not None and self.trials.measurable and (count <= AHEAD or not count & (count - 1)):
             device = next(

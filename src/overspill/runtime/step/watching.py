@@ -1,4 +1,4 @@
-"""Record in a `PythonState` what the model's Python reads during a capture.
+"""Record the reads of the model's Python during a capture in a `PythonState`.
 
 `nn.Module` is patched to report accesses of the capturing thread while the capture lasts.
 """

@@ -255,7 +255,7 @@ class TransferEngine:
         self._outward, self._inward = store.lanes(device)
 
     def close(self) -> None:
-        """Finish transfers and release the store, whatever fails."""
+        """Finish transfers and release the store, even after errors."""
         with ExitStack() as end:  # the last first
             for let_go in (self.store.close, self._table.clear, self._arriving.clear, self._inward.close):
                 end.callback(let_go)

@@ -4,11 +4,11 @@ The latter decides how much RAM a budget on the CPU saves.
 
 glibc gives large blocks their own mapping, from a threshold on. As they are freed, it raises the threshold to 32 MiB.
 Blocks below it come from a heap that activations of many sizes leave full of holes. A low fixed threshold ends that, at
-a price. ResNet-50 at batch 32 took 10 s a step with glibc's own threshold and 13.5 s with 4 MiB, with or without
-Overspill (two cores, glibc 2.36). So it is set only where memory is scarce and a run without Overspill could hardly
-work at all.
+a price. ResNet-50 at batch 32 took 10 s a step with glibc's own threshold and 13.5 s with 4 MiB. That was on two cores
+with glibc 2.36, with or without Overspill. So it is set only if memory is scarce and a run without Overspill could
+hardly work at all.
 
-Where memory is not scarce, the opposite helps. Under a plan, the end of the heap becomes free many times within a step,
+If memory is not scarce, the opposite helps. Under a plan, the end of the heap becomes free many times within a step,
 when activations have left. glibc returns free ends over 64 MiB to the system, and later pages them in again. With
 Inductor's kernels, a step of ResNet-50 at batch 8 within half of its memory had 60 000 page faults; without Overspill,
 6 000. With the end kept it has 7.
