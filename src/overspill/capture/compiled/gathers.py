@@ -73,7 +73,7 @@ class Gather(AsyncCollective):
         return self.group.gather(*tensors[len(memory) :], into=memory)
 
     def given(self, into: Sequence[int]) -> Gather:
-        """Return the same gather, given memory first in which it makes the results at the positions `into`."""
+        """Return the same gather with memory for the results at the positions `into` as its first arguments."""
         return Gather(self.group, self.number, into)
 
 

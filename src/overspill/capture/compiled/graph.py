@@ -71,7 +71,7 @@ class Surroundings:
     pending_bytes: int = 0
     """Activations that other calls of the model keep for a backward before the update."""
     sums: bool = False
-    """Whether gradients of these calls, of the same parameters, are there in backward."""
+    """Whether gradients of the model's other calls, for the same parameters, are there in backward."""
     previous_bytes: int = 0
     """Outputs of the previous step, alive until forward returns its own."""
     guard_bytes: int = 0
