@@ -31,7 +31,8 @@ class _Stored:
     """
 
     __slots__ = (
-        "device", "dropped", "dtype", "handle", "leaving", "nbytes", "offset", "readers", "size", "slot", "stride", "written",
+        "device", "dropped", "dtype", "handle", "leaving", "nbytes", "offset", "readers", "size", "slot", "stride",
+        "written",
     )  # fmt: skip
 
     def __init__(

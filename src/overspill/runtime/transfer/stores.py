@@ -85,8 +85,8 @@ class Store(ABC):
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:  # noqa: ARG002 - of the streams of some devices
         """Return one lane each way for transfers from and to `device`."""
-        return (
-            ThreadLane("offload", lambda slot, source: self.write(slot, source)),  # noqa: PLW0108 - `write` as it is then
+        return (  # `write` and `read` as they are when a copy runs
+            ThreadLane("offload", lambda slot, source: self.write(slot, source)),  # noqa: PLW0108
             ThreadLane("prefetch", lambda slot, target: self.read(slot, target)),  # noqa: PLW0108
         )
 
