@@ -1,4 +1,4 @@
-"""Compiles one graph of Dynamo's: through AOTAutograd, by the session's plan, to lowered graphs that run."""
+"""Compile one graph of Dynamo: through AOTAutograd, by the session's plan, to lowered graphs that run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class GraphCompiler:
         return self._session()
 
     def watched(self, compiled: Compiled) -> Compiled:
-        """`compiled`, wrapped so that the session sees each forward and backward.
+        """Return `compiled`, wrapped so that the session notices each forward and backward.
 
         A second derivative of its backward is refused.
         """
@@ -126,7 +126,7 @@ class GraphCompiler:
         return run
 
     def tell(self, seconds: float) -> None:
-        """Log which kernels run by which plan, and the seconds it took."""
+        """Log the kernels and the plan of the graph, and the seconds that planning took."""
         if self.planned is not None:
             plan, partitioned = self.planned.plan, self.planned.partition
             _LOG.info(
@@ -173,7 +173,7 @@ class GraphCompiler:
         return self.session.begin_graph()
 
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
-        """The captured programs and their lowered graphs, for `compile_with_inductor`."""
+        """Return the captured programs and their lowered graphs, for `compile_with_inductor`."""
 
         def make(problem: GraphProblem[Any], partitioned: Partitioned[Captured], budget_bytes: int) -> Plan:
             plan = partitioned.best_plan(lambda one: problem.search(one.graph, budget_bytes))
@@ -190,7 +190,7 @@ class GraphCompiler:
         return captured, self._lowered(captured, plan, *self._prepared(plan))
 
     def _prepared(self, plan: Plan) -> tuple[int, Arena]:
-        """The number of an engine with room for `plan` in its store, and the plan's arena."""
+        """Return the number of an engine whose store fits `plan`, and the arena of the plan."""
         device = self.where
         arena = self.session.arenas.of(plan, device)
         self.has_arena = arena.take is not None
@@ -199,7 +199,7 @@ class GraphCompiler:
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """AOTAutograd's partitioner: the forward and backward graphs, lowered from the plan."""
+        """Return the forward and backward graphs, lowered from the plan; this is the partitioner of AOTAutograd."""
         graph = JointGraph(joint, num_fwd_outputs)
         self.gradients = JointGradients(graph)
 
@@ -218,9 +218,9 @@ class GraphCompiler:
         return forward, backward
 
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
-        """The result of `plan`; where that does not fit, of another try that takes a loss which `joint` returns for the only one.
+        """Return the result of `plan`, tried a second time if the budget is infeasible.
 
-        Raises InfeasibleBudget.
+        The second try assumes that a loss which `joint` returns is the only one. Raises InfeasibleBudget.
         """
         about, losses = (joint, self.session.part(self.examples), self.frame), self.session.losses
         known = losses.is_only(*about)
@@ -235,7 +235,7 @@ class GraphCompiler:
                 raise error from None  # what it names would do whatever losses are made
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
-        """The session's plan of `graph`, and the capture that it is of: as it is, or in pieces of rows."""
+        """Return the session's plan of `graph` and the capture that it uses: whole, or in pieces of rows."""
         divided, may_divide = cache(in_pieces), self.session.options.in_pieces  # the session keeps these, not `self`
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
@@ -254,14 +254,14 @@ class GraphCompiler:
         return found.of(self.planned.plan.graph), self.planned.plan
 
     def _lowered(self, captured: Captured, plan: Plan, engine: int, arena: Arena) -> tuple[fx.GraphModule, ...]:
-        """Forward and backward graphs of `plan`; forward alone in inference."""
+        """Return forward and backward graphs of `plan`; forward alone in inference."""
         how = captured, plan.schedule, engine, arena
         return lower(*how) if captured.joint.backward_outputs else (lower_inference(*how),)
 
     def _for_layout(self, engine: int, arena: Arena, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
-        """A backward for gradients with other strides, by the same plan.
+        """Return a backward for gradients with other strides, by the same plan.
 
-        None where that plan does not fit the new trace.
+        None if that plan does not fit the new trace.
         """
         found: list[JointGraph] = []
 
@@ -325,9 +325,9 @@ class GraphCompiler:
         return boxed(run)
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
-        """`module` as a callable that empties its list of arguments.
+        """Return `module` as a callable that empties its list of arguments.
 
-        The caller's frame would keep them all alive otherwise.
+        Otherwise the caller's frame would keep them all alive.
         """
         program = LoweredProgram(module)
         if self.timer is not None and of is None:
@@ -349,7 +349,10 @@ class GraphCompiler:
 
 
 def _changed(joint: JointGraph) -> frozenset[int]:
-    """Positions of the inputs that `joint` changes in place; of several that overlap AOTAutograd makes one."""
+    """Return the positions of the inputs that `joint` changes in place.
+
+    AOTAutograd merges inputs that overlap into one.
+    """
     found = set()
     for node in joint.primals:
         if not joint.mutated_storages.isdisjoint(storages(node)):
@@ -361,7 +364,7 @@ def _changed(joint: JointGraph) -> frozenset[int]:
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context manager that restores autocast as it is now."""
+    """Return a context manager that restores the present autocast state."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()
