@@ -160,5 +160,5 @@ def test_what_the_table_has_no_room_for_is_said_below() -> None:
     crowded = Row("liveness", plan, True, plan.step_seconds)
     text = " ".join(shown([row_figures(impossible, sized(CAPACITY)), row_figures(crowded, sized(36 << 20))]).split())
     assert "auto: infeasible: below [auto]'s floor" in text
-    assert "no room" in text
+    assert "out of memory" in text
     assert "runs out of memory on toy under liveness; with expandable_segments:True it does too." in text

@@ -234,7 +234,7 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _pools(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any row's blocks lie elsewhere than by default."""
+    """Whether another pool than by default places any row's blocks."""
     return not {row["pool"] for row in rows} <= {None, CachingAllocator.name}
 
 
@@ -247,7 +247,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     moved = {key: row[key] or None for key in ("offloaded_bytes", "overlapped_seconds", "exposed_transfer_seconds")}
     return head | moved | {
         "recomputed": recomputed(row["recomputed_flops"], row["recomputed_ops"]),
-        "fragmentation": "no room" if crowded else row["fragmentation"],
+        "fragmentation": "out of memory" if crowded else row["fragmentation"],
     }  # fmt: skip
 
 
@@ -264,10 +264,10 @@ def explanation(
     ]
     # Notes that apply to some rows only.
     if pools := {row["pool"] for row in rows if row["crowded"]}:
-        lays, hint = PYTORCHS, "; --placement own asks that of each policy's paper"
+        pool, hint = PYTORCHS, "; --placement own takes the one of each policy's paper"
         if _pools(rows):
-            lays, hint = " or ".join(sorted(pools)), ""
-        found.append(f"`{CROWDED}`: live tensors would fit, and do not as {lays} lays them{hint}.")
+            pool, hint = " or ".join(sorted(pools)), ""
+        found.append(f"`{CROWDED}`: live tensors would fit, and do not as {pool} places them{hint}.")
     if device.index is not None:
         found.append(
             "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
@@ -278,7 +278,7 @@ def explanation(
         )
     if library_bytes:
         found.append(
-            f"cuBLAS keeps {format_bytes(library_bytes)} beside live bytes, which `overspill estimate` counts."
+            f"cuBLAS keeps {format_bytes(library_bytes)} next to live bytes, which `overspill estimate` counts."
         )
     if lower_bound_seconds is not None:
         found.append(f"Lower bound by relaxation within {budget}: {format_seconds(lower_bound_seconds)}.")

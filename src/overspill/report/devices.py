@@ -48,7 +48,7 @@ def profile_table(device: Device, note: str) -> RenderableType:
         ("fixed time of a transfer", format_seconds(device.transfer_latency_seconds)),
         ("fixed time of an op", format_seconds(device.op_overhead_seconds)),
         ("host time of a transfer", format_seconds(device.transfer_host_seconds)),
-        ("compute is slower beside a transfer by", f"{100 * device.transfer_compute_share:.0f} %"),
+        ("compute is slower during a transfer by", f"{100 * device.transfer_compute_share:.0f} %"),
     ]
     return Group(listing((device.name, "measured"), rows, numbers=(1,)), "", Text(note))
 

@@ -226,7 +226,7 @@ def _step(made: Figures) -> Step:
     shown = np.flatnonzero((demand.start < last) & (demand.end > first) & (demand.nbytes > 0))
     allocations = [recording.allocations[position] for position in shown.tolist()]
     numbers = {position: number for number, position in enumerate(shown.tolist())}
-    # Ops, tensors and layers are numbered anew within the step.
+    # Ops, tensors and layers are numbered again within the step.
     wanted = [number for number, op in enumerate(recording.ops) if op.iteration == step]
     op_numbers = {number: place for place, number in enumerate(wanted)}
     ops = [recording.ops[number] for number in wanted]
@@ -258,9 +258,9 @@ def _step(made: Figures) -> Step:
     home, flops = np.array([layers[op.layer] for op in ops], dtype=np.int64), np.zeros(len(ops), dtype=np.int64)
     first_frame, frame = columns_of([[op.frame] if op.frame >= 0 else [] for op in ops])
     recorded = Ops(names, phases, home, flops, first_read, read, first_written, written, first_frame, frame)
-    # A line for the device's memory, if the picture has room for it.
-    room = made.device.memory_bytes - made.outside_bytes
-    marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
+    # A line for the device's memory, if it is not far above the picture.
+    limit = made.device.memory_bytes - made.outside_bytes
+    marks = (Mark(f"{made.device.name} less its context", limit),) if limit < FAR * made.peak_requested_bytes else ()
     title, lines = f"Memory over step {step + 1}", frames_of(recording.frames)
     note = "Tensors and workspaces as they are requested; the context and what the allocator keeps come on top."
     words = Words(position="event")

@@ -85,7 +85,7 @@ def _closed_up(trace: Trace, addressed: tuple[int, ...]) -> tuple[int, ...]:
 def _what(found: SnapshotReplay) -> str:
     parts = [f"{found.allocations} allocations", f"{found.frees} frees"]
     if found.retries:
-        parts.append(f"{found.retries} with the cache given back to make room")
+        parts.append(f"{found.retries} after the cache was given back")
     if found.out_of_memory:
         parts.append(f"{found.out_of_memory} out of memory")
     if found.cache_releases:
