@@ -98,6 +98,12 @@ def test_every_result_has_a_page_and_shows_itself_in_a_notebook(
     assert "<script" not in short
     assert "color" not in short  # the notebook's own, dark or light
     assert content["verdict"]["figures"][0]["value"] in short
+    said = " ".join(result.explain().split())  # what the command prints is of the same page
+    for figure in content["verdict"]["figures"]:
+        assert f"{figure['label'].strip()} {figure['value']}" in said
+    assert all(" ".join(note.split()) in said for note in content["notes"])
+    assert all(table.title in said for table in page_of(result).tables)
+    assert str(result).partition("\n")[0] == content["verdict"]["text"]
     for refused in ("page.pdf", "absent/page.html"):
         with pytest.raises(RequestError, match="cannot write"):
             result.report(tmp_path / refused)
