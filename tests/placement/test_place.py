@@ -7,7 +7,7 @@ from tests.simulate.graphs import DEVICE, Layer, network
 
 from overspill.core import Block, Trace
 from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.placement.card import Card
+from overspill.placement.card import PoolAccount
 from overspill.placement.packing import SOLVERS, Limits
 from overspill.placement.place import PLACERS, check_placer, place, place_plan
 from overspill.plans.fit import search
@@ -44,7 +44,7 @@ def test_an_unknown_placer_is_refused_with_those_that_exist() -> None:
 @pytest.mark.parametrize("placer", ["pytorch", "tensorflow", "best-fit", "chunked", "skyline", "portfolio"])
 def test_a_plan_lies_within_its_budget_where_it_is_placed(placer: str) -> None:
     budget = int(0.9 * place(trace_of(STEP, make_plan(STEP, DEVICE, "liveness", 1 << 40).schedule), placer).peak_bytes)
-    found = search(STEP, Card(DEVICE, pool=placer), "auto", budget).plan()
+    found = search(STEP, PoolAccount(DEVICE, placer), "auto", budget).plan()
     assert found.peak_bytes <= place_plan(found, placer).peak_bytes == found.needed_bytes <= budget == found.asked_bytes
 
 
@@ -52,7 +52,7 @@ def test_a_budget_that_only_live_bytes_keep_is_planned_again_for_less() -> None:
     """Under PyTorch's allocator a step takes more than its live bytes: with those as the budget, something must go."""
     live = unmanaged_peak(STEP, DEVICE)
     assert make_plan(STEP, DEVICE, "auto", live).offloaded_bytes == 0
-    found = search(STEP, Card(DEVICE, pool="pytorch"), "auto", live).plan()
+    found = search(STEP, PoolAccount(DEVICE, "pytorch"), "auto", live).plan()
     assert found.offloaded_bytes > 0 or found.recomputed_ops > 0
     assert place_plan(found).peak_bytes <= live
 
@@ -60,5 +60,5 @@ def test_a_budget_that_only_live_bytes_keep_is_planned_again_for_less() -> None:
 def test_what_no_plan_can_be_placed_in_is_infeasible_with_the_least_that_was() -> None:
     live = unmanaged_peak(STEP, DEVICE)
     with pytest.raises(InfeasibleBudget, match="no plan of") as error:
-        search(STEP, Card(DEVICE, pool="pytorch"), "liveness", live).plan()
+        search(STEP, PoolAccount(DEVICE, "pytorch"), "liveness", live).plan()
     assert error.value.floor_bytes > live

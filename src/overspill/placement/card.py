@@ -11,7 +11,6 @@ from itertools import product
 from typing import Literal
 
 from overspill.core import Graph, Phase
-from overspill.core.device import ABSENT
 from overspill.core.errors import Amount, InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs.library_ops import CONVOLUTIONS, MATRIX_PRODUCTS
@@ -41,11 +40,29 @@ SPARE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Card(Account):
-    """Count the card that a job needs: the context, and what PyTorch's allocator takes for its first steps.
+class PoolAccount(Account):
+    """Count what an allocator or a solver takes for all blocks, on a device that is no card."""
 
-    Of an allocator of a paper, its `pool`, budgets are cards where the GPU is elsewhere, and else what the pool takes.
-    """
+    pool: str
+
+    @property
+    def placed_by(self) -> str:
+        """The name of the allocator or solver."""
+        return self.pool
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a plan of fewer live bytes also takes less when it is placed."""
+        return False
+
+    def placed(self, plan: Plan) -> Plan:
+        """Return `plan` with the bytes that its blocks take."""
+        return replace(plan, reserved_bytes=place_plan(plan, self.pool).peak_bytes)
+
+
+@dataclass(frozen=True)
+class Card(Account):
+    """Count the card that a job needs: the context, and what PyTorch's allocator takes for its first steps."""
 
     handle_bytes: tuple[int, ...] = ()
     """Bytes that libraries keep of the allocator's memory for each thread that multiplies matrices."""
@@ -73,7 +90,7 @@ class Card(Account):
     @property
     def is_card(self) -> bool:
         """Whether a budget is the size of the card."""
-        return self.pool is None or self.device.index == ABSENT
+        return True
 
     @property
     def has_arena(self) -> bool:
@@ -157,8 +174,6 @@ class Card(Account):
 
     def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
         """Return the error for a card that is too small for the plan `least`; see `Account.refusal`."""
-        if not self.is_card:
-            return super().refusal(budget_bytes, least, fewest, cause)
         floor_bytes, live_bytes = least.taken_bytes + self.context_bytes, least.peak_bytes
         pool = f"the allocator {self.pool}" if self.pool else "PyTorch's allocator"
         needed, budget = format_apart(floor_bytes, budget_bytes)

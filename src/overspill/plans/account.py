@@ -94,10 +94,10 @@ class Account:
     def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
         """Return the error for a budget that no plan meets.
 
-        `least` takes the fewest bytes of all plans that were placed; `fewest` has the fewest live bytes, because of
-        `cause`.
+        `least` takes the fewest bytes of all plans that were placed; `fewest`, of which a card says more, has the fewest
+        live bytes, because of `cause`.
         """
-        del fewest  # of which a card says more
+        del fewest
         budget, taken = format_apart(budget_bytes, least.taken_bytes + self.context_bytes)
         return InfeasibleBudget(
             f"infeasible: {self.placed_by} places no plan of {least.schedule.policy} within {budget}; the least that it "

@@ -46,7 +46,7 @@ class Plan(Reportable):
     reserved_bytes: int | None = None
     """What the allocator takes from the device; None where live bytes are counted, as are the next four."""
     device_bytes: int | None = None
-    """What it takes and the CUDA context: the card that the plan needs."""
+    """What it takes and the CUDA context: the card that the plan needs; None where a budget is no card."""
     device_budget_bytes: int | None = None
     """The size of the card that was asked for."""
     unmanaged_device_bytes: int | None = None
@@ -99,12 +99,12 @@ class Plan(Reportable):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the plan needs: live, or of a card, as the budget is."""
-        return self.peak_bytes if self.device_bytes is None else self.device_bytes
+        """Bytes that the plan needs: of a card, of an allocator or live, as the budget is."""
+        return self.taken_bytes if self.device_bytes is None else self.device_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that the plan takes: by PyTorch's allocator of a card, or live."""
+        """Bytes that the plan takes: of an allocator, or live."""
         return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
 
     @property

@@ -16,7 +16,7 @@ from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
 from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
 from overspill.placement.arena import ArenaAccount
-from overspill.placement.card import Card
+from overspill.placement.card import Card, PoolAccount
 from overspill.placement.packing import DEFAULT
 from overspill.plans.account import Account
 
@@ -119,7 +119,7 @@ def account_of(
             return ArenaAccount(device, available_bytes=available)
         if placer is None:
             return Account(device, available_bytes=available)
-        return Card(device, pool=placer, available_bytes=available)
+        return PoolAccount(device, placer, available_bytes=available)
     card = replace(card_of(device, software), available_bytes=card_bytes(device), estimated_bytes=estimated_bytes)
     if of_paper:
         return replace(card, pool=placer)

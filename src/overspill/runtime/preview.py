@@ -144,11 +144,35 @@ def sweep_job(
 def _asked(
     job: Job, options: Options, software: Software | None, estimate: Figures | None = None
 ) -> tuple[Options, Account, Partitioned[Any] | None]:
-    """What is asked, where a step on several GPUs is a whole one; what budgets count; and the step of a script.
+    """What is asked, what of the device a budget counts, and the recorded step of a script. Raises RequestError."""
+    options = _checked(job, options)
+    asked = device_named(options.device, CPU)
+    device = as_absent(asked, software)
+    if device.index != ABSENT:
+        if isinstance(job.model, Script):
+            raise RequestError(f"script='{job.name}': is recorded on a GPU that is not there; name which, with gpu=")
+        return options, account_of(options, device, CPU, software), None
+    # The estimate says what the job takes unmanaged, and what it takes outside of the allocator.
+    setting = Setting(asked, "pytorch", allocator_config(), software or software_named())
+    recorded: Partitioned[Any] | None = None
+    if isinstance(job.model, Script):
+        estimate = script_estimate(job.model, setting)
+        recorded = Partitioned([Recorded(graph_of(estimate.recording, estimate.name))])
+    elif estimate is None:
+        estimate = _estimated(job, setting, compiled=options.backend == "inductor")
+    if estimate is None:
+        return options, account_of(options, device, CPU, software), recorded
+    device = replace(device, context_bytes=estimate.outside_bytes)
+    return options, account_of(options, device, CPU, software, estimate.total_bytes), recorded
 
-    Raises RequestError for what cannot be planned.
-    """
-    device = as_absent(device_named(options.device, CPU), software)
+
+def _checked(job: Job, options: Options) -> Options:
+    """`options`, with the whole step where a job is on several GPUs. Raises RequestError for what cannot be planned."""
+    if isinstance(job.model, Script):
+        if options.whole_step or options.backend != "eager":
+            other = "whole_step=" if options.whole_step else f"backend={options.backend}"
+            raise RequestError(f"script='{job.name}': its recorded step is planned, without {other}; leave that out")
+        return options
     if job.parallel is not None:
         if options.backend != "eager":
             raise RequestError(
@@ -156,25 +180,8 @@ def _asked(
                 fields=["parallel"],
             )
         options = replace(options, whole_step=True)
-    setting = Setting(device_named(options.device, CPU), "pytorch", allocator_config(), software or software_named())
-    recorded = None
-    if isinstance(job.model, Script):
-        if device.index != ABSENT:
-            raise RequestError(f"script='{job.name}': is recorded on a GPU that is not there; name which, with gpu=")
-        if options.whole_step or options.backend != "eager":
-            other = "whole_step=" if options.whole_step else f"backend={options.backend}"
-            raise RequestError(f"script='{job.name}': its recorded step is planned, without {other}; leave that out")
-        estimate = script_estimate(job.model, setting)
-        recorded = Partitioned([Recorded(graph_of(estimate.recording, estimate.name))])
-    else:
-        job.check_planned(whole_step=options.whole_step)
-    if device.index != ABSENT:
-        return options, account_of(options, device, CPU, software), recorded
-    estimate = estimate or _estimated(job, setting, compiled=options.backend == "inductor")
-    if estimate is not None:
-        device = replace(device, context_bytes=estimate.outside_bytes)
-    estimated_bytes = None if estimate is None else estimate.total_bytes
-    return options, account_of(options, device, CPU, software, estimated_bytes), recorded
+    job.check_planned(whole_step=options.whole_step)
+    return options
 
 
 def _estimated(job: Job, setting: Setting, *, compiled: bool) -> Figures | None:

@@ -179,7 +179,7 @@ class Session(PlannedPeaks):
         aside = 0 if self.options.reserve is None else parse_bytes(self.options.reserve)
         # A graph before a graph break has reserved all it can for later graphs, and for what runs between them.
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
-        return aside + min((plan.budget_bytes - plan.peak_bytes for plan in last), default=0)
+        return aside + min((plan.asked_bytes - plan.needed_bytes for plan in last), default=0)
 
     def close(self) -> None:
         """Stop the transfer threads and release the store."""

@@ -371,7 +371,7 @@ class StepPlans:
         Other kinds of steps have made this state. On a GPU it never counts as fitting.
         """
         idle = {n for name, owned in self.state.owned.items() for n in owned.residents()}.difference(names)
-        room = plan.budget_bytes - plan.peak_bytes if self.state.where.type == "cpu" else 0
+        room = plan.asked_bytes - plan.needed_bytes if self.state.where.type == "cpu" else 0
         return tuple(idle) if sum(self.state.residency[name].spec.nbytes for name in idle) > room else ()
 
     def _must_agree(self, found: FoundStep) -> bool:
