@@ -1,4 +1,13 @@
-"""Keep an estimated script from changing files for good."""
+"""Keep an estimated script from changing files for good.
+
+Each of three ways has a case that no other covers:
+
+- An overlay alone lets a script read back what it wrote. It needs user namespaces, which containers and Ubuntu 24.04 forbid.
+- Landlock stops C code and child processes there. It needs a kernel of Linux 5.13 that has it switched on.
+- Audit hooks stop Python alone, everywhere.
+
+`bwrap` needs user namespaces too, and has overlays only since release 0.11.
+"""
 
 from __future__ import annotations
 
