@@ -2,8 +2,8 @@
 
 A model calls `mask.all()`, `x.max() > k`, `.item()`, `nonzero()`. Fake tensors have no values, but values that follow
 from inputs, buffers and constants are known when the step is captured. So the mode records how each such tensor was
-made, and computes an answer from the real tensors. Random numbers of the CPU's generator are known too: they are drawn,
-with all that the step draws before, and the generator is restored.
+made (`value_graph.py`), and computes an answer from the real tensors. Random numbers of the CPU's generator are known
+too: they are drawn, with all that the step draws before, and the generator is restored.
 
 Reads become `Guards` (`guards.py`), checked before each later step. Values that follow from parameters are unknown
 before the step runs; reading one is refused.
@@ -11,11 +11,8 @@ before the step runs; reading one is refused.
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +22,7 @@ from overspill.capture.frames import Stack, shown_path, stack_within
 from overspill.capture.higher_order import fake_rule
 from overspill.capture.masks import by_positions
 from overspill.core.errors import UnsupportedError
-from overspill.pytorch.dispatch import (
-    DisableAutocast,
-    OpOverload,
-    disable_current_modes,
-    no_python_dispatcher,
-    schema_of,
-)
+from overspill.pytorch.dispatch import OpOverload
 from overspill.pytorch.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,23 +30,12 @@ from overspill.pytorch.fake_tensors import (
     FakeTensorMode,
 )
 from overspill.pytorch.schemas import argument, written_arguments
-from overspill.pytorch.storages import storage_key
 from overspill.pytorch.trees import tree_leaves, tree_map_only
 
-from .guards import DRAWS, Guards, Question, drawing, needed_for, word
-from .joint import call_draws
+from .guards import Guards
+from .value_graph import ValueGraph, for_real
 
 aten = torch.ops.aten
-_EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-_OF_FIXED_COUNT = frozenset(
-    getattr(aten, name)
-    for name in (
-        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "uniform",
-        "normal", "normal_functional", "exponential", "random", "native_dropout", "bernoulli_", "uniform_", "normal_",
-        "exponential_", "random_",
-    )
-)  # fmt: skip
-"""Ops whose number of draws does not depend on the values of their tensors."""
 SHAPE_FOLLOWS: dict[Any, tuple[str, Any] | None] = {
     aten._ctc_loss.Tensor: ("target_lengths", aten.max.default),  # the longest target
     aten._ctc_loss.default: None,
@@ -64,16 +44,6 @@ SHAPE_FOLLOWS: dict[Any, tuple[str, Any] | None] = {
 
 None if it comes from no tensor.
 """
-
-
-class Held(UnsupportedError):
-    """Raised if a step reads one of the model's tensors other than through the model."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"the step reads {name} by a reference that was taken outside of it, where it is not followed; take it "
-            "from the model, in the step: model.get_parameter(…), dict(model.named_parameters())"
-        )
 
 
 class ChangesExternalTensor(UnsupportedError):
@@ -85,13 +55,6 @@ class ChangesExternalTensor(UnsupportedError):
             "torch that is known to; change it behind the step, register it as a buffer of the model, or use "
             "overspill.compile"
         )
-
-
-@dataclass(frozen=True)
-class _Source:
-    fake: FakeTensor
-    real: Tensor
-    position: int
 
 
 class KnownValues(FakeTensorMode):
@@ -110,8 +73,8 @@ class KnownValues(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._eager = eager
         self._depth = 0
-        self._sources: list[_Source] = []
-        self._own: Mapping[int, str] = {}
+        self._sources: list[tuple[FakeTensor, Tensor, int]] = []
+        self._own: dict[int, str] = {}
         self._without_values = False
         self.begin()
 
@@ -122,36 +85,28 @@ class KnownValues(FakeTensorMode):
         """
         self._without_values |= isinstance(real, FakeTensor)
         if not self._without_values:
-            self._sources.append(_Source(fake, real, position))
-            self._add_source(self._sources[-1])
+            self._sources.append((fake, real, position))
+            self._graph.add_input(fake, real, position)
 
     def own(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `Held` if the step reads these real tensors instead of fake ones."""
-        self._own = {id(tensor): name for name, tensor in tensors.items()}
+        self._own.clear()
+        self._own.update({id(tensor): name for name, tensor in tensors.items()})
 
     def begin(self) -> None:
         """Start a pass over the step, forgetting reads of an earlier one."""
-        self._graph = fx.Graph()
-        self._nodes: dict[int, tuple[Any, fx.Node]] = {}
-        """For each known tensor, by its id, the tensor and the node that makes it. Kept tensors keep their ids."""
-        self._changed: set[int] = set()
-        self._external: set[int] = set()
-        self._knows_draws = self._eager
-        self._drawn: Tensor | None = None
-        self._constants: dict[str, Tensor] = {}
-        self._values: dict[fx.Node, Any] = {}
-        self._questions: list[Question] = []
+        self._graph = ValueGraph(self._own, knows_draws=self._eager)
         for source in self._sources:
-            self._add_source(source)
+            self._graph.add_input(*source)
 
     @property
     def outside(self) -> list[Tensor]:
         """Real tensors that the last pass read by reference: neither the model's nor inputs."""
-        return list(self._constants.values())
+        return list(self._graph.constants.values())
 
     def guards(self) -> Guards:
         """Return guards for the reads of the last pass, in order."""
-        return Guards.of(self._graph, self._constants, self._questions)
+        return self._graph.guards()
 
     def settled(self) -> Guards:
         """Return the guards of the last pass; afterwards the mode holds no real tensors."""
@@ -173,11 +128,11 @@ class KnownValues(FakeTensorMode):
     ) -> Any:
         """Run the op on fake tensors, answering reads of values.
 
-        Raises ChangesStranger, and UnsupportedError for sparse tensors and unknown values.
+        Raises ChangesExternalTensor, and UnsupportedError for sparse tensors and unknown values.
         """
         given = kwargs or {}
         written = tree_leaves(written_arguments(func, args, given))
-        if any(self._is_external(tensor) for tensor in written if isinstance(tensor, Tensor)):
+        if any(self._graph.is_external(tensor) for tensor in written if isinstance(tensor, Tensor)):
             raise ChangesExternalTensor(where(stack_within(sys._getframe())))
         if any(isinstance(tensor, Tensor) and is_sparse(tensor) for tensor in tree_leaves((args, given))):
             raise sparse(f"the step has a sparse tensor{where(stack_within(sys._getframe()))}")
@@ -189,125 +144,12 @@ class KnownValues(FakeTensorMode):
         finally:
             self._depth -= 1
         if isinstance(func, OpOverload) and made is not NotImplemented:
-            self._note(func, args, given, made)
+            self._graph.note(func, args, given, made, inside=self._depth > 0)
         return made
 
     def create_symbolic_nested_int(self, *_: Any, **__: Any) -> Any:
         """Raise UnsupportedError for nested tensors, whose row sizes vary."""
         raise nested(f"the step makes a nested tensor{where(stack_within(sys._getframe()))}")
-
-    # -- how known tensors are made
-
-    def _add_source(self, source: _Source) -> None:
-        node = self._graph.placeholder(f"given_{source.position}")
-        node.meta = {"position": source.position, "nbytes": 0}
-        self._nodes[id(source.fake)] = source.fake, node
-        self._values[node] = source.real
-
-    def _node(self, value: Tensor) -> fx.Node | None:
-        """Return the node of a known tensor, or None for any other."""
-        if not isinstance(value, FakeTensor):
-            return self._constant(value)
-        _, node = self._nodes.get(id(value), (None, None))
-        return None if node is None or (self._changed and _storage(value) in self._changed) else node
-
-    def _constant(self, value: Tensor) -> fx.Node:
-        """Return the node of a real tensor that the step reads by reference.
-
-        Its value is read again at each step.
-        """
-        if name := self._own.get(id(value), ""):
-            raise Held(name)
-        if id(value) not in self._nodes:
-            name = f"constant_{len(self._constants)}"
-            self._constants[name] = value
-            node = self._graph.get_attr(name)
-            node.meta = {"nbytes": 0}
-            self._nodes[id(value)] = value, node
-            self._values[node] = value
-        return self._nodes[id(value)][1]
-
-    def _is_external(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is a real tensor or a view of one."""
-        return not isinstance(tensor, FakeTensor) or _storage(tensor) in self._external
-
-    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Record how `made` is computed, if it follows from known tensors."""
-        if (draws := call_draws(func, args, kwargs)) and not self._depth:
-            self._note_draw(func, args, kwargs, made)
-            if self._knows_draws:
-                return
-        if schema_of(func).is_mutable:
-            # Nodes are of ops that change nothing; traced programs have hardly any others.
-            self._changed.update(_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))
-            return
-        if draws:
-            return
-        if self._depth and func.overloadpacket in _EMPTY:  # in another op's fake kernel it stands for a result
-            return
-        # Only tensors are followed; views of real tensors stay strangers.
-        results = made if isinstance(made, (list, tuple)) else (made,)
-        if not any(isinstance(result, FakeTensor) for result in results):
-            return
-        if (
-            func.is_view
-            and func is not aten.lift_fresh.default
-            and any(isinstance(t, Tensor) and self._is_external(t) for t in tree_leaves((args, kwargs)))
-        ):
-            self._external.update(_storage(result) for result in results if isinstance(result, FakeTensor))
-        if (node := self._call(func, args, kwargs)) is None:
-            return
-        self._made_by(node, made, args, kwargs)
-
-    def _made_by(self, node: fx.Node, made: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record that `node` makes `made`, and how many new bytes that is."""
-        results = made if isinstance(made, (list, tuple)) else (made,)
-        node.meta["nbytes"] = sum(_new_bytes(r, (args, kwargs)) for r in results if isinstance(r, FakeTensor))
-        if results is not made:
-            self._nodes[id(made)] = made, node
-            return
-        for i, result in enumerate(results):
-            if isinstance(result, FakeTensor):
-                item = self._graph.call_function(operator.getitem, (node, i))
-                item.meta = {"nbytes": 0}
-                self._nodes[id(result)] = result, item
-
-    def _note_draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Record a draw of the CPU's generator, and its result if that is known."""
-        given = [leaf for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
-        if any(not tensor.is_cpu for tensor in given):
-            return
-        self._knows_draws &= func.overloadpacket in _OF_FIXED_COUNT and kwargs.get("generator") is None
-        if not self._knows_draws:
-            return
-        # Later draws depend on this one, so it is recorded even if its arguments are unknown.
-        nodes = {id(t): self._node(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        is_known = None not in nodes.values()
-        args_, kwargs_ = tree_map_only(Tensor, lambda t: nodes[id(t)] or self._blank(t), (tuple(args), dict(kwargs)))
-        node = self._graph.call_function(func, args_, kwargs_)
-        node.meta = {DRAWS: True}
-        self._made_by(node, made if is_known else (), args, kwargs)
-        node.meta["nbytes"] = sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
-
-    def _blank(self, tensor: Tensor) -> fx.Node:
-        """Return a node for a tensor like `tensor`, with arbitrary values."""
-        node = self._graph.call_function(
-            torch.empty_strided,
-            (tuple(tensor.shape), tensor.stride()),
-            {"dtype": tensor.dtype, "device": tensor.device},
-        )
-        node.meta = {"nbytes": tensor.nbytes}
-        return node
-
-    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
-        """Return a node that calls `func` on known tensors, or None if one of them is not known."""
-        nodes = {id(t): self._node(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if None in nodes.values():
-            return None
-        args, kwargs = tree_map_only(Tensor, lambda t: nodes[id(t)], (tuple(args), dict(kwargs)))
-        node = self._graph.call_function(func, args, kwargs)
-        node.meta = {"nbytes": 0}
-        return node
 
     # -- reads
 
@@ -317,7 +159,7 @@ class KnownValues(FakeTensorMode):
         """Return the result of `func`, which depends on values: a number, or fake tensors of the real shape."""
         # A scalar is computed; for masks and indices a count of elements is enough.
         if func is aten._local_scalar_dense.default:
-            return self._ask(self._call(aten.reshape.default, (args[0], []), {}), error).item()
+            return self._ask(self._graph.call(aten.reshape.default, (args[0], []), {}), error).item()
         if (made := _BY_COUNT.get(func)) is not None:
             return made(self, error, *args)
         if func is aten.index.Tensor:
@@ -328,23 +170,23 @@ class KnownValues(FakeTensorMode):
         if func in SHAPE_FOLLOWS:
             if (follows := SHAPE_FOLLOWS[func]) is not None:
                 name, number = follows
-                self._ask(self._call(number, (argument(func, args, kwargs, name),), {}), error)
+                self._ask(self._graph.call(number, (argument(func, args, kwargs, name),), {}), error)
             return self._shaped(func, args, kwargs)
-        result = self._ask(self._call(func, args, kwargs), error)
+        result = self._ask(self._graph.call(func, args, kwargs), error)
         return tree_map_only(Tensor, self._like, result)
 
     def _shaped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return results of `func` with the shape that it has where unknown values are zeros."""
 
         def real(tensor: Tensor) -> Tensor:
-            node = self._node(tensor)
+            node = self._graph.node_of(tensor)
             return (
                 torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
                 if node is None
-                else self._value(node)
+                else self._graph.value(node)
             )
 
-        with _for_real():
+        with for_real():
             result = func(*tree_map_only(Tensor, real, tuple(args)), **tree_map_only(Tensor, real, dict(kwargs)))
         return tree_map_only(Tensor, self._like, result)
 
@@ -366,14 +208,14 @@ class KnownValues(FakeTensorMode):
         These numbers are a constant of the step, because recurrent layers and unpacking make as many ops of them.
         Raises UnsupportedError if Inductor compiles the step.
         """
-        known = torch.stack(self._ask(self._call(aten.unbind.int, (lengths,), {}), error))
+        known = torch.stack(self._ask(self._graph.call(aten.unbind.int, (lengths,), {}), error))
         if not self._eager:
             raise UnsupportedError(
                 f"the step packs sequences{where(stack_within(sys._getframe()))}, whose lengths torch.compile does not "
                 "follow; use "
                 'backend="eager", or overspill.compile, which plans the graphs between'
             ) from error
-        with _for_real():
+        with for_real():
             data, batch_sizes = aten._pack_padded_sequence(torch.empty(x.shape[:2]), known, batch_first)
         with self:
             return x.new_empty((len(data), *x.shape[2:])), batch_sizes
@@ -386,7 +228,7 @@ class KnownValues(FakeTensorMode):
 
     def _count(self, mask: Tensor, error: Exception) -> int:
         """Return the number of nonzero elements of `mask`."""
-        return int(self._ask(self._call(aten.count_nonzero.default, (mask,), {}), error))
+        return int(self._ask(self._graph.call(aten.count_nonzero.default, (mask,), {}), error))
 
     def _like(self, real: Tensor) -> Tensor:
         with self:
@@ -406,23 +248,7 @@ class KnownValues(FakeTensorMode):
                     "any; call train_step(…).plan(…) with a real batch"
                 ) from error
             raise UnknownValue(place, lines) from error
-        with _for_real():
-            value = self._value(node)
-            answer = tuple(map(word, tree_leaves(value)))
-        self._questions.append(Question(node, answer, place))
-        return value
-
-    def _value(self, node: fx.Node) -> Any:
-        """Return the real value of `node`, computed with everything that it depends on."""
-        if self._drawn is None:
-            self._drawn = torch.get_rng_state()
-        needed = needed_for(self._graph, [node])
-        with drawing(self._drawn):
-            for one in self._graph.nodes:
-                if one in needed and one not in self._values:
-                    args, kwargs = fx.node.map_arg((one.args, one.kwargs), self._values.__getitem__)
-                    self._values[one] = one.target(*args, **kwargs)
-        return self._values[node]
+        return self._graph.ask(node, place)
 
 
 _BY_COUNT: dict[Any, Callable[..., Any]] = {
@@ -478,21 +304,3 @@ def where(lines: Stack) -> str:
     innermost = f"{shown_path(file)}, line {line}"
     called = f", called from {shown[0]}" if shown and shown[0] != innermost else ""
     return f" ({innermost}{called})"
-
-
-@contextmanager
-def _for_real() -> Iterator[None]:
-    """Compute ops for real inside the block, whatever is being traced."""
-    with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), DisableAutocast():
-        yield
-
-
-def _storage(value: Tensor) -> int:
-    key: int = storage_key(value)
-    return key
-
-
-def _new_bytes(made: FakeTensor, given: Any) -> int:
-    """Return the bytes of `made`; 0 if it is a view of one of the tensors in `given`."""
-    known = {_storage(t) for t in tree_leaves(given) if isinstance(t, Tensor)}
-    return 0 if _storage(made) in known else int(made.untyped_storage().nbytes())

@@ -18,7 +18,8 @@ from overspill.capture.compiled.compiling import answering_is_compiling
 from overspill.capture.compiled.gathers import GatheredGroup
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes
-from overspill.capture.compiled.known_values import ChangesExternalTensor, Held, KnownValues
+from overspill.capture.compiled.known_values import ChangesExternalTensor, KnownValues
+from overspill.capture.compiled.value_graph import Held
 from overspill.capture.compiled.whole_step import (
     CapturedStep,
     GradientOps,
@@ -62,7 +63,7 @@ class FoundStep(NamedTuple):
     """A captured step."""
 
     steps: Partitioned[CapturedStep]
-    """One capture for each partition with Inductor's kernels, the usual partition first; otherwise the variants."""
+    """Captures by each partition with Inductor's kernels, the usual one first; otherwise whole, then in pieces of rows."""
     takes: tuple[str | int, ...]
     """Sources of the first inputs: names of parameters, then positions of buffers and inputs. Updates give the rest."""
     results: Results
