@@ -4,7 +4,7 @@
 //               ^base               ^always a whole number of pages from the base
 //
 // Rules: c10/cuda/CUDACachingAllocator.cpp (pytorch 001074d2), find_expandable_block, map_block, unmap_block.
-// The oracle in Python: tests/placement/allocators/expandable_oracle.py.
+// The oracle in Python: tests/placement/allocators/caching_oracle.py.
 #pragma once
 
 #include <algorithm>
