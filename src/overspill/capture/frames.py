@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from overspill.core import Frame
-from overspill.core.frames import FrameTable
+from overspill.core.frames import FrameTable, in_package
 from overspill.pytorch.autograd import engine_run_backward
 
 TORCH = tuple(str(Path(torch.__file__).parents[1] / name) + os.sep for name in ("torch", "functorch"))
 STANDARD = sysconfig.get_path("stdlib") + os.sep
 OURS = str(Path(__file__).parents[1]) + os.sep
-_PACKAGES = ("site-packages", "dist-packages")
 _NETWORKS = f"{OURS}models{os.sep}"
 _NO_NETWORKS = frozenset(
     {
@@ -200,14 +199,12 @@ def _what(file: str) -> int:
         return _USERS if network else _LEFT_OUT
     if file.startswith(TORCH) or (file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))):
         return _LEFT_OUT
-    standard = file.startswith(STANDARD) and not any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
-    return _LEFT_OUT if standard else _USERS
+    return _LEFT_OUT if file.startswith(STANDARD) and not in_package(file) else _USERS
 
 
 def is_of_the_script(file: str) -> bool:
     """Return whether `file` is the user's own: not torch's, Overspill's, Python's library or a package."""
-    of_a_package = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
-    return not of_a_package and not file.startswith((*TORCH, OURS, STANDARD, "<"))
+    return not in_package(file) and not file.startswith((*TORCH, OURS, STANDARD, "<"))
 
 
 def shown_path(file: str) -> str:

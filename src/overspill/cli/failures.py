@@ -13,6 +13,7 @@ from typing import Any
 
 import overspill
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, is_out_of_memory
+from overspill.core.frames import in_package
 
 WRONG_REQUEST = 2
 OUTSIDE_FAILURE = 3
@@ -27,7 +28,6 @@ _ARGUMENT = re.compile(
 _PAPERS = find_spec("overspill_papers")
 _OURS = tuple(Path(file).parent for file in (overspill.__file__, _PAPERS and _PAPERS.origin) if file)
 _STANDARD = sysconfig.get_path("stdlib")
-_PACKAGES = {"site-packages", "dist-packages"}  # there may be several: an environment's, the system's, the user's
 # What these call and what fails in it is the model's: building it, calling it, its optimizer.
 _THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compile.py", "runtime/tracker.py", "cli/")
 
@@ -172,7 +172,7 @@ def _is_the_users(path: str) -> bool:
 
 
 def _is_a_librarys(path: str) -> bool:
-    return path.startswith(_STANDARD) or not _PACKAGES.isdisjoint(Path(path).parts)
+    return path.startswith(_STANDARD) or in_package(path)
 
 
 def _is_ours(error: Exception) -> bool:

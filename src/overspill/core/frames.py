@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+PACKAGES = ("site-packages", "dist-packages")
+"""Folders of installed packages; there may be several: an environment's, the system's, the user's."""
+
+
+def in_package(file: str) -> bool:
+    """Return whether the file at a path is that of an installed package."""
+    return any(f"{os.sep}{name}{os.sep}" in file for name in PACKAGES)
 
 
 @dataclass(frozen=True)

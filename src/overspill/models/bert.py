@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
 
-from .built_model import BuiltModel, checked_size
+from .built_model import IGNORED, BuiltModel, checked_size
 
 _POSITIONS = 512
 _MASK_TOKEN = 103  # [MASK] in the vocabulary of bert-base-uncased
 _MASKED_SHARE = 0.15  # §3.1, Task #1
-_IGNORED = -100  # transformers: positions with this label do not count in the loss
 _SMALL: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -38,7 +37,7 @@ def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Ten
         text = torch.randint(vocabulary, (batch_size, seq_len), device="cpu")
         masked = torch.rand(batch_size, seq_len, device="cpu") < _MASKED_SHARE
         masked[:, 0] = True  # a batch with nothing masked has no loss
-        return text.masked_fill(masked, _MASK_TOKEN), text.masked_fill(~masked, _IGNORED)
+        return text.masked_fill(masked, _MASK_TOKEN), text.masked_fill(~masked, IGNORED)
 
     return make_batch
 

@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from overspill.core.errors import RequestError
 from overspill.core.registry import did_you_mean
 
-from .built_model import BuiltModel, checked_size
+from .built_model import IMAGE_SIZE, SEQ_LEN, BuiltModel, checked_size
 from .configuration import located, one_line, settings_of
-
-_SEQ_LEN = 128
-_IMAGE_SIZE = 224
 
 
 class _Kind(NamedTuple):
@@ -81,7 +78,7 @@ def _load(name: str, seq_len: int | None, transformers: Any) -> BuiltModel:
         config.decoder_start_token_id = 0  # a type's defaults have none
     text = config.get_text_config()
     positions = max(getattr(text, "max_position_embeddings", None) or 0, 0) or None  # XLNet says -1: no limit
-    length = checked_size(name, "seq_len", seq_len, default=min(_SEQ_LEN, positions or _SEQ_LEN), maximum=positions)
+    length = checked_size(name, "seq_len", seq_len, default=min(SEQ_LEN, positions or SEQ_LEN), maximum=positions)
     window = getattr(text, "sliding_window", None)
     is_sparse = hasattr(text, "index_topk")  # tokens to attend to are chosen by the mask
     is_plain = kind is CAUSAL and not is_sparse and not (window is not None and window < length)
@@ -202,7 +199,7 @@ def _token_batches(vocabulary: int, seq_len: int, padding: int | None) -> Callab
 
 
 def _image_batches(config: Any) -> Callable[[int], tuple[Tensor, Tensor]]:
-    size = getattr(config, "image_size", _IMAGE_SIZE)
+    size = getattr(config, "image_size", IMAGE_SIZE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
 

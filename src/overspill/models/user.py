@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from overspill.core.errors import OverspillError, RequestError, is_out_of_memory
 
-from .built_model import BuiltModel
+from .built_model import IMAGE_SIZE, SEQ_LEN, BuiltModel
 from .drawing import drawing_from
 from .step import is_criterion, loss_in
 
 _WANTED = "a module, (module, make_batch) or (module, make_batch, loss)"
-_IMAGE_SIZE = 224
-_SEQ_LEN = 128
 
 
 def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
@@ -134,13 +132,13 @@ def _derived_batches(
     # The shape of a sample, by the kind of layer.
     if isinstance(first, nn.Conv2d) and first.in_channels > 0:  # a lazy layer has 0 until it first runs
         given.discard("image_size")
-        size = image_size or _IMAGE_SIZE
+        size = image_size or IMAGE_SIZE
         shape: tuple[int, ...] = (first.in_channels, size, size)
     elif isinstance(first, nn.Linear) and first.in_features > 0:
         shape = (first.in_features,)
     elif isinstance(first, nn.Embedding):
         given.discard("seq_len")
-        shape = (seq_len or _SEQ_LEN,)
+        shape = (seq_len or SEQ_LEN,)
     else:
         layer = "no layer with parameters" if first is None else f"first layer {type(first).__name__}"
         raise RequestError(

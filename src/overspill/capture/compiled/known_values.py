@@ -22,6 +22,7 @@ from overspill.capture.frames import Stack, shown_path, stack_within
 from overspill.capture.higher_order import fake_rule
 from overspill.capture.masks import by_positions
 from overspill.core.errors import UnsupportedError
+from overspill.core.frames import in_package
 from overspill.pytorch.dispatch import OpOverload
 from overspill.pytorch.fake_tensors import (
     DataDependentOutputException,
@@ -299,7 +300,7 @@ def where(lines: Stack) -> str:
     """
     if not lines:
         return ""
-    shown = [f"{shown_path(file)}, line {line}" for file, line, _ in lines if "site-packages" not in file][-1:]
+    shown = [f"{shown_path(file)}, line {line}" for file, line, _ in lines if not in_package(file)][-1:]
     file, line, _ = lines[-1]
     innermost = f"{shown_path(file)}, line {line}"
     called = f", called from {shown[0]}" if shown and shown[0] != innermost else ""

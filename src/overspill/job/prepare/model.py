@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from overspill.core import Device
 from overspill.core.errors import RequestError
 from overspill.job.job import Job
+from overspill.models.built_model import IGNORED
 from overspill.models.step import convert, whole_dtype
 
 from .adapters import add_adapters, upcast
@@ -32,7 +33,6 @@ _KERNELS = {
 }
 EAGER = "eager"
 """Attention spelt out, as transformers has it too."""
-_IGNORED = -100  # the label of tokens that no loss is of
 
 
 def prepare(module: nn.Module, job: Job) -> None:
@@ -111,10 +111,10 @@ def _loss_in_chunks(module: nn.Module, chunks: int) -> None:
 
     # `logits` is the name that transformers gives what the layer has returned.
     def loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-        targets = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:].flatten()
+        targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
         parts = zip(logits.flatten(0, 1).chunk(chunks), targets.chunk(chunks), strict=True)
         summed = torch.stack([checkpoint(loss_of, *part, use_reentrant=False) for part in parts]).sum()
-        return summed / (targets != _IGNORED).sum()
+        return summed / (targets != IGNORED).sum()
 
     head.__class__ = type(kind.__name__, (kind,), {"forward": lambda _, hidden: hidden, "__module__": kind.__module__})
     module.loss_function = loss

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import FrameType
 
 from overspill.capture.frames import OURS, STANDARD, TORCH
+from overspill.core.frames import in_package
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
@@ -27,7 +28,7 @@ def noted_frame(frame: FrameType | None) -> FrameType | None:
     """As `user_frame`, and outside Python's standard library."""
     frame = user_frame(frame)
     while frame is not None and frame.f_code.co_filename.startswith(STANDARD):
-        if "site-packages" in frame.f_code.co_filename:
+        if in_package(frame.f_code.co_filename):
             break
         frame = user_frame(frame.f_back)
     return frame
