@@ -4,7 +4,7 @@ A step may need so much memory itself that some other tensors do not fit. Each o
 back between that step and its next use. A *window* is the time from the end of one step to the start of another. In the
 window of such a swap the tensor crosses the link, or an op runs again to make it. Inputs of that op that do not fit at
 the window's first step either, cross the link or are made in the same window. If an op runs again between two steps,
-the tensors that both of them use are on the device as well, or leave after the one and are back before the other.
+the tensors that both of these use are on the device as well. Or they leave after the one and are back before the other.
 
 Transfers of different tensors, or of one tensor in disjoint windows, are different transfers. In each direction of the
 link they follow one another. So do runs of different ops, and of one op in such windows, between two steps. A tensor

@@ -18,7 +18,7 @@ class Reportable:
         Reportable._pages().write_report(self, Path(path), title)
 
     def explain(self) -> str:
-        """All of it as text, as the command prints it: the verdict, its figures, tables and notes."""
+        """Return all of it as text, as the command prints it: the verdict, its figures, tables and notes."""
         return str(Reportable._pages().explained(self))
 
     def _repr_html_(self) -> str:

@@ -1,10 +1,12 @@
 """Algorithms of a convolution: workspace and relative speed of each.
 
-A convolution is its input map X (N x C x H x W), weight W (K x C/groups x R x S) and output map Y (N x K x P x Q),
-read from the op's tensors; the stride follows from their sizes. Dilation leaves no trace in them and is not seen. A
-backward pass forms two such products, for the gradients of X and of W, of the same sizes.
+A convolution has an input map X (N x C x H x W), a weight W (K x C/groups x R x S) and an output map Y (N x K x P x Q).
+All are read from the op's tensors; the stride follows from their sizes. A backward pass forms two such products, for
+the gradients of X and of W, of the same sizes.
 
-What is a formula of the algorithm (cuDNN: Chetlur et al. 2014; Winograd: Lavin and Gray 2016, §4; vDNN footnote 2):
+Known limit: dilation leaves no trace in the sizes and is not seen.
+
+Formulas of the algorithms (cuDNN: Chetlur et al. 2014; Winograd: Lavin and Gray 2016, §4; vDNN footnote 2):
 
     algorithm               workspace                                          multiplications, of a direct product's
     implicit-gemm           none: products are formed on the fly               all
@@ -17,7 +19,7 @@ What is a formula of the algorithm (cuDNN: Chetlur et al. 2014; Winograd: Lavin 
 
 Winograd is for 3 x 3 kernels, FFT for any up to half of its tile, both for stride 1 and ungrouped convolutions.
 
-What is calibrated, on a Titan X with the figures of vDNN (MICRO'16):
+Figures calibrated on a Titan X with those of vDNN (MICRO'16):
 
     TRANSFORM_SHARE   of memory bandwidth that transforms reach: so that VGG-16's layers of 64 channels take no FFT and
                       those of 128 do, which gives the 28 GB of Fig. 1 with batch 256 and 15 GB with 128

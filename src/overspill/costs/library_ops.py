@@ -1,4 +1,4 @@
-"""Which ops take memory besides their results, and how much an update takes: one table for estimates and for plans.
+"""Ops that take memory in addition to their results, and the bytes of an update: one table for estimates and plans.
 
 `scratch.py` has the sizes of workspaces.
 """
@@ -18,7 +18,7 @@ SLICE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 
 
 def handle_bytes(compute_capability: str, software: Software) -> tuple[int, ...]:
-    """Bytes that libraries keep for each thread that multiplies matrices, in the order in which they are allocated."""
+    """Return the bytes that libraries keep for each thread that multiplies matrices, in order of allocation."""
     kept = (Scratch(family, (), "") for family in ("gemm_handle", "lt_handle"))
     sizes = (scratch_bytes(scratch, compute_capability, software).central for scratch in kept)
     return tuple(nbytes for nbytes in sizes if nbytes)
