@@ -46,7 +46,7 @@ LARGE = 0.05
 MOST_WHOLE = 10
 """Tensors of at least this share of the budget, the largest ones, are away as a whole or not at all."""
 SAFETY = 1e-6
-"""Share of the optimum that is given away, since the solver works to a tolerance."""
+"""Share of the optimum that is given away, because the solver works to a tolerance."""
 
 
 def lower_bound_seconds(

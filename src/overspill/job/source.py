@@ -9,7 +9,7 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 
 BATCH = "N"
-"""What stands for the batch in a shape."""
+"""The letter for the batch in a shape."""
 Shape = tuple[int, ...]
 
 

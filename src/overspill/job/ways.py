@@ -9,7 +9,7 @@ from typing import Any
 from overspill.core.errors import RequestError
 
 INFERENCE, PIPELINE, COMPILED = "inference", "pp", "compiled"
-"""Cases that a way goes with, or is refused in by name."""
+"""Cases that a way goes with; in others it is refused by name."""
 
 
 @dataclass(frozen=True)

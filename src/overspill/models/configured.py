@@ -16,7 +16,7 @@ FORMS = {
     "hf:gpt2,n_layer=6,n_embd=384": "the same by model type and fields of its configuration",
     "hf:mistralai/Mistral-7B-v0.1": "the same by its name on the Hub, from which the configuration alone is read",
 }
-"""What such names look like, and what they mean."""
+"""The forms of such names, and their meaning."""
 _SIZES = ("width", "depth", "heads", "vocabulary", "seq_len")
 
 

@@ -17,7 +17,7 @@ from overspill.core import CollectiveKind, Device, Graph, Instruction, Op, Phase
 from overspill.simulate import simulate
 
 EARLY = 1.2
-"""A gather starts so many times its own duration ahead of its reader, for others may be late."""
+"""A gather starts so many times its own duration ahead of its reader, because others may be late."""
 
 
 def overlapped(

@@ -32,7 +32,7 @@ IDEAS = {
     "profile-guided": "it says where blocks lie, and nothing moves: its heuristic is placement=skyline, its integer program "
     "placement=mip",
 }
-"""What names of papers' ideas are here that are no policy's."""
+"""Names of ideas in papers that are not policies, and where these ideas are here."""
 
 
 def policy_named(name: str | Policy) -> Policy:

@@ -32,7 +32,7 @@ _KERNELS = {
     "math": SDPBackend.MATH,
 }
 EAGER = "eager"
-"""Attention spelt out, as transformers has it too."""
+"""Attention written out as separate ops, as transformers has it too."""
 
 
 def prepare(module: nn.Module, job: Job) -> None:
