@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # `overspill models` lists the names without paying for torch
     from torch import Tensor, nn
 
 DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
-"""Dtypes that a model can be trained in: amp is autocast in float16 with a GradScaler, amp-bfloat16 autocast in bfloat16."""
+"""Dtypes to train a model in: amp is autocast in float16 with a GradScaler, amp-bfloat16 autocast in bfloat16."""
 IMAGE_SIZE, SEQ_LEN = 224, 128
 """The default sizes of the inputs of a user's model."""
 IGNORED = -100

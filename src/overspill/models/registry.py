@@ -53,7 +53,9 @@ def _resnet(depth: int, millions: str) -> Entry:
 
 
 _ENTRIES = (
-    images("AlexNet", "alexnet:build", "alexnet", "5 convolutions in one tower (torchvision's sizes), 61.1 M parameters"),
+    images(
+        "AlexNet", "alexnet:build", "alexnet", "5 convolutions in one tower (torchvision's sizes), 61.1 M parameters"
+    ),
     _vgg("vgg-a", "configuration A: 8 convolutions, 132.9 M parameters"),
     _vgg("vgg-b", "configuration B: 10 convolutions, 133.0 M parameters"),
     _vgg("vgg-c", "configuration C: 13 convolutions, three of them 1x1, 133.6 M parameters"),
@@ -74,16 +76,23 @@ _ENTRIES = (
     _resnet(101, "44.5"),
     _resnet(152, "60.2"),
     images(
-        "ResNet", "resnet:build_cifar", "resnet32-cifar", "residual network of 32 layers for CIFAR-10, 0.46 M parameters", size=32
+        "ResNet", "resnet:build_cifar", "resnet32-cifar",
+        "residual network of 32 layers for CIFAR-10, 0.46 M parameters", size=32
     ),
-    images("U-Net", "unet:build", "unet", "U-Net with padded convolutions, 2 classes per pixel, 31.0 M parameters", size=256),
+    images(
+        "U-Net", "unet:build", "unet",
+        "U-Net with padded convolutions, 2 classes per pixel, 31.0 M parameters", size=256
+    ),
     tokens("LSTM", "lstm:build", "lstm", "language model of 2 LSTM layers of 650 units, 19.8 M parameters", size=35),
     tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
-    tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
+    tokens(
+        "BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128
+    ),
 )  # fmt: skip
 _PAPERS = (
     "deeplabv3plus", "densenet121", "densenet161", "densenet169", "densenet201", "googlenet", "googlenet-aux",
-    "inception-resnet-v2", "inception-v3", "inception-v3-aux", "inception-v4", "overfeat", "pix2pixhd", "seq2seq", "seq2seq-varied",
+    "inception-resnet-v2", "inception-v3", "inception-v3-aux", "inception-v4", "overfeat", "pix2pixhd", "seq2seq",
+    "seq2seq-varied",
 )  # fmt: skip
 MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for entry in _ENTRIES}, _PAPERS)
 

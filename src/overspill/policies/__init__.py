@@ -13,8 +13,8 @@ from .parameters import Parameter as Parameter
 from .parameters import read_parameters
 
 _PAPERS = (
-    "dymem", "lms", "sequential", "superneurons", "superneurons-offload", "vdnn-all", "vdnn-conv", "vdnn-dynamic", "vdnn-fastest",
-    "window",
+    "dymem", "lms", "sequential", "superneurons", "superneurons-offload", "vdnn-all", "vdnn-conv", "vdnn-dynamic",
+    "vdnn-fastest", "window",
 )  # fmt: skip
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",
@@ -26,11 +26,12 @@ POLICIES: Registry[type[Policy]] = Registry(
 
 
 IDEAS = {
-    "vdnn": "vDNN's policies are vdnn-all, vdnn-conv and vdnn-dynamic, which takes the first that fits; its pool is placement=cnmem",
-    "virtual-addressing": "it says where blocks lie, and not what moves: placement=chunked simulates it, placement=virtual trains "
-    "by it; what moves in that paper is for the policy window",
-    "profile-guided": "it says where blocks lie, and nothing moves: its heuristic is placement=skyline, its integer program "
-    "placement=mip",
+    "vdnn": "vDNN's policies are vdnn-all, vdnn-conv and vdnn-dynamic, which takes the first that fits; its pool is "
+    "placement=cnmem",
+    "virtual-addressing": "it says where blocks lie, and not what moves: placement=chunked simulates it, "
+    "placement=virtual trains by it; what moves in that paper is for the policy window",
+    "profile-guided": "it says where blocks lie, and nothing moves: its heuristic is placement=skyline, its integer "
+    "program placement=mip",
 }
 """Names of ideas in papers that are not policies, and where these ideas are here."""
 

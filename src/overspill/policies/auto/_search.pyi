@@ -32,7 +32,7 @@ class ListScheduler:
     def __len__(self) -> int:
         """Return the number of candidates."""
     def swaps(self) -> NDArray[np.int32]:
-        """Return for each swap its tensor, the steps at the ends of its gap, and the first before which it may start."""
+        """Return for each swap its tensor, the steps at the ends of its gap, and the first step to start before."""
     def slower(self) -> NDArray[np.int32]:
         """Return for each slower algorithm its op and its number; they are the last candidates."""
 
