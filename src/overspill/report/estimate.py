@@ -19,7 +19,7 @@ from overspill.estimation.unspecified import Unspecified
 from overspill.plans.plan import Plan
 
 from .advice import advice_answer, changes_table
-from .page import Column, Figure, Mark, Ops, Page, Run, Step, Table, Tensors, Unit, Verdict, Words
+from .page import Column, Figure, Mark, Ops, Page, Step, StepRun, Table, Tensors, Unit, Verdict, Words
 from .page.columns import columns_of, frames_of, shape_of
 
 MOST_LAYERS, SHOWN = 30, 5
@@ -244,7 +244,7 @@ def _step(made: Figures) -> Step:
         frame=np.array([a.frame for a in allocations], dtype=np.int64),
     )
     # Memory by event, without a clock.
-    run = Run(
+    run = StepRun(
         name="as estimated",
         seconds=np.zeros(0),
         positions=last - first,

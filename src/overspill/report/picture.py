@@ -13,7 +13,7 @@ import numpy as np
 from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 
-from .page import Lines, Mark, Points, Run, Section, Step
+from .page import Lines, Mark, Points, Section, Step, StepRun
 from .page.sections import Axis, Floats, Integers
 from .tables import Unit, written
 
@@ -133,7 +133,7 @@ def _memory(axes: Any, step: Step) -> None:
     _scale(axes, Axis("simulated time of one step", Unit.SECONDS), Axis("memory on the device", Unit.BYTES))
 
 
-def memory_over_time(run: Run) -> tuple[Floats, Integers]:
+def memory_over_time(run: StepRun) -> tuple[Floats, Integers]:
     """The most bytes on the device from each of these seconds to the next, and at last after them."""
     live = live_bytes(run)
     # Instructions that end at one time are one stretch of it, with the most that they have.
@@ -144,7 +144,7 @@ def memory_over_time(run: Run) -> tuple[Floats, Integers]:
     return np.concatenate([[0.0], ends]), np.concatenate([most, live[-1:]])
 
 
-def live_bytes(run: Run) -> Integers:
+def live_bytes(run: StepRun) -> Integers:
     """The bytes on the device at each position."""
     change = np.zeros(run.positions + 1, dtype=np.int64)
     np.add.at(change, run.start, run.nbytes)
@@ -158,7 +158,7 @@ def _across(axes: Any, marks: Sequence[Mark]) -> None:
         axes.axhline(mark.at, color="0.25", linestyle=style, linewidth=1, label=label)
 
 
-def _addresses(figure: Any, axes: Any, step: Step, run: Run) -> None:
+def _addresses(figure: Any, axes: Any, step: Step, run: StepRun) -> None:
     """A rectangle for each block, over its times and addresses, coloured by its size; and the live bytes."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an optional library
     from matplotlib.collections import PolyCollection  # noqa: PLC0415

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core import Graph, TensorKind, Verb
-from overspill.report.page import Page, Run, Step, Verdict, write_page
+from overspill.report.page import Page, Step, StepRun, Verdict, write_page
 from overspill.report.page.measured import measured_step, with_measured
 from overspill.report.page.step import VERBS, step
 from overspill.report.recording import Recording, recording_page
@@ -44,7 +44,7 @@ def recording(request: pytest.FixtureRequest) -> Recording:
     return found
 
 
-def views(recording: Recording) -> tuple[Step, Run]:
+def views(recording: Recording) -> tuple[Step, StepRun]:
     """The section with the views, and the run in it that is measured."""
     section = recording_page(recording).sections[0]
     assert isinstance(section, Step)
@@ -52,7 +52,7 @@ def views(recording: Recording) -> tuple[Step, Run]:
     return section, found
 
 
-def bytes_at(found: Run, position: int) -> int:
+def bytes_at(found: StepRun, position: int) -> int:
     return int(found.nbytes[(found.start <= position) & (position < found.end)].sum())
 
 

@@ -15,18 +15,18 @@ from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
-from overspill.report.page import Run
+from overspill.report.page import StepRun
 from overspill.report.page.step import addresses, run, step
 from overspill.simulate import check, owned_trace, simulate
 from overspill_papers.policies.lms import LargeModelSupport
 
 
-def held(found: Run, position: int) -> list[int]:
+def held(found: StepRun, position: int) -> list[int]:
     """The spans on the device at `position`."""
     return np.flatnonzero((found.start <= position) & (position < found.end)).tolist()
 
 
-def bytes_at(found: Run, position: int) -> int:
+def bytes_at(found: StepRun, position: int) -> int:
     return int(found.nbytes[held(found, position)].sum())
 
 

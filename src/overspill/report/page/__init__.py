@@ -14,9 +14,9 @@ from .sections import Ops as Ops
 from .sections import Page as Page
 from .sections import Point as Point
 from .sections import Points as Points
-from .sections import Run as Run
 from .sections import Section as Section
 from .sections import Step as Step
+from .sections import StepRun as StepRun
 from .sections import Tensors as Tensors
 from .sections import Verdict as Verdict
 from .sections import Words as Words

@@ -13,7 +13,7 @@ from overspill.core import COPIES, Graph, Stream, Verb
 from overspill.runtime.recording.record import Label, Measured, MemoryChange, RunRecord
 
 from .columns import integers
-from .sections import Integers, Ops, Run, Step, Tensors
+from .sections import Integers, Ops, Step, StepRun, Tensors
 from .step import STREAMS, VERBS, of_graph
 
 OUTSIDE = "outside planned ops"
@@ -79,7 +79,7 @@ class _Views:
         self._firsts = {id(graph): first for graph, first in zip(graphs, firsts, strict=True)}
         self._made: Counter[tuple[int, int, int]] = Counter()
 
-    def run(self) -> Run:
+    def run(self) -> StepRun:
         """The measured step as a run."""
         record, step = self._record, self._step
         compute = record.within(record.compute, step)
@@ -91,7 +91,7 @@ class _Views:
         events = list(self._events(compute))
         begun = np.array([begin for *_, begin, _ in events], dtype=np.float64)
         waits = [done for done in compute if done.is_wait]
-        return Run(
+        return StepRun(
             name=f"measured (step {step + 1})",
             seconds=np.array([*ends, self._seconds], dtype=np.float64),
             positions=len(ends) + 1,

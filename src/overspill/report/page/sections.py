@@ -176,7 +176,7 @@ class Ops:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class StepRun:
     """One run of a step: memory and streams over time.
 
     As by a plan: what was on the device when, and what each stream did. Positions count its instructions, and
@@ -239,7 +239,7 @@ class Step:
     layers: tuple[str, ...]
     tensors: Tensors
     ops: Ops
-    runs: tuple[Run, ...]
+    runs: tuple[StepRun, ...]
     marks: tuple[Mark, ...] = ()
     note: str = ""
     frames: Frames = field(default_factory=Frames)

@@ -18,7 +18,7 @@ from overspill.policies.in_core import Liveness
 from overspill.simulate import owned_trace
 
 from .columns import columns_of, frames_of, integers, shape_of
-from .sections import Mark, Ops, Run, Step, Tensors, Words
+from .sections import Mark, Ops, Step, StepRun, Tensors, Words
 
 STREAMS = tuple(Stream)
 VERBS = tuple(Verb)
@@ -52,7 +52,7 @@ def limits_of(plan: Plan) -> list[tuple[str, int]]:
     return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
 
 
-def _above(plan: Plan, planned: Run) -> str:
+def _above(plan: Plan, planned: StepRun) -> str:
     """Why addresses exceed a budget that is kept. It is one of live bytes, whatever lies between them."""
     reach = planned.reserved_bytes or 0
     if reach <= plan.asked_bytes:
@@ -64,7 +64,7 @@ def _above(plan: Plan, planned: Run) -> str:
     )
 
 
-def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:
+def of_graph(graph: Graph, runs: tuple[StepRun, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:
     """The views of `runs` of one graph."""
     layers = {layer: index for index, layer in enumerate(dict.fromkeys(op.layer for op in graph.ops))}
     # Tensors belong to the layer of the first op that uses them.
@@ -111,7 +111,7 @@ def run(
     name: str,
     placer: str | None = None,
     groups: Iterable[Sequence[int]] = (),
-) -> Run:
+) -> StepRun:
     """A schedule's memory and events over time.
 
     Times are those of `timeline`; there are addresses where a `placer` is named.
@@ -120,7 +120,7 @@ def run(
     trace, owners = owned_trace(graph, schedule, groups)
     layout = None if placer is None else _layout(trace, placer)
     events = timeline.events
-    return Run(
+    return StepRun(
         name=name,
         seconds=np.array(timeline.clock_seconds, dtype=np.float64),
         positions=len(schedule.instructions),
@@ -171,7 +171,7 @@ def addresses(
     pieces = [(i, start, end) for i, block in enumerate(blocks) for start, end in block.pieces]
     first = min((start for _, start, _ in pieces), default=0)
     last = max((end for *_, end in pieces), default=1)
-    found = Run(
+    found = StepRun(
         name=layout.solver,
         seconds=np.zeros(0),
         positions=last - first,

@@ -32,7 +32,7 @@ Frames = tuple[Frame, ...]
 
 def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
     """Write a snapshot of the simulated step of `plan` to `path`. Raises RequestError where that fails."""
-    step = _Step(plan)
+    step = _SnapshotStep(plan)
     write_snapshot(path, _events(step.rows), origins=step.origins, spans=step.phases())
 
 
@@ -107,7 +107,7 @@ def _events(rows: Sequence[tuple[int, int, int]]) -> Events:
     return Events(np.array(action), np.array(block), np.array(nbytes), np.zeros(len(action), np.int32))
 
 
-class _Step:
+class _SnapshotStep:
     """The allocations of one simulated step.
 
     Each stay of a tensor on the device is a block, and so is each op's scratch space.

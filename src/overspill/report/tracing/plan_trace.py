@@ -35,7 +35,7 @@ def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
     policy, name = plan.schedule.policy, title or plan.graph.name
     planned = planned_step(plan, name)
     plain = Liveness().plan(plan.graph, plan.device)
-    unmanaged = _Step(plan, plain, plan.unmanaged_timeline, UNMANAGED, f"simulated, unmanaged: {plan.graph.name}")
+    unmanaged = _TracedStep(plan, plain, plan.unmanaged_timeline, UNMANAGED, f"simulated, unmanaged: {plan.graph.name}")
     facts = {
         "what": "simulated by overspill, not measured",
         "device": plan.device.name,
@@ -49,10 +49,10 @@ def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
 
 def planned_step(plan: Plan, name: str, pid: int = PLANNED) -> Process:
     """The simulated step of `plan`, as process `pid` of a trace."""
-    return _Step(plan, plan.schedule, plan.timeline, pid, f"simulated: {name}").process()
+    return _TracedStep(plan, plan.schedule, plan.timeline, pid, f"simulated: {name}").process()
 
 
-class _Step:
+class _TracedStep:
     """One simulated step, as a process of the trace."""
 
     def __init__(self, plan: Plan, schedule: Schedule, timeline: Timeline, pid: int, name: str) -> None:

@@ -37,10 +37,10 @@ def write_run_trace(record: RunRecord, plans: Sequence[Plan], path: str | Path, 
         for place, (plan, name) in enumerate(zip(plans, names, strict=True))
     ]
     first, others = simulated[:1], simulated[1:]
-    write_trace_events(path, (*first, _Run(record, title).process(), *others), facts)
+    write_trace_events(path, (*first, _TracedRun(record, title).process(), *others), facts)
 
 
-class _Run:
+class _TracedRun:
     def __init__(self, record: RunRecord, title: str) -> None:
         self._record = record
         threads = (STEPS, Stream.COMPUTE, *COPIES, *([HOST] if record.host else []))
