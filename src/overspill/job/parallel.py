@@ -38,11 +38,13 @@ class Parallel:
     gpus: int = 2
     """The number of GPUs; batches are those of one GPU, for `pp` of all of them."""
     gradient_as_bucket_view: bool = False
-    """For `ddp`, as the next three."""
+    """For `ddp`."""
     find_unused_parameters: bool = False
+    """For `ddp`."""
     static_graph: bool = False
+    """For `ddp`."""
     bucket_cap_mb: float | None = None
-    """None: 25 MiB."""
+    """For `ddp`; None: 25 MiB."""
     reshard_after_forward: bool = True
     """For `fsdp`; False keeps each block's parameters from its forward to its backward."""
     param_dtype: str | None = None
