@@ -52,7 +52,7 @@ class Job:
     model: Callable[[], BuiltModel] | NamedModel | GivenModel | Script | Source
     """Builds the model again, with weights and data that follow from the seed.
 
-    Or it is a Script or a Source (another framework's file), which determine themselves all that is not in their
+    Or it is a Script or a Source (another framework's file), which themselves determine all that is not in their
     `fields`.
     """
     batch: int | None = None
