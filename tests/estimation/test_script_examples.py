@@ -92,6 +92,7 @@ def test_a_script_of_a_training_library(package: str, name: str) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_trainer_in_fp16_has_weights_in_float32_and_logits_that_its_evaluation_keeps(
     write: Callable[..., str],
 ) -> None:
