@@ -88,15 +88,17 @@ class Listing(Table):
         """One table of columns `shown`, with columns `below` under each row."""
         gap = 3 if sum(widths) + 3 * (len(widths) - 1) <= _NARROW else 1
         columns = [self.columns[index] for index in shown]
-        yield Text(_line([str(column.header) for column in columns], columns, widths, gap), style="bold")
-        yield Text("─" * (sum(widths) + gap * (len(widths) - 1)))
+        if self.show_header:
+            yield Text(_line([str(column.header) for column in columns], columns, widths, gap), style="bold")
+            yield Text("─" * (sum(widths) + gap * (len(widths) - 1)))
         for cells in zip(*([str(cell) for cell in column.cells] for column in self.columns), strict=True):
             name, *more = wrap(cells[0], widths[0]) or [""]
             yield Text(_line([name, *(cells[i] for i in shown[1:])], columns, widths, gap))
             yield from map(Text, more)
             for index in below:
                 if cells[index]:
-                    yield Padding(Text(f"{self.columns[index].header}: {cells[index]}"), (0, 0, 0, 4))
+                    head = str(self.columns[index].header)
+                    yield Padding(Text(f"{head}: {cells[index]}" if head else cells[index]), (0, 0, 0, 4))
 
 
 def _widened(least: Sequence[int], natural: Sequence[int], spare: int) -> list[int]:
