@@ -24,28 +24,22 @@ _GONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The allocations of a recording, in columns by position.
-
-    When they start and end, their bytes, their streams. `scratch` are those that a library asks for, `elastic` those of
-    them that may fail.
-
-    Times are events of the recording; `count` is how many it has.
-    """
+    """The allocations of a recording, in columns by position. Times are events of the recording."""
 
     start: NDArray[np.int64]
     end: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     scratch: NDArray[np.bool_]
+    """Whether a library asks for it."""
     elastic: NDArray[np.bool_]
+    """Whether it may fail."""
     stream: NDArray[np.int32]
     count: int
+    """How many events the recording has."""
 
     @cached_property
     def events(self) -> Events:
-        """The allocations and frees in time order.
-
-        `rows` says at which event of the recording each happens.
-        """
+        """The allocations and frees in time order; `rows` says at which event of the recording each happens."""
         action = np.full(self.count, _GONE, dtype=np.int8)
         block = np.zeros(self.count, dtype=np.int64)
         nbytes = np.zeros(self.count, dtype=np.int64)
@@ -67,10 +61,7 @@ class Demand:
         return np.sort(np.concatenate([self.start[wanted], ends[ends < self.count]]))
 
     def same_shape(self, other: Demand) -> bool:
-        """Whether two demands differ at most in sizes.
-
-        They ask for the same things at the same times.
-        """
+        """Whether two demands differ at most in sizes: they ask for the same things at the same times."""
         return (
             self.count == other.count
             and np.array_equal(self.start, other.start)
@@ -112,10 +103,7 @@ class Demand:
         return replace(self, nbytes=sizes)
 
     def between(self, other: Demand, share: float) -> Demand:
-        """The demand interpolated between this one and `other`.
-
-        It is `share` of the way; `other` has the same shape; beyond 1 it goes on.
-        """
+        """The demand that is `share` of the way from this one to `other`, which has the same shape; it may be above 1."""
         sizes = self.nbytes + np.rint((other.nbytes - self.nbytes) * share).astype(np.int64)
         return replace(self, nbytes=np.maximum(sizes, 0))
 

@@ -29,12 +29,9 @@ from .unspecified import LOADING, Unspecified, unspecified
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """The memory that `device` needs for a recorded job.
+    """The memory that `device` needs for a recorded job, each figure computed when it is first read.
 
-    Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
-    other batch sizes, where it can be, and `retrace` trained otherwise; `framework` is what runs it; `stages`, of a
-    pipeline, the peaks of requested bytes (scratch left out) of those stages that may need most, counted from 0: the
-    figures are those of the largest. Everything is computed when asked for.
+    Bytes are of the device unless said otherwise.
     """
 
     name: str
@@ -45,11 +42,17 @@ class Figures:
     allocator_config: Any = None
     software: Software = field(default_factory=Software)
     parallel: Parallel | None = None
+    """How other GPUs take part."""
     scaling: Scaling | None = None
+    """Traces the job at other batch sizes, where it can be."""
     seconds: float = 0.0
+    """What the estimate took."""
     retrace: Retrace | None = None
+    """Traces the job trained otherwise."""
     framework: str = "pytorch"
+    """What runs the job."""
     stages: Mapping[int, int] = field(default_factory=dict)
+    """Of a pipeline, peaks of requested bytes, scratch left out, by stage; the figures are those of the largest."""
 
     # The allocator
 

@@ -35,26 +35,28 @@ MOST_TENSORS = 30
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most bytes are allocated.
-
-    `by_category` has the requested bytes by category of DNNMem, `by_layer` those of feature maps, gradients of
-    outputs and temporaries by the layer that made them, largest first. `ops` are the ops around the moment, the one
-    that reached it marked by `at`, its position in the step. `source` is the line of Python of `op`, empty where none is
-    known; `live` are all allocations that are there, by position, and `largest` those of most bytes.
-    """
+    """The moment at which most bytes are allocated."""
 
     iteration: int
     phase: Phase
     layer: str
     op: str
+    """The op that reached it."""
     by_category: dict[str, int]
+    """Requested bytes by category of DNNMem."""
     by_layer: dict[str, int]
+    """Bytes of feature maps, gradients of outputs and temporaries, by the layer that made them, largest first."""
     ops: tuple[str, ...]
+    """The ops around the moment."""
     at: int
+    """Which of these reached it."""
     requested_bytes: int
     source: str
+    """The line of Python of the op; empty where none is known."""
     largest: tuple[int, ...]
+    """Positions of the allocations of most bytes that are there."""
     live: tuple[int, ...]
+    """Positions of all allocations that are there."""
 
 
 def category(kind: TensorKind) -> str:

@@ -31,22 +31,22 @@ Best = Callable[[Callable[[Graph], Fit]], Plan]
 
 @dataclass(frozen=True)
 class Row:
-    """One policy's plan, or the reason and budget it would take.
-
-    A policy that makes one schedule has a plan even where that is over the budget; it then does not fit. `pool` is where
-    blocks lie, by name; `crowded`: live tensors would fit the budget, and do not as the pool lays them. `note` is what
-    one must know of the policy on this step.
-    """
+    """One policy's plan, or the reason and budget it would take."""
 
     policy: str
     plan: Plan | None
+    """A policy that makes one schedule has a plan even where that is over the budget; it then does not fit."""
     fits: bool
     baseline_seconds: float
     error: str | None = None
     floor_bytes: int | None = None
+    """The smallest budget that works, where there is no plan."""
     pool: str | None = None
+    """The allocator or solver that places blocks; None where live bytes count."""
     crowded: bool = False
+    """Whether live tensors would fit the budget, and do not as the pool places them."""
     note: str | None = None
+    """What one must know of the policy on this step."""
 
     @property
     def slowdown(self) -> float | None:

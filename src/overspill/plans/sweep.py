@@ -56,17 +56,18 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Sweep(Reportable):
-    """Each policy's plans at many budgets, the largest budget first.
+    """Each policy's plans at many budgets, the largest budget first. Budgets are live bytes, or sizes of a GPU's card.
 
-    `floors`: by policy the smallest budget that works, and what holds it up. Budgets are live bytes, and on a GPU sizes of
-    its card, as `unmanaged_device_bytes` is then. A budget for which a policy's plan is slower than for a smaller one is left out.
+    A budget for which a policy's plan is slower than for a smaller one is left out.
     """
 
     points: tuple[SweepPoint, ...]
     floors: dict[str, Floor]
+    """By policy the smallest budget that works, and what holds it up."""
     unmanaged_peak_bytes: int
     device: Device
     unmanaged_device_bytes: int | None = None
+    """What plain PyTorch takes of the card; None where budgets are live bytes."""
 
     @property
     def unmanaged_bytes(self) -> int:
