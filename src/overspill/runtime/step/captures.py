@@ -63,7 +63,7 @@ class FoundStep(NamedTuple):
     """A captured step."""
 
     steps: Partitioned[CapturedStep]
-    """Captures by each partition with Inductor's kernels, the usual one first; otherwise whole, then in pieces of rows."""
+    """Captures: whole, then in pieces of rows; with Inductor's kernels by each partition, the usual one first."""
     takes: tuple[str | int, ...]
     """Sources of the first inputs: names of parameters, then positions of buffers and inputs. Updates give the rest."""
     results: Results
