@@ -61,7 +61,7 @@ PlacerNames = Annotated[
         autocompletion=complete.placers,
     ),
 ]
-PlotFile = Annotated[Path | None, optional("FILE", "Draw memory against slowdown, as .png.", "--plot")]
+PlotFile = Annotated[Path | None, optional("FILE", "Draw memory against time, as .png.", "--plot")]
 
 
 @with_job()
