@@ -25,18 +25,12 @@ struct Range {
     int device;
 };
 
-struct Event {
-    bool timed;
-    int looks = 0;  // how often it is still to be seen as not passed
-    double seconds = 0;
-};
-
 // One lock: the stand-in is for order and counts, and what it costs is far below what a real call costs.
 std::mutex guard;
 std::array<std::size_t, kMostDevices> used_of;
 std::map<Address, Range> blocks;  // cudaMalloc's
 std::map<Address, std::size_t> pinned;
-std::unordered_map<std::uint64_t, Event> events;
+std::unordered_map<std::uint64_t, double> events;  // when each was recorded, in seconds
 std::unordered_map<std::uint64_t, int> stream_devices;
 std::atomic<std::uint64_t> next_number{0x10000};
 std::atomic<std::uint64_t> waited_events{0};
@@ -105,8 +99,7 @@ const Settings& settings() {
         return Settings{name != nullptr ? name : "NVIDIA H200",
                         static_cast<int>(std::min<std::size_t>(number("STAND_IN_DEVICES", 1), kMostDevices)),
                         number("STAND_IN_CARD_BYTES", std::size_t{140} << 30),
-                        number("STAND_IN_COPY_LIMIT", SIZE_MAX),
-                        static_cast<int>(number("STAND_IN_LOOKS", 0))};
+                        number("STAND_IN_COPY_LIMIT", SIZE_MAX)};
     }();
     return found;
 }
@@ -230,11 +223,11 @@ std::uint64_t resolve(std::uint64_t stream) {
     return stream != 0 ? stream : static_cast<std::uint64_t>(current_device()) + 1;
 }
 
-std::uint64_t make_event(bool timed) {
+std::uint64_t make_event() {
     const std::lock_guard lock(guard);
     count(Counter::kEvents);
     const std::uint64_t event = next_number += 16;
-    events.emplace(event, Event{timed});
+    events[event] = 0;
     return event;
 }
 
@@ -248,8 +241,7 @@ void record(std::uint64_t event, std::uint64_t stream) {
     count(Counter::kRecords);
     const auto found = events.find(event);
     require(found != events.end(), "an event was recorded that is not there");
-    found->second.looks = settings().looks;
-    found->second.seconds = now();
+    found->second = now();
     log_locked(Kind::kRecord, resolve(stream), event, 0, 0, 0);
 }
 
@@ -260,25 +252,17 @@ void wait(std::uint64_t stream, std::uint64_t event) {
     log_locked(Kind::kWait, resolve(stream), event, 0, 0, 0);
 }
 
-bool passed(std::uint64_t event) {
+void ask(std::uint64_t event) {
     const std::lock_guard lock(guard);
-    const auto found = events.find(event);
-    require(found != events.end(), "an event was asked for that is not there");
-    if (found->second.looks > 0) {
-        --found->second.looks;
-        return false;
-    }
+    require(events.count(event) == 1, "an event was asked for that is not there");
     log_locked(Kind::kEventDone, 0, event, 0, 0, 0);
-    return true;
 }
 
 void synchronise_event(std::uint64_t event) {
     const std::lock_guard lock(guard);
     count(Counter::kSyncs);
     ++waited_events;
-    const auto found = events.find(event);
-    require(found != events.end(), "the host waits for an event that is not there");
-    found->second.looks = 0;
+    require(events.count(event) == 1, "the host waits for an event that is not there");
     log_locked(Kind::kEventDone, 0, event, 0, 0, 0);
 }
 
@@ -291,7 +275,6 @@ void synchronise_stream(std::uint64_t stream) {
 void synchronise_device(int device) {
     const std::lock_guard lock(guard);
     count(Counter::kSyncs);
-    for (auto& [number, event] : events) event.looks = 0;
     log_locked(Kind::kDeviceDone, static_cast<std::uint64_t>(device) + 1, 0, 0, 0, 0);
 }
 
@@ -299,7 +282,7 @@ float milliseconds_between(std::uint64_t begin, std::uint64_t end) {
     const std::lock_guard lock(guard);
     const auto first = events.find(begin), last = events.find(end);
     require(first != events.end() && last != events.end(), "the time between events that are not there");
-    return static_cast<float>((last->second.seconds - first->second.seconds) * 1e3);
+    return static_cast<float>((last->second - first->second) * 1e3);
 }
 
 std::uint64_t event_syncs() { return waited_events; }

@@ -18,7 +18,6 @@ struct Settings {
     int devices;
     std::size_t card_bytes;
     std::size_t copy_limit_bytes;
-    int looks;
 };
 const Settings& settings();
 
@@ -79,11 +78,11 @@ bool has_context();
 // Streams and events are numbers that are never used twice. The legacy stream 0 is one for each device.
 std::uint64_t make_stream(int device);
 std::uint64_t resolve(std::uint64_t stream);
-std::uint64_t make_event(bool timed);
+std::uint64_t make_event();
 bool destroy_event(std::uint64_t event);
 void record(std::uint64_t event, std::uint64_t stream);
 void wait(std::uint64_t stream, std::uint64_t event);
-bool passed(std::uint64_t event);  // false for the first looks after it was recorded, if the settings say so
+void ask(std::uint64_t event);  // all work is done at once, so it has passed
 void synchronise_event(std::uint64_t event);
 void synchronise_stream(std::uint64_t stream);
 void synchronise_device(int device);

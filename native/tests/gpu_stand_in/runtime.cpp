@@ -275,8 +275,8 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return result(); }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-    *event = reinterpret_cast<cudaEvent_t>(make_event((flags & cudaEventDisableTiming) == 0));
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = reinterpret_cast<cudaEvent_t>(make_event());
     return result();
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
@@ -292,7 +292,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (is_broken()) return result();
-    return passed(number(event)) ? result() : cudaErrorNotReady;
+    ask(number(event));
+    return result();
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     synchronise_event(number(event));
