@@ -5,8 +5,6 @@ And without the device.
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,20 +151,11 @@ def estimated(
 
 def _of_script(script: Script, setting: Setting, narrator: Narrator, *, quiet: bool) -> tuple[Estimate, dict[str, Any]]:
     """The estimate of a script, and what it did."""
-    from overspill.estimation.api import of_recording
-    from overspill.estimation.script import record_script
+    from overspill.estimation.script import of_script
 
-    started = time.perf_counter()
     narrator.be_still()  # the terminal is the script's
     narrator.line(f"running {script.path} for {script.iterations} steps on a GPU that is not there")
-    done = record_script(
-        script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
-        memory_bytes=setting.device.memory_bytes, output_to_stderr=quiet, time_limit=script.time_limit,
-        allow_writes=script.allow_writes, tell=lambda text: narrator.line(f"note: {text}"),
-    )  # fmt: skip
-    # What the recording does not have.
-    for note in done.notes:
-        narrator.line(f"note: {note}")
+    made, done = of_script(script, setting, lambda text: narrator.line(f"note: {text}"), quiet=quiet)
     request: dict[str, Any] = {
         "model": script.path,
         "batch": None,
@@ -174,8 +163,7 @@ def _of_script(script: Script, setting: Setting, narrator: Narrator, *, quiet: b
         "dtype": None,
     }
     request |= {"iterations": done.iterations, "trains": done.trains, "notes": list(done.notes)}
-    made = of_recording(done.recording, done.name, setting)
-    return replace(made, seconds=time.perf_counter() - started), request
+    return made, request
 
 
 def _budget(text: str | None, job: Job, *, compiled: bool) -> Budget | None:

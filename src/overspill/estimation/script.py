@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from overspill.capture.recording.recording import Recording
 from overspill.core.errors import RequestError
+from overspill.job import Script
 
+from .api import Setting, of_recording
+from .estimate import Estimate
 from .programs import ITERATIONS
 from .script_process import client
 from .script_process.confine import WAYS
@@ -83,6 +87,26 @@ def record_script(
         raise RequestError(f"{_way_to_end(ended, str(script), time_limit)}, before it had trained on cuda")
     found: ScriptRun = left
     return found
+
+
+def of_script(
+    script: Script, setting: Setting, tell: Callable[[str], None], *, quiet: bool, whole_steps: bool = False
+) -> tuple[Estimate, ScriptRun]:
+    """The estimate of a script that runs for a few steps on a virtual GPU, and what it did.
+
+    `tell` gets notes on what the recording does not have; `quiet`: what the script prints goes to standard error. Raises
+    what `record_script` raises.
+    """
+    started = time.perf_counter()
+    done = record_script(
+        script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
+        memory_bytes=setting.device.memory_bytes, output_to_stderr=quiet, time_limit=script.time_limit,
+        allow_writes=script.allow_writes, whole_steps=whole_steps, tell=tell,
+    )  # fmt: skip
+    for note in done.notes:
+        tell(note)
+    made = of_recording(done.recording, done.name, setting)
+    return replace(made, seconds=time.perf_counter() - started), done
 
 
 def _way_to_end(ended: Ended, script: str, time_limit: float) -> str:

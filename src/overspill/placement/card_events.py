@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from overspill.capture.compiled.result_memory import scratch_in_pieces
-from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, Tensor, TensorKind, Verb
+from overspill.core import Graph, LayerType, Op, Phase, Places, Schedule, TensorKind, Verb
 from overspill.costs.library_ops import CONVOLUTIONS, MATRIX_PRODUCTS, SLICE_BYTES
+from overspill.plans.fit import there_before
 
 from .events import ALLOCATE, EMPTY, FREE, Events
 
@@ -45,11 +46,6 @@ def events_of(
         for thread in THREADS[: 1 if graph.whole_step else 2]:
             run.take(thread, run.handle_bytes)
     return run.events(steps)
-
-
-def there_before(graph: Graph) -> list[Tensor]:
-    """What is on the device before the first step: the model and its batch."""
-    return [t for t in graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
 
 
 class _Run:

@@ -20,7 +20,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import TypeVar
 
-from overspill.core import Graph, TensorKind
+from overspill.core import Graph, Tensor, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes
 from overspill.planning.effort import EFFORT, at_effort
@@ -119,8 +119,7 @@ class Fit:
         """Whether the model and its batch, which are on the device before the first step, leave anything to search for."""
         if self.hoped is None:
             return True  # the search finds out why
-        before = (t for t in self.hoped.graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE)
-        return sum(t.nbytes for t in before) <= self._tensor_bytes
+        return sum(t.nbytes for t in there_before(self.hoped.graph)) <= self._tensor_bytes
 
     def _fastest(self) -> Plan | None:
         """The fastest plan found that fits; the next way to place is tried only where this one costs much."""
@@ -217,6 +216,11 @@ class _Search:
         if (live_bytes, effort) not in self._tried:
             self._tried[live_bytes, effort] = self._account.placed(self.made(live_bytes, effort))
         return self._tried[live_bytes, effort]
+
+
+def there_before(graph: Graph) -> list[Tensor]:
+    """What is on the device before the first step: the model and its batch."""
+    return [t for t in graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
 
 
 def least_of(make: Callable[[int], R], asked: int = 1) -> tuple[int, R, str]:

@@ -15,11 +15,10 @@ from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedErr
 from overspill.core.garbage import without_collection
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
-from overspill.estimation.api import Setting, of_recording
+from overspill.estimation.api import Setting
 from overspill.estimation.api import of_job as estimate_of
-from overspill.estimation.estimate import Estimate
 from overspill.estimation.figures import Figures
-from overspill.estimation.script import record_script
+from overspill.estimation.script import of_script
 from overspill.job import Job, Script
 from overspill.plans.account import Account
 from overspill.plans.comparison import Comparison, compare
@@ -156,7 +155,11 @@ def _asked(
     setting = Setting(asked, "pytorch", allocator_config(), software or software_named())
     recorded: Partitioned[Any] | None = None
     if isinstance(job.model, Script):
-        estimate = script_estimate(job.model, setting)
+        estimate, done = of_script(job.model, setting, job.model.tell, quiet=True, whole_steps=True)
+        if not done.trains:
+            raise RequestError(
+                f"script='{job.name}': it only runs models, and a plan is of a training step; estimate it"
+            )
         recorded = Partitioned([Recorded(graph_of(estimate.recording, estimate.name))])
     elif estimate is None:
         estimate = _estimated(job, setting, compiled=options.backend == "inductor")
@@ -191,19 +194,3 @@ def _estimated(job: Job, setting: Setting, *, compiled: bool) -> Figures | None:
     except (RequestError, UnsupportedError):
         return None
     return made.compiled or made
-
-
-def script_estimate(script: Script, setting: Setting) -> Estimate:
-    """The estimate of a script that is run for a few steps on a virtual GPU. Raises RequestError if it trains nothing."""
-    done = record_script(
-        script.path, script.arguments, iterations=script.iterations, capability=setting.capability,
-        memory_bytes=setting.device.memory_bytes, output_to_stderr=True, time_limit=script.time_limit,
-        allow_writes=script.allow_writes, whole_steps=True, tell=script.tell,
-    )  # fmt: skip
-    for note in done.notes:
-        script.tell(note)
-    if not done.trains:
-        raise RequestError(
-            f"script='{script.path}': it only runs models, and a plan is of a training step; estimate it"
-        )
-    return of_recording(done.recording, done.name, setting)
