@@ -152,7 +152,7 @@ def compare_page(
     return Page(
         title or f"policies within {format_bytes(compared.budget_bytes)} on {compared.device.name}",
         compare_verdict(compared),
-        (_points(compared), compare_table(over), *placement_tables(crossings)),
+        (lambda: (_points(compared),), compare_table(over), *placement_tables(crossings)),
         (*notes, *remarks(rows, compared.device)),
     )
 
