@@ -1,7 +1,7 @@
-"""How tensors of a traced step follow from its inputs, buffers and constants: a graph, computed only as far as asked.
+"""Record how tensors of a traced step follow from its inputs, buffers and constants; compute only requested values.
 
-Known limits: a tensor is known by the op that made it. One that was written in place is unknown from then on; so is what
-follows from parameters, and what is drawn by another generator than the CPU's.
+Known limits: a tensor is known by the op that made it. One that was written in place is unknown from then on. Tensors
+that follow from parameters are unknown too, and so are random numbers of a generator other than the CPU's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class ValueGraph:
     """The known tensors of one pass over a step, with the node that makes each, and the questions about them."""
 
     def __init__(self, own: Mapping[int, str], *, knows_draws: bool) -> None:
-        """`own` has the names of the model's real tensors by their ids; `knows_draws`: random numbers may be known."""
+        """Make a graph without tensors.
+
+        `own` has the names of the model's real tensors by their ids. If `knows_draws`, random numbers may be known.
+        """
         self._graph = fx.Graph()
         self._own = own
         self._knows_draws = knows_draws
