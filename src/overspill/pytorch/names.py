@@ -45,7 +45,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "torch._dynamo.config": (
         "accumulated_recompile_limit", "allow_empty_graphs", "allow_rnn", "error_on_nested_fx_trace",
         "fail_on_recompile_limit_hit", "optimize_ddp", "recompile_limit", "skip_nnmodule_hook_guards",
-        "skip_tensor_guards_with_matching_dict_tags", "trace_autograd_ops",
+        "skip_tensor_guards_with_matching_dict_tags", "trace_autograd_ops", "use_lamba_guard_for_object_aliasing",
     ),
     "torch._functorch.config": (
         "activation_memory_budget", "backward_pass_autocast", "bundled_autograd_cache", "donated_buffer",

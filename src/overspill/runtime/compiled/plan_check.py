@@ -54,6 +54,7 @@ SETTINGS: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,
     "skip_nnmodule_hook_guards": False,
     "skip_tensor_guards_with_matching_dict_tags": False,
+    "use_lamba_guard_for_object_aliasing": True,  # the guards of dynamo_gaps.py; off by default since 2.14
 }
 """Dynamo's settings during a call: trace recurrent layers, never give up compiling silently, and recompile when a
 module's hooks change, or which of its weights train (PyTorch 2.11 would not see that)."""
