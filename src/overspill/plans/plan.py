@@ -214,10 +214,10 @@ def most_known(found: Iterable[int | None]) -> int | None:
     return max((number for number in found if number is not None), default=None)
 
 
-def smallest_budget(plan_within: Callable[[int], Plan]) -> int:
-    """The smallest budget, in bytes, for which `plan_within` has a plan."""
+def smallest_budget(plan: Callable[[int], Plan]) -> int:
+    """The smallest budget, in bytes, for which `plan` has one."""
     try:
-        return plan_within(1).peak_bytes
+        return plan(1).needed_bytes
     except InfeasibleBudget as error:
         return error.floor_bytes
 
