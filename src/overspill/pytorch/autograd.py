@@ -32,7 +32,11 @@ profiler_enabled = torch.autograd._profiler_enabled
 """Whether a profiler records in this thread."""
 engine_run_backward = torch.autograd.graph._engine_run_backward
 """Where backward begins."""
-CHECKPOINT = Target(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+_SINCE_2_14 = f"{_CHECKPOINT}_impl"
+CHECKPOINT = Target(
+    torch.utils.checkpoint, _SINCE_2_14 if hasattr(torch.utils.checkpoint, _SINCE_2_14) else _CHECKPOINT
+)
 """A checkpoint, before and after its function."""
 is_compiling_checkpoint = torch.utils.checkpoint._is_compiling
 """Whether a checkpoint is traced by torch.compile."""
