@@ -107,7 +107,7 @@ def test_where_dynamo_itself_fails_a_line_says_where() -> None:
         return Signs.apply(x)
 
     compiled = overspill.compile(model, budget="1GiB", store="host")
-    with pytest.raises(UnsupportedError, match=r"test_in_force\.py, line \d+"):
+    with pytest.raises(UnsupportedError, match=r"test_plan_check\.py, line \d+"):
         compiled(torch.randn(4, 8, requires_grad=True))
 
 
