@@ -57,3 +57,9 @@ def test_the_files_that_the_glossary_names_are_there() -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.(?:py|hpp))`", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
     missing = [name for name in named if not any((root / name).exists() for root in (ROOT, *SOURCES))]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_tests_that_a_page_names_are_there(page: Path) -> None:
+    named = re.findall(r"\btests/[\w/]+\.py", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not any((root / name).exists() for root in (ROOT, SOURCES[1].parents[1]))] == []
