@@ -337,6 +337,7 @@ def in_arena(model: nn.Module, optimizer: Optimizer, budget: str = "smallest") -
     )
 
 
+@pytest.mark.long
 def test_buffers_at_planned_addresses_have_the_same_bits() -> None:
     pair(in_arena, [32, 32])
 
