@@ -28,8 +28,8 @@ SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
 """Other bytes on the device during the step, given a joint graph and the parameters that it reads."""
 
 
-class _Traced(BaseException):
-    """Raised to end a trace once it has the joint graph."""
+class Traced(BaseException):
+    """Raised to end Dynamo's work once there is a graph; Dynamo would catch an Exception."""
 
 
 def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Iterator[Captured]:
@@ -49,7 +49,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
         def partition(joint: fx.GraphModule, _values: Any, *, num_fwd_outputs: int, **_options: Any) -> NoReturn:
             graph = JointGraph(joint, num_fwd_outputs)
             found.append((graph, inputs, surroundings_of(graph, parameters)))
-            raise _Traced
+            raise Traced
 
         # Let AOTAutograd trace backward; its partition hands over the joint graph.
         with eager_kernels() as casts, leaves_told(module, examples, casts):
@@ -58,7 +58,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
     try:
         with dynamo_config.patch(allow_rnn=True):
             torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
-    except _Traced:
+    except Traced:
         pass  # nothing is split, compiled or run
     finally:
         reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some of them

@@ -10,7 +10,7 @@ Relies on the setting `cpp.vec_isa_ok`, without which Inductor runs the compiler
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 
+from overspill.capture.compiled.graph import InputInfo
+from overspill.capture.compiled.trace import Traced, describe_inputs
 from overspill.core.errors import UnsupportedError
 from overspill.pytorch.aot import boxed
 from overspill.pytorch.dynamo import TracingContext, dynamo_config, reset_dynamo
@@ -33,10 +35,6 @@ from .uncompiled import KERNEL, import_uncompiled
 from .workspaces import nothing_measured
 
 Around = Callable[[], AbstractContextManager[Any]]
-
-
-class Written(BaseException):
-    """Raised to end a backend once all programs are written; Dynamo would catch an Exception."""
 
 
 class UnrunKernel:
@@ -70,18 +68,22 @@ def nothing_compiled() -> Iterator[None]:
             reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some of them
 
 
-def write(step: Callable[..., Any], batch: Sequence[Any], backend: Callable[..., Any]) -> None:
-    """Call `step`, compiled by `backend`, on `batch` until it raises `Written`.
+def traced(step: Callable[..., Any], batch: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any], list[InputInfo]]:
+    """Return Dynamo's graph of `step(*batch)`, its inputs and what they are. Tensors are fake, inside their mode.
 
-    Both use fake tensors, inside their mode. Raises UnsupportedError if Inductor cannot compile the step, and Dynamo's
-    errors if it is not a single graph.
+    Raises Dynamo's errors if it is not a single graph, and UnsupportedError if it has no ops.
     """
-    with nothing_compiled(), inductor_failures():
-        try:
-            torch.compile(step, backend=backend, dynamic=False, fullgraph=True)(*batch)
-        except Written:
-            return
-    raise UnsupportedError("torch.compile found nothing to compile in the step")
+    found: list[tuple[fx.GraphModule, Sequence[Any], list[InputInfo]]] = []
+
+    def keep(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        found.append((module, examples, describe_inputs(module, examples)))  # Dynamo forgets their sources at its end
+        raise Traced
+
+    with suppress(Traced), inductor_failures():
+        torch.compile(step, backend=keep, dynamic=False, fullgraph=True)(*batch)
+    if not found:
+        raise UnsupportedError("torch.compile found nothing to compile in the step")
+    return found[0]
 
 
 def _load(
@@ -98,7 +100,7 @@ def _load(
 
 
 class WrittenStep:
-    """A step as the programs that `torch.compile` would run for `step(*batch)`, which calls `module`; see `write`.
+    """A step as the programs that `torch.compile` would run for `step(*batch)`, which calls `module`.
 
     AOTAutograd's own function runs them: on fake tensors, with kernels that do nothing.
     """
@@ -109,14 +111,12 @@ class WrittenStep:
         self._around: Around = nullcontext
         self._on_saved: Callable[[Tensor], object] = lambda _: None
 
-        def compile_step(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        with nothing_compiled():
+            graph, examples, _ = traced(step, batch)
             self._given = [known.get(id(example), example) for example in examples]
             """The name of a parameter or buffer, the position of a tensor in the batch, or a tensor of Dynamo's own."""
-            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            with functorch_config.patch(force_non_lazy_backward_lowering=True), inductor_failures():
                 self._run = compile_fx(graph, examples, inner_compile=self._compile_inner)
-            raise Written
-
-        write(step, batch, compile_step)
 
     def _compile_inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Have one program written; return it as a function that runs on fake tensors."""

@@ -57,14 +57,14 @@ def compile_with_inductor(
 
     `partition` is that of Options.
     """
-    by_partition = _ByPartition(module, examples, begin, partition)
+    by_partition = ByPartition(module, examples, begin, partition)
     usual = by_partition.usual
     if usual.joint is None:  # no ops
         return by_partition.compiled[usual]
     return by_partition.lowered(plan(usual.joint, by_partition.capture))
 
 
-class _ByPartition:
+class ByPartition:
     """`module` compiled by the usual partition, and by others on demand."""
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Any], begin: Begin, partition: float | None) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.graph import Captured
-from overspill.capture.compiled.joint import JointGraph
-from overspill.capture.compiled.trace import describe_inputs
-from overspill.capture.programs.unrun import Written, write
-from overspill.core.errors import OverspillError
+from overspill.capture.programs.unrun import nothing_compiled, traced
+from overspill.core.errors import UnsupportedError
 from overspill.job import Job
 from overspill.runtime.options import Options
 from overspill.runtime.surroundings import surroundings_of_job
 
-from .inductor import Capture, compile_with_inductor
+from .inductor import ByPartition
 from .partitions import Partitioned
 
 T = TypeVar("T")
@@ -31,28 +29,15 @@ def of_unrun(
     use: Callable[[Partitioned[Captured]], T],
     job: Job,
 ) -> T:
-    """The result of `use` on the programs of `step(*batch)`; tensors are fake. Raises what `use` and `write` raise."""
-    found: list[T | OverspillError] = []
-
-    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        inputs = describe_inputs(module, examples)
+    """Return the result of `use` on the programs of `step(*batch)`; tensors are fake. Raises what `use` raises."""
+    with nothing_compiled():
+        module, examples, inputs = traced(step, batch)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
-
-        def plan(joint: JointGraph, capture: Capture) -> Any:
-            around = surroundings_of_job(
-                job, joint, here, parameters=step.parameters(), optimizer=optimizer, reserve=options.reserve
-            )
-            try:
-                found.append(use(capture(joint, inputs, around)))
-            except OverspillError as error:
-                found.append(error)
-            raise Written
-
-        return compile_with_inductor(module, examples, plan, lambda: None, options.partition)
-
-    # Let Inductor write the programs; `plan` above ends the compilation with Written.
-    write(step, batch, backend)
-    (made,) = found
-    if isinstance(made, OverspillError):
-        raise made
-    return made
+        partitions = ByPartition(module, examples, lambda: None, options.partition)
+        joint = partitions.usual.joint
+        if joint is None:
+            raise UnsupportedError("torch.compile found nothing to compile in the step")
+        around = surroundings_of_job(
+            job, joint, here, parameters=step.parameters(), optimizer=optimizer, reserve=options.reserve
+        )
+        return use(partitions.capture(joint, inputs, around))
