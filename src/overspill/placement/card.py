@@ -103,7 +103,7 @@ class Card(Account):
         return replace(self, solver=None)
 
     @property
-    def options(self) -> tuple[Card, ...]:
+    def alternatives(self) -> tuple[Card, ...]:
         """With an arena; and, where nobody asked for it, without one."""
         return (self,) if self.always or self.solver is None else (self, self.alone)
 

@@ -69,7 +69,7 @@ class Account:
         return self
 
     @property
-    def options(self) -> tuple[Account, ...]:
+    def alternatives(self) -> tuple[Account, ...]:
         """The accounts that a search for the fastest plan tries, the first one first."""
         return (self,)
 

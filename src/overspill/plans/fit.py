@@ -87,7 +87,7 @@ class Fit:
             with at_effort(effort):
                 return make(live_bytes)
 
-        self._searches = [_Search(made, option, self._tensor_bytes, self._effort) for option in account.options]
+        self._searches = [_Search(made, way, self._tensor_bytes, self._effort) for way in account.alternatives]
 
     @cached_property
     def hoped(self) -> Plan | None:
