@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.fixture
-def outside_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts run, and leave what they write, in a directory of the test's own."""
     monkeypatch.chdir(tmp_path)
 

@@ -26,7 +26,7 @@ from overspill.estimation.script import ScriptRun, record_script
 from overspill.job import Job
 from overspill.models import BuiltModel
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = pytest.mark.usefixtures("own_folder")
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP = "for step in range(20):" + STEP
 INSIDE = "".join(f"    {line}\n" for line in LOOP.splitlines())

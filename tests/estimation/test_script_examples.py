@@ -10,7 +10,7 @@ from tests.estimation.small_script import MODEL, STEP
 from overspill.core import Phase, TensorKind
 from overspill.estimation.script import ScriptRun, record_script
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = pytest.mark.usefixtures("own_folder")
 EXAMPLES = Path(__file__).parent / "scripts" / "examples"
 
 

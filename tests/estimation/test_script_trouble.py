@@ -11,7 +11,7 @@ from overspill.estimation.script import record_script
 LOOP = "for step in range(20):" + STEP
 
 TRAINING = MODEL + LOOP
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.mark.parametrize(
