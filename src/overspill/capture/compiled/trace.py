@@ -6,8 +6,8 @@ The step is traced on fake tensors: nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,8 +28,35 @@ SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
 """Other bytes on the device during the step, given a joint graph and the parameters that it reads."""
 
 
-class Traced(BaseException):
-    """Raised to end Dynamo's work once there is a graph; Dynamo would catch an Exception."""
+class DynamoGraph(NamedTuple):
+    """A step as Dynamo traces it: the graph, its inputs, and what each of them is."""
+
+    module: fx.GraphModule
+    examples: Sequence[Any]
+    inputs: list[InputInfo]
+
+
+class _Traced(BaseException):
+    """Raised to end Dynamo's or AOTAutograd's work once there is a graph; Dynamo would catch an Exception."""
+
+
+def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph | None:
+    """Return the graph of `step(*batch)`, or None if it has no ops. Tensors are fake, inside their mode.
+
+    Raises Dynamo's errors if it is not a single graph.
+    """
+    found: list[DynamoGraph] = []
+
+    def keep(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        found.append(DynamoGraph(module, examples, describe_inputs(module, examples)))  # their sources go at the end
+        raise _Traced
+
+    try:
+        with dynamo_config.patch(allow_rnn=True), suppress(_Traced):
+            torch.compile(step, backend=keep, dynamic=False, fullgraph=True)(*batch)
+    finally:
+        reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some of them
+    return found[0] if found else None
 
 
 def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Iterator[Captured]:
@@ -40,34 +67,24 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
     Call this with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises
     OverspillError if nothing requires a gradient, and Dynamo's errors if the module is not a single graph.
     """
-    found: list[tuple[JointGraph, list[InputInfo], Surroundings]] = []
+    found: list[JointGraph] = []
 
-    def compile_graph(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        inputs = describe_inputs(module, examples)
-        parameters = [e for e in examples if isinstance(e, nn.Parameter)]
+    def partition(joint: fx.GraphModule, _values: Any, *, num_fwd_outputs: int, **_options: Any) -> NoReturn:
+        found.append(JointGraph(joint, num_fwd_outputs))
+        raise _Traced
 
-        def partition(joint: fx.GraphModule, _values: Any, *, num_fwd_outputs: int, **_options: Any) -> NoReturn:
-            graph = JointGraph(joint, num_fwd_outputs)
-            found.append((graph, inputs, surroundings_of(graph, parameters)))
-            raise Traced
-
-        # Let AOTAutograd trace backward; its partition hands over the joint graph.
-        with eager_kernels() as casts, leaves_told(module, examples, casts):
-            return aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
-
-    try:
-        with dynamo_config.patch(allow_rnn=True):
-            torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
-    except Traced:
-        pass  # nothing is split, compiled or run
-    finally:
-        reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some of them
+    # Let AOTAutograd trace backward; its partition hands over the joint graph. Nothing is split, compiled or run.
+    if (traced := dynamo_graph(step, batch)) is not None:
+        module, examples, inputs = traced
+        with eager_kernels() as casts, leaves_told(module, examples, casts), suppress(_Traced):
+            aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
     if not found:
         model = getattr(step, "model", step)
         raise OverspillError(
             f"{type(model).__name__} gave no graph that could be planned; does its loss need gradients?"
         )
-    joint, inputs, around = found[0]
+    (joint,) = found
+    around = surroundings_of(joint, [e for e in examples if isinstance(e, nn.Parameter)])
     yield capture(joint, inputs, around)
     if (divided := in_pieces(joint)) is not None:
         yield capture(divided, inputs, around)

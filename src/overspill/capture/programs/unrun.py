@@ -10,19 +10,17 @@ Relies on the setting `cpp.vec_isa_ok`, without which Inductor runs the compiler
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, fx, nn
 
-from overspill.capture.compiled.graph import InputInfo
-from overspill.capture.compiled.trace import Traced, describe_inputs
+from overspill.capture.compiled.trace import DynamoGraph, dynamo_graph
 from overspill.core.errors import UnsupportedError
 from overspill.pytorch.aot import boxed
-from overspill.pytorch.dynamo import TracingContext, dynamo_config, reset_dynamo
+from overspill.pytorch.dynamo import TracingContext
 from overspill.pytorch.functorch import functorch_config
 from overspill.pytorch.inductor import PyCodeCache, compile_fx, compile_fx_inner
 from overspill.pytorch.inductor_settings import inductor_config
@@ -59,31 +57,18 @@ def nothing_compiled() -> Iterator[None]:
         patch.object(PyCodeCache, "load_by_key_path", _load),
         inductor_config.patch(settings),
         functorch_config.patch(enable_autograd_cache=False),
-        dynamo_config.patch(allow_rnn=True),
         nothing_measured(),
     ):
-        try:
-            yield
-        finally:
-            reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some of them
+        yield
 
 
-def traced(step: Callable[..., Any], batch: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any], list[InputInfo]]:
-    """Return Dynamo's graph of `step(*batch)`, its inputs and what they are. Tensors are fake, inside their mode.
-
-    Raises Dynamo's errors if it is not a single graph, and UnsupportedError if it has no ops.
-    """
-    found: list[tuple[fx.GraphModule, Sequence[Any], list[InputInfo]]] = []
-
-    def keep(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        found.append((module, examples, describe_inputs(module, examples)))  # Dynamo forgets their sources at its end
-        raise Traced
-
-    with suppress(Traced), inductor_failures():
-        torch.compile(step, backend=keep, dynamic=False, fullgraph=True)(*batch)
-    if not found:
+def traced(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph:
+    """Return Dynamo's graph of `step(*batch)`; see `dynamo_graph`. Raises UnsupportedError if it has no ops."""
+    with inductor_failures():
+        found = dynamo_graph(step, batch)
+    if found is None:
         raise UnsupportedError("torch.compile found nothing to compile in the step")
-    return found[0]
+    return found
 
 
 def _load(
