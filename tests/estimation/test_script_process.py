@@ -57,7 +57,7 @@ REFUSED = r"^train\.py:\d+ .*\(.+\).*; --allow-writes"
 
 
 @pytest.fixture(autouse=True)
-def _outside_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory with things to lose."""
     monkeypatch.chdir(tmp_path)
     Path("runs/old").mkdir(parents=True)

@@ -239,8 +239,8 @@ def test_all_answers_come_from_a_device_in_one_transfer() -> None:
         transfers.append(self)
         return plain(self)
 
-    outside_graph = patch.object(Tensor, "is_cpu", property(lambda _: False))
-    with outside_graph, patch.object(Tensor, "cpu", moved):
+    not_on_cpu = patch.object(Tensor, "is_cpu", property(lambda _: False))
+    with not_on_cpu, patch.object(Tensor, "cpu", moved):
         assert guards._answers(values) == expected
     assert len(transfers) == 1
 
