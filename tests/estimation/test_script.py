@@ -146,7 +146,7 @@ def test_a_gpt_with_accumulation_counts_steps_not_backward_passes() -> None:
     assert not Path("ckpt.pt").exists()
 
 
-@pytest.mark.parametrize("critic_steps", rest_long([1, 5], [5]))
+@pytest.mark.parametrize("critic_steps", rest_long([1, 5], [1]))
 def test_a_round_of_a_gan_is_a_step_of_both(critic_steps: int) -> None:
     found = run("dcgan", str(critic_steps))
     assert found.iterations == found.recording.iterations == 3
