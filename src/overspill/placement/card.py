@@ -22,7 +22,7 @@ from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
 from .arena import in_arena
 from .card_events import STEPS, events_of
-from .packing import DEFAULT, solver_named
+from .packing import DEFAULT, SOLVERS, solver_named
 from .place import SEARCH, place_plan
 from .replay import replay
 
@@ -52,8 +52,8 @@ class PoolAccount(Account):
 
     @property
     def is_steady(self) -> bool:
-        """Whether a plan of fewer live bytes also takes less when it is placed."""
-        return False
+        """Whether a plan of fewer live bytes also takes less when it is placed: by a solver, not by an allocator."""
+        return self.pool in SOLVERS
 
     def placed(self, plan: Plan) -> Plan:
         """Return `plan` with the bytes that its blocks take."""
