@@ -21,15 +21,9 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.iterations import Enough, Iterations
-from overspill.capture.virtual_gpu.patching import patched
 from overspill.capture.virtual_gpu.record import unsupported
 from overspill.capture.virtual_gpu.repeats import Repeats
 from overspill.capture.virtual_gpu.script_patches import script_patches
@@ -37,6 +31,12 @@ from overspill.capture.virtual_gpu.values.invented import WHOLE, Invented, Place
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 from overspill.core.units import format_bytes
 from overspill.estimation.script import ScriptRun
+from overspill.pytorch.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from overspill.pytorch.patching import patched
 
 from .confine import confine, is_refusal
 from .places import lines_from, place_in, place_of, spelled, whereabouts
