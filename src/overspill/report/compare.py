@@ -89,9 +89,9 @@ def reserved_on(plan: Plan, device: Device) -> Reserved:
 
     Where the card that it needs is known, over the first steps and with what libraries keep.
     """
-    if plan.reserved_bytes is None or plan.device_bytes is None:
+    if plan.reserved_bytes is None:
         return reserved_by_pytorch(plan, device.usable_bytes)
-    fits = plan.device_bytes <= device.memory_bytes
+    fits = plan.needed_bytes <= (device.usable_bytes if plan.device_bytes is None else device.memory_bytes)
     expandable_fits = fits or reserved_by_pytorch(plan, device.usable_bytes).expandable_fits
     return Reserved(plan.reserved_bytes, 1 - plan.peak_bytes / plan.reserved_bytes, fits, expandable_fits)
 
@@ -123,7 +123,7 @@ def row_figures(row: Row, device: Device) -> dict[str, Any]:
         "stall_cause": row.stall_cause,
         "fragmentation": place.fragmentation,
         "reserved_bytes": place.reserved_bytes,
-        "device_bytes": plan.device_bytes,
+        "device_bytes": plan.reserved_bytes if plan.device_bytes is None else plan.device_bytes,
         "library_bytes": plan.library_bytes,
         "allocator_fits": place.fits,
         "expandable_fits": place.expandable_fits,

@@ -47,12 +47,15 @@ def plan_page(plan: Plan, title: str | None = None, placer: str | None = None, p
 def plan_verdict(plan: Plan) -> Verdict:
     """The plan's memory and its cost."""
     of = "" if plan.device_bytes is None else "of the card, "
+    # Where an allocator is the budget's, the unmanaged step is known by its live tensors alone.
+    in_pool = plan.device_bytes is None and plan.reserved_bytes is not None
+    share = "live tensors" if in_pool else f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_bytes)} of it"
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}" if plan.fits_device else too_small(plan),
         good=plan.fits_device,
         figures=(
             Figure("it takes", format_bytes(plan.needed_bytes), f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
-            Figure("unmanaged", format_bytes(plan.unmanaged_bytes), f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_bytes)} of it"),
+            Figure("unmanaged", format_bytes(plan.unmanaged_bytes), share),
             Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
             Figure("offloaded each step", format_bytes(plan.offloaded_bytes), count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
             Figure("recomputed each step", count(plan.recomputed_ops, "op"), format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
