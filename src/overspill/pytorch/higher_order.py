@@ -8,6 +8,8 @@ from torch._library.effects import EffectType as EffectType  # kinds of effects
 
 registered_hop_fake_fns = torch._higher_order_ops.utils.registered_hop_fake_fns
 """Their fake kernels, by op."""
+register_fake = torch._higher_order_ops.utils.register_fake
+"""Give one a fake kernel, as a decorator."""
 get_effect = torch._higher_order_ops.effects._get_effect
 """The effect of an op, or None."""
 register_effectful_op = torch._higher_order_ops.effects._register_effectful_op

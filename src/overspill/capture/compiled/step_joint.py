@@ -143,7 +143,8 @@ def _explained() -> Iterator[None]:
             raise ChangesExternalTensor(place) from error
         if "resize a view tensor to a larger size" in str(error):  # so functionalization has all inputs
             raise UnsupportedError(f"the model's forward resizes a tensor{place}; {ONE_SIZE}") from error
-        if type(error) is RuntimeError and ".numpy()" not in str(error):
+        lacks_kernel = isinstance(error, NotImplementedError) and "no data" not in str(error)
+        if lacks_kernel or (type(error) is RuntimeError and ".numpy()" not in str(error)):
             raise
         raise UnknownValue(place) from error
 

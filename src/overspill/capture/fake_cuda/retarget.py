@@ -10,7 +10,7 @@ Most ops do the same to memory on both. This table has the others, as data:
 - FAKES: ops that CUDA reaches through COMPOSITES, or that torch has no fake implementation for.
 - SCRATCH: ops whose CUDA kernels take memory besides their outputs.
 
-Each row names its source; `tests/capture/test_retarget*.py` have a test a row.
+Each row names its source; `tests/capture/fake_cuda/test_retarget*.py` have a test a row.
 """
 
 from __future__ import annotations
