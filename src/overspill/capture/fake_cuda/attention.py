@@ -18,16 +18,16 @@ from .workspaces import LAST, Wanted, of_bytes
 aten = torch.ops.aten
 HALF = {torch.float16, torch.bfloat16}
 CAPABILITY: ContextVar[tuple[int, int] | None] = ContextVar("capability", default=None)
-"""(major, minor) of the GPU for which ops are captured; None: they run where they are captured."""
+"""(major, minor) of the GPU for which ops are captured; None if they run where they are captured."""
 USUAL = (8, 0)
-"""The GPU whose kernels attention has where none is named."""
+"""The GPU whose attention kernels are assumed if none is named."""
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Scaled dot product attention on CUDA (aten/src/ATen/native/transformers/attention.cpp)."""
+    """Run scaled dot product attention as on CUDA (aten/src/ATen/native/transformers/attention.cpp)."""
     kernel = attention_kernel(query, key, value, attn_mask, dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, _minus_infinity(query))
@@ -62,10 +62,10 @@ def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, *, is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> str:  # fmt: skip
-    """The kernel that CUDA chooses: `flash`, `efficient` or `math`, tried in this order.
+    """Return the kernel that CUDA chooses: `flash`, `efficient` or `math`, tried in this order.
 
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`. cuDNN's, which newer releases prefer on
-    Hopper and Blackwell, keeps the same tensors for backward as flash attention does.
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`. cuDNN's kernel, which newer releases
+    prefer on Hopper and Blackwell, keeps the same tensors for backward as flash attention does.
     """
     tensors = (query, key, value)
     if all(t.dim() == 4 for t in tensors):
@@ -82,7 +82,7 @@ def _can_use_flash(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, *, is_causal: bool,
     enable_gqa: bool,
 ) -> bool:  # fmt: skip
-    """Whether flash attention takes these inputs (sdp_utils.cpp, `can_use_flash_attention`)."""
+    """Return whether flash attention takes these inputs (sdp_utils.cpp, `can_use_flash_attention`)."""
     tensors, capability, width = (query, key, value), CAPABILITY.get() or USUAL, query.shape[-1]
     if not torch.backends.cuda.flash_sdp_enabled() or capability < (8, 0) or mask is not None:
         return False
@@ -102,7 +102,10 @@ def _can_use_flash(
 
 
 def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether memory-efficient attention does (`can_use_mem_efficient_attention`, `minimum_gemm_alignment`)."""
+    """Return whether memory-efficient attention takes these inputs.
+
+    `can_use_mem_efficient_attention` and `minimum_gemm_alignment` in sdp_utils.cpp.
+    """
     tensors, capability = (query, key, value), CAPABILITY.get() or USUAL
     if not torch.backends.cuda.mem_efficient_sdp_enabled() or capability < (5, 0):
         return False
@@ -119,7 +122,7 @@ def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
 
 
 def _is_dense(tensors: tuple[Tensor, ...], mask: Tensor | None, *, any_stride_of_one: bool) -> bool:
-    """Whether batches are equal, no sequence is empty and rows are contiguous (sdp_utils_cpp.h)."""
+    """Return whether batches are equal, no sequence is empty and rows are contiguous (sdp_utils_cpp.h)."""
     query, key, value = tensors
     if not query.shape[0] == key.shape[0] == value.shape[0] or 0 in {query.shape[-2], key.shape[-2]}:
         return False
@@ -128,7 +131,7 @@ def _is_dense(tensors: tuple[Tensor, ...], mask: Tensor | None, *, any_stride_of
 
 
 def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask with rows padded to multiples of 8, then expanded (attention.cpp, `preprocess_mask`)."""
+    """Return the mask with rows padded to multiples of 8, then expanded (attention.cpp, `preprocess_mask`)."""
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
         width = mask.shape[-1]
         mask = torch.nn.functional.pad(mask, (0, 8 - width % 8))[..., :width]
@@ -140,9 +143,9 @@ def math_attention(
     is_causal: bool = False, dropout_mask: Tensor | None = None, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention from elementary ops (attention.cpp, `_scaled_dot_product_attention_math`).
+    """Compose attention of elementary ops (attention.cpp, `_scaled_dot_product_attention_math`).
 
-    For tensor subclasses torch adds the mask out of place; on plain tensors, as here, in place.
+    torch adds the mask out of place for tensor subclasses, and in place for plain tensors, as here.
     """
     dtype = query.dtype
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
@@ -173,10 +176,10 @@ def math_attention(
 
 
 def efficient_backward(given: Arguments, result: Any) -> Wanted:
-    """Scratch of efficient attention's backward: row sums, and accumulators in half precision.
+    """Return the scratch of efficient attention's backward: row sums, and accumulators in half precision.
 
     transformers/cuda/attention_backward.cu, `_efficient_attention_backward`: `delta`, the row sums of `grad_out * out`.
-    In half precision the kernel computes them, and has float accumulators for the gradients; in float32 the product is
+    In half precision the kernel computes them, and has float accumulators for the gradients. In float32 the product is
     made first, then its sums, then their transposed copy.
     """
     query, key, value = given["query"], given["key"], given["value"]
@@ -190,10 +193,11 @@ def efficient_backward(given: Arguments, result: Any) -> Wanted:
 
 
 def flash_backward(given: Arguments, result: Any) -> Wanted:
-    """Scratch of flash attention's backward: row sums, and float accumulators of gradients.
+    """Return the scratch of flash attention's backward: row sums, and float accumulators of gradients.
 
-    transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and the float accumulator of dq, both with rows
-    rounded up to 128, and dq's width to 32, beyond 128 to 64; dk and dv of every head where heads share keys.
+    transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and the float accumulator of dq. Both have their
+    rows rounded up to 128; dq's width is rounded up to 32, beyond 128 to 64. Where heads share keys, dk and dv of every
+    head are added.
     """
     query, key, value = given["query"], given["key"], given["value"]
     batch, heads, rows, width = query.shape
@@ -206,20 +210,23 @@ def flash_backward(given: Arguments, result: Any) -> Wanted:
 
 
 def safe_softmax(given: Arguments, result: Tensor) -> Wanted:
-    """Scratch of `_safe_softmax`: a plain softmax, and a mask of one byte a value (attention.cpp)."""
+    """Return the scratch of `_safe_softmax`: a plain softmax, and a mask of one byte a value (attention.cpp)."""
     return of_bytes(0, result.numel() * (result.element_size() + 1))
 
 
 def fast_attention(given: Arguments, result: Any) -> Wanted:
-    """Scratch of inference's fused attention (transformers/cuda/attention.cu, `native_multi_head_attention_cuda`)."""
+    """Return the scratch of inference's fused attention.
+
+    transformers/cuda/attention.cu, `native_multi_head_attention_cuda`.
+    """
     return of_bytes(LAST, _inside_attention(given["query"], given["num_head"], mask=given["mask"]))
 
 
 def fast_encoder_layer(given: Arguments, result: Any) -> Wanted:
-    """Scratch of the fused encoder layer: attention, or the feed-forward layers if larger.
+    """Return the scratch of the fused encoder layer: attention, or the feed-forward layers if larger.
 
     aten/src/ATen/native/transformers/transformer.cpp, `transformer_encoder_layer_forward`. The feed-forward part has
-    hidden values and output of two layers, and what is added to them.
+    hidden values and output of two layers, and the tensor that is added to them.
     """
     x, norm_first, hidden = given["src"], int(given["norm_first"]), given["ffn_weight_1"].shape[0]
     unit = x.numel() * x.element_size()
@@ -229,7 +236,7 @@ def fast_encoder_layer(given: Arguments, result: Any) -> Wanted:
 
 
 def _inside_attention(x: Tensor, heads: int, *, mask: Tensor | None) -> int:
-    """Bytes of queries, keys, values, fused attention and projection; with a mask, twice the scores."""
+    """Return the bytes of queries, keys, values, fused attention and projection; with a mask, twice the scores."""
     unit = x.numel() * x.element_size()
     if mask is None:
         return 5 * unit

@@ -1,8 +1,8 @@
-"""CUDA's autocast rules on fake CPU tensors.
+"""Apply CUDA's autocast rules to fake CPU tensors.
 
-aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.14. Inside `cuda_autocast()` every op with a rule for
-CUDA has it on the CPU's autocast key, and every op with a rule for the CPU alone loses it. If both run an op in lower
-precision, the CPU's own kernel stays: it casts the same arguments and keeps them in the same cache.
+aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.14. Inside `cuda_autocast()` the CPU's autocast key
+has CUDA's rule of every op with one. Ops with a rule for the CPU alone lose it. If both run an op in lower precision,
+the CPU's own kernel stays: it casts the same arguments and keeps them in the same cache.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ FLOAT32 = (
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
     "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
     "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "linalg_matrix_sqrth",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+    "linalg_matrix_sqrth",
 )  # fmt: skip
 # AT_FORALL_FP32_SET_OPT_DTYPE: float32 is what their optional dtype is, and the input stays as it is.
 WITH_DTYPE = (
@@ -82,7 +83,7 @@ class _Casts:
         self._known.clear()
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in the region's dtype; a weight's cast is kept."""
+        """Return `tensor` in the region's dtype; a weight's cast is kept."""
         dtype = torch.get_autocast_dtype("cpu")
         if not _eligible(tensor) or tensor.dtype is dtype:
             return tensor
@@ -104,7 +105,7 @@ def _float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with `cast` applied to all tensors in it."""
+    """Return `value` with `cast` applied to all tensors in it."""
     if isinstance(value, torch.Tensor):
         return cast(value)
     if isinstance(value, (list, tuple)):
@@ -174,13 +175,13 @@ def _banned(*_: Any, **__: Any) -> Any:
 
 
 def overload(name: str) -> Any:
-    """The aten op with this name, as in autocast_mode.h: `prod` or `prod.dim_int`."""
+    """Return the aten op with this name, as in autocast_mode.h: `prod` or `prod.dim_int`."""
     packet, _, variant = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), variant or "default")
 
 
 def _rules(casts: _Casts) -> dict[str, Callable[..., Any]]:
-    """Replacements of ops for which CUDA's autocast differs from the CPU's, by name."""
+    """Return replacements of ops for which CUDA's autocast differs from the CPU's, by name."""
     here = ops_with_kernel("AutocastCUDA")  # a torch without CUDA has them too
     rules: dict[str, Callable[..., Any]] = {}
     for name in LOWER:

@@ -1,7 +1,8 @@
-"""In-place ops of autograd's engine, which does them out of place on fake tensors.
+"""Find in-place ops of autograd's engine, which it runs out of place on fake tensors.
 
 torch/csrc/autograd/input_buffer.cpp, `accumulate`: where gradients meet, the second is added to the first in place if
-nothing else holds that. torch/csrc/autograd/FunctionsManual.cpp, `index_backward`: values go into fresh zeros in place.
+nothing else holds the first. torch/csrc/autograd/FunctionsManual.cpp, `index_backward`: values go into new zeros in
+place.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ONE_TENSOR, _ONE_STORAGE = 4, 2
 
 
 def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> Any:
-    """The in-place op that the engine runs for plain tensors, or None.
+    """Return the in-place op that the engine runs for plain tensors, or None.
 
     `made_by` gives the autograd node that made a tensor: adding two tensors of the running node is part of its own
     formula.
@@ -50,7 +51,7 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
 
 
 def called_by_engine() -> bool:
-    """Whether the engine itself dispatches, not Python of a hook or backward."""
+    """Return whether the engine itself dispatches, not Python of a hook or backward."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back
@@ -58,7 +59,7 @@ def called_by_engine() -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of `tensor` are contiguous in some order of dimensions, without overlap."""
+    """Return whether the elements of `tensor` are contiguous in some order of dimensions, without overlap."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

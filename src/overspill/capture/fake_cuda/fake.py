@@ -1,8 +1,8 @@
 """A fast FakeTensorMode, to trace a training step in a fraction of a second.
 
-torch's FakeTensorMode computes the shapes of every op in Python. A training step repeats the same ops (each block of a
-ResNet, each iteration of a loop), and a look into torch's own cache costs more than all of our recorder. `FastFakeMode`
-caches results under a leaner key, for plain cases only; everything else goes to torch.
+torch's FakeTensorMode computes the shapes of every op in Python. A training step repeats the same ops: each block of a
+ResNet, each iteration of a loop. A look into torch's own cache costs more than all of Overspill's recorder.
+`FastFakeMode` caches results under a leaner key, for plain cases only; everything else goes to torch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _remember(key: tuple[Any, ...], answer: Any) -> Any:
 
 
 def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Append the tensors in `values`, possibly nested, to `found`; returns it."""
+    """Append the tensors in `values`, possibly nested, to `found`; return it."""
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
@@ -90,13 +90,13 @@ def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The argument tensors that `func` writes in place."""
+    """Return the argument tensors that `func` writes in place."""
     return tensors_in(written_arguments(func, args, kwargs), [])
 
 
 @cache
 def _composition(func: Any) -> Callable[..., Any] | None:
-    """Composes `func` of other ops, if a GPU has no op for it; else None."""
+    """Return a function that composes `func` of other ops, or None if a GPU has an op for it."""
     if func in FAKES:
         return None
     if func in COMPOSITES:
@@ -109,8 +109,9 @@ class FastFakeMode(FakeTensorMode):
     """FakeTensorMode with a lean cache; `observe` sees each op that the program runs.
 
     `observe(func, args, kwargs, compute)` must return the op's result, which `compute(args, kwargs)` makes if it is
-    fake. Ops inside the fake implementation of another op are not shown: on the device they do not happen. `computing`
-    is true during them. Nor are ops on real tensors for which `is_of_host(func, args, kwargs)`, such as those of data loading.
+    fake. It does not see ops inside the fake implementation of another op: on the device they do not happen.
+    `computing` is true during them. Nor does it see ops on real tensors for which `is_of_host(func, args, kwargs)` is
+    true, such as those of data loading.
     """
 
     def __init__(
@@ -126,12 +127,12 @@ class FastFakeMode(FakeTensorMode):
         self._reads_little = True
 
     def can_run_unsafe_fallback(self, func: Any) -> bool:
-        """Whether torch may run `func` on zeros, as the only way to find shapes."""
+        """Return whether torch may run `func` on zeros, as the only way to find shapes."""
         return self._reads_little and super().can_run_unsafe_fallback(func)
 
     @property
     def avoid_device_init(self) -> bool:
-        """True: no device is ever touched, even if there is one."""
+        """True: no device is ever touched, even if this machine has one."""
         return True
 
     @property
@@ -144,7 +145,7 @@ class FastFakeMode(FakeTensorMode):
         return False  # wrapping every dispatch for Dynamo's sake would cost as much as the dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The fake result of `func`. Raises FakeTensorMode's errors for ops without one."""
+        """Return the fake result of `func`. Raises FakeTensorMode's errors for ops without one."""
         if func is _DEVICE_OF:
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
@@ -162,7 +163,7 @@ class FastFakeMode(FakeTensorMode):
         return self._observed(self._observe, func, types, args, kwargs)
 
     def _observed(self, observe: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """An op of the program; a composite one is taken apart first."""
+        """Run an op of the program; a composite one is taken apart first."""
         composition = _composition(func)
         if composition is not None:  # comes this far only in inference mode, where autograd does not take it first
             with self:
@@ -214,7 +215,7 @@ class FastFakeMode(FakeTensorMode):
         return self.wrap(meta)
 
     def like(self, data: torch.Tensor) -> torch.Tensor:
-        """A fake host tensor like the real `data`."""
+        """Return a fake host tensor like the real `data`."""
         plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device == _CPU
         if not plain or data.is_conj() or data.is_neg() or data.untyped_storage().nbytes() != data.nbytes:
             return self.from_tensor(data, static_shapes=True)
@@ -222,7 +223,7 @@ class FastFakeMode(FakeTensorMode):
             return self.wrap(torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=_META))
 
     def wrap(self, meta: torch.Tensor) -> FakeTensor:
-        """`FakeTensor(self, meta, cpu)` in a fifth of the time."""
+        """Make `FakeTensor(self, meta, cpu)` in a fifth of the time."""
         if self._pattern is None:
             made = FakeTensor(self, meta, _CPU)
             self._pattern = dict(made.__dict__)
@@ -238,7 +239,7 @@ def _keys(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
 
 
 def _key(value: Any, tensors: list[FakeTensor]) -> Any:
-    """The cache key of one argument; fake tensors are appended to `tensors`."""
+    """Return the cache key of one argument; append fake tensors to `tensors`."""
     if isinstance(value, FakeTensor):
         if value.constant is not None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise _Uncacheable
@@ -256,14 +257,17 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
 
 
 def _places(tensors: Sequence[FakeTensor]) -> list[int]:
-    """Where each lies in its storage; a view of a number of the host lies in none of these."""
+    """Return the offset of each tensor in its storage.
+
+    Raises _Uncacheable without tensors: a view of a number of the host is in none of these storages.
+    """
     if not tensors:
         raise _Uncacheable
     return [tensor.storage_offset() for tensor in tensors]
 
 
 def _foretold(func: Any, args: Any, kwargs: Any) -> Any:
-    """The cache entry of an op whose output shapes need no torch; None for others."""
+    """Return the cache entry of an op whose output shapes need no torch, or None for others."""
     if func in _RESHAPES:
         return _reshaped(*args)
     if func is aten.select.int:
@@ -276,7 +280,7 @@ def _foretold(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _selected(x: FakeTensor, dim: int, index: int) -> _FakeView | None:
-    """One row of a tensor; None where torch has to complain."""
+    """Return one row of a tensor, or None where torch has to raise an error."""
     if not (-x.dim() <= dim < x.dim() and -x.shape[dim] <= index < x.shape[dim]):
         return None
     dim, index = dim % x.dim(), index % x.shape[dim]
@@ -286,7 +290,7 @@ def _selected(x: FakeTensor, dim: int, index: int) -> _FakeView | None:
 
 
 def _reshaped(x: FakeTensor, size: Sequence[int]) -> _FakeView | None:
-    """The view of a contiguous tensor in another shape; None if torch has to say, or to complain."""
+    """Return the view of a contiguous tensor in another shape, or None if torch has to decide or raise an error."""
     count, known = x.numel(), math.prod(n for n in size if n != -1)
     if count == 0 or known <= 0 or x.stride() != contiguous_stride(x.shape):
         return None
@@ -297,7 +301,7 @@ def _reshaped(x: FakeTensor, size: Sequence[int]) -> _FakeView | None:
 
 
 def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
-    """The cache entry for `result`; `_Uncacheable` if it must be computed each time."""
+    """Return the cache entry for `result`; `_Uncacheable` if it must be computed each time."""
     if not _KEEP_OUT.isdisjoint(func.tags) or func.namespace not in {"aten", "prims"}:
         return _Uncacheable
     # Which argument has each storage; the first one counts.

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - the signatures are those of ops, and of what a dispatched op has
-"""Recurrent layers on CUDA: one cuDNN op a layer, a fused op for cells."""
+"""Run recurrent layers as on CUDA: one cuDNN op a layer, a fused op for cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
 
 
 def layer(mode: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Functions that run a recurrent layer of `mode` on plain and on packed inputs.
+    """Return functions that run a recurrent layer of `mode` on plain and on packed inputs.
 
     aten/src/ATen/native/cudnn/RNN.cpp, `_cudnn_impl`: all layers, directions and steps are one op with one reserve.
     """
@@ -69,10 +69,10 @@ def cudnn_rnn(
     hidden_size: int, proj_size: int, num_layers: int, batch_first: bool, dropout: float, train: bool,
     bidirectional: bool, batch_sizes: Any, dropout_state: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Output, last states and the reserve that cuDNN keeps for backward.
+    """Return output, last states and the reserve that cuDNN keeps for backward.
 
-    For each layer, direction, step and sequence the reserve has the gates, the cell and the hidden state, which
-    backward reads (Appleyard et al., arXiv 1604.01946, equations 1 to 6); cuDNN does not publish its layout.
+    For each layer, direction, step and sequence the reserve has the gates, the cell and the hidden state. Backward
+    reads them (Appleyard et al., arXiv 1604.01946, equations 1 to 6). cuDNN does not publish its layout.
     """
     directions = 2 if bidirectional else 1
     width = (proj_size or hidden_size) * directions
@@ -90,7 +90,7 @@ def cudnn_rnn_backward(
     x: Tensor, weight: Any, weight_stride0: int, weight_buf: Any, hx: Tensor, cx: Tensor | None, output: Tensor,
     *rest: Any, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients of input, states and weights; the latter are views of one buffer.
+    """Return gradients of input, states and weights; the latter are views of one buffer.
 
     RNN.cpp, `_cudnn_rnn_backward_weight`.
     """
@@ -109,7 +109,7 @@ def cudnn_rnn_backward(
 def lstm_cell(
     x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """An LSTM cell on CUDA: two products and a fused kernel (aten/src/ATen/native/RNN.cpp, `LSTMCell`)."""
+    """Run an LSTM cell as on CUDA: two products and a fused kernel (aten/src/ATen/native/RNN.cpp, `LSTMCell`)."""
     linear = torch.nn.functional.linear
     hy, cy, _ = aten._thnn_fused_lstm_cell(linear(x, w_ih), linear(hx[0], w_hh), hx[1], b_ih, b_hh)
     return hy, cy
@@ -118,7 +118,7 @@ def lstm_cell(
 def gru_cell(
     x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """A GRU cell on CUDA: two products and a fused kernel (RNN.cpp, `GRUCell`)."""
+    """Run a GRU cell as on CUDA: two products and a fused kernel (RNN.cpp, `GRUCell`)."""
     linear = torch.nn.functional.linear
     return aten._thnn_fused_gru_cell(linear(x, w_ih), linear(hx, w_hh), hx, b_ih, b_hh)[0]
 
@@ -126,14 +126,14 @@ def gru_cell(
 def fused_lstm_cell(
     input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """New states, and gates for backward (aten/src/ATen/native/cuda/RNN.cu, `_thnn_fused_lstm_cell_cuda`)."""
+    """Return new states, and gates for backward (aten/src/ATen/native/cuda/RNN.cu, `_thnn_fused_lstm_cell_cuda`)."""
     return cx.new_empty(cx.shape), cx.new_empty(cx.shape), input_gates.new_empty(input_gates.shape)
 
 
 def fused_lstm_cell_backward(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Any, ...]:
-    """Gradients of gates, cx and bias (RNN.cu, `_thnn_fused_lstm_cell_backward_impl_cuda`)."""
+    """Return gradients of gates, cx and bias (RNN.cu, `_thnn_fused_lstm_cell_backward_impl_cuda`)."""
     bias = workspace.new_empty((workspace.shape[-1],)) if has_bias else None
     return workspace.new_empty(workspace.shape), cx.new_empty(cx.shape), bias
 
@@ -141,12 +141,12 @@ def fused_lstm_cell_backward(
 def fused_gru_cell(
     input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The new state, and five values a unit for backward (RNN.cu, `_thnn_fused_gru_cell_cuda`)."""
+    """Return the new state, and five values a unit for backward (RNN.cu, `_thnn_fused_gru_cell_cuda`)."""
     return hx.new_empty(hx.shape), hx.new_empty((*hx.shape[:-1], hx.shape[-1] * 5))
 
 
 def fused_gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Any, ...]:
-    """Gradients of both gates, hx and biases (RNN.cu, `_thnn_fused_gru_cell_backward_cuda`)."""
+    """Return gradients of both gates, hx and biases (RNN.cu, `_thnn_fused_gru_cell_backward_cuda`)."""
     gates = (*grad_hy.shape[:-1], grad_hy.shape[-1] * 3)
     biases = [workspace.new_empty((gates[-1],)) if has_bias else None for _ in range(2)]
     return workspace.new_empty(gates), workspace.new_empty(gates), grad_hy.new_empty(grad_hy.shape), *biases
@@ -156,7 +156,7 @@ def fused_gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) 
 
 
 def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Packed steps, and the number of sequences at each (PackedSequence.cpp, `_pack_padded_sequence`).
+    """Return packed steps, and the number of sequences at each (PackedSequence.cpp, `_pack_padded_sequence`).
 
     Lengths are on the host, so they are known. Raises UnsupportedError for fake ones.
     """
@@ -171,7 +171,7 @@ def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]
 def pad(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Padded sequences and their lengths (PackedSequence.cpp, `_pad_packed_sequence`).
+    """Return padded sequences and their lengths (PackedSequence.cpp, `_pad_packed_sequence`).
 
     Steps with the same number of sequences are copied together. The lengths are on the host, and known.
     """

@@ -49,7 +49,7 @@ def composed(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Dropout, fused with a one-byte mask (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`)."""
+    """Run dropout, fused with a one-byte mask (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`)."""
     if not train or p == 0 or x.numel() == 0:
         return x
     if 0 < p < 1:
@@ -58,21 +58,21 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax; half input with float output is one kernel on CUDA (aten/src/ATen/native/SoftMax.cpp)."""
+    """Run softmax; half input with float output is one kernel on CUDA (aten/src/ATen/native/SoftMax.cpp)."""
     if x.dtype is torch.float16 and dtype is torch.float32:
         return aten._softmax(x, dim, True)
     return aten._softmax(x if dtype is None else x.to(dtype), dim, False)
 
 
 def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Log-softmax, likewise (aten/src/ATen/native/SoftMax.cpp)."""
+    """Run log-softmax in the same way as softmax (aten/src/ATen/native/SoftMax.cpp)."""
     if x.dtype is torch.float16 and dtype is torch.float32:
         return aten._log_softmax(x, dim, True)
     return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """RMS norm, one kernel but for some dtypes and layouts (aten/src/ATen/native/layer_norm.cpp)."""
+    """Run RMS norm, one kernel except for some dtypes and layouts (aten/src/ATen/native/layer_norm.cpp)."""
     other_layout = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     if other_layout or x.is_complex() or (weight is not None and weight.dtype is not x.dtype):
         return composed(aten.rms_norm.default, x, normalized_shape, weight, eps)
@@ -84,7 +84,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        """The op's output; saves its input and its second output, a float a row."""
+        """Return the op's output; save its input and its second output, a float a row."""
         with AutoDispatchBelowAutograd():
             out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
@@ -93,7 +93,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Gradients of the input and the weight."""
+        """Return gradients of the input and the weight."""
         x, weight, rstd = ctx.saved_tensors
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         d_x, d_weight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
@@ -101,7 +101,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _one_kernel(op: Any) -> Callable[..., Tensor]:
-    """A derivative that is one kernel on CUDA but composed for fakes (native_functions.yaml)."""
+    """Return a derivative that is one kernel on CUDA but composed for fakes (native_functions.yaml)."""
 
     def run(*args: Any) -> Tensor:
         with AutoDispatchBelowAutograd():
@@ -112,12 +112,12 @@ def _one_kernel(op: Any) -> Callable[..., Tensor]:
 
 
 def _gather_backward(grad: Tensor, x: Tensor, dim: int, index: Tensor, sparse_grad: bool) -> Tensor:
-    """Gradient of `gather`, in place on zeros (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
+    """Return the gradient of `gather`, in place on zeros (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
     return grad.new_zeros(x.shape).scatter_add_(dim, index, grad)
 
 
 def _selected_backward(grad: Tensor, dim: int, indices: Tensor, sizes: Any, keepdim: bool) -> Tensor:
-    """Gradient of `max(dim)` and the like, in place on zeros (aten/src/ATen/native/ReduceOps.cpp)."""
+    """Return the gradient of `max(dim)` and the like, in place on zeros (aten/src/ATen/native/ReduceOps.cpp)."""
     if not keepdim and len(sizes) > 0:
         grad, indices = grad.unsqueeze(dim), indices.unsqueeze(dim)
     return grad.new_zeros(sizes).scatter_(dim, indices, grad)
@@ -127,7 +127,7 @@ def _ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0,
     reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """CTC loss with lengths on the host (aten/src/ATen/native/LossCTC.cpp); unknown ones are the longest."""
+    """Run CTC loss with lengths on the host (aten/src/ATen/native/LossCTC.cpp); unknown ones are the longest."""
     batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
     longest = (log_probs.shape[0], targets.shape[-1] if targets.dim() > 1 else targets.shape[0] // batch)
     known = [
@@ -138,7 +138,7 @@ def _ctc_loss(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Linear layer, with the bias added in place if it is not fused (aten/src/ATen/native/Linear.cpp)."""
+    """Run a linear layer, with the bias added in place if it is not fused (aten/src/ATen/native/Linear.cpp)."""
     if x.dim() <= 2 or x.is_contiguous():
         return composed(aten.linear.default, x, weight, bias)
     if torch.is_inference_mode_enabled() and weight.requires_grad:
@@ -177,7 +177,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 GRAPHED = (aten.dropout.default, aten.scaled_dot_product_attention.default)
-"""Those of COMPOSITES used in a compiler's trace; the others' forms for CUDA cannot be traced, or gain nothing."""
+"""Those of COMPOSITES used in a compiler's trace; CUDA's forms of the others cannot be traced, or gain nothing."""
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITE
 
 
 def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:
-    """`row` for fake tensors; real ones compose as usual."""
+    """Wrap `row` to apply to fake tensors; real ones compose as usual."""
 
     @wraps(row)
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,10 @@ def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """Output and a float a row (aten/src/ATen/native/cuda/layer_norm_kernel.cu, `_fused_rms_norm_cuda`)."""
+    """Return output and a float a row.
+
+    aten/src/ATen/native/cuda/layer_norm_kernel.cu, `_fused_rms_norm_cuda`.
+    """
     kept = x.shape[: x.dim() - len(shape)] + (1,) * len(shape)
     accurate = torch.float32 if x.dtype in attention.HALF else x.dtype
     return x.new_empty(x.shape), x.new_empty(kept, dtype=accurate)
@@ -224,7 +227,7 @@ def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | N
 def _fused_rms_norm_backward(
     grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of input and weight (layer_norm_kernel.cu, `_fused_rms_norm_backward_cuda`)."""
+    """Return gradients of input and weight (layer_norm_kernel.cu, `_fused_rms_norm_backward_cuda`)."""
     d_weight = weight.new_empty(weight.shape) if mask[1] and weight is not None else None
     return x.new_empty(x.shape) if mask[0] else None, d_weight
 
@@ -232,26 +235,29 @@ def _fused_rms_norm_backward(
 def _ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    """Losses and all forward variables (aten/src/ATen/native/cuda/LossCTC.cu, `ctc_loss_gpu_template`)."""
+    """Return losses and all forward variables (aten/src/ATen/native/cuda/LossCTC.cu, `ctc_loss_gpu_template`)."""
     batch = log_probs.shape[1]
     alpha = (batch, log_probs.shape[0], 2 * max(target_lengths, default=0) + 1)
     return log_probs.new_empty((batch,)), log_probs.new_empty(alpha)
 
 
 def _ctc_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The gradient (LossCTC.cu, `ctc_loss_backward_gpu_template`); backward variables are in SCRATCH."""
+    """Return the gradient (LossCTC.cu, `ctc_loss_backward_gpu_template`); backward variables are in SCRATCH."""
     return log_probs.new_empty(log_probs.shape)
 
 
 def _histc(x: Tensor, bins: int = 100, *_: Any) -> Tensor:
-    """Counts, of whole numbers too (aten/src/ATen/native/cuda/SummaryOps.cu, `_histc_cuda_template`)."""
+    """Return counts, of whole numbers too (aten/src/ATen/native/cuda/SummaryOps.cu, `_histc_cuda_template`)."""
     return x.new_empty((bins,))
 
 
 def grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Products of groups in rows padded to 16 bytes (aten/src/ATen/native/GroupedMMUtils.h); torch's fake takes bfloat16 alone."""
+    """Return products of groups in rows padded to 16 bytes (aten/src/ATen/native/GroupedMMUtils.h).
+
+    torch's fake implementation takes bfloat16 alone.
+    """
     dtype = a.dtype if out_dtype is None else out_dtype
     # Groups are along the sum (two matrices), along rows of a stack, or along columns.
     if a.dim() == b.dim() == 2:
@@ -266,11 +272,14 @@ def grouped_mm(
 
 
 def _in_place(*_: Any, **__: Any) -> None:
-    """In-place optimizer steps: no output (aten/src/ATen/native/cuda/FusedSgdKernel.cu, FusedAdagradKernel.cu)."""
+    """Run an in-place optimizer step, which has no output.
+
+    aten/src/ATen/native/cuda/FusedSgdKernel.cu, FusedAdagradKernel.cu.
+    """
 
 
 def _like_its_input(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient alone (aten/src/ATen/native/cuda/ActivationSiluKernel.cu, ActivationMishKernel.cu)."""
+    """Return the gradient alone (aten/src/ATen/native/cuda/ActivationSiluKernel.cu, ActivationMishKernel.cu)."""
     return torch.empty_like(x)
 
 
@@ -301,7 +310,10 @@ FAKES: dict[Any, Callable[..., Any]] = {
 
 
 def _ctc_betas(given: Arguments, result: Any) -> Wanted:
-    """Backward variables of CTC loss, as large as `log_alpha` (LossCTC.cu, `ctc_loss_backward_gpu_template`)."""
+    """Return the scratch of CTC loss's backward: its backward variables, as large as `log_alpha`.
+
+    LossCTC.cu, `ctc_loss_backward_gpu_template`.
+    """
     log_alpha = given["log_alpha"]
     return of_bytes(1, log_alpha.numel() * log_alpha.element_size())
 

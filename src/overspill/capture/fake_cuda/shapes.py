@@ -1,7 +1,7 @@
-"""Output shapes of the most frequent ops of convolutional networks and transformers, without torch.
+"""Compute output shapes of the most frequent ops of convolutional networks and transformers, without torch.
 
 torch finds the shapes of a batch norm's backward from some thirty elementary ops. For contiguous tensors the answer is
-a line each; anything else gets None here and goes to torch. `tests/capture/fake_cuda/test_fake.py` compares these
+a line each; any other case returns None here and goes to torch. `tests/capture/fake_cuda/test_fake.py` compares these
 answers with torch's.
 """
 
@@ -20,7 +20,7 @@ Shapes = tuple[Shape | None, ...]
 
 
 def _plain(*tensors: Tensor | None) -> bool:
-    """Whether all are float32 and contiguous, and in no other memory format."""
+    """Return whether all are float32 and contiguous, and in no other memory format."""
     return all(
         t is None
         or (
@@ -154,7 +154,7 @@ SHAPES: dict[Any, Callable[..., Shapes | None]] = {
 
 
 def contiguous_stride(shape: Shape) -> Shape:
-    """The strides of a contiguous tensor of `shape`."""
+    """Return the strides of a contiguous tensor of `shape`."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -1,8 +1,8 @@
 # ruff: noqa: ARG001 - all functions take what a dispatched op has
 """Scratch memory of CUDA kernels beyond their outputs, as far as tensor sizes decide it.
 
-Each function gets an op's arguments by their names in its schema, and its result. It returns which scratch is taken and
-given back after which output.
+Each function gets an op's arguments by their names in its schema, and its result. It returns the scratch that is taken
+and given back, each with the position of the output after which this happens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONG = 8  # bytes of an int64, CUDA's usual index
 
 
 def of_bytes(position: int, nbytes: int) -> Wanted:
-    """So many bytes, taken and given back after the output at `position`."""
+    """Return `nbytes` of scratch, taken and given back after the output at `position`."""
     return [(position, Scratch("bytes", (nbytes,), ""))] if nbytes > 0 else []
 
 
@@ -46,7 +46,7 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def _conv_sizes(x: Tensor, w: Tensor, y: Tensor, stride: Any, groups: int, transposed: bool) -> tuple[int, ...]:
-    """The sizes that `costs.scratch` needs of a convolution, in the order of its `Convolution`."""
+    """Return the sizes of a convolution that `costs.scratch` needs, in the order of its `Convolution`."""
     if transposed:
         x, y = y, x
     channels_in = x.shape[1]
@@ -57,10 +57,10 @@ def _conv_sizes(x: Tensor, w: Tensor, y: Tensor, stride: Any, groups: int, trans
 
 
 def _workspaces(family: str, sizes: tuple[int, ...], x: Tensor, position: int) -> Wanted:
-    """A convolution's workspace during the call (aten/src/ATen/native/cudnn/Conv_v8.cpp, `run_conv_plan`).
+    """Return a convolution's workspace during the call (aten/src/ATen/native/cudnn/Conv_v8.cpp, `run_conv_plan`).
 
-    With benchmark on, `get_plans_from_find` first runs all engines on new sizes, in a workspace for the largest: here
-    copies of input, weight and output, the most that an engine is known to take.
+    With benchmark on, `get_plans_from_find` first runs all engines on new sizes, in a workspace for the largest. Here
+    that is copies of input, weight and output, the most that an engine is known to take.
     """
     wanted = [(position, Scratch(family, sizes, _name(x.dtype)))]
     key = (family, sizes, x.dtype)
@@ -72,14 +72,14 @@ def _workspaces(family: str, sizes: tuple[int, ...], x: Tensor, position: int) -
 
 
 def convolution(given: Arguments, result: Tensor) -> Wanted:
-    """Workspace of a convolution; with benchmark on, first one for trials of new sizes."""
+    """Return the workspace of a convolution; with benchmark on, first one for trials of new sizes."""
     x, w, transposed = given["input"], given["weight"], given["transposed"]
     family = "conv_backward_data" if transposed else "conv_forward"
     return _workspaces(family, _conv_sizes(x, w, result, given["stride"], given["groups"], transposed), x, 0)
 
 
 def convolution_backward(given: Arguments, result: Any) -> Wanted:
-    """Workspaces for the gradient of the input, then of the weight."""
+    """Return the workspaces for the gradient of the input, then of the weight."""
     x, transposed, mask = given["input"], given["transposed"], given["output_mask"]
     sizes = _conv_sizes(x, given["weight"], given["grad_output"], given["stride"], given["groups"], transposed)
     families = ("conv_forward" if transposed else "conv_backward_data", "conv_backward_weight")
@@ -95,12 +95,15 @@ def convolution_backward(given: Arguments, result: Any) -> Wanted:
 
 
 def _sorted(pairs: int, item: int, besides: int) -> Wanted:
-    """Scratch of cub::DeviceRadixSort: a copy of `pairs` keys of `item` bytes and int64 values."""
+    """Return the scratch of cub::DeviceRadixSort: a copy of `pairs` keys of `item` bytes and int64 values."""
     return [(LAST, Scratch("sort", (besides, pairs * (item + _LONG)), ""))]
 
 
 def sort(given: Arguments, result: Any) -> Wanted:
-    """Scratch of sort (cuda/Sort.cpp, `sort_cuda_kernel`; SortStable.cu, `do_launch_stable_sort_kernel`)."""
+    """Return the scratch of sort.
+
+    cuda/Sort.cpp, `sort_cuda_kernel`; SortStable.cu, `do_launch_stable_sort_kernel`.
+    """
     x, dim = given["self"], given["dim"]
     length = x.shape[dim] if x.dim() else 1
     if length <= 4096:  # should_use_small_sort: in place, in the outputs
@@ -115,7 +118,7 @@ def sort(given: Arguments, result: Any) -> Wanted:
 
 
 def topk(given: Arguments, result: Any) -> Wanted:
-    """Scratch of topk, only for k above 4096, when it sorts (cuda/TensorTopK.cpp, `topk_out_cuda`)."""
+    """Return the scratch of topk, only for k above 4096, when it sorts (cuda/TensorTopK.cpp, `topk_out_cuda`)."""
     values = result[0]
     if given["k"] <= 4096:
         return []
@@ -123,7 +126,10 @@ def topk(given: Arguments, result: Any) -> Wanted:
 
 
 def index_put(given: Arguments, result: Any) -> Wanted:
-    """Scratch of accumulating index_put: sorted linear indices (cuda/Indexing.cu, `index_put_with_sort_kernel`)."""
+    """Return the scratch of accumulating index_put: sorted linear indices.
+
+    cuda/Indexing.cu, `index_put_with_sort_kernel`.
+    """
     indices = [index for index in given["indices"] if isinstance(index, Tensor)]
     if not given["accumulate"] or not indices:
         return []
@@ -132,7 +138,7 @@ def index_put(given: Arguments, result: Any) -> Wanted:
 
 
 def embedding_backward(given: Arguments, result: Any) -> Wanted:
-    """Scratch of an embedding's gradient; few indices need none (cuda/Embedding.cu)."""
+    """Return the scratch of an embedding's gradient; few indices need none (cuda/Embedding.cu)."""
     indices = given["indices"].numel()
     if indices <= 3072 and not given["scale_grad_by_freq"]:
         return []
@@ -140,18 +146,18 @@ def embedding_backward(given: Arguments, result: Any) -> Wanted:
 
 
 def embedding_bag_backward(given: Arguments, result: Any) -> Wanted:
-    """Scratch of an embedding bag's gradient, as an embedding's (cuda/EmbeddingBag.cu)."""
+    """Return the scratch of an embedding bag's gradient, as an embedding's (cuda/EmbeddingBag.cu)."""
     if given["mode"] == 2:
         return []
     return _sums_of_rows(given["indices"].numel(), given["grad"].shape[-1], result.shape[0])
 
 
 def _sums_of_rows(indices: int, width: int, rows: int) -> Wanted:
-    """Scratch of summing gradients of equal indices (EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`).
+    """Return the scratch of summing gradients of equal indices.
 
-    Sorted indices, their positions and the starts of runs of equal ones; then a float row for each run, and one more
-    for each further NROWS_PER_THREAD = 10 indices. The kernel allocates the most that there can be, so as not to wait
-    for the count.
+    EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`: sorted indices, their positions and the starts of runs
+    of equal ones. Then a float row for each run, and one more for each further NROWS_PER_THREAD = 10 indices. The
+    kernel allocates the largest possible number of rows, so that it does not wait for the count.
     """
     runs = min(indices, rows)
     parts = indices // 10 + runs
@@ -163,15 +169,16 @@ def _sums_of_rows(indices: int, width: int, rows: int) -> Wanted:
 
 
 def layer_norm_backward(given: Arguments, result: Any) -> Wanted:
-    """Scratch of layer norm's weight gradients (cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`).
+    """Return the scratch of layer norm's weight gradients.
 
-    Only if rows are very many and short are they summed in two passes: one row of each in 32.
+    cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`. Only if rows are very many and short are they summed
+    in two passes: one row of each in 32.
     """
     return _sums_of_blocks(given["input"], prod(given["normalized_shape"]), sum(given["output_mask"][1:]))
 
 
 def rms_norm_backward(given: Arguments, result: Any) -> Wanted:
-    """Scratch of RMS norm's weight gradient, as layer norm's."""
+    """Return the scratch of RMS norm's weight gradient, as layer norm's."""
     return _sums_of_blocks(given["input"], prod(given["normalized_shape"]), int(given["output_mask"][1]))
 
 
@@ -184,7 +191,7 @@ def _sums_of_blocks(x: Tensor, width: int, weights: int) -> Wanted:
 
 
 def group_norm(given: Arguments, result: Any) -> Wanted:
-    """A float scale and shift for each sample and channel (cuda/group_norm_kernel.cu)."""
+    """Return a float scale and shift for each sample and channel (cuda/group_norm_kernel.cu)."""
     x = given["input"]
     if given["weight"] is None and given["bias"] is None:
         return []
@@ -192,7 +199,10 @@ def group_norm(given: Arguments, result: Any) -> Wanted:
 
 
 def group_norm_backward(given: Arguments, result: Any) -> Wanted:
-    """Floats ds, db, c1 a channel and c2, c3 a group (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
+    """Return floats ds, db, c1 a channel and c2, c3 a group.
+
+    group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`.
+    """
     x, group, mask = given["input"], given["group"], given["output_mask"]
     per_channel = 2 + int(bool(mask[0]) and given["weight"] is not None)
     return of_bytes(LAST, 4 * x.shape[0] * (per_channel * x.shape[1] + 2 * group * int(mask[0])))
@@ -202,15 +212,15 @@ def group_norm_backward(given: Arguments, result: Any) -> Wanted:
 
 
 def reduced_loss(given: Arguments, result: Tensor) -> Wanted:
-    """The loss of every element, before the reduction (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu)."""
+    """Return the loss of every element, before the reduction (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu)."""
     x = given["self"]
     return of_bytes(0, x.numel() * x.element_size()) if result.dim() == 0 < x.dim() else []
 
 
 def loss_with_logits(given: Arguments, result: Tensor) -> Wanted:
-    """Temporaries of `binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp).
+    """Return the temporaries of `binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp).
 
-    Log-sigmoid, the weight of positive targets, and the loss of every element.
+    They are log-sigmoid, the weight of positive targets, and the loss of every element.
     """
     x = given["self"]
     parts = 1 + int(given["pos_weight"] is not None) + int(result.dim() == 0 < x.dim())
@@ -218,11 +228,11 @@ def loss_with_logits(given: Arguments, result: Tensor) -> Wanted:
 
 
 _FEW_VALUES = 256
-"""From so many values a thread on, blocks share a sum: `max_values_per_thread`."""
+"""The number of values a thread from which blocks share a sum: `max_values_per_thread`."""
 
 
 def reduction(given: Arguments, result: Tensor) -> Wanted:
-    """Partial sums and counters of blocks that share a sum.
+    """Return partial sums and counters of blocks that share a sum.
 
     aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`. For a matrix's columns that can be
     more than the matrix.
@@ -261,7 +271,7 @@ def reduction(given: Arguments, result: Tensor) -> Wanted:
 
 
 def _strides(x: Tensor, dims: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Strides and sizes of reduced and of kept dimensions; adjacent dimensions are merged."""
+    """Return strides and sizes of reduced and of kept dimensions; adjacent dimensions are merged."""
     given = range(x.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     gone = {d % max(x.dim(), 1) for d in given}
     found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
@@ -275,16 +285,16 @@ def _strides(x: Tensor, dims: Any) -> tuple[list[tuple[int, int]], list[tuple[in
 
 
 def _power(n: int) -> int:
-    """The largest power of two up to `n`."""
+    """Return the largest power of two up to `n`."""
     return 1 << (max(n, 1).bit_length() - 1)
 
 
 def logsumexp(given: Arguments, result: Tensor) -> Wanted:
-    """Exponentials of the whole input (aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`)."""
+    """Return the exponentials of the whole input (aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`)."""
     return of_bytes(0, given["self"].numel() * given["self"].element_size())
 
 
 def foreach_norm(given: Arguments, result: Any) -> Wanted:
-    """A float for each tensor and chunk of 65536 (cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
+    """Return a float for each tensor and chunk of 65536 (cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
     longest = max((tensor.numel() for tensor in given["self"]), default=0)
     return of_bytes(LAST, 4 * len(given["self"]) * -(-longest // 65536))

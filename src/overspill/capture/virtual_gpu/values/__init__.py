@@ -1,1 +1,1 @@
-"""Values that were never computed: known ones, assumed or invented ones, or errors."""
+"""Values that were never computed: known ones, assumed or placeholder values, or errors."""

@@ -1,7 +1,7 @@
 """Assume that values are finite and that nothing has converged.
 
-These are questions that training code asks without expecting news: is the loss a number, did a gradient overflow, may
-LBFGS stop early. Branching on any other value ends the estimate.
+Training code tests such values without expecting a surprise: whether the loss is a number, a gradient overflowed, or
+LBFGS may stop early. Branching on any other value ends the estimate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _make_constant(tensor: FakeTensor, value: float, mode: Any) -> None:
 
 
 def known(value: Any) -> bool | None:
-    """The truth value that all elements of `value` share; None if unknown."""
+    """Return the truth value that all elements of `value` share, or None if unknown."""
     return getattr(value, _ANSWER, None) if isinstance(value, torch.Tensor) else None
 
 
@@ -66,7 +66,7 @@ def _never(_: Any) -> bool | None:
 
 
 def _equal(args: Any) -> bool | None:
-    """`x == x` and `x == inf`, as in `isfinite` and old code."""
+    """Return the result of `x == x` and `x == inf`, as in `isfinite` and old code, or None if unknown."""
     if args[0] is args[1]:
         return True
     return False if isinstance(args[1], float) and not math.isfinite(args[1]) else None
@@ -111,9 +111,10 @@ _RULES: dict[Any, Callable[[Any], int | None]] = {
     **dict.fromkeys((aten.sum.default, aten.count_nonzero.default), _count),
     **dict.fromkeys(
         (
-            aten._is_any_true.default, aten._is_all_true.default, aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
-            aten.max.default, aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.clone.default,
-            aten._to_copy.default, aten.alias.default,
+            aten._is_any_true.default, aten._is_all_true.default, aten.any.default, aten.any.dim, aten.any.dims,
+            aten.all.default, aten.all.dim, aten.all.dims, aten.max.default, aten.view.default,
+            aten._unsafe_view.default, aten.detach.default, aten.clone.default, aten._to_copy.default,
+            aten.alias.default,
         ),
         _same,
     ),
@@ -136,9 +137,9 @@ _ASSUMED = {
 
 
 def goes_on(frame: FrameType | None) -> bool | None:
-    """How torch's own code branches at `frame` if nothing is wrong or has converged.
+    """Return how torch's own code branches at `frame` if nothing is wrong or has converged.
 
-    None for all other code.
+    Returns None for all other code.
     """
     if frame is None:
         return None
@@ -155,7 +156,7 @@ def goes_on(frame: FrameType | None) -> bool | None:
 
 
 def _for_lbfgs() -> bool:
-    """Whether the running op was called by LBFGS itself, not by its closure."""
+    """Return whether the running op was called by LBFGS itself, not by its closure."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in {__file__, _MODE}:
         frame = frame.f_back
@@ -163,6 +164,6 @@ def _for_lbfgs() -> bool:
 
 
 def initial_scale(scaler: torch.amp.GradScaler) -> float:
-    """`GradScaler.get_scale` as if no gradient has overflowed."""
+    """Return `GradScaler.get_scale` as if no gradient has overflowed."""
     scales, first = scale_settings(scaler)
     return first if scales else 1.0

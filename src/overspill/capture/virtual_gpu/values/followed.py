@@ -1,8 +1,8 @@
 """Keep real values alongside fake tensors, where they follow from constants or from a program's own data.
 
-Its own data are files, lists, and draws on the host. Values are kept by storage, as bytes on the host: views share
-them, and in-place writes change them. An op whose inputs are all known is computed as well; anything else that is
-written becomes unknown, be it a fake tensor or a real one of the host.
+Its own data are files, lists, and samples drawn on the host. Values are kept by storage, as bytes on the host: views
+share them, and in-place writes change them. An op whose inputs are all known is computed as well. Any other tensor that
+is written becomes unknown, a fake one as well as a real one of the host.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _kept_bytes = 0
 
 
 class _Unknown:
-    """Lives as long as a real storage whose values are unknown; `count` are there."""
+    """Lives as long as a real storage whose values are unknown; `count` of them are alive."""
 
     count = 0
 
@@ -62,36 +62,36 @@ class _Unknown:
 
 
 def is_any_unknown() -> bool:
-    """Whether there is a real tensor whose values are unknown."""
+    """Return whether any real tensor has unknown values."""
     return _Unknown.count > 0
 
 
 def is_unknown(tensor: Tensor) -> bool:
-    """Whether `tensor` is a real one, and unknown values were written into it or a view of it."""
+    """Return whether `tensor` is a real one, and unknown values were written into it or a view of it."""
     return is_any_unknown() and tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _UNKNOWN)
 
 
 def without_values(value: Any, mode: FastFakeMode) -> Any:
-    """A fake tensor of `mode` for a real one whose values are unknown; else `value`."""
+    """Return a fake tensor of `mode` for a real one whose values are unknown, otherwise `value`."""
     return mode.like(value) if isinstance(value, Tensor) and is_unknown(value) else value
 
 
 def touches_unknown(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `func` reads or writes a real tensor whose values are unknown; to make a view does neither."""
+    """Return whether `func` reads or writes a real tensor whose values are unknown; making a view does neither."""
     if not is_any_unknown() or func.is_view or torch.Tag.inplace_view in func.tags:
         return False
     return any(map(is_unknown, tensors_in(kwargs.values(), tensors_in(args, []))))
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """The values of `tensor` on the host, read-only; None if unknown."""
+    """Return the values of `tensor` on the host, read-only, or None if unknown."""
     if isinstance(tensor, FakeTensor) and tensor.constant is not None:
         return tensor.constant
     return _values(tensor)
 
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
-    """Compute values of `result` and of written tensors if possible; whether all are known."""
+    """Compute values of `result` and of written tensors if possible; return whether all are known."""
     if func.is_view:
         return False  # it has those of its storage
     if func.namespace == "c10d":  # writes what other processes have, and does not say where
@@ -126,12 +126,12 @@ def keep(result: Any, values: Any) -> None:
 
 
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of `func` on known values; None if unknown, random or large."""
+    """Return the result of `func` on known values, or None if unknown, random or large."""
     return _computed(func, args, kwargs, ())[1]
 
 
 def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> tuple[bool, Any]:
-    """Run `func` on known values, changing those of `written`; success, and result."""
+    """Run `func` on known values, changing those of `written`; return success and result."""
     # Most ops read weights, of which nothing is known.
     tensors = tensors_in(kwargs.values(), tensors_in(args, []))
     if not all(map(_is_known, tensors)):
@@ -160,9 +160,9 @@ def _is_data(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _real(value: Any, written: Sequence[Tensor]) -> Any:
-    """An argument with the values of its tensors.
+    """Return an argument with the values of its tensors.
 
-    A function of the module: a local one that calls itself is a cycle, in which tensors would live on.
+    A function of the module: a local one that calls itself is a cycle, in which tensors would stay alive.
     """
     if isinstance(value, Tensor):
         return _values(value) if any(value is tensor for tensor in written) else values_of(value)
@@ -170,7 +170,7 @@ def _real(value: Any, written: Sequence[Tensor]) -> Any:
 
 
 def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> bool:
-    """Let `func` write the kept values of `written` too; forget them if it reads unknown ones."""
+    """Let `func` write the kept values of `written` too, and return True; forget them if it reads unknown ones."""
     for tensor in written:
         if _overwrites(func, tensor):
             _fill(tensor, None)
@@ -190,7 +190,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tenso
 
 
 def _overwrites(func: Any, tensor: Tensor) -> bool:
-    """Whether `func` overwrites all of the storage of `tensor`; filled weights do not count as data."""
+    """Return whether `func` overwrites all of the storage of `tensor`; filled weights do not count as data."""
     if func not in _FILLS or tensor.layout is not torch.strided or tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
     return func is aten.copy_.default or not tensor.is_floating_point() or tensor.numel() <= _MOST_MULTIPLIED
@@ -200,7 +200,7 @@ def _overwrites(func: Any, tensor: Tensor) -> bool:
 
 
 def _values(tensor: Tensor) -> Tensor | None:
-    """As `values_of`, but writes change the values of all views of `tensor`."""
+    """Return the same as `values_of`, but writes to it change the values of all views of `tensor`."""
     if not isinstance(tensor, FakeTensor):
         return None if is_unknown(tensor) else tensor
     if (found := _bytes(tensor)) is None:
@@ -211,7 +211,7 @@ def _values(tensor: Tensor) -> Tensor | None:
 
 
 def _bytes(tensor: FakeTensor) -> torch.UntypedStorage | None:
-    """The values of the storage of `tensor`, if they are known."""
+    """Return the values of the storage of `tensor`, if they are known."""
     if tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
@@ -253,7 +253,7 @@ def _gone(nbytes: int) -> None:
 
 
 def forget(tensor: Tensor) -> None:
-    """From now on the values of `tensor` are unknown."""
+    """Mark the values of `tensor` as unknown from now on."""
     if tensor.layout is not torch.strided:
         return
     storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Find the line of a program that asks, among frames of torch and Overspill."""
+"""Find the line of a program that reads a value, among frames of torch and Overspill."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from overspill.core.frames import in_package
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame outside Overspill, from `frame` outwards."""
+    """Return the innermost frame outside Overspill, from `frame` outwards."""
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     return frame
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame outside torch and Overspill, from `frame` outwards."""
+    """Return the innermost frame outside torch and Overspill, from `frame` outwards."""
     while frame is not None and frame.f_code.co_filename.startswith((*TORCH, OURS, "<")):
         frame = frame.f_back
     return frame
 
 
 def noted_frame(frame: FrameType | None) -> FrameType | None:
-    """As `user_frame`, and outside Python's standard library."""
+    """Return the same as `user_frame`, but outside Python's standard library too."""
     frame = user_frame(frame)
     while frame is not None and frame.f_code.co_filename.startswith(STANDARD):
         if in_package(frame.f_code.co_filename):
@@ -35,7 +35,7 @@ def noted_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_line(frame: FrameType | None, lines: Mapping[FrameType, int] | None = None) -> str:
-    """`file:line, in function: source` of the innermost frame outside torch and Overspill.
+    """Return `file:line, in function: source` of the innermost frame outside torch and Overspill.
 
     `lines` are line numbers of frames that have gone on since.
     """

@@ -1,8 +1,9 @@
-"""Invent values that a script reads, and record the reading lines.
+"""Give placeholder values to a script that reads values, and record the lines that read them.
 
-A fraction is 0.5, a whole number 1, a truth value false, in tensors as on their own; comparing a tensor with a number
-follows from that, and it equals no other tensor. A condition that is asserted, or that guards a `raise`, has the answer
-with which the script goes on. A shape that depends on values (`nonzero`, masks, `unique`) is the largest possible.
+A fraction is 0.5, a whole number 1, a truth value false, in tensors and on their own. A comparison of a tensor with a
+number follows from that, and a tensor equals no other tensor. A condition that is asserted, or that guards a `raise`,
+has the answer with which the script goes on. A shape that depends on values (`nonzero`, masks, `unique`) is the largest
+possible.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from .frames import noted_frame, user_frame
 
 aten = torch.ops.aten
 FRACTION, WHOLE, TRUTH = 0.5, 1, False
-"""Invented values: of fractions, whole numbers and booleans."""
+"""Placeholder values of fractions, whole numbers and booleans."""
 
 Place = tuple[str, int]
 Observe = Callable[..., Any]
 
 
 class Invented:
-    """Lines, as (file, number), that read invented values.
+    """Lines, as (file, number), that read placeholder values.
 
-    `sizes` are those that count or index by one, `shapes` those that run an op whose shape depends on values, with the
-    op.
+    `sizes` are lines that count or index by one. `shapes` are lines that run an op whose shape depends on values, with
+    the op.
     """
 
     def __init__(self) -> None:
@@ -70,21 +71,21 @@ class Invented:
             self.shapes[_place(found), op] = None
 
     def decide(self, frame: FrameType | None, answer: Any) -> Any:
-        """`answer` to a question of `frame`, or the one with which no error follows."""
+        """Return `answer` to a read of `frame`, or the answer with which no error follows."""
         self.read(frame)
         found = user_frame(frame)
         needed = None if found is None else _needed(found.f_code.co_filename).get(found.f_lineno)
         return answer if needed is None else needed
 
     def array(self, tensor: Tensor, frame: FrameType | None) -> Tensor:
-        """A host tensor like `tensor` with invented values, read by `frame`."""
+        """Return a host tensor like `tensor` with placeholder values, read by `frame`."""
         self.read(frame)
         with DisableTorchDispatch():
             return torch.full(tuple(tensor.shape), value_of(tensor), dtype=tensor.dtype, device="cpu")
 
 
 def value_of(tensor: Tensor) -> Any:
-    """The value of all elements of `tensor`."""
+    """Return the value of all elements of `tensor`."""
     if tensor.dtype is torch.bool:
         answer = known(tensor)
         return getattr(tensor, _GUESS, TRUTH) if answer is None else answer
@@ -100,7 +101,7 @@ def _place(frame: FrameType) -> Place:
 
 @cache
 def _needed(file: str) -> dict[int, bool]:
-    """Answers with which `assert` and `if … raise` go on, by line of `file`."""
+    """Return the answers with which `assert` and `if … raise` go on, by line of `file`."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -115,7 +116,7 @@ def _needed(file: str) -> dict[int, bool]:
 
 
 def _conditions(test: ast.expr, *, wanted: bool) -> Iterator[tuple[int, bool]]:
-    """Lines of the parts of `test`, with the answer of each that makes the whole `wanted`."""
+    """Yield lines of the parts of `test`, with the answer of each that makes the whole `wanted`."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _conditions(test.operand, wanted=not wanted)
     elif isinstance(test, ast.BoolOp):
@@ -157,14 +158,14 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
 
 
 def _answered(observe: Observe, invented: Invented | None, func: Any, args: Any, kwargs: Any, compute: Any) -> Any:
-    """The value that `func` reads."""
+    """Return the value that `func` reads."""
     if (known := followed.computed(func, args, kwargs)) is not None:
         return known
     return observe(func, args, kwargs, compute) if invented is None else _READS[func](invented, args, sys._getframe(2))
 
 
 def _shaped(observe: Observe, invented: Invented | None, func: Any, args: Any, kwargs: Any, compute: Any) -> Any:
-    """The result of `func`, whose shape depends on values."""
+    """Return the result of `func`, whose shape depends on values."""
     values = followed.computed(func, args, kwargs)
     if values is not None:
         result = observe(func, args, kwargs, lambda *_: _like(args[0], values))
@@ -182,7 +183,7 @@ def _has_shape_of_values(func: Any) -> bool:
 
 
 def _like(first: Tensor, values: Any) -> Any:
-    """Fake tensors on the device of `first`, with the shapes of `values`."""
+    """Return fake tensors on the device of `first`, with the shapes of `values`."""
     if isinstance(values, Tensor):
         return first.new_empty(values.shape, dtype=values.dtype)
     return tuple(_like(first, value) for value in values)
@@ -199,7 +200,7 @@ def _composed(mode: Any, composition: Callable[[], Any]) -> Any:
 
 
 def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
-    """Masked selection by positions, as CUDA does it; None for other ops.
+    """Return masked selection by positions, as CUDA does it, or None for other ops.
 
     aten/src/ATen/native/TensorAdvancedIndexingUtils.h, `expandTensors`.
     """
@@ -221,7 +222,10 @@ def _expanded(x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def _suppressed(boxes: Tensor, scores: Tensor) -> Tensor:
-    """Boxes that none of a better score overlaps (torchvision/csrc/ops/cuda/nms_kernel.cu, `nms_kernel`)."""
+    """Return the boxes that no box of a better score overlaps.
+
+    torchvision/csrc/ops/cuda/nms_kernel.cu, `nms_kernel`.
+    """
     order = scores.sort(stable=True, dim=0, descending=True)[1]
     ordered = boxes.index_select(0, order)
     words = -(-len(boxes) // 64)
@@ -250,7 +254,10 @@ def _unique_in_a_row(
 
 
 def _counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Counts of `bincount`: as many as `minlength` says. Raises without it."""
+    """Return the counts of `bincount`, of shape [minlength].
+
+    Raises DynamicOutputShapeException without `minlength`.
+    """
     if not minlength:
         raise DynamicOutputShapeException(aten.bincount.default)
     return x.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
@@ -304,9 +311,10 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
 _HANDED_ON = {
-    aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten._is_any_true.default,
-    aten._is_all_true.default, aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.clone.default,
-    aten._to_copy.default, aten.alias.default, aten.squeeze.default, aten.unsqueeze.default, aten.select.int,
+    aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
+    aten._is_any_true.default, aten._is_all_true.default, aten.view.default, aten._unsafe_view.default,
+    aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default, aten.squeeze.default,
+    aten.unsqueeze.default, aten.select.int,
 }  # fmt: skip
 _JOINED: dict[Any, Callable[..., bool]] = {
     aten.logical_not.default: lambda one: not one,

@@ -1,4 +1,4 @@
-"""Tensor methods that read values: real, known, or invented."""
+"""Tensor methods that read values: real, known, or placeholder values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .unknown import UnknownNumber, data_dependent
 
 
 def value_patches(invented: Invented | None) -> Patches:
-    """(owner, name, replacement) of methods that read values.
+    """Return (owner, name, replacement) of methods that read values.
 
     Unknown values are `invented`, or an error.
     """
@@ -46,7 +46,7 @@ def _is_unknown(tensor: Tensor) -> bool:
 
 
 def _known(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """`replacement`, except where values are known."""
+    """Wrap `replacement` to return the original's result where values are known."""
 
     def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _is_unknown(tensor) and (values := values_of(tensor)) is not None:
@@ -57,7 +57,7 @@ def _known(original: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 
 
 def _written(original: Callable[..., str]) -> Callable[..., str]:
-    """`Tensor.__format__` with the value of a scalar, or `unknown`."""
+    """Wrap `Tensor.__format__` to write the value of a scalar, or `unknown`."""
 
     def write(tensor: Tensor, spec: str) -> str:
         values = values_of(tensor) if tensor.dim() == 0 else tensor
@@ -67,7 +67,7 @@ def _written(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _item(original: Callable[..., Any], invented: Invented | None) -> Callable[..., Any]:
-    """`Tensor.item`, whose result cannot be compared unless values are invented."""
+    """Wrap `Tensor.item`, whose result cannot be compared unless placeholder values are allowed."""
 
     def item(tensor: Tensor) -> Any:
         if not _is_unknown(tensor):
@@ -89,7 +89,7 @@ def _item(original: Callable[..., Any], invented: Invented | None) -> Callable[.
 
 
 def _array(original: Callable[..., Any], invented: Invented | None) -> Callable[..., Any]:
-    """Methods that read many values at once."""
+    """Wrap methods that read many values at once."""
 
     def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _is_unknown(tensor):
@@ -102,7 +102,7 @@ def _array(original: Callable[..., Any], invented: Invented | None) -> Callable[
 
 
 def _truth(original: Callable[..., bool], invented: Invented | None) -> Callable[..., bool]:
-    """`Tensor.__bool__`, by which Python branches."""
+    """Wrap `Tensor.__bool__`, by which Python branches."""
 
     def decide(tensor: Tensor) -> bool:
         if invented is not None and _is_unknown(tensor) and tensor.numel() == 1:
@@ -119,7 +119,7 @@ def _truth(original: Callable[..., bool], invented: Invented | None) -> Callable
 
 
 def _whole(original: Callable[..., int], invented: Invented | None) -> Callable[..., int]:
-    """`Tensor.__int__` and `__index__`, by which Python counts and indexes."""
+    """Wrap `Tensor.__int__` and `__index__`, by which Python counts and indexes."""
 
     def count(tensor: Tensor) -> int:
         if invented is not None and _is_unknown(tensor) and tensor.numel() == 1:
@@ -136,7 +136,7 @@ def _whole(original: Callable[..., int], invented: Invented | None) -> Callable[
 
 
 def _number(original: Callable[..., float], invented: Invented | None) -> Callable[..., float]:
-    """`Tensor.__float__`; Python accepts only plain floats from it, so an unknown value becomes one."""
+    """Wrap `Tensor.__float__`; Python accepts only plain floats from it, so an unknown value becomes one."""
 
     def to_float(tensor: Tensor) -> float:
         if _is_unknown(tensor) and tensor.numel() == 1:

@@ -16,7 +16,7 @@ from .invented import FRACTION, WHOLE, Invented
 
 
 def _comparing(comparison: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, Any], Any]:
-    """A comparison of an unknown number with another."""
+    """Return a comparison of an unknown number with another."""
 
     def compare(one: UnknownNumber, other: Any) -> Any:
         theirs = float(other) if isinstance(other, UnknownNumber) else other
@@ -26,7 +26,7 @@ def _comparing(comparison: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber
 
 
 def _counting(operation: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, Any], UnknownNumber]:
-    """An operation with another number; a whole number if both are."""
+    """Return an operation with another number; its result is a whole number if both are."""
 
     def count(one: UnknownNumber, other: Any) -> UnknownNumber:
         theirs = other._whole if isinstance(other, UnknownNumber) else other
@@ -44,14 +44,14 @@ def _counting(operation: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, 
 class UnknownNumber(float):
     """A value that was never computed: it prints and adds, but cannot be compared.
 
-    With `invented` it has an invented value, and the lines that read it are recorded there.
+    With `invented` it has a placeholder value, and the lines that read it are recorded there.
     """
 
     _invented: Invented | None
     _whole: int | None
 
     def __new__(cls, value: float = FRACTION, invented: Invented | None = None) -> Self:
-        """Finite to C libraries; a count if `value` is whole."""
+        """Make a number that is finite to C libraries, and a count if `value` is whole."""
         made = super().__new__(cls, value)
         made._invented = invented
         made._whole = value if isinstance(value, int) else None
@@ -82,7 +82,7 @@ class UnknownNumber(float):
     __rsub__ = _counting(lambda one, other: other - one)
 
     def _decided(self, frame: FrameType, answer: Callable[[], Any]) -> Any:
-        """The answer to the program at `frame`, if there is any. Raises UnsupportedError."""
+        """Return the answer to the program at `frame`, if it has any. Raises UnsupportedError otherwise."""
         if (known := goes_on(frame)) is not None:
             return known
         if self._invented is None:
@@ -96,14 +96,14 @@ class UnknownNumber(float):
         return self._counted(sys._getframe(1))
 
     def __index__(self) -> int:
-        """A size or position: an invented one may decide how much memory is taken."""
+        """Return a size or position: a placeholder value may decide how much memory is taken."""
         made = self._counted(sys._getframe(1))
         if self._invented is not None:
             self._invented.sized(sys._getframe(1))
         return made
 
     def _counted(self, frame: FrameType) -> int:
-        """The whole number for the program at `frame`. Raises UnsupportedError."""
+        """Return the whole number for the program at `frame`. Raises UnsupportedError without placeholder values."""
         if (known := goes_on(frame)) is not None:
             return known
         if self._invented is None:
@@ -117,7 +117,7 @@ class UnknownNumber(float):
 
 
 def data_dependent() -> UnsupportedError:
-    """The error for branching on an unknown value, with the user's line."""
+    """Return the error for branching on an unknown value, with the user's line."""
     where = user_line(sys._getframe(1))
     return UnsupportedError(
         f"{where} needs the value of a tensor, which an estimate does not compute; "
