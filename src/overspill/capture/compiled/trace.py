@@ -29,21 +29,23 @@ SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
 
 
 class DynamoGraph(NamedTuple):
-    """A step as Dynamo traces it: the graph, its inputs, and what each of them is."""
+    """The graph of a step as Dynamo traces it."""
 
     module: fx.GraphModule
     examples: Sequence[Any]
+    """The graph's inputs, by position."""
     inputs: list[InputInfo]
+    """Kind and readable name of each input."""
 
 
 class _Traced(BaseException):
-    """Raised to end Dynamo's or AOTAutograd's work once there is a graph; Dynamo would catch an Exception."""
+    """Raised to end Dynamo's or AOTAutograd's work once it has made a graph; Dynamo would catch an Exception."""
 
 
 def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph | None:
-    """Return the graph of `step(*batch)`, or None if it has no ops. Tensors are fake, inside their mode.
+    """Return the graph of `step(*batch)`, or None if it has no ops.
 
-    Raises Dynamo's errors if it is not a single graph.
+    Tensors are fake, inside their mode. Raises Dynamo's errors if the step is not a single graph.
     """
     found: list[DynamoGraph] = []
 

@@ -1,12 +1,12 @@
 # ruff: noqa: ARG001 - the signatures are those of ops, and of what a dispatched op has
 """The retarget table: CUDA's ops where fake CPU tensors would run others.
 
-A program is traced with fake tensors on the CPU, since a torch without CUDA cannot trace gradients of CUDA tensors.
+A program is traced with fake tensors on the CPU, because a torch without CUDA cannot trace gradients of CUDA tensors.
 Most ops do the same to memory on both. This table has the others, as data:
 
 - COMPOSITES: ops that torch composes differently by device (attention, dropout, recurrent layers, softmax that
-  changes the dtype), or differently for tensor subclasses, which fake tensors are to it. Each is replaced, above
-  autograd, by what CUDA composes of plain tensors.
+  changes the dtype), or differently for tensor subclasses, such as fake tensors. Each is replaced, above autograd,
+  by the ops that CUDA composes of plain tensors.
 - FAKES: ops that CUDA reaches through COMPOSITES, or that torch has no fake implementation for.
 - SCRATCH: ops whose CUDA kernels take memory besides their outputs.
 
