@@ -39,7 +39,7 @@ Observe = Callable[..., Any]
 
 
 class Invented:
-    """Lines, as (file, number), that read placeholder values.
+    """Lines, as (file, number), that read an invented value: one of this module's placeholder values.
 
     `sizes` are lines that count or index by one. `shapes` are lines that run an op whose shape depends on values, with
     the op.
