@@ -157,8 +157,10 @@ class Card(Account):
 
     def unmanaged(self, graph: Graph) -> int:
         """Return the card bytes of a step of `graph` with nothing moved or recomputed; budgets are shares of it."""
-        if self.estimated_bytes is not None:
-            return self.estimated_bytes
+        return self.most_unmanaged(graph) if self.estimated_bytes is None else self.estimated_bytes
+
+    def most_unmanaged(self, graph: Graph) -> int:
+        """Return the card bytes that such a step takes in the worst case; an estimate is the likeliest."""
         unmanaged = make_plan(graph, self.device, Liveness.name, NO_LIMIT_BYTES)
         return self.reserved_bytes(unmanaged) + self.context_bytes
 

@@ -91,6 +91,10 @@ class Account:
         """Return the bytes that a step of `graph` takes with nothing moved or recomputed; budgets are shares of it."""
         return unmanaged_peak(graph, self.device)
 
+    def most_unmanaged(self, graph: Graph) -> int:
+        """Return the bytes that such a step takes in the worst case."""
+        return self.unmanaged(graph)
+
     def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
         """Return the error for a budget that no plan meets.
 
@@ -134,6 +138,8 @@ class Account:
         """Return the bytes of any budget for a step of `graph`, which `plan` plans within a number of bytes."""
         if not limit.is_relative:
             return self.fixed(limit)
-        nbytes = limit.bytes_of(lambda: self.unmanaged(graph), 0, lambda: smallest_budget(plan))
+        # With all of it nothing has to move, in the worst case either.
+        unmanaged = self.most_unmanaged if limit.share == 1 else self.unmanaged
+        nbytes = limit.bytes_of(lambda: unmanaged(graph), 0, lambda: smallest_budget(plan))
         # A share may be more than a GPU elsewhere has: then the plan says so.
         return min(nbytes, self.whole_bytes) if self.is_card and self.device.index != ABSENT else nbytes
