@@ -1,4 +1,4 @@
 """Show plans, runs and devices in terminals, files and web pages.
 
-Functions from results to things that rich prints.
+The functions convert results to renderables of rich.
 """

@@ -15,9 +15,9 @@ from .tables import Cell
 
 
 def advice_answer(advice: Advice) -> dict[str, Any]:
-    """One piece of advice as `--json` prints it.
+    """Return one piece of advice as `--json` prints it.
 
-    What was not worked out is null.
+    A figure that was not computed is null.
     """
     return asdict(advice) | {"price": advice.price.name.lower()}
 
@@ -25,7 +25,7 @@ def advice_answer(advice: Advice) -> dict[str, Any]:
 def advise_answer(
     request: dict[str, Any], made: Estimate, found: Sequence[Advice], left_out: Mapping[str, str], seconds: float
 ) -> dict[str, Any]:
-    """The JSON object of `overspill advise`."""
+    """Return the JSON object of `overspill advise`."""
     return request | {
         "gpu": made.device.name,
         "capacity_bytes": made.device.memory_bytes,
@@ -39,9 +39,9 @@ def advise_answer(
 
 
 def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_out: Mapping[str, str]) -> Page:
-    """The page of the changes that help, with the `verdict` on the job as it is.
+    """Return the page of the changes that help, with the `verdict` on the unchanged job.
 
-    `left_out` is what was tried without success, and why.
+    `left_out` maps each change that was tried without success to the reason.
     """
     as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), None, None)
     explained = (
@@ -59,7 +59,7 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
 
 
 def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
-    """The changes that help, below the rows that are `first`."""
+    """Return the table of the changes that help, below the rows `first`."""
     columns = (
         Column("change"), Column("needs", Unit.BYTES), Column("takes", Unit.BYTES), Column("fits"),
         Column("step", Unit.SECONDS), Column("cost"),

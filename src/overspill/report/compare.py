@@ -59,19 +59,19 @@ EXPLAINED = (
 class Reserved:
     """Memory that PyTorch's caching allocator reserves for a schedule.
 
-    `fragmentation` is the share that no live byte needs. Where the device is too small for the allocator, the figures
-    are those of an unlimited one, and `expandable_fits` says whether the device does with `expandable_segments:True`,
-    which moves no block but needs no segment in one piece.
+    On a device that is too small for the allocator, the figures are those of an unlimited device.
     """
 
     reserved_bytes: int
     fragmentation: float
+    """The share of the reserved bytes that no live byte needs."""
     fits: bool
     expandable_fits: bool
+    """Whether `expandable_segments:True` makes it fit: no block moves, but no segment has to be contiguous."""
 
 
 def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
-    """Bytes that PyTorch's caching allocator reserves for `plan`. The device has `capacity_bytes`."""
+    """Return the bytes that PyTorch's caching allocator reserves for `plan` on a device of `capacity_bytes`."""
     trace = trace_of(plan.graph, plan.schedule)
     events = Events.of(trace)
     done = replay(events, capacity_bytes=capacity_bytes)
@@ -85,9 +85,9 @@ def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
 
 
 def reserved_on(plan: Plan, device: Device) -> Reserved:
-    """Bytes that PyTorch's caching allocator reserves on `device`.
+    """Return the bytes that PyTorch's caching allocator reserves on `device`.
 
-    Where the card that it needs is known, over the first steps and with what libraries keep.
+    Where the size of GPU that it needs is known, they cover the first steps and what libraries keep.
     """
     if plan.reserved_bytes is None:
         return reserved_by_pytorch(plan, device.usable_bytes)
@@ -97,7 +97,7 @@ def reserved_on(plan: Plan, device: Device) -> Reserved:
 
 
 def row_figures(row: Row, device: Device) -> dict[str, Any]:
-    """The JSON object of one policy's row on `device`."""
+    """Return the JSON object of one policy's row on `device`."""
     head = {
         "policy": row.policy, "fits": row.fits, "error": row.error, "floor_bytes": row.floor_bytes, "pool": row.pool,
         "crowded": row.crowded, "chosen": row.chosen, "note": row.note,
@@ -140,9 +140,9 @@ def compare_page(
     rows: Sequence[Mapping[str, Any]] | None = None,
     crossings: Sequence[Crossing] = (),
 ) -> Page:
-    """The page of `compared`, whose rows are as `row_figures` gives them.
+    """Return the page of `compared`, whose rows have the form that `row_figures` returns.
 
-    With `crossings` also of what each allocator or solver makes of every plan.
+    With `crossings`, the page also has the result of each allocator or solver for every plan.
     """
     rows = [row_figures(row, compared.device) for row in compared] if rows is None else rows
     over = [dict(found) | {"over_bytes": _over(row, compared)} for row, found in zip(compared, rows, strict=True)]
@@ -158,13 +158,13 @@ def compare_page(
 
 
 def _over(row: Row, compared: Comparison) -> int | None:
-    """Bytes by which what a policy needs exceeds the budget."""
+    """Return the bytes by which a policy's need exceeds the budget."""
     least = row.least_bytes
     return None if row.fits or least is None or least <= compared.budget_bytes else least - compared.budget_bytes
 
 
 def compare_verdict(compared: Comparison) -> Verdict:
-    """The fastest policy that fits, or the least memory that would do."""
+    """Return the fastest policy that fits, or the least memory that would suffice."""
     budget = format_bytes(compared.budget_bytes)
     fitting = [row for row in compared if row.fits and row.plan is not None]
     if not fitting or fitting[0].plan is None:
@@ -209,22 +209,25 @@ def _points(compared: Comparison) -> Points:
 
 
 def bound_curve(bounds: Mapping[int, float]) -> Curve:
-    """The curve of seconds that no plan beats, by budget.
+    """Return the curve of seconds that no plan beats, by budget.
 
-    What is proven for one budget holds for all that are smaller, down to the next.
+    A bound proven for one budget holds for all smaller budgets, down to the next proven one.
     """
     budgets = sorted(bounds, reverse=True)
     return Curve("proven lower bound", budgets, [bounds[budget] for budget in budgets], steps=True, dashed=True)
 
 
 def _note(row: Row) -> str:
-    """The tooltip of a policy."""
+    """Return the tooltip of a policy."""
     waits = "" if row.stall_cause is None else f"; waits longest for {row.stall_cause}"
     return f"slowdown {row.slowdown:.3f}{waits}"
 
 
 def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """All figures of `rows`, each as `row_figures` gives it; columns of which no row knows anything are left out."""
+    """Return all figures of `rows`, each in the form that `row_figures` returns.
+
+    Columns that are empty in every row are left out.
+    """
     shown = [row | _shown(row) for row in map(dict, rows)]
     if not _pools(shown):  # what is the same in all rows has no column
         shown = [row | {"pool": None} for row in shown]
@@ -234,12 +237,12 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _pools(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether another pool than by default places any row's blocks."""
+    """Return whether a pool other than the default places any row's blocks."""
     return not {row["pool"] for row in rows} <= {None, CachingAllocator.name}
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table shows otherwise than JSON: nothing for what is not there, and words."""
+    """Return the row as a table shows it: empty cells for missing values, and words."""
     head = {"fits": CROWDED if row["crowded"] else row["fits"]}
     if row["max_bytes"] is None:
         return head
@@ -254,7 +257,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 def explanation(
     rows: Sequence[Mapping[str, Any]], device: Device, budget_bytes: int, lower_bound_seconds: float | None
 ) -> list[str]:
-    """What the figures mean, and the lower bound: a sentence each."""
+    """Return the meaning of the figures, and the lower bound: a sentence each."""
     budget = format_bytes(budget_bytes)
     library_bytes = max((row["library_bytes"] or 0 for row in rows), default=0)
     found = [
@@ -286,7 +289,7 @@ def explanation(
 
 
 def remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
-    """Notes on allocators out of memory and policies without a plan."""
+    """Return notes on allocators out of memory and policies without a plan."""
     found = []
     crowded = [row for row in rows if row["fits"] and not row["allocator_fits"]]
     for expandable, verdict in ((True, "does not"), (False, "does too")):

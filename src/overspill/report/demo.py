@@ -22,7 +22,10 @@ NEXT = (
 
 
 def demo_page(trained: Trained, report: Path, seconds: float) -> Page:
-    """What was trained, both runs compared, and commands to try next; the page of the run is at `report`."""
+    """Return the page of the demo: the trained model, both runs compared, and commands to try next.
+
+    `report` is the path of the page of the run.
+    """
     job, plan, reference = trained.job, trained.plan, trained.reference
     assert reference is not None
     measured, plain = trained.managed.measured_peak_bytes, reference.measured_peak_bytes

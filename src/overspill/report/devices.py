@@ -15,7 +15,7 @@ from .listing import format_flops, listing
 
 
 def devices_table(devices: Iterable[Device]) -> Table:
-    """A table with one line for each device."""
+    """Return a table with one line for each device."""
     columns = ("name", "memory", "float32", "bandwidth", "to the store", "from the store")
     rows = [
         (
@@ -32,7 +32,7 @@ def devices_table(devices: Iterable[Device]) -> Table:
 
 
 def profile_table(device: Device, note: str) -> RenderableType:
-    """A table of all figures of `device`, with `note` below."""
+    """Return a table of all figures of `device`, with `note` below."""
     rows = [("memory", format_bytes(device.memory_bytes))]
     rows += [(f"matrix product, {dtype}", _flop_rate(rate)) for dtype, rate in device.flops_per_second.items()]
     rows += [

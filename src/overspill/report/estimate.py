@@ -31,9 +31,10 @@ FAR = 3
 def estimate_page(
     made: Estimate, title: str | None = None, *, asked: bool = True, within: Plan | InfeasibleBudget | None = None
 ) -> Page:
-    """The page of an estimate.
+    """Return the page of an estimate.
 
-    `asked`: whether a device was named, so that there is a verdict to give. `within` is the plan of the compiled step within a budget, or why there is none.
+    `asked` is whether the user named a device; the page has a verdict only then. `within` is the plan of the compiled
+    step within a budget, or why no plan exists.
     """
     changes = made.changes if asked else ()
     batch = "" if made.batch is None else f", batch {made.batch}"
@@ -56,7 +57,7 @@ def estimate_page(
 
 
 def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked: bool = True) -> Verdict:
-    """Whether the job fits, with the bytes behind that."""
+    """Return whether the job fits, with the bytes behind that."""
     total, device = made.total, made.device
     figures = (
         Figure("takes", format_bytes(made.total_bytes), f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}, as library workspaces and the context turn out"),
@@ -74,7 +75,7 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
 
 
 def _sentence(made: Figures) -> str:
-    """Whether it fits, in one line."""
+    """Return whether it fits, in one line."""
     total, device, least = made.total_bytes, made.device, made.minimum_capacity_bytes
     batch = "" if made.batch is None else f", batch {made.batch},"
     has = f"the {format_bytes(device.memory_bytes)} of {device.name}"
@@ -94,7 +95,7 @@ def _sentence(made: Figures) -> str:
 
 
 def _further(made: Estimate, within: Plan | InfeasibleBudget | None, *, asked: bool) -> Iterator[Figure]:
-    """Figures that only some jobs have, and those of other batches, GPUs and programs."""
+    """Yield the figures that only some jobs have, and those of other batches, GPUs and programs."""
     if made.recording.host_bytes:
         each = "" if made.parallel is None else " for each GPU"
         kept = format_bytes(made.recording.host_bytes)
@@ -121,7 +122,7 @@ def _further(made: Estimate, within: Plan | InfeasibleBudget | None, *, asked: b
 
 
 def _stages(peaks: Mapping[int, int], count: int) -> Figure:
-    """Which pipeline stage the figures are of, and other stages' requests, counted from 1."""
+    """Return the pipeline stage that the figures describe, and other stages' requests; stages count from 1."""
     largest = max(peaks, key=lambda stage: peaks[stage])
     asked = ", ".join(f"stage {stage + 1} {format_bytes(nbytes)}" for stage, nbytes in peaks.items())
     between = "; those between take less than stage 2" if count > len(peaks) else ""
@@ -129,15 +130,15 @@ def _stages(peaks: Mapping[int, int], count: int) -> Figure:
 
 
 def open_settings(unspecified: Unspecified) -> str:
-    """Settings that were not given, how far they move the figure, and that giving them helps."""
+    """Return the settings that were not given, how far they move the figure, and that giving them helps."""
     more, less = format_bytes(unspecified.more), format_bytes(unspecified.less)
     return f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: {', '.join(unspecified.options)}"
 
 
 def parts_table(made: Figures) -> Table:
-    """The parts of the total at the peak, the largest first.
+    """Return the parts of the total at the peak, the largest first.
 
-    With the names that the views have for them.
+    Parts have the names that the views use.
     """
     total = made.total_bytes or 1
     parts = sorted(made.breakdown.items(), key=lambda part: -part[1])
@@ -170,9 +171,10 @@ def _moment(made: Figures) -> str:
 
 
 def _layers(made: Figures) -> Table:
-    """The bytes of each layer at the peak.
+    """Return the bytes of each layer at the peak.
 
-    As the views' tree of layers; and what of it is no weight or buffer, as terminals print.
+    They match the views' tree of layers. A column counts the bytes that are neither weights nor buffers, as terminals
+    print it.
     """
     found = Counter[str]()
     for position in made.peak.live:
@@ -191,7 +193,7 @@ def _layers(made: Figures) -> Table:
 
 
 def _home(it: Allocation) -> str:
-    """The layer of an allocation: its maker's, or its parameter's. All optimizer state is together."""
+    """Return the layer of an allocation: that of its maker, or of its parameter. All optimizer state has one layer."""
     if it.kind is TensorKind.OPTIMIZER_STATE:
         return OPTIMIZER
     if it.kind in (TensorKind.PARAMETER, TensorKind.BUFFER):
@@ -200,7 +202,7 @@ def _home(it: Allocation) -> str:
 
 
 def _largest(made: Figures) -> Table:
-    """The largest allocations at the peak, with their source lines."""
+    """Return the largest allocations at the peak, with their source lines."""
     recording = made.recording
     rows = []
     for position in made.peak.largest:
@@ -218,7 +220,7 @@ def _largest(made: Figures) -> Table:
 
 
 def _step(made: Figures) -> Step:
-    """Memory over the recorded step that has the peak, by event."""
+    """Return memory over the recorded step that has the peak, by event."""
     recording, demand, step = made.recording, made.demand, made.peak.iteration
     # Choose the step, and the allocations that are live in it.
     edges = (*recording.starts, recording.events) if recording.starts else (0, recording.events)
@@ -270,9 +272,9 @@ def _step(made: Figures) -> Step:
 def estimate_answer(
     request: dict[str, Any], made: Estimate, *, gpu: str | None, within: Plan | InfeasibleBudget | None
 ) -> dict[str, Any]:
-    """The JSON object of an estimate.
+    """Return the JSON object of an estimate.
 
-    What only a GPU can answer is null without one.
+    A figure that needs a named GPU is null without one.
     """
     peak = made.peak
     asked = gpu is not None
@@ -307,7 +309,7 @@ def estimate_answer(
 
 
 def _tensor_answer(made: Figures, position: int) -> dict[str, Any]:
-    """The JSON object of an allocation at the peak."""
+    """Return the JSON object of an allocation at the peak."""
     recording = made.recording
     it = recording.allocations[position]
     op = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else None
@@ -318,7 +320,7 @@ def _tensor_answer(made: Figures, position: int) -> dict[str, Any]:
 
 
 def _bytes_of(made: Figures) -> dict[str, int]:
-    """The bytes that a job takes, for JSON, eager or compiled."""
+    """Return the bytes that a job takes, for JSON, eager or compiled."""
     return {
         "peak_requested_bytes": made.peak_requested_bytes,
         "peak_allocated_bytes": made.peak_allocated_bytes,
@@ -331,7 +333,7 @@ def _bytes_of(made: Figures) -> dict[str, int]:
 
 
 def _compiled_answer(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
-    """The JSON object of the job under torch.compile, also of its step within a budget."""
+    """Return the JSON object of the job under torch.compile, also of its step within a budget."""
     return {
         "program": "cpu",
         **_bytes_of(made),

@@ -24,8 +24,8 @@ _POWERS = ("", "k", "M", "G", "T", "P")
 class Listing(Table):
     """A table that fits any terminal width without cutting words.
 
-    Where there is little room its columns stand close together and long texts wrap; where that is not enough long texts
-    go below their rows; and columns that still have no room follow in a table of their own.
+    In a narrow terminal its columns stand close together and long texts wrap. In a narrower one long texts go below
+    their rows. Columns that still do not fit follow in a table of their own.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -60,7 +60,7 @@ class Listing(Table):
         return sum(widths) + (left + right + 1) * (len(widths) - 1)
 
     def _folded(self, room: int, least: Sequence[int], long: Sequence[bool]) -> Iterator[RenderableType]:
-        """Several tables, each with the columns that fit the width.
+        """Yield several tables, each with the columns that fit the width.
 
         Each begins with the first column; the last one has long texts below its rows.
         """
@@ -85,7 +85,7 @@ class Listing(Table):
                 yield Text("")
 
     def _piece(self, shown: Sequence[int], widths: Sequence[int], below: Sequence[int]) -> Iterator[RenderableType]:
-        """One table of columns `shown`, with columns `below` under each row."""
+        """Yield one table of columns `shown`, with columns `below` under each row."""
         gap = 3 if sum(widths) + 3 * (len(widths) - 1) <= _NARROW else 1
         columns = [self.columns[index] for index in shown]
         if self.show_header:
@@ -123,7 +123,7 @@ def _longest_word(column: Column) -> int:
 
 
 def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> Listing:
-    """A table whose first column is names.
+    """Return a table whose first column is names.
 
     The columns numbered in `numbers` are aligned to the right.
     """
@@ -138,7 +138,7 @@ def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: I
 
 
 def whole_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = ()) -> Listing:
-    """A listing of many columns, with little space between them."""
+    """Return a listing of many columns, with little space between them."""
     table = listing(columns, rows, numbers=numbers)
     table.padding = _CLOSE_BY_ONE
     for column in table.columns:
@@ -147,19 +147,19 @@ def whole_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numb
 
 
 def yes(truth: bool) -> str:
-    """The word `yes` in a table, or nothing."""
+    """Return the word `yes` in a table, or nothing."""
     return "yes" if truth else ""
 
 
 def percent(part: float, whole: float) -> str:
-    """`part` as a share of `whole`, as `44.8 %`."""
+    """Return `part` as a share of `whole`, as `44.8 %`."""
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
 def recomputed(flops: float, ops: int) -> str:
-    """The recomputation as FLOPs, or as a number of ops.
+    """Return the recomputation in FLOPs, or as a number of ops.
 
-    Ops where they count no FLOPs, as pooling and activations do; nothing where there are no ops.
+    Ops are counted where they have no FLOPs, as in pooling and activation functions. The text is empty without ops.
     """
     if not ops:
         return ""
@@ -167,12 +167,12 @@ def recomputed(flops: float, ops: int) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """A number with its noun, whose plural has an s: `68 ops`."""
+    """Return a number with its noun, whose plural has an s: `68 ops`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def format_flops(flops: float) -> str:
-    """`flops` for a reader, in decimal units: `3.2 GFLOP`."""
+    """Return `flops` for a reader, in decimal units: `3.2 GFLOP`."""
     power = 0
     while flops >= 1000 and power < len(_POWERS) - 1:
         flops /= 1000

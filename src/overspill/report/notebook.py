@@ -1,6 +1,6 @@
 """A verdict and a table as short HTML for a notebook.
 
-It has no style but what suits dark and light alike.
+It sets only styles that suit both dark and light themes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIGNS = {True: "✓ ", False: "✕ ", None: ""}
 
 
 def short_html(verdict: Verdict, table: Table | None = None) -> str:
-    """The verdict, its figures, and the first rows of `table`."""
+    """Return the verdict, its figures, and the first rows of `table`."""
     parts = [f"<p><strong>{SIGNS[verdict.good]}{_safe(verdict.text)}</strong></p>"]
     if verdict.figures:
         rows = [(figure.label, figure.value, figure.note) for figure in verdict.figures]

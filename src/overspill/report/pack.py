@@ -39,7 +39,10 @@ def pack_page(
     remarks: Iterable[str] = (),
     found: PackingVerdict | None = None,
 ) -> Page:
-    """The page of a packing of `blocks`. A file's blocks are made of its columns only for what shows them."""
+    """Return the page of a packing of `blocks`.
+
+    Blocks of a file are created from its columns only for the views that need them.
+    """
     columns = blocks.columns if isinstance(blocks, TraceFile) else blocks
     found = found or judge(columns, solution, capacity_bytes)
     layout = solution.layout
@@ -74,7 +77,7 @@ def pack_verdict(
     found: PackingVerdict = FITS,
     figures: tuple[Figure, ...] = (),
 ) -> Verdict:
-    """The layout's size, whether it fits, and the lower bound."""
+    """Return the layout's size, whether it fits, and the lower bound."""
     layout, bound = solution.layout, Figure("no layout is below", _exact(solution.bound_bytes))
     early = f"{solution.stopped}; this is the best found until then" if solution.stopped else ""
     figures = (*figures, bound, Figure("searched", format_seconds(solution.seconds), early))
@@ -93,7 +96,7 @@ def pack_verdict(
 
 
 def _largest(trace: Trace, solution: Solution) -> Table:
-    """The largest blocks, and where each lies."""
+    """Return the largest blocks, and the address of each."""
     offsets = None if solution.layout is None else solution.layout.offsets
     rows = tuple(
         (*_row(trace.blocks[i]), None if offsets is None else offsets[i])
@@ -103,7 +106,7 @@ def _largest(trace: Trace, solution: Solution) -> Table:
 
 
 def _core(trace: Trace, core: tuple[int, ...], capacity_bytes: int | None) -> Table:
-    """The smallest known set of blocks that exceeds the capacity."""
+    """Return the smallest known set of blocks that exceeds the capacity."""
     blocks, order = trace.blocks, _largest_first(trace, core)
     needed = format_bytes(sum(blocks[i].nbytes for i in core))
     capacity = "" if capacity_bytes is None else f", of a capacity of {format_bytes(capacity_bytes)}"
@@ -120,7 +123,7 @@ def _row(block: Block) -> tuple[Cell, ...]:
 
 
 def refusal(read: TraceFile, solution: Solution, found: PackingVerdict, capacity_bytes: int | None) -> str:
-    """Why no layout fits the capacity, and what would, in one line."""
+    """Return in one line why no layout fits the capacity, and what would fit."""
     within = "" if capacity_bytes is None else f" within {_exact(capacity_bytes)}"
     layout = solution.layout
     best = ""
@@ -137,7 +140,7 @@ def refusal(read: TraceFile, solution: Solution, found: PackingVerdict, capacity
 
 
 def _core_text(read: TraceFile, core: tuple[int, ...]) -> str:
-    """Blocks that cannot fit together, and their bytes, the largest first."""
+    """Return blocks that cannot fit together, and their bytes, the largest first."""
     blocks = read.trace.blocks
     largest = sorted(core, key=lambda position: (-blocks[position].nbytes, position))
     names = [f"{read.label(at)} ({format_bytes(blocks[at].nbytes)})" for at in largest[:MOST_NAMED]]
@@ -149,7 +152,7 @@ def _core_text(read: TraceFile, core: tuple[int, ...]) -> str:
 
 
 def _blocks(read: TraceFile) -> tuple[str, str]:
-    """How many blocks there are, and which of them are special."""
+    """Return how many blocks there are, and which of them are special."""
     columns = read.columns
     special = (
         ("pinned", int((columns.pinned != ANYWHERE).sum())),
@@ -162,5 +165,5 @@ def _blocks(read: TraceFile) -> tuple[str, str]:
 
 
 def _exact(nbytes: int) -> str:
-    """`nbytes` for a reader, exact where rounding hides something."""
+    """Return `nbytes` for a reader, exact where rounding hides a difference."""
     return format_bytes(nbytes) if nbytes < 1 << 10 else f"{format_bytes(nbytes)} ({nbytes} bytes)"

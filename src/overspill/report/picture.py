@@ -37,7 +37,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(section: Section, path: Path, title: str) -> None:
-    """Draw `section`, which is no table, to `path`: a chart, memory over a step, or addresses over time."""
+    """Draw `section` to `path`: a chart, memory over a step, or addresses over time, but not a table."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an optional library
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -60,7 +60,7 @@ def draw(section: Section, path: Path, title: str) -> None:
 
 
 def _chart(axes: Any, chart: Lines | Points) -> None:
-    """Curves, points with their names, and lines across."""
+    """Draw curves, points with their names, and lines across."""
     for curve, colour in zip(chart.curves, COLOURS * len(chart.curves), strict=False):
         style = {"linestyle": "--", "color": "0.4"} if curve.dashed else {"color": colour}
         axes.plot(curve.x, curve.y, drawstyle="steps-post" if curve.steps else "default", label=curve.name, **style)
@@ -122,7 +122,7 @@ def _scale(axes: Any, x: Axis, y: Axis) -> None:
 
 
 def _memory(axes: Any, step: Step) -> None:
-    """The memory of each run of a step over its time."""
+    """Draw the memory of each run of a step over its time."""
     for number, run in enumerate(step.runs):
         seconds, nbytes = memory_over_time(run)
         colour, label = COLOURS[number % len(COLOURS)], f"{run.name}: {format_bytes(nbytes.max(initial=0))}"
@@ -134,7 +134,7 @@ def _memory(axes: Any, step: Step) -> None:
 
 
 def memory_over_time(run: StepRun) -> tuple[Floats, Integers]:
-    """The most bytes on the device from each of these seconds to the next, and at last after them."""
+    """Return the most bytes on the device from each of these seconds to the next, and finally after them."""
     live = live_bytes(run)
     # Instructions that end at one time are one stretch of it, with the most that they have.
     ends, first = np.unique(run.seconds, return_index=True)
@@ -145,7 +145,7 @@ def memory_over_time(run: StepRun) -> tuple[Floats, Integers]:
 
 
 def live_bytes(run: StepRun) -> Integers:
-    """The bytes on the device at each position."""
+    """Return the bytes on the device at each position."""
     change = np.zeros(run.positions + 1, dtype=np.int64)
     np.add.at(change, run.start, run.nbytes)
     np.add.at(change, run.end, -run.nbytes)
@@ -159,7 +159,7 @@ def _across(axes: Any, marks: Sequence[Mark]) -> None:
 
 
 def _addresses(figure: Any, axes: Any, step: Step, run: StepRun) -> None:
-    """A rectangle for each block, over its times and addresses, coloured by its size; and the live bytes."""
+    """Draw a rectangle for each block, over its times and addresses, coloured by size, and draw the live bytes."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an optional library
     from matplotlib.collections import PolyCollection  # noqa: PLC0415
     from matplotlib.colors import LogNorm  # noqa: PLC0415

@@ -19,7 +19,7 @@ Crossing = tuple[str, Placed]
 
 
 def placement_figures(crossings: Iterable[Crossing]) -> list[dict[str, Any]]:
-    """The JSON objects of all crossings, one each."""
+    """Return the JSON objects of all crossings, one each."""
     return [
         {
             "policy": policy,
@@ -35,7 +35,10 @@ def placement_figures(crossings: Iterable[Crossing]) -> list[dict[str, Any]]:
 
 
 def placement_tables(crossings: Sequence[Crossing]) -> list[Table]:
-    """Memory above live bytes by policy, and each placer's overall results; a placer is an allocator or a solver."""
+    """Return memory above live bytes by policy, and each placer's overall results.
+
+    A placer is an allocator or a solver.
+    """
     if not crossings:
         return []
     found = {(policy, placed.placer): placed for policy, placed in crossings}
@@ -54,7 +57,7 @@ def placement_tables(crossings: Sequence[Crossing]) -> list[Table]:
 
 
 def _over(placed: Placed) -> str:
-    """How far the peak is above the live bytes, in percent."""
+    """Return how far the peak is above the live bytes, in percent."""
     if not placed.lower_bound_bytes:
         return ""
     over = 100 * (placed.peak_bytes / placed.lower_bound_bytes - 1)

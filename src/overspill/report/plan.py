@@ -25,9 +25,10 @@ SHOWN_TENSORS = 5
 
 
 def plan_page(plan: Plan, title: str | None = None, placer: str | None = None, placed: Placed | None = None) -> Page:
-    """The page of `plan`.
+    """Return the page of `plan`.
 
-    Its blocks are where `placer` puts them (None: PyTorch's caching allocator), which gave `placed` if that is known.
+    `placer` gives its blocks their addresses (None: PyTorch's caching allocator). `placed` is the layout, if it is
+    known.
     """
     peak = peak_of(plan)
     return Page(
@@ -45,7 +46,7 @@ def plan_page(plan: Plan, title: str | None = None, placer: str | None = None, p
 
 
 def plan_verdict(plan: Plan) -> Verdict:
-    """The plan's memory and its cost."""
+    """Return the plan's memory and its cost."""
     of = "" if plan.device_bytes is None else "of the card, "
     # Where an allocator is the budget's, the unmanaged step is known by its live tensors alone.
     in_pool = plan.device_bytes is None and plan.reserved_bytes is not None
@@ -64,7 +65,7 @@ def plan_verdict(plan: Plan) -> Verdict:
 
 
 def _sides(plan: Plan, placer: str | None, placed: Placed | None) -> Table:
-    """All figures of the plan, and those of the unmanaged step next to them."""
+    """Return all figures of the plan, and those of the unmanaged step next to them."""
     columns = (Column(""), Column(f"plan ({plan.schedule.policy})"), Column("unmanaged"))
     return Table("Planned and unmanaged", columns, tuple(_rows(plan, placer, placed)))
 
@@ -110,7 +111,7 @@ def _rows(plan: Plan, placer: str | None, placed: Placed | None) -> Iterator[tup
 
 
 def waiting(timeline: Timeline) -> str:
-    """How long compute waits, and for what."""
+    """Return how long compute waits, and for what."""
     whole = timeline.exposed_transfer_seconds
     others = {"the host": timeline.host_seconds, "collectives": timeline.exposed_communication_seconds}
     causes = {"transfers": max(0.0, whole - sum(others.values())), **others}
@@ -122,9 +123,9 @@ def waiting(timeline: Timeline) -> str:
 
 
 def longest_wait(timeline: Timeline) -> str:
-    """The longest wait of compute, with its cause; empty without waits.
+    """Return the longest wait of compute, with its cause; empty without waits.
 
-    Its seconds are those of all waits of that cause.
+    The seconds sum over all waits with that cause.
     """
     waited = timeline.wait_seconds
     cause = max(waited, key=lambda cause: waited[cause], default=None)
@@ -132,7 +133,10 @@ def longest_wait(timeline: Timeline) -> str:
 
 
 def _swaps(plan: Plan) -> tuple[Table, ...]:
-    """Offloaded tensors: when they leave and return, and the waits. No table where nothing is offloaded."""
+    """Return the table of offloaded tensors: when they leave and return, and the waits.
+
+    The tuple is empty where nothing is offloaded.
+    """
     graph, waited = plan.graph, defaultdict[str, float](float)
     for cause, seconds in plan.timeline.wait_seconds.items():
         waited[cause.partition(" of ")[2]] += seconds
@@ -158,7 +162,7 @@ def _swaps(plan: Plan) -> tuple[Table, ...]:
 
 
 def peak_table(plan: Plan, peak: PlannedPeak) -> Table:
-    """The bytes of the peak by kind."""
+    """Return the bytes of the peak by kind."""
     columns = (Column("kind"), Column("size", Unit.BYTES, bar=True), Column("share", Unit.SHARE))
     kinds = peak.by_kind.items()
     rows = tuple((kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in kinds)
@@ -166,7 +170,7 @@ def peak_table(plan: Plan, peak: PlannedPeak) -> Table:
 
 
 def _largest(graph: Graph, peak: PlannedPeak) -> Table:
-    """A table of the largest tensors, with their source lines if known."""
+    """Return a table of the largest tensors, with their source lines if known."""
     columns = (Column("tensor"), Column("kind"), Column("shape"), Column("size", Unit.BYTES), Column("line"))
     rows = [
         (_name(t), t.kind.value, "x".join(map(str, t.shape)), t.nbytes, graph.source(graph.producer.get(t.id)))
@@ -177,10 +181,10 @@ def _largest(graph: Graph, peak: PlannedPeak) -> Table:
 
 
 def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str], str] = str) -> Page:
-    """The report where there is no plan.
+    """Return the report where no plan exists.
 
-    It has the least that one needs, what that is made of, and what would help. `spelled` writes the names of settings
-    as whoever asked gives them.
+    It shows the least memory that a plan needs, its parts, and what would help. `spelled` writes names of settings in
+    the form that the user gives them.
     """
     budget, floor = format_apart(error.budget_bytes, error.floor_bytes)
     figures = [Figure("the least that works", floor, error.cause)]
@@ -200,18 +204,16 @@ def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str]
 
 @dataclass(frozen=True)
 class PlannedPeak:
-    """The memory peak: its instruction, bytes by kind, and largest tensors.
-
-    Bytes that belong to no tensor, an op's scratch space, count as workspace.
-    """
+    """The memory peak: its instruction, bytes by kind, and largest tensors."""
 
     at: str
     by_kind: dict[TensorKind, int]
+    """Bytes by kind; an op's scratch space belongs to no tensor and counts as workspace."""
     largest: tuple[Tensor, ...]
 
 
 def peak_of(plan: Plan) -> PlannedPeak:
-    """The peak of `plan`, from checking its schedule again."""
+    """Return the peak of `plan`, by checking its schedule again."""
     result = check(plan.graph, plan.schedule)
     at = result.peak_instruction
     instruction = plan.schedule.instructions[at] if at >= 0 else None
@@ -232,7 +234,7 @@ def peak_of(plan: Plan) -> PlannedPeak:
 
 
 def peak_rows(graph: Graph, peak: PlannedPeak) -> list[dict[str, Any]]:
-    """The largest tensors at the peak, for JSON."""
+    """Return the largest tensors at the peak, for JSON."""
     return [
         {"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes, "source": graph.source(graph.producer.get(t.id)) or None}
         for t in peak.largest
@@ -240,7 +242,7 @@ def peak_rows(graph: Graph, peak: PlannedPeak) -> list[dict[str, Any]]:
 
 
 def made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
-    """The tensors that the op of `instruction` writes, if any."""
+    """Return the tensors that the op of `instruction` writes, if any."""
     if instruction is None or instruction.verb not in OF_OPS:
         return ()
     op = graph.ops[instruction.target]
@@ -248,10 +250,7 @@ def made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
 
 
 def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
-    """Bytes of persistent tensors that are stored between two steps.
-
-    By kind, the largest first.
-    """
+    """Return the bytes of persistent tensors in the store between two steps, by kind, the largest first."""
     found = Counter[TensorKind]()
     for tensor in map(plan.graph.tensors.__getitem__, plan.schedule.stored):
         found[tensor.kind] += tensor.nbytes
@@ -259,10 +258,10 @@ def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
 
 
 def step_notes(plan: Plan) -> list[str]:
-    """Notes for readers of a plan on what may move in its step.
+    """Return notes for readers of a plan on the tensors that may move in its step.
 
-    Of a whole step they say what is in the store between steps, and which updates wait for a gradient norm; else whether
-    the policy's paper moves more than feature maps.
+    For a whole step they give what is in the store between steps, and the updates that wait for a gradient norm.
+    Otherwise they say whether the policy's paper moves more than activations.
     """
     if not plan.graph.whole_step:
         name = plan.schedule.policy.partition(":")[0]
@@ -286,15 +285,12 @@ def _plural(kind: TensorKind) -> str:
 
 
 def too_small(plan: Plan) -> str:
-    """A sentence that the device is too small for `plan`.
-
-    Its budget is a share of the step.
-    """
+    """Return a sentence that the device is too small for `plan`, whose budget is a share of the step."""
     return f"The step does not fit {plan.device.name}: it takes {format_bytes(plan.needed_bytes)} of {format_bytes(plan.device.memory_bytes)}"
 
 
 def _spell(graph: Graph, instruction: Instruction) -> str:
-    """An instruction for a reader, as `mm_1 (model.fc, backward)`."""
+    """Return an instruction for a reader, as `mm_1 (model.fc, backward)`."""
     if instruction.verb not in OF_OPS:
         return f"{instruction.verb.value} of {_name(graph.tensors[instruction.target])}"
     op = graph.ops[instruction.target]

@@ -29,8 +29,8 @@ ON_CUDA = "On CUDA a storage comes and goes with the op during which the host to
 class Recording(Reportable):
     """A few measured steps of a real run.
 
-    Its results are there once its context has ended. A step is a call of a train step, or ends with the `step()` of an
-    optimizer. Times are seconds.
+    Its results are available once its context has ended. A step is a call of a train step, or ends with the `step()` of
+    an optimizer. Times are seconds.
     """
 
     def __init__(self, title: str) -> None:
@@ -64,7 +64,7 @@ class Recording(Reportable):
     def usual_step_seconds(self) -> float:
         """The median step time, in seconds.
 
-        Of the steps in which nothing was planned, compiled or made ready to be recorded; of all where there are none.
+        It covers the steps without planning, compiling or preparation of the recording; if none remains, all steps.
         """
         usual = [
             step.seconds
@@ -95,16 +95,16 @@ class Recording(Reportable):
         return self._moved(Verb.PREFETCH)
 
     def trace(self, path: str | Path) -> None:
-        """Write a Perfetto trace of the run to `path`.
+        """Write a Perfetto trace of the run to `path`, next to the plans' simulated steps.
 
-        With the plans' simulated steps for comparison. Raises RequestError.
+        Raises RequestError if the file cannot be written or nothing was recorded.
         """
         write_run_trace(self.record, self.plans, path, self.title)
 
     def snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot to `path`, for PyTorch's memory_viz.
 
-        On CUDA it is PyTorch's own. Raises RequestError.
+        On CUDA it is PyTorch's own. Raises RequestError if the file cannot be written or nothing was recorded.
         """
         write_run_snapshot(self.record, path)
 
@@ -115,13 +115,13 @@ class Recording(Reportable):
 
 
 def recording_page(found: Recording, title: str | None = None) -> Page:
-    """The report of a recording."""
+    """Return the report of a recording."""
     notes = ("Recorded steps take a little longer than others.", SEEN, *([ON_CUDA] if found.record.on_device else []))
     return Page(title or found.title, recording_verdict(found), (lambda: (_views(found),), steps_table(found)), notes)
 
 
 def recording_verdict(found: Recording) -> Verdict:
-    """The usual step time, with memory and waits."""
+    """Return the usual step time, with memory and waits."""
     record = found.record
     planned = max((plan.peak_bytes for plan in found.plans), default=0)
     steps = len(record.steps)
@@ -138,7 +138,7 @@ def recording_verdict(found: Recording) -> Verdict:
 
 
 def steps_table(found: Recording) -> Table:
-    """A table of the measured figures of each step."""
+    """Return a table of the measured figures of each step."""
     record = found.record
     # What is unusual about a step.
     notes = [
@@ -176,12 +176,12 @@ def steps_table(found: Recording) -> Table:
 
 
 def views_title(record: RunRecord) -> str:
-    """The title of the measured views: which step they show."""
+    """Return the title of the measured views, which names their step."""
     return f"Step {last_step(record) + 1} as it was measured"
 
 
 def _views(found: Recording) -> Step:
-    """The views of the last step, measured and planned. What was planned is there where one plan is all of it."""
+    """Return the views of the last step, measured and, if one plan is all of it, planned."""
     record, title = found.record, views_title(found.record)
     plan = next((plan for plan in found.plans if is_of(record, plan.graph)), None)
     if plan is None:

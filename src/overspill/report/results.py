@@ -1,4 +1,4 @@
-"""The page and the short form of each kind of result. For `core/reportable.py`."""
+"""The page and the short form of each kind of result, for `core/reportable.py`."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from .terminal import as_text
 
 
 def write_report(found: Reportable, path: Path, title: str | None = None) -> None:
-    """Write the page of `found` to `path`. Raises RequestError."""
+    """Write the page of `found` to `path`. Raises RequestError if that fails."""
     check_page(path)  # before the work of making it
     write_page(path, page_of(found, title))
 
 
 def explained(found: Reportable) -> str:
-    """All of a result as text."""
+    """Return all of a result as text."""
     return as_text(page_of(found))
 
 
 def in_notebook(found: Reportable) -> str:
-    """A result in short, as HTML for a notebook."""
+    """Return a result in short, as HTML for a notebook."""
     shown = _shown(found)
     return short_html(shown.verdict(found), None if shown.table is None else shown.table(found))
 
 
 def in_terminal(found: Reportable) -> str:
-    """A result in short, as text."""
+    """Return a result in short, as text."""
     verdict = _shown(found).verdict(found)
     figures = (f"{f.label}: {f.value}" + (f" ({f.note})" if f.note else "") for f in verdict.figures)
     return "\n  ".join((verdict.text, *figures))
 
 
 def page_of(found: Reportable, title: str | None = None) -> Page:
-    """The page of a result, with this title or a default one."""
+    """Return the page of a result, with this title or a default one."""
     return _shown(found).page(found, title)
 
 

@@ -19,7 +19,7 @@ LEAST_HOLE_BYTES = 64 << 20
 
 
 def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str) -> Page:
-    """The page of `found`, the replay of `snapshot`."""
+    """Return the page of `found`, the replay of `snapshot`."""
     others = [str(device) for device in snapshot.devices if device != found.device]
     also = f"The snapshot has events of device {', '.join(others)} too; --device chooses."
     return Page(
@@ -45,7 +45,7 @@ def _verdict(found: SnapshotReplay) -> Verdict:
 
 
 def _compared(found: SnapshotReplay) -> Table:
-    """What was replayed, and how far it is equal."""
+    """Return the table of the replayed parts, and how far each equals the recording."""
     rows = (
         ("events", f"{found.compared} of {found.events} replayed: {_what(found)}"),
         ("live at the start", f"{found.live_at_start} blocks, {format_bytes(found.reserved_at_start_bytes)} reserved"),
@@ -57,7 +57,7 @@ def _compared(found: SnapshotReplay) -> Table:
 
 
 def _views(found: SnapshotReplay, snapshot: Snapshot) -> Step:
-    """Blocks over time, where the recording says that they are."""
+    """Return the blocks over time, at their recorded addresses."""
     trace, addressed, made_by, frames = recorded_blocks(snapshot, found.device)
     offsets = _closed_up(trace, addressed)
     peak = max((o + block.nbytes for o, block in zip(offsets, trace.blocks, strict=True) if block.pieces), default=0)
@@ -69,7 +69,7 @@ def _views(found: SnapshotReplay, snapshot: Snapshot) -> Step:
 
 
 def _closed_up(trace: Trace, addressed: tuple[int, ...]) -> tuple[int, ...]:
-    """The addresses from 0 on, without large holes between segments."""
+    """Return the addresses from 0 on, without large holes between segments."""
     order = sorted(range(len(addressed)), key=lambda i: addressed[i])
     found = [0] * len(addressed)
     shift, reached = (addressed[order[0]], addressed[order[0]]) if order else (0, 0)
@@ -104,7 +104,7 @@ def _placements(found: SnapshotReplay) -> str:
 
 
 def _capacity(found: SnapshotReplay) -> str:
-    """Bounds on the device's memory that follow from the recording."""
+    """Return the bounds on the device's memory that follow from the recording."""
     least = f"at least {format_bytes(found.least_capacity_bytes)}"
     above = found.capacity_above_bytes
     if above is not None and above - found.least_capacity_bytes <= PAGE_BYTES:

@@ -35,7 +35,7 @@ OF_CARD = "Budgets are sizes of the card, with its context and what PyTorch's al
 
 
 def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
-    """The JSON object of one point of a sweep."""
+    """Return the JSON object of one point of a sweep."""
     head = {
         "policy": point.policy,
         "budget_bytes": point.budget_bytes,
@@ -63,7 +63,7 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
 
 
 def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
-    """The report of `sweep`."""
+    """Return the report of `sweep`."""
     name = title or f"{sweep.points[0].plan.graph.name if sweep.points[0].plan else 'step'} at every budget"
     notes = (
         f"Times are simulated for {sweep.device.name}, not measured. Slowdown is to the step without a budget.",
@@ -76,7 +76,7 @@ def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
 
 
 def sweep_verdict(sweep: Sweep) -> Verdict:
-    """How far memory goes down, and whether that fits the device."""
+    """Return how far memory goes down, and whether that fits the device."""
     least = sweep.frontier[-1]
     assert least.plan is not None
     fitting = [point for point in sweep.points if sweep.fits(point)]
@@ -97,7 +97,7 @@ def sweep_verdict(sweep: Sweep) -> Verdict:
 
 
 def _curves(sweep: Sweep) -> Lines | Points:
-    """A curve or point for each policy, and the bound. A policy that makes one schedule has a point."""
+    """Return a curve or point for each policy, and the bound. A policy that makes one schedule has a point."""
     found: dict[str, list[SweepPoint]] = {}
     for point in sorted(sweep.points, key=lambda point: point.budget_bytes):
         if point.plan is not None:
@@ -127,7 +127,7 @@ def _curves(sweep: Sweep) -> Lines | Points:
 
 
 def share_up(share: float) -> str:
-    """A share in percent, rounded up, so that it suffices as a budget."""
+    """Return a share in percent, rounded up, so that it suffices as a budget."""
     return percent(_up(share), 1)
 
 
@@ -136,10 +136,7 @@ def _up(share: float) -> float:
 
 
 def _sentence(sweep: Sweep) -> str:
-    """A sentence: how far memory goes down, at which cost.
-
-    And how far before it costs much.
-    """
+    """Return a sentence: how far memory goes down at which cost, and how far before it costs much."""
     frontier = sweep.frontier
     least = frontier[-1]
     assert least.plan is not None
@@ -155,7 +152,7 @@ def _sentence(sweep: Sweep) -> str:
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """A table of every plan, the largest budget first."""
+    """Return a table of every plan, the largest budget first."""
     rows = [point_figures(sweep, point) for point in sweep.points if point.plan is not None]
     # What is the same in all rows has no column; live bytes differ from budgets only of a card.
     said = {
@@ -171,7 +168,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """What a table shows otherwise than JSON: a share that suffices, nothing for what is not there, and words."""
+    """Return the row as a table shows it: a sufficient share, empty cells for missing values, and words."""
     return {
         "chosen": ", ".join(f"{name} {value}" for name, value in row["chosen"].items()),
         "budget_share": _up(row["budget_share"]),

@@ -15,7 +15,7 @@ Cell = str | float | bool | None
 
 
 class Unit(StrEnum):
-    """How a number is written."""
+    """The form in which a number is written."""
 
     TEXT = "text"
     NUMBER = "number"
@@ -28,15 +28,14 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, with its unit.
-
-    `bar`: each number has a bar behind it, as long as its share of the largest. `short`: its name in a terminal.
-    """
+    """A column of a table, with its unit."""
 
     name: str
     unit: Unit = Unit.TEXT
     bar: bool = False
+    """Whether each number has a bar behind it, as long as its share of the largest."""
     short: str = ""
+    """The column's name in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ WRITERS: dict[Unit, Callable[[float], str]] = {
 
 
 def written(cell: Cell, unit: Unit) -> str:
-    """A cell as text, in its unit."""
+    """Return a cell as text, in its unit."""
     if cell is None or isinstance(cell, str):
         return cell or ""
     if isinstance(cell, bool):

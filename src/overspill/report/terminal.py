@@ -20,7 +20,7 @@ LONG_NAME = 40
 
 
 def in_terminal(page: Page, *saved: str) -> RenderableType:
-    """`page` for a terminal, and below it a line for each of `saved`."""
+    """Return `page` for a terminal, followed by a line for each of `saved`."""
     verdict = page.verdict
     parts: list[RenderableType] = [Text(page.title), "", Text(verdict.text, style=TONES[verdict.good])]
     if verdict.figures:
@@ -36,14 +36,17 @@ def in_terminal(page: Page, *saved: str) -> RenderableType:
 
 
 def as_text(page: Page) -> str:
-    """`page` as a terminal of 120 columns shows it, without colours."""
+    """Return `page` as a terminal of 120 columns shows it, without colours."""
     text = StringIO()
     Console(width=120, file=text, color_system=None, highlight=False).print(in_terminal(page))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def printed(table: Table) -> Listing:
-    """The rows of `table` that a terminal shows, without its title; many columns have little space between them."""
+    """Return the rows of `table` that a terminal shows, without its title.
+
+    Many columns have little space between them.
+    """
     units = [column.unit for column in table.columns]
     columns = [column.short or column.name for column in table.columns]
     rows = [[written(cell, unit) for cell, unit in zip(row, units, strict=True)] for row in table.rows[: table.first]]
@@ -64,12 +67,12 @@ def printed(table: Table) -> Listing:
 
 
 def bar(share: float) -> str:
-    """A bar of at most 32 letters, in eighths of a letter."""
+    """Return a bar of at most 32 characters, in eighths of a character."""
     eighths = round(share * BAR_LETTERS * 8)
     return "█" * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
 def _below(table: Table) -> list[Text]:
-    """How many rows are left out, and the table's note."""
+    """Return how many rows are left out, and the table's note."""
     left = 0 if table.first is None else len(table.rows) - table.first
     return [Text(line) for line in (f"and {left} more" if left > 0 else "", table.note) if line]

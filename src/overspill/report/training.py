@@ -24,10 +24,7 @@ from .recording import views_title
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a training run, with what was asked for.
-
-    `reference` is the same run without Overspill, if there was one.
-    """
+    """The result of a training run, with the request."""
 
     job: Job
     options: Options
@@ -35,16 +32,17 @@ class Trained:
     managed: Run
     plan: Plan
     reference: Run | None = None
+    """The same run without Overspill, if it ran."""
 
     def checked_against(self, reference: Run) -> Trained:
-        """The same result with a reference run."""
+        """Return the same result with a reference run."""
         return replace(self, reference=reference)
 
     @cached_property
     def placed(self) -> Placed:
         """The addresses of the plan's blocks.
 
-        They follow from the placement that was asked for, or from PyTorch's caching allocator.
+        The requested placement gives them, or PyTorch's caching allocator.
         """
         return place_plan(self.plan, self.options.placer)
 
@@ -85,7 +83,7 @@ class Trained:
 
 
 def training_page(trained: Trained, title: str | None = None) -> Page:
-    """The page of a run: what was measured, then the simulated plan."""
+    """Return the page of a run: the measurements, then the simulated plan."""
     record = trained.managed.record
     measured = ", but for those that say measured" if record is not None and record.steps else ""
     tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
@@ -106,7 +104,7 @@ def training_page(trained: Trained, title: str | None = None) -> Page:
 
 
 def _views(trained: Trained) -> list[Section]:
-    """The views and tables of the plan, and the last step as it was measured where the run was recorded."""
+    """Return the views and tables of the plan, and the last step as measured where the run was recorded."""
     record, plan = trained.managed.record, trained.plan
     views, *tables = plan_page(plan, "", trained.options.placer).sections
     if record is None or not record.steps or not isinstance(views, Step):
@@ -139,7 +137,7 @@ def _verdict(trained: Trained) -> Verdict:
 
 
 def _slowdown(trained: Trained) -> list[Figure]:
-    """The step time relative to a run without Overspill, if measured."""
+    """Return the step time relative to a run without Overspill, if measured."""
     if trained.reference is None or not (plain := usual_step_seconds(trained.reference)):
         return []
     ratio = usual_step_seconds(trained.managed) / plain
@@ -147,7 +145,7 @@ def _slowdown(trained: Trained) -> list[Figure]:
 
 
 def _unmanaged(trained: Trained) -> Figure:
-    """The peak without Overspill, measured or else planned."""
+    """Return the peak without Overspill, measured or otherwise planned."""
     planned, reference = trained.plan.unmanaged_peak_bytes, trained.reference
     whole = planned if reference is None else reference.measured_peak_bytes
     share = f"the run took {percent(trained.managed.measured_peak_bytes, whole)} of it"
@@ -178,7 +176,7 @@ def _curve(name: str, values: list[float], *, dashed: bool = False) -> Curve:
 
 
 def title_of(trained: Trained) -> str:
-    """A title: what was trained, and how."""
+    """Return a title: the trained model and the settings."""
     job, options = trained.job, trained.options
     return (
         f"{job.titled}, {count(len(trained.managed.losses), 'step')} on {trained.device}: "
@@ -187,7 +185,7 @@ def title_of(trained: Trained) -> str:
 
 
 def peaks_table(trained: Trained) -> Table:
-    """The budget and the peaks, planned and measured, with their shares."""
+    """Return the budget and the peaks, planned and measured, with their shares."""
     run, plan = trained.managed, trained.plan
     whole = plan.unmanaged_bytes
     rows = [
@@ -206,7 +204,7 @@ def peaks_table(trained: Trained) -> Table:
 
 
 def _of_card(trained: Trained) -> list[tuple[str, int]]:
-    """Bytes of the plan's blocks where they lie, on CUDA over the first steps, and with the context."""
+    """Return the bytes of the plan's blocks at their addresses; on CUDA over the first steps, and with the context."""
     run = trained.managed
     if run.planned_reserved_bytes is None or run.planned_device_bytes is None:
         return [(f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes)]
@@ -218,7 +216,7 @@ def _of_card(trained: Trained) -> list[tuple[str, int]]:
 
 
 def moved(trained: Trained) -> str:
-    """What a step offloaded and recomputed, in words."""
+    """Return the tensors that a step offloaded and recomputed, in words."""
     plan = trained.plan
     again = (
         f"recomputed {count(plan.recomputed_ops, 'op')} ({format_flops(plan.recomputed_flops)})"
@@ -229,7 +227,7 @@ def moved(trained: Trained) -> str:
 
 
 def _whole_step(trained: Trained) -> list[str]:
-    """Notes that apply to a plan of the whole step only."""
+    """Return notes that apply to a plan of the whole step only."""
     notes = step_notes(trained.plan)
     parameters = trained.plan.graph.bytes_of(TensorKind.PARAMETER)
     if trained.plan.graph.whole_step and parameters > trained.plan.budget_bytes:
@@ -241,7 +239,7 @@ def _whole_step(trained: Trained) -> list[str]:
 
 
 def _times(trained: Trained) -> str:
-    """The usual step time, and the time of the first step."""
+    """Return the usual step time, and the time of the first step."""
     measured = f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
     plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
@@ -249,28 +247,28 @@ def _times(trained: Trained) -> str:
 
 
 def _partitioned_as_stock(run: Run) -> bool:
-    """Whether forward and backward are partitioned as stock torch.compile does.
+    """Return whether forward and backward are partitioned as stock torch.compile does.
 
-    A share given as a budget is of that step.
+    A share given as a budget is a share of that step.
     """
     return run.partition in (None, 1.0)
 
 
 def _partition(run: Run) -> str:
-    """A note if forward and backward are partitioned otherwise than usual."""
+    """Return a note if forward and backward are partitioned otherwise than usual."""
     return "" if _partitioned_as_stock(run) else f", parted as by activation_memory_budget={run.partition:g}"
 
 
 def usual_step_seconds(run: Run) -> float:
-    """The median seconds of a step, without the first.
+    """Return the median seconds of a step, without the first.
 
-    All is compiled and planned by then; the second, which may plan anew, does not weigh in a median.
+    All is compiled and planned by then. The second step may plan again, which hardly moves a median.
     """
     return median(run.step_seconds[1:] or run.step_seconds)
 
 
 def usual_steps(run: Run) -> str:
-    """Which steps the usual step time is of, in words."""
+    """Return the steps that the usual step time covers, in words."""
     count = len(run.step_seconds)
     if count == 1:
         return "the only step, with planning and compiling"

@@ -1,4 +1,4 @@
-"""The HTML report: one self-contained page, made of sections. `sections.py` says which there are."""
+"""The HTML report: one self-contained page, made of sections. `sections.py` defines them."""
 
 from overspill.report.tables import Column as Column
 from overspill.report.tables import Table as Table

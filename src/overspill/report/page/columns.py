@@ -12,7 +12,7 @@ from .sections import Frames, Integers
 
 
 def frames_of(frames: Sequence[Frame]) -> Frames:
-    """Lines of Python as columns."""
+    """Return lines of Python as columns."""
     files = {file: number for number, file in enumerate(dict.fromkeys(frame.file for frame in frames))}
     return Frames(
         files=tuple(files),
@@ -25,22 +25,19 @@ def frames_of(frames: Sequence[Frame]) -> Frames:
 
 
 def shape_of(shape: Sequence[int], dtype: str) -> str:
-    """A tensor's shape and dtype for a reader, as `32x64 float32`.
+    """Return a tensor's shape and dtype for a reader, as `32x64 float32`.
 
-    Empty where it is not known.
+    The text is empty where the shape is unknown.
     """
     return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}" if dtype else ""
 
 
 def integers(numbers: Iterable[int]) -> Integers:
-    """Numbers as a column of 64-bit integers."""
+    """Return numbers as a column of 64-bit integers."""
     return np.fromiter(numbers, dtype=np.int64)
 
 
 def columns_of(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """Rows of numbers as two columns.
-
-    Where each row begins, and the numbers of all.
-    """
+    """Return rows of numbers as two columns: where each row begins, and the numbers of all rows."""
     first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return first, integers(number for row in rows for number in row)

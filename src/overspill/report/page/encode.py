@@ -1,6 +1,6 @@
 """Encode a page's content as JSON that is safe inside HTML.
 
-Columns of numbers are base64, and no letter is one that a reader cannot see.
+Columns of numbers are base64. Text has no invisible characters.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _IN_HTML = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 
 
 def encode(page: Page) -> str:
-    """`page` as JSON that cannot end a `<script>` element."""
+    """Return `page` as JSON that cannot end a `<script>` element."""
     content = {name: _plain(getattr(page, name)) for name in ("title", "verdict", "sections")}
     content["notes"] = [visible(note, MOST_OF_A_NOTE) for note in page.notes]
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_IN_HTML)
 
 
 def visible(text: str, most: int = MOST_LETTERS) -> str:
-    """`text` with invisible characters spelled out, shortened if too long.
+    """Return `text` with invisible characters spelled out, cut to `most` characters.
 
-    Such are marks of direction; too long is more than `most` letters.
+    Direction marks are examples of invisible characters.
     """
     text = text if len(text) <= most else f"{text[: most - 100]}…{text[-99:]}"
     return spelled_out(text)
 
 
 def _plain(value: Any) -> Any:
-    """`value` in types of JSON; a section names its type."""
+    """Return `value` in types of JSON; a section names its type."""
     if isinstance(value, Enum):
         value = value.value
     elif isinstance(value, np.generic):
@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def _collection(value: Any) -> Any:
-    """A section as an object with its type's name, or a list."""
+    """Return a section as an object with its type's name, or a list."""
     if is_dataclass(value):
         content = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {"is": type(value).__name__, **content}
@@ -68,7 +68,7 @@ def _collection(value: Any) -> Any:
 
 
 def _column(numbers: NDArray[Any]) -> Any:
-    """A column of numbers: a list if short, else base64, of the smallest type that holds them."""
+    """Return a column of numbers: a list if short, otherwise base64 of the smallest type that holds them."""
     if len(numbers) <= _SHORT_COLUMN:
         return [_plain(number) for number in numbers.tolist()]
     kind = "f8"

@@ -22,21 +22,21 @@ _LANES = {Verb.OFFLOAD: STREAMS.index(Stream.OFFLOAD), Verb.PREFETCH: STREAMS.in
 
 
 def last_step(record: RunRecord) -> int:
-    """The last step recorded in full, or else the last one."""
+    """Return the last step recorded in full, or the last step if none was."""
     whole = [step for step, facts in enumerate(record.facts) if facts.is_whole]
     return whole[-1] if whole else len(record.facts) - 1
 
 
 def measured_step(record: RunRecord, title: str) -> Step:
-    """The views of the last measured step, of all graphs that ran."""
+    """Return the views of the last measured step, of all graphs that ran."""
     graphs = list({id(graph): graph for graph in _graphs_of(record, last_step(record))}.values())
     return with_measured(_joined([of_graph(graph, (), title) for graph in graphs], title), record, graphs)
 
 
 def with_measured(section: Step, record: RunRecord, graphs: Sequence[Graph]) -> Step:
-    """`section` with the last measured step as a further run.
+    """Return `section` with the last measured step as a further run.
 
-    Its tensors and ops are those of `graphs` one after the other.
+    `section` has the tensors and ops of `graphs`, in this order.
     """
     views = _Views(section, record, graphs, last_step(record))
     found = views.run()
@@ -44,7 +44,7 @@ def with_measured(section: Step, record: RunRecord, graphs: Sequence[Graph]) -> 
 
 
 def is_of(record: RunRecord, graph: Graph) -> bool:
-    """Whether only `graph` ran in the last step of `record`."""
+    """Return whether only `graph` ran in the last step of `record`."""
     return bool(record.steps) and all(ran is graph for ran in _graphs_of(record, last_step(record)))
 
 
@@ -64,7 +64,7 @@ class _Unplanned(NamedTuple):
 class _Views:
     """One measured step as columns.
 
-    Each end of an op, and each change of memory, is an instant: a position ends with it.
+    Each end of an op and each change of memory is an instant, and ends one position.
     """
 
     def __init__(self, section: Step, record: RunRecord, graphs: Sequence[Graph], step: int) -> None:
@@ -80,7 +80,7 @@ class _Views:
         self._made: Counter[tuple[int, int, int]] = Counter()
 
     def run(self) -> StepRun:
-        """The measured step as a run."""
+        """Return the measured step as a run."""
         record, step = self._record, self._step
         compute = record.within(record.compute, step)
         during = [c for c in record.changes if self._is_during(c)]
@@ -115,15 +115,15 @@ class _Views:
         )
 
     def _at(self, seconds: float) -> float:
-        """Seconds since the step began, for a time of the record."""
+        """Return the seconds from the start of the step to a time of the record."""
         return min(max(0.0, seconds - self._begun), self._seconds)
 
     def _is_during(self, change: MemoryChange) -> bool:
-        """Whether a change is in the step, not before it."""
+        """Return whether a change is in the step, not before it."""
         return change.step == self._step and change.seconds >= self._begun
 
     def _spans(self, ends: Sequence[float]) -> list[list[int]]:
-        """The columns start, end, tensor and bytes of all storages. Starts and ends are positions."""
+        """Return the columns start, end, tensor and bytes of all storages; starts and ends are positions."""
         live: dict[int, list[int]] = {}
         found: list[list[int]] = []
         # Follow the changes in order, each at the position of its instant.
@@ -145,7 +145,7 @@ class _Views:
         return [list(column) for column in zip(*kept, strict=True)] or [[], [], [], []]
 
     def _tensor(self, change: MemoryChange) -> int:
-        """The tensor of a storage, or the op's workspace that it is."""
+        """Return the tensor of a storage, or the workspace of an op if the storage is one."""
         label = change.label
         if label is None or id(label.graph) not in self._firsts:
             kind = "other" if change.kind is None else change.kind.value
@@ -165,7 +165,7 @@ class _Views:
         return len(self._section.tensors.name) + len(self.external_tensors) - 1
 
     def _events(self, compute: Sequence[Measured]) -> Iterator[tuple[int, int, int, float, float]]:
-        """The stream, verb, target, begin and end of each op and copy."""
+        """Yield the stream, verb, target, begin and end of each op and copy."""
         for done in compute:
             if not done.is_op or (label := done.label) is None or label.verb is None:
                 continue
@@ -183,7 +183,7 @@ class _Views:
 
 
 def _with_more(tensors: Tensors, external_tensors: Sequence[_Unplanned]) -> Tensors:
-    """`tensors`, followed by those that no graph knows."""
+    """Return `tensors`, followed by those that belong to no graph."""
     none = np.full(len(external_tensors), -1, dtype=np.int64)
     return Tensors(
         name=[*tensors.name, *(s.name for s in external_tensors)],
@@ -196,7 +196,7 @@ def _with_more(tensors: Tensors, external_tensors: Sequence[_Unplanned]) -> Tens
 
 
 def _joined(steps: Sequence[Step], title: str) -> Step:
-    """The tensors and ops of several steps, as of one step."""
+    """Return the tensors and ops of several steps, as of one step."""
     if len(steps) == 1:
         return steps[0]
     # Layers of the same name become one.
@@ -233,7 +233,7 @@ def _joined(steps: Sequence[Step], title: str) -> Step:
 
 
 def _rows(firsts: Sequence[Integers], rows: Sequence[Integers], offsets: Integers) -> tuple[Integers, Integers]:
-    """Rows of tensors of several graphs, as columns of one. Where each row begins, and all of them."""
+    """Return rows of tensors of several graphs as columns of one: where each row begins, and all of them."""
     lengths = np.concatenate([np.diff(first) for first in firsts])
     found = np.concatenate([row + at for row, at in zip(rows, offsets, strict=False)])
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), found.astype(np.int64)

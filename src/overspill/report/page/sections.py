@@ -1,7 +1,7 @@
 """The parts of a report: verdict, tables, charts and linked views.
 
-Nothing here knows what a plan or an estimate is. Numbers stay numbers, and who shows them writes them in their unit:
-so a reader can sort a table, and read exact bytes off a curve.
+Nothing here depends on plans or estimates. Numbers stay numbers; each output writes them in their unit. So a reader can
+sort a table, and read exact bytes off a curve.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first sentence of a report, with headline figures.
-
-    `good`: whether it is what the reader hoped for; None where nothing is judged.
-    """
+    """The first sentence of a report, with headline figures."""
 
     text: str
     good: bool | None
+    """Whether the result is the one that the reader wants; None where nothing is judged."""
     figures: tuple[Figure, ...] = ()
 
 
@@ -50,30 +48,30 @@ class Axis:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points joined by lines.
-
-    `steps`: each value holds until the next x. `dashed`: of what is not the subject, as a bound.
-    """
+    """Points joined by lines."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     steps: bool = False
+    """Whether each value holds until the next x."""
     dashed: bool = False
+    """Whether it shows a reference, as a bound, and not the subject of the chart."""
 
 
 @dataclass(frozen=True)
 class Mark:
     """A line across a chart at one value, as a budget.
 
-    `at` is on the y axis unless `on_x`. Of a step it lies across the memory, and where addresses are bound by it too,
-    across these.
+    In a view of a step it crosses the memory.
     """
 
     name: str
     at: float
+    """The value, on the y axis unless `on_x`."""
     on_x: bool = False
     on_addresses: bool = False
+    """Whether the line also bounds addresses, and so crosses their view too."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +88,13 @@ class Lines:
 
 @dataclass(frozen=True)
 class Point:
-    """One of the things compared, as a policy.
-
-    `good`: false for one that fails, as by not fitting.
-    """
+    """One of the compared things, as a policy."""
 
     name: str
     x: float
     y: float
     good: bool = True
+    """False for a failure, as for a policy that does not fit."""
     note: str = ""
 
 
@@ -106,7 +102,7 @@ class Point:
 class Points:
     """A chart of named points, as policies by memory and time.
 
-    Curves are of what bounds them.
+    Its curves show bounds on the points.
     """
 
     title: str
@@ -124,44 +120,38 @@ def _none() -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Lines of Python that ran ops, with their callers.
-
-    `file` is an index of `files`, `caller` the line that called this one, or -1. `backward` is 1 where what ran is the
-    backward of what the line ran.
-    """
+    """Lines of Python that ran ops, with their callers."""
 
     files: Sequence[str] = ()
     file: Integers = field(default_factory=_none)
+    """An index of `files`."""
     line: Integers = field(default_factory=_none)
     function: Sequence[str] = ()
     caller: Integers = field(default_factory=_none)
+    """The line that called this one, or -1."""
     backward: Integers = field(default_factory=_none)
+    """1 where the op that ran is the backward of the op that the line ran."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """The tensors of a step, by number.
-
-    `maker` is the op that first writes one, or -1; `layer` is an index of `Step.layers`. `frame` is the line of Python
-    that made one, or -1; empty where all were made by the lines of their makers.
-    """
+    """The tensors of a step, by number."""
 
     name: Sequence[str]
     kind: Sequence[str]
     shape: Sequence[str]
     nbytes: Integers
     maker: Integers
+    """The op that first writes the tensor, or -1."""
     layer: Integers
+    """An index of `Step.layers`."""
     frame: Integers = field(default_factory=_none)
+    """The line of Python that made the tensor, or -1; empty where the lines of all makers made them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ops:
-    """The ops of a step, by number.
-
-    Op i reads `read[first_read[i]:first_read[i + 1]]`, and so for what it writes. The lines of Python that ran it are
-    `frame[first_frame[i]:first_frame[i + 1]]`; both are empty where none is known.
-    """
+    """The ops of a step, by number."""
 
     name: Sequence[str]
     phase: Sequence[str]
@@ -169,55 +159,61 @@ class Ops:
     flops: Integers
     first_read: Integers
     read: Integers
+    """The tensors that ops read; op i reads `read[first_read[i]:first_read[i + 1]]`."""
     first_written: Integers
     written: Integers
+    """The tensors that ops write, in the same form."""
     first_frame: Integers = field(default_factory=_none)
+    """Where each op's lines begin in `frame`; empty where no line is known."""
     frame: Integers = field(default_factory=_none)
+    """The lines of Python that ran op i, `frame[first_frame[i]:first_frame[i + 1]]`; empty where none is known."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepRun:
-    """One run of a step: memory and streams over time.
+    """One run of a step: memory and streams over time, as a plan simulates them.
 
-    As by a plan: what was on the device when, and what each stream did. Positions count its instructions, and
-    `seconds[p]` is when the one at `p` had been carried out; empty where there is no clock. From `start[i]` until
-    before `end[i]` the device holds tensor `tensor[i]`, or the workspace of op `-1 - tensor[i]` if that is negative, of
-    `nbytes[i]`, at address `offset[i]` (empty: no addresses are known).
-
-    Event i is of instruction `event_at[i]`, on stream `stream[i]` (an index of `streams`), and does `verb[i]` (an index of
-    `verbs`) to `target[i]`: an op on the compute stream, the first one, a tensor on the others. A stall is a time in which
-    the compute stream waits, with its cause. What was `measured` is never shown in one picture with what was simulated.
+    Positions count its instructions. From `start[i]` until before `end[i]` the device holds `nbytes[i]` bytes of
+    `tensor[i]`. A stall is a time in which the compute stream waits, with its cause.
     """
 
     name: str
     seconds: Floats
+    """`seconds[p]` is when the instruction at position p ends; empty without a clock."""
     positions: int
     start: Integers
     end: Integers
     tensor: Integers
+    """A tensor, or the workspace of op `-1 - tensor[i]` if negative."""
     nbytes: Integers
     offset: Integers
+    """The address of each row; empty where addresses are unknown."""
     streams: tuple[str, ...] = ()
     verbs: tuple[str, ...] = ()
     stream: Integers = field(default_factory=_none)
+    """The stream of event i, as an index of `streams`."""
     verb: Integers = field(default_factory=_none)
+    """The verb of event i, as an index of `verbs`."""
     target: Integers = field(default_factory=_none)
+    """The target of event i: an op on the first stream, which computes; a tensor on the others."""
     begun: Floats = field(default_factory=lambda: np.zeros(0))
     ended: Floats = field(default_factory=lambda: np.zeros(0))
     event_at: Integers = field(default_factory=_none)
+    """The instruction of event i."""
     stall_begun: Floats = field(default_factory=lambda: np.zeros(0))
     stall_ended: Floats = field(default_factory=lambda: np.zeros(0))
     stall_cause: Sequence[str] = ()
     placer: str = ""
     reserved_bytes: int | None = None
     measured: bool = False
+    """Whether the run was measured; measured and simulated runs never share one picture."""
     marks: tuple[Mark, ...] = ()
     """Lines for this run alone."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """What the views call memory, tensors, places, positions and kinds."""
+    """The words of the views for memory, tensors, places, positions and kinds."""
 
     memory: str = "Memory over the step"
     thing: str = "tensor"
@@ -230,9 +226,8 @@ class Words:
 class Step:
     """Linked views of one step: memory, streams, addresses, layers.
 
-    They are of one of `runs` at a time. The first run is shown first; the others are a click away, and their memory is
-    a line beside it. What a run does not know, as streams or addresses, has no view. `marks` are lines for all runs, as
-    the budget. `words`: for what is no step of a model.
+    They show one of `runs` at a time, the first one at first; a click switches to another. The memory of the other runs
+    is a line next to it. Data that a run lacks, as streams or addresses, has no view.
     """
 
     title: str
@@ -241,9 +236,11 @@ class Step:
     ops: Ops
     runs: tuple[StepRun, ...]
     marks: tuple[Mark, ...] = ()
+    """Lines for all runs, as the budget."""
     note: str = ""
     frames: Frames = field(default_factory=Frames)
     words: Words = Words()
+    """Other words, for data that is no step of a model."""
 
 
 Section = Table | Lines | Points | Step

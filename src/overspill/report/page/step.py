@@ -27,9 +27,9 @@ _SIZES = tuple(1 << power for power in (30, 28, 26, 24, 22, 20, 18, 16, 12))
 
 
 def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step:
-    """The views of `plan` and of the unmanaged step.
+    """Return the views of `plan` and of the unmanaged step.
 
-    Its blocks lie as `placer` puts them (None: as PyTorch does).
+    `placer` gives its blocks their addresses (None: PyTorch's caching allocator).
     """
     is_placed = (
         plan.device_bytes is not None or placer is not None
@@ -43,9 +43,9 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
 
 
 def limits_of(plan: Plan) -> list[tuple[str, int]]:
-    """The limits of a plan's live bytes: budget and allocator.
+    """Return the limits of a plan's live bytes: budget and allocator.
 
-    For a card, also what the allocator takes for them.
+    For a budget that is a GPU's size, they also have the bytes that the allocator reserves.
     """
     if plan.device_bytes is None or plan.reserved_bytes is None:
         return [("budget", plan.budget_bytes)]
@@ -53,7 +53,7 @@ def limits_of(plan: Plan) -> list[tuple[str, int]]:
 
 
 def _above(plan: Plan, planned: StepRun) -> str:
-    """Why addresses exceed a budget that is kept. It is one of live bytes, whatever lies between them."""
+    """Return why addresses exceed a budget that is kept: the budget counts live bytes, not the gaps between them."""
     reach = planned.reserved_bytes or 0
     if reach <= plan.asked_bytes:
         return ""
@@ -65,7 +65,7 @@ def _above(plan: Plan, planned: StepRun) -> str:
 
 
 def of_graph(graph: Graph, runs: tuple[StepRun, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:
-    """The views of `runs` of one graph."""
+    """Return the views of `runs` of one graph."""
     layers = {layer: index for index, layer in enumerate(dict.fromkeys(op.layer for op in graph.ops))}
     # Tensors belong to the layer of the first op that uses them.
     home = [uses[0] if uses else -1 for uses in graph.uses]
@@ -98,7 +98,7 @@ def of_graph(graph: Graph, runs: tuple[StepRun, ...], title: str, marks: tuple[M
 
 
 def _shown(graph: Graph, event: Event) -> int:
-    """What an event is drawn of: an op on the compute stream, else a tensor."""
+    """Return the subject of a drawn event: an op on the compute stream, otherwise a tensor."""
     if event.stream is Stream.COMPUTE or event.verb not in OF_OPS:
         return event.target
     return next(iter(graph.ops[event.target].writes), 0)
@@ -112,9 +112,9 @@ def run(
     placer: str | None = None,
     groups: Iterable[Sequence[int]] = (),
 ) -> StepRun:
-    """A schedule's memory and events over time.
+    """Return a schedule's memory and events over time.
 
-    Times are those of `timeline`; there are addresses where a `placer` is named.
+    Times are those of `timeline`. Addresses need the name of a `placer`.
     """
     # Blocks of the schedule, and addresses for them.
     trace, owners = owned_trace(graph, schedule, groups)
@@ -156,10 +156,10 @@ def addresses(
     made_by: Sequence[int] = (),
     position: str = "position",
 ) -> Step:
-    """The views of a layout alone: blocks by size, over positions.
+    """Return the views of a layout alone: blocks by size, over positions.
 
-    Each space is above the one before. `made_by` has for each block the line that asked for it, by its position among
-    `frames`; `position` is what one is called.
+    Each space is above the one before. `made_by` has for each block the line that requested it, by its position among
+    `frames`. `position` is the word for a position.
     """
     blocks = trace.blocks
     # Stack the spaces.
@@ -201,7 +201,7 @@ def addresses(
 
 
 def _layout(trace: Trace, placer: str) -> Layout | None:
-    """The layout by an allocator or a solver; None if it fails."""
+    """Return the layout by an allocator or a solver; None if it fails."""
     check_placer(placer)
     if placer in SOLVERS:
         return solver_named(placer).solve(trace, SEARCH).layout

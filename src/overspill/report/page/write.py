@@ -1,6 +1,6 @@
 """Write a page as one HTML file, with style, script and content.
 
-It loads nothing from anywhere.
+The file loads nothing from the network or from other files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def check_page(path: Path) -> None:
 
 
 def write_page(path: Path, page: Page) -> None:
-    """Write `page` to `path`. Raises RequestError where that cannot be done."""
+    """Write `page` to `path`. Raises RequestError if that fails."""
     check_page(path)
     write_whole(path, page_text(page))
 
 
 def page_text(page: Page) -> str:
-    """`page` as HTML."""
+    """Return `page` as HTML."""
     web = files(__package__) / "web"
     script = "\n".join((web / name).read_text(encoding="utf-8") for name in SCRIPTS)
     return Template((web / "page.html").read_text(encoding="utf-8")).substitute(

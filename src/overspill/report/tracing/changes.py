@@ -1,6 +1,6 @@
 """The tensors that each instruction adds to and removes from memory.
 
-Traces and snapshots are made of these.
+Traces and snapshots use these changes.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from overspill.report.plan import made_by
 
 
 class InstructionChange(NamedTuple):
-    """The memory change of one instruction, at `position`.
-
-    Tensors that appear, bytes that are there while it lasts alone, and tensors that go.
-    """
+    """The memory change of one instruction, at `position`."""
 
     position: int
     appearing: tuple[int, ...]
+    """Tensors that appear on the device."""
     scratch_bytes: int
+    """Bytes in use only while the instruction runs."""
     leaving: tuple[int, ...]
+    """Tensors that leave the device."""
 
 
 def present_first(graph: Graph, schedule: Schedule) -> list[int]:
-    """The tensors on the device when the step begins."""
+    """Return the tensors on the device when the step begins."""
     stored = frozenset(schedule.stored)
     return [t.id for t in graph.tensors if t.persistent and t.id not in stored]
 
 
 def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[InstructionChange]:
-    """The memory change of each instruction, in order.
+    """Yield the memory change of each instruction, in order.
 
-    Scratch is what `timeline` has of live bytes beyond those of tensors.
+    Scratch is the live bytes of `timeline` minus those of tensors.
     """
     present = set(present_first(graph, schedule))
     live = sum(graph.tensors[t].nbytes for t in present)
@@ -48,5 +48,5 @@ def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator
 
 
 def _brought_by(graph: Graph, instruction: Instruction) -> tuple[int, ...]:
-    """The tensors that an instruction puts on the device."""
+    """Return the tensors that an instruction puts on the device."""
     return (instruction.target,) if instruction.verb is Verb.PREFETCH else made_by(graph, instruction)

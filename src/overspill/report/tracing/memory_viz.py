@@ -1,7 +1,7 @@
 """A plan's step or a run as a PyTorch memory snapshot.
 
-For pytorch.org/memory_viz and torch.cuda._memory_viz. Allocations and frees are those of the schedule, in its order, or
-those that were measured; their addresses are those that PyTorch's caching allocator would give them, simulated.
+It is for pytorch.org/memory_viz and torch.cuda._memory_viz. Allocations and frees are measured, or those of the
+schedule in its order. Addresses are those that a simulation of PyTorch's caching allocator gives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Frames = tuple[Frame, ...]
 
 
 def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
-    """Write a snapshot of the simulated step of `plan` to `path`. Raises RequestError where that fails."""
+    """Write a snapshot of the simulated step of `plan` to `path`. Raises RequestError if that fails."""
     step = _SnapshotStep(plan)
     write_snapshot(path, _events(step.rows), origins=step.origins, spans=step.phases())
 
@@ -39,7 +39,7 @@ def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
 def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
     """Write a snapshot of a recorded run to `path`.
 
-    On CUDA it is PyTorch's own. Raises RequestError where that fails.
+    On CUDA it is PyTorch's own. Raises RequestError if that fails.
     """
     if record.on_device:
         if record.device_snapshot is None:
@@ -68,7 +68,7 @@ def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
 
 
 def _origin_of(change: MemoryChange) -> Origin:
-    """The origin of a measured storage. It is the op, or the transfer, that ran when it was first seen."""
+    """Return the origin of a measured storage: the op or the transfer that ran when it was first seen."""
     step = ("run", change.step + 1, f"step {change.step + 1}")
     if change.label is None:
         what = "storage" if change.kind is None else change.kind.value
@@ -91,7 +91,7 @@ def _origin_of(change: MemoryChange) -> Origin:
 
 
 def _origin(graph: Graph, first: Frame, op: int | None, last: Frames, kind: TensorKind | None) -> Origin:
-    """Frames that name a tensor, its op, and why it is there. The op's lines of Python are among them."""
+    """Return frames that name a tensor, its op, and its purpose; the op's lines of Python are among them."""
     made = () if op is None else ((graph.ops[op].layer or "(outside layers)", op, graph.ops[op].name),)
     said = [name for _, _, name in (first, *made, *last)]
     if source := graph.source(op):
@@ -102,7 +102,7 @@ def _origin(graph: Graph, first: Frame, op: int | None, last: Frames, kind: Tens
 
 
 def _events(rows: Sequence[tuple[int, int, int]]) -> Events:
-    """Columns of allocations and frees, from `(action, block, bytes)` rows."""
+    """Return columns of allocations and frees, from `(action, block, bytes)` rows."""
     action, block, nbytes = zip(*rows, strict=True) if rows else ((), (), ())
     return Events(np.array(action), np.array(block), np.array(nbytes), np.zeros(len(action), np.int32))
 
@@ -123,7 +123,7 @@ class _SnapshotStep:
         self._walk(plan)
 
     def phases(self) -> list[Span]:
-        """The phases of the step, as ranges of events."""
+        """Return the phases of the step, as ranges of events."""
         instructions, ops = self.schedule.instructions, self.graph.ops
         runs = [(ops[i.target].phase, at) for at, i in enumerate(instructions) if i.verb is Verb.RUN]
         starts = [(phase, self._begun[next(iter(group))[1]]) for phase, group in groupby(runs, key=lambda run: run[0])]

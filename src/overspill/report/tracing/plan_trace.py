@@ -1,6 +1,6 @@
 """A plan as a Perfetto trace, next to the unmanaged step.
 
-It shows what each stream does when, by simulation.
+It shows the simulated work of each stream over time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIVE = "live bytes"
 def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
     """Write a trace of `plan` and the unmanaged step to `path`.
 
-    Both are simulated. Raises RequestError where that fails.
+    Both are simulated. Raises RequestError if that fails.
     """
     policy, name = plan.schedule.policy, title or plan.graph.name
     planned = planned_step(plan, name)
@@ -48,7 +48,7 @@ def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
 
 
 def planned_step(plan: Plan, name: str, pid: int = PLANNED) -> Process:
-    """The simulated step of `plan`, as process `pid` of a trace."""
+    """Return the simulated step of `plan`, as process `pid` of a trace."""
     return _TracedStep(plan, plan.schedule, plan.timeline, pid, f"simulated: {name}").process()
 
 
@@ -60,7 +60,7 @@ class _TracedStep:
         self._process = Process(pid, name, (LAYERS, *timeline.streams, HOST))
 
     def process(self) -> Process:
-        """The process with all events of the step."""
+        """Return the process with all events of the step."""
         for event in self.timeline.events:
             self._event(event)
         self._layers()
@@ -85,7 +85,7 @@ class _TracedStep:
         )  # fmt: skip
 
     def _layers(self) -> None:
-        """Slices for the phases, and within them for the layers, from their first op to their last."""
+        """Add slices for the phases, and within them for the layers, from their first op to their last."""
         computed = [e for e in self.timeline.events if e.stream is Stream.COMPUTE]
         ops = self.graph.ops
         for phase, in_phase in groupby(computed, key=lambda event: ops[event.target].phase):
@@ -111,7 +111,7 @@ class _TracedStep:
             )  # fmt: skip
 
     def _flows(self) -> None:
-        """An arrow from where a tensor leaves to where it comes back."""
+        """Add an arrow from each tensor's offload to its return."""
         left: dict[int, Event] = {}
         for number, event in enumerate(self.timeline.events):
             if event.stream is Stream.OFFLOAD:
@@ -133,10 +133,10 @@ class _TracedStep:
 
 
 def memory_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[tuple[float, Counter[TensorKind], int]]:
-    """Live bytes over time: `(seconds, bytes by kind, all bytes)`.
+    """Yield live bytes over time: `(seconds, bytes by kind, all bytes)`.
 
-    A row for each change, in order; what belongs to no tensor is workspace. All bytes are first the timeline's, of each
-    instruction while it is carried out, and then what stays of them. The counter is the same object each time.
+    Each change has a row, in order. Bytes of no tensor count as workspace. All bytes are first the timeline's while the
+    instruction runs, and then the bytes that stay. The counter is the same object in each row.
     """
     tensors = graph.tensors
     kinds = Counter[TensorKind]()
@@ -162,7 +162,7 @@ def memory_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[
 
 
 def op_facts(graph: Graph, op: Op, algorithm: int = 0) -> dict[str, Any]:
-    """Facts about an op, as arguments of its slice."""
+    """Return facts about an op, as arguments of its slice."""
     facts = {
         "layer": op.layer,
         "layer_type": op.layer_type,
@@ -178,7 +178,7 @@ def op_facts(graph: Graph, op: Op, algorithm: int = 0) -> dict[str, Any]:
 
 
 def tensor_facts(graph: Graph, tensor: int) -> dict[str, Any]:
-    """Facts about a moved tensor, as arguments of its slice."""
+    """Return facts about a moved tensor, as arguments of its slice."""
     made = graph.tensors[tensor]
     facts = {"tensor": made.name, "kind": made.kind, "shape": "x".join(map(str, made.shape)), "dtype": made.dtype}
     producer = graph.producer.get(tensor)
@@ -188,7 +188,7 @@ def tensor_facts(graph: Graph, tensor: int) -> dict[str, Any]:
 
 
 def _lines(graph: Graph, op: int | None) -> dict[str, Any]:
-    """The source line and stack of an op, or nothing. The outermost line is first."""
+    """Return the source line and stack of an op, the outermost line first, or an empty dict."""
     stacks = graph.stacks(op)
     if not stacks:
         return {}

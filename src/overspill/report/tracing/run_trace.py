@@ -1,7 +1,4 @@
-"""A measured run as a Perfetto trace.
-
-Next to it the simulation of its plans.
-"""
+"""A measured run as a Perfetto trace, next to the simulation of its plans."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ LANES = {Verb.OFFLOAD: Stream.OFFLOAD, Verb.PREFETCH: Stream.PREFETCH}
 def write_run_trace(record: RunRecord, plans: Sequence[Plan], path: str | Path, title: str) -> None:
     """Write a run and its plans' simulated steps to `path`.
 
-    Each is a process. Raises RequestError where that fails.
+    Each is a process of the trace. Raises RequestError if that fails.
     """
     facts = {
         "what": "the process `measured` is measured by overspill, those that are `simulated` are not",
@@ -47,7 +44,7 @@ class _TracedRun:
         self._process = Process(MEASURED, f"measured: {title}", threads)
 
     def process(self) -> Process:
-        """The process with all events of the run."""
+        """Return the process with all events of the run."""
         for number, (step, facts) in enumerate(zip(self._record.steps, self._record.facts, strict=True), 1):
             name = f"step {number}" + ", with planning and compiling" * facts.plans + ", in part" * (not facts.is_whole)
             made_ready = {"made_ready_to_tell_seconds": facts.prepared_seconds} if facts.prepared_seconds else None
@@ -78,7 +75,7 @@ class _TracedRun:
             self._slice(Stream.COMPUTE, f"waits: {label.cause}", done, "stall", facts, BAD)
 
     def _flows(self) -> None:
-        """Arrows from each tensor's offload to its next prefetch."""
+        """Add arrows from each tensor's offload to its next prefetch."""
         both = [(copy, verb) for verb, copies in self._record.copies.items() for copy in copies]
         left: dict[tuple[int, int], Measured] = {}
         for number, (copy, verb) in enumerate(sorted(both, key=lambda pair: pair[0].begin_seconds)):

@@ -1,8 +1,8 @@
 """Write Chrome's Trace Event Format, for Perfetto.
 
 ui.perfetto.dev and chrome://tracing open it. The keys are those of the format's document ("Trace Event Format",
-Google): `ph` is `X` for a slice, `C` for a counter, `s` and `f` for the ends of a flow, `M` for names. Times are
-microseconds; ours are whole nanoseconds, so that slices that follow one another never overlap by rounding.
+Google): `ph` is `X` for a slice, `C` for a counter, `s` and `f` for the ends of a flow, `M` for names. The format's
+times are microseconds. Ours are whole nanoseconds, so that rounding never makes consecutive slices overlap.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Process:
     ) -> None:
         """Add a bar to `thread`.
 
-        Bars of one thread follow one another or lie within one another.
+        Bars of one thread follow one another or are nested.
         """
         begin, end = _nanoseconds(begin_seconds), _nanoseconds(end_seconds)
         event = self._event("X", name, begin, tid=self._threads[thread], cat=category, dur=(end - begin) / 1000)
@@ -60,7 +60,7 @@ class Process:
     def flow(self, number: int, name: str, source: tuple[str, float], target: tuple[str, float]) -> None:
         """Add an arrow between the slices at two threads and times.
 
-        `number` is this arrow's alone.
+        Each arrow has a `number` of its own.
         """
         for phase, (thread, seconds), more in (("s", source, {}), ("f", target, {"bp": "e"})):
             self._event(
@@ -83,7 +83,7 @@ class Process:
 
 
 def write_trace_events(path: str | Path, processes: Iterable[Process], facts: Mapping[str, Any]) -> None:
-    """Write `processes` to `path`, with `facts` about all of them. Raises RequestError where that fails."""
+    """Write `processes` to `path`, with `facts` about all of them. Raises RequestError if that fails."""
     content = {
         "displayTimeUnit": "ms",
         "otherData": {key: str(value) for key, value in facts.items()},
