@@ -1,6 +1,6 @@
 """The command line.
 
-A command is one file here; it returns an Outcome, and `main` prints it. Nothing here imports torch before a command
+Each command has a file here. It returns an Outcome, and `main` prints it. Nothing here imports torch before a command
 needs it, so that `overspill --help` and the lists answer at once.
 """
 
@@ -73,7 +73,7 @@ COMMANDS: Registry[Callable[..., Outcome]] = Registry(
 def _add_command(name: str) -> None:
     """Add the command `name` to `app`.
 
-    Of what is not installed or does not load a command that says so, whatever its arguments.
+    A command that is not installed or does not load is replaced by one that reports this, whatever its arguments.
     """
     try:
         app.command(name)(COMMANDS.named(name))
@@ -99,7 +99,7 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Any failure is one line on standard error; with `--json` also an object.
+    Any failure is one line on standard error; with `--json` also an object on standard output.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is a script's
@@ -125,23 +125,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @functools.cache
 def group() -> typer.core.TyperGroup:
-    """All commands with their options, made once."""
+    """Return all commands with their options, created once."""
     made = typer.main.get_command(app)
     assert isinstance(made, typer.core.TyperGroup)
     return made
 
 
 def _options_of(arguments: Sequence[str]) -> set[str]:
-    """The options of the command that was given, as it writes them."""
+    """Return the options of the command in `arguments`, as written on the command line."""
     commands = group().commands
     named = next((commands[word] for word in arguments if word in commands), None)
     return set() if named is None else {option for parameter in named.params for option in parameter.opts}
 
 
 def _finish(outcome: Outcome | int | None, as_json: bool, out: OutputStream) -> int:
-    """Print what a command found, and return its exit code.
+    """Print the result of a command, and return its exit code.
 
-    `--help` and its like give a code alone.
+    `--help` and similar options give an exit code alone.
     """
     if outcome == INTERRUPTED:
         return _fail(Failure("interrupted", INTERRUPTED), as_json)

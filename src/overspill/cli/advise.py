@@ -1,7 +1,4 @@
-"""`overspill advise`: changes with which a model trains on a GPU.
-
-And what each change costs.
-"""
+"""`overspill advise`: changes with which a model trains on a GPU, and the cost of each."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson 
 
 
 def _ready(path: Path) -> Path:
-    """`path`, with its directory made."""
+    """Return `path`, with its directory made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # rich is imported when there is something to print
 
 
 def optional(metavar: str | None, text: str, *names: str, **how: Any) -> Any:
-    """An option without a default; where leaving it out means something, its help `text` says so."""
+    """Return an option without a default; its help `text` states any meaning of leaving it out."""
     return typer.Option(*names, metavar=metavar, help=text, show_default=False, **how)
 
 
@@ -95,23 +95,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a command, for JSON and for a reader.
-
-    There is the JSON object, the same for a reader, the exit code, and the line that explains a bad one.
-    """
+    """The result of a command, for JSON and for a reader."""
 
     answer: Mapping[str, Any]
+    """The JSON object."""
     human: RenderableType | None
+    """The same result for a reader."""
     exit_code: int = 0
     complaint: str = ""
+    """The line that explains a nonzero exit code."""
 
 
 def of_page(
     answer: Mapping[str, Any], page: Page, files: Mapping[str, Path | None], exit_code: int = 0, complaint: str = ""
 ) -> Outcome:
-    """The outcome of a command whose result is `page`.
+    """Return the outcome of a command whose result is `page`.
 
-    It names the `files` that were asked for, by what they hold, and the page is written to the report among them.
+    It lists the written `files` by their content. This function writes the page to the `report` among them.
     """
     from overspill.report.page import write_page
     from overspill.report.terminal import in_terminal
@@ -123,9 +123,9 @@ def of_page(
 
 
 def check_request(budget: str | None, policy: str, out: Path | None) -> Limit:
-    """The budget that was given.
+    """Return the given budget.
 
-    Raises RequestError for what is plainly wrong, before torch is imported.
+    Raises RequestError for plain mistakes in the arguments, before torch is imported.
     """
     from overspill.policies import policy_named
 
@@ -145,10 +145,7 @@ def check_report(report: Path | None) -> None:
 
 
 def check_writable(out: Path | None, ending: str = "") -> None:
-    """Raise RequestError where `out` cannot be written.
-
-    Or has not the `ending` by which others know it.
-    """
+    """Raise RequestError if `out` cannot be written, or lacks the `ending` by which other programs recognise it."""
     if out is None:
         return
     if not out.name.lower().endswith(ending):
@@ -178,7 +175,7 @@ def check_writable(out: Path | None, ending: str = "") -> None:
 def quiet_torch() -> None:
     """Import torch, with its compiler's log off standard error.
 
-    What matters of it comes as an exception.
+    Important messages of the log also come as exceptions.
     """
     from overspill.pytorch.logs import set_logs
 

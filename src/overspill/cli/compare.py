@@ -131,9 +131,9 @@ def compare(
 
 
 def policy_names(asked: str | None) -> tuple[str, ...]:
-    """The policies that the user named, or all.
+    """Return the policies that the user named, or all.
 
-    Raises RequestError for one that is not there.
+    Raises RequestError for an unknown policy.
     """
     from overspill.policies import POLICIES, policies_in, policy_named
 
@@ -145,9 +145,9 @@ def policy_names(asked: str | None) -> tuple[str, ...]:
 
 
 def _placer_names(asked: str | None) -> tuple[str, ...]:
-    """The allocators and solvers that the user named.
+    """Return the allocators and solvers that the user named.
 
-    `all` are those that need no time. Raises RequestError for others.
+    `all` means those that need no time limit. Raises RequestError for unknown names.
     """
     from overspill.placement import ALLOCATORS
     from overspill.placement.place import check_placer
@@ -165,7 +165,7 @@ def _placer_names(asked: str | None) -> tuple[str, ...]:
 
 
 def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) -> list[tuple[str, Placed]]:
-    """Every policy's plan under every placer."""
+    """Return every policy's plan under every placer."""
     from overspill.placement.place import place
     from overspill.simulate import trace_of
 

@@ -1,6 +1,6 @@
-"""Shell completion for names of options.
+"""Shell completion for names of options, without importing torch.
 
-After `overspill --install-completion`. torch is not imported for it.
+`overspill --install-completion` installs it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ Complete = Callable[[str], list[str]]
 
 
 def _of(names: Callable[[], Iterable[str]], *, separated: bool = False) -> Complete:
-    """Those of `names` that begin as the typed text.
+    """Return the completion by those of `names` that begin with the typed text.
 
-    Where they are `separated` by commas, as the last of them.
+    If they are `separated` by commas, the text after the last comma counts.
     """
 
     def complete(incomplete: str) -> list[str]:
@@ -26,7 +26,7 @@ def _of(names: Callable[[], Iterable[str]], *, separated: bool = False) -> Compl
 
 
 def constants(*names: str) -> Complete:
-    """Those that are few and do not change."""
+    """Return the completion by a few fixed names."""
     return _of(lambda: names)
 
 

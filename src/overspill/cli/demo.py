@@ -1,6 +1,6 @@
-"""`overspill demo`: train a small model in half its memory.
+"""`overspill demo`: train a small model in less than half its memory.
 
-Less than half of it, with the same steps of plain PyTorch for comparison.
+Plain PyTorch trains the same steps for comparison.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A context with one thread for compute.
+    """Yield a context with one thread for compute.
 
-    Where other programs have the cores, threads that wait for one another are far slower.
+    Where other programs use the cores, threads that wait for each other are far slower.
     """
     import torch
 
@@ -87,9 +87,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _default_page() -> Path:
-    """A writable path for the page.
+    """Return a writable path for the page.
 
-    A file in the current directory, or where that cannot be written in the temporary one.
+    It is in the current directory, or in the temporary directory if the current one is not writable.
     """
     here = Path(PAGE)
     writable = os.access(here if here.exists() else here.absolute().parent, os.W_OK)
@@ -106,7 +106,7 @@ def _write_page(trained: Trained, path: Path) -> None:
 
 
 def _has_display() -> bool:
-    """Whether a reader is there who can look at a page."""
+    """Return whether a reader can look at a page here."""
     if not sys.stdout.isatty():
         return False
     return sys.platform in ("darwin", "win32") or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

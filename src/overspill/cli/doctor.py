@@ -1,7 +1,4 @@
-"""`overspill doctor`: what is installed, missing, and possible here.
-
-And how to get what is missing.
-"""
+"""`overspill doctor`: what is installed, missing, and possible here, and how to get what is missing."""
 
 from __future__ import annotations
 
@@ -50,17 +47,17 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
-
-    What is `found`, what that means, and what would `help`. `state` is `works`; `missing`, of what is only needed for
-    something; or `broken`, of what everything needs.
-    """
+    """One checked item."""
 
     what: str
     state: str
+    """`works`; `missing`, if only some features need it; or `broken`, if all of Overspill needs it."""
     found: str
+    """The state in words."""
     meaning: str
+    """The consequence of the state."""
     help: str = ""
+    """The remedy, if any."""
 
 
 def doctor(json: AsJson = False) -> Outcome:
@@ -83,16 +80,16 @@ def doctor(json: AsJson = False) -> Outcome:
 
 
 def build_facts() -> str:
-    """The Python and machine that this Overspill was built for.
+    """Return the Python and machine that this Overspill was built for.
 
-    `--version` says so after the number.
+    `--version` prints them after the number.
     """
     machine = f"{platform.system()} {platform.machine()}"
     return f"CPython {platform.python_version()}, {machine}, torch {_release('torch')}"
 
 
 def _package() -> Iterable[Finding]:
-    """Overspill itself: each part of it that was compiled loads."""
+    """Check Overspill itself: whether each compiled part loads."""
     failed = []
     for name, serves in EXTENSIONS.items():
         try:
@@ -111,7 +108,7 @@ def _package() -> Iterable[Finding]:
 
 
 def _torch() -> Iterable[Finding]:
-    """The release of PyTorch."""
+    """Check the release of PyTorch."""
     import torch
 
     from overspill.costs.releases import release_of
@@ -138,7 +135,7 @@ def _torch() -> Iterable[Finding]:
 
 
 def _gpu() -> Iterable[Finding]:
-    """GPUs to train on; plans and estimates need none."""
+    """Check for GPUs to train on; plans and estimates need none."""
     import torch
 
     if torch.cuda.is_available():
@@ -166,14 +163,14 @@ def _gpu() -> Iterable[Finding]:
 
 
 def _memory() -> Iterable[Finding]:
-    """Host memory, which the host store takes from."""
+    """Check host memory, from which the host store allocates."""
     from overspill.runtime.transfer.host_memory import available_bytes
 
     yield Finding("host memory", "works", f"{format_bytes(available_bytes())} available", "what --store host can hold")
 
 
 def _disk() -> Iterable[Finding]:
-    """The directory that the disk store uses by default."""
+    """Check the directory that the disk store uses by default."""
     directory = tempfile.gettempdir()
     free = shutil.disk_usage(directory).free
     yield Finding(
@@ -182,7 +179,7 @@ def _disk() -> Iterable[Finding]:
 
 
 def _compiler() -> Iterable[Finding]:
-    """The compiler that Inductor uses on the CPU."""
+    """Check the compiler that Inductor uses on the CPU."""
     found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if found:
         yield Finding("C++ compiler", "works", found, "--backend inductor on the CPU")
@@ -197,10 +194,7 @@ def _compiler() -> Iterable[Finding]:
 
 
 def _scripts() -> Iterable[Finding]:
-    """How `estimate --script` keeps a script's writes from the disk.
-
-    It is tried in a process of its own.
-    """
+    """Check how `estimate --script` keeps a script's writes from the disk, in a separate process."""
     code = (
         "import sys, pathlib; from overspill.estimation.script_process.confine import confine; "
         "print(confine(pathlib.Path(sys.argv[1])))"
@@ -222,7 +216,7 @@ def _scripts() -> Iterable[Finding]:
 
 
 def _extras() -> Iterable[Finding]:
-    """Packages that only some things need."""
+    """Check the packages that only some features need."""
     for extra, (packages, serves) in EXTRAS.items():
         absent = [name for name in packages if find_spec(name) is None]
         if absent:

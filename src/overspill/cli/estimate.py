@@ -1,7 +1,4 @@
-"""`overspill estimate`: a job's device memory, before it runs.
-
-And without the device.
-"""
+"""`overspill estimate`: a job's device memory, before it runs and without the device."""
 
 from __future__ import annotations
 
@@ -135,7 +132,7 @@ def estimate(
 def estimated(
     job: Job, setting: Setting, narrator: Narrator, *, compiled: bool, quiet: bool
 ) -> tuple[Estimate, dict[str, Any]]:
-    """The estimate of a job, and what was asked for."""
+    """Return the estimate of a job, and the request."""
     from overspill.estimation.api import of_job
 
     if isinstance(job.model, Script):
@@ -150,7 +147,7 @@ def estimated(
 
 
 def _of_script(script: Script, setting: Setting, narrator: Narrator, *, quiet: bool) -> tuple[Estimate, dict[str, Any]]:
-    """The estimate of a script, and what it did."""
+    """Return the estimate of a script, and what the script did."""
     from overspill.estimation.script import of_script
 
     narrator.be_still()  # the terminal is the script's
@@ -167,9 +164,9 @@ def _of_script(script: Script, setting: Setting, narrator: Narrator, *, quiet: b
 
 
 def _budget(text: str | None, job: Job, *, compiled: bool) -> Budget | None:
-    """The budget of the compiled step.
+    """Return the budget of the compiled step.
 
-    Raises RequestError where there is no such step.
+    Raises RequestError if the job has no such step.
     """
     if compiled and isinstance(job.model, (Script, Source)):
         raise RequestError(
@@ -186,7 +183,7 @@ def _budget(text: str | None, job: Job, *, compiled: bool) -> Budget | None:
 
 
 def _plan(job: Job, limit: Budget, made: Estimate) -> Plan | InfeasibleBudget:
-    """The plan of the compiled step within `limit` on the device of the job's estimate, or why there is none."""
+    """Return the plan of the compiled step within `limit` on the estimate's device, or why no plan exists."""
     from overspill.runtime.options import Options
     from overspill.runtime.preview import preview
 

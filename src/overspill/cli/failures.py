@@ -42,7 +42,7 @@ class Failure:
 
 
 def explain(error: Exception) -> Failure:
-    """The failure that users see of `error`."""
+    """Return the failure that users see of `error`."""
     error = _inner(error)
     if hasattr(error, "format_message"):  # a usage error of typer, whose class has moved between its versions
         return Failure(_usage(error), WRONG_REQUEST)
@@ -61,9 +61,9 @@ def explain(error: Exception) -> Failure:
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
-    """`message` with arguments written as options of the command.
+    """Return `message` with arguments written as options of the command.
 
-    Errors name arguments as Python does; those that are `options` of a command are written so.
+    Errors name arguments as Python does. Only arguments that are `options` of a command are rewritten.
     """
     known = set(options)
 
@@ -94,18 +94,18 @@ def _on_purpose(error: OverspillError) -> Failure:
 
 
 def _without_frames(message: str) -> str:
-    """`message` without the C++ frames that torch puts behind some of its own."""
+    """Return `message` without the C++ frames that torch appends to some of its messages."""
     return message.partition(" Exception raised from ")[0]
 
 
 def _inner(error: Exception) -> Exception:
-    """The error of a compiler backend, without Dynamo's wrapping."""
+    """Return the error of a compiler backend, without Dynamo's wrapping."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, Exception) else error
 
 
 def _usage(error: Exception) -> str:
-    """The usage error, and which help to read."""
+    """Return the usage error, and which help to read."""
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", None) or "overspill"
     message = " ".join(str(error.format_message()).split()).rstrip(".")  # type: ignore[attr-defined]
@@ -117,9 +117,9 @@ def _is_from_dynamo(error: BaseException) -> bool:
 
 
 def _compiler_said(error: Exception) -> str:
-    """The failure behind an error of Dynamo's.
+    """Return the failure behind an error of Dynamo's.
 
-    An exception of the model's own, or something that does not go into one graph.
+    It is an exception of the model's own, or code that does not go into one graph.
     """
     place = _place_in(str(error))
     root = _root(error)
@@ -142,23 +142,20 @@ def _model_raised(what: str, place: str) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The error at the end of the chain of causes."""
+    """Return the error at the end of the chain of causes."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error
 
 
 def _place_in(message: str) -> str:
-    """The last user's line in `message`, as ` (net.py, line 6)`.
-
-    Of a built-in model's there is none.
-    """
+    """Return the user's last line in `message`, as ` (net.py, line 6)`; empty for a built-in model."""
     found = re.findall(r'File "(.+)", line (\d+)', message)
     return next((_spell_place(path, line) for path, line in reversed(found) if _is_the_users(path)), "")
 
 
 def _traceback_place(error: Exception) -> str:
-    """The last line of the user's that `error` passed."""
+    """Return the user's last line that `error` passed."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((_spell_place(f.filename, f.lineno or 0) for f in frames if _is_the_users(f.filename)), "")
 
@@ -176,10 +173,7 @@ def _is_a_librarys(path: str) -> bool:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether Overspill, not the model, made `error`.
-
-    By the deepest frame outside of libraries.
-    """
+    """Return whether Overspill, not the model, raised `error`, by the deepest frame outside of libraries."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         for root in _OURS:

@@ -1,4 +1,7 @@
-"""Options that say what is trained and how, the same for every command, and the Job that they make; torch is not imported for it."""
+"""Options that describe what is trained and how, and the Job that they make.
+
+They are the same for every command. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ MicroBatches = Annotated[
 
 
 def _option(name: str, said: Way) -> inspect.Parameter:
-    """The option of a way to train."""
+    """Return the option of a training setting."""
     option = typer.Option(
         said.flag or f"--{name.replace('_', '-')}", metavar=said.metavar, help=said.help, show_default=bool(said.default),
         min=1 if said.positive and said.kind is int else None,
@@ -123,7 +126,7 @@ def _option(name: str, said: Way) -> inspect.Parameter:
 
 
 def _with_ways(function: Callable[..., Job]) -> Callable[..., Job]:
-    """Give `function` an argument for each way to train, in the place of its last."""
+    """Replace the last argument of `function` by one argument for each training setting."""
     own = inspect.signature(function, eval_str=True)
     ways = [_option(name, said) for name, said in ways_of(Job).items()]
     function.__signature__ = own.replace(parameters=[*own.parameters.values()][:-1] + ways)  # type: ignore[attr-defined]
@@ -157,7 +160,7 @@ def job_of(
     micro_batches: MicroBatches = None,
     **ways: Any,
 ) -> Job:
-    """What the options ask for. Raises RequestError."""
+    """Return the job that the options request. Raises RequestError."""
     # What stands on the command line, with the default's value too: it is refused where it says nothing.
     said = _given(optimizer=optimizer, dtype=dtype)
     how_long = _given(iterations=iterations, time_limit=time_limit, allow_writes=allow_writes or None)
@@ -195,7 +198,10 @@ def job_of(
 
 
 def _trained_by(optimizer: str | None, *, inference: bool) -> dict[str, Any]:
-    """The job's optimizer, if it is not the default."""
+    """Return the job's optimizer, if it is not the default.
+
+    Raises RequestError for an unknown optimizer, or one next to `inference`.
+    """
     if optimizer is not None:
         models.check_optimizer(optimizer)
         if inference:
@@ -228,7 +234,7 @@ def _one_model(words: list[str] | None) -> str:
 
 
 def _parallel(kind: str | None, gpus: int | None, **options: Any) -> Parallel | None:
-    """How several GPUs share the work."""
+    """Return how several GPUs share the work."""
     given = {name: value for name, value in options.items() if value}
     together = parallel_of(kind, gpus, **given)
     if together is None and given:
@@ -239,9 +245,9 @@ def _parallel(kind: str | None, gpus: int | None, **options: Any) -> Parallel | 
 
 
 def with_job(*without: str, **defaults: Any) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
-    """Give a command the options of `job_of`, those `without` aside, in the place of its argument `job`.
+    """Replace the argument `job` of a command by the options of `job_of`, except those `without`.
 
-    `defaults` are of options that a model may leave out here.
+    `defaults` are values of options that the user may leave out here.
     """
 
     def decorate(command: Callable[..., Outcome]) -> Callable[..., Outcome]:

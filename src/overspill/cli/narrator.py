@@ -1,6 +1,6 @@
 """Progress messages of a command, on standard error.
 
-What it does now, how much of it is done, and how long it will take.
+They name the current task, its progress, and the time left.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _CURRENT: ContextVar[Narrator | None] = ContextVar("current", default=None)
 
 
 def tell_once(text: str) -> None:
-    """Print `text`, unless it was printed before.
+    """Print `text`, which is not empty, unless it was printed before.
 
-    It is not empty; it is printed where a command is at work.
+    Without a running command nothing is printed.
     """
     if (narrator := _CURRENT.get()) is not None:
         narrator.once(text)
@@ -35,9 +35,9 @@ def tell_once(text: str) -> None:
 class Narrator:
     """Prints progress on standard error.
 
-    `now` is for the moment, `line` to stay. Without a terminal there is no moment, and both are lines; what is not
-    `lasting` is then left out. Where the amount of work is known (`parts`, `at_most`), the moment shows how much is
-    done and the time left.
+    `now` shows a temporary message, `line` a permanent one. Without a terminal both are lines, and messages that are
+    not `lasting` are left out. If the amount of work is known (`parts`, `at_most`), the message shows the progress and
+    the time left.
     """
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
@@ -50,7 +50,7 @@ class Narrator:
         self._begin(None)
 
     def now(self, text: str, *, lasting: bool = True) -> None:
-        """Show what is being done from here on."""
+        """Show the current task from here on."""
         self._text = shown(text)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=self._text)
@@ -58,22 +58,19 @@ class Narrator:
             self.line(text)
 
     def parts(self, total: int | None) -> None:
-        """Expect work in `total` parts that take about as long.
-
-        None: their number is not known.
-        """
+        """Expect work in `total` parts of about the same time; None: their number is unknown."""
         self._open = False
         self._begin(total)
 
     def part(self, text: str, *, lasting: bool = True) -> None:
-        """The next part begins, and with it the one before is done."""
+        """Begin the next part, which completes the one before."""
         if self._open:
             self.done()
         self._open = True
         self.now(text, lasting=lasting)
 
     def done(self) -> None:
-        """A part is done."""
+        """Count a part as done."""
         self._open = False
         if self._progress is not None and self._task is not None:
             self._progress.advance(self._task)
@@ -83,9 +80,9 @@ class Narrator:
         self._begin(None, seconds)
 
     def _begin(self, total: int | None, limit: float | None = None) -> None:
-        """Count from nothing again.
+        """Count from zero again.
 
-        It is another task, for rich keeps a total where it is given none.
+        It is a new task, because rich keeps the old total if the new one is None.
         """
         if self._progress is not None:
             if self._task is not None:
@@ -103,10 +100,7 @@ class Narrator:
             self.line(text)
 
     def be_still(self) -> None:
-        """Print whole lines only, from here on.
-
-        The terminal is then the script's.
-        """
+        """Print whole lines only, from here on: the terminal is now the script's."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -114,7 +108,7 @@ class Narrator:
 
 @contextmanager
 def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
-    """A context with a narrator that begins with `first`.
+    """Yield a context with a narrator that begins with `first`.
 
     In most commands that is the start of PyTorch, which takes seconds.
     """
@@ -134,15 +128,12 @@ def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
 
 
 def progress_on(console: Console) -> Progress:
-    """The progress line, with a bar and the time left.
-
-    These are there where the amount is known.
-    """
+    """Return the progress line, with a bar and the time left if the amount is known."""
     from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
     from rich.text import Text
 
     class AmountColumn(ProgressColumn):
-        """How much is done, and how long the rest will take."""
+        """The progress, and the time left."""
 
         def render(self, task: Task) -> Text:
             if (limit := task.fields.get("limit")) is not None:
@@ -164,6 +155,6 @@ def progress_on(console: Console) -> Progress:
 
 
 def _clock(seconds: float) -> str:
-    """Seconds as minutes and seconds."""
+    """Return seconds as minutes and seconds."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     return f"{minutes}:{rest:02}"

@@ -26,8 +26,8 @@ _MOST_LETTERS = 300
 class OutputStream:
     """Standard output or error that does not raise on failure.
 
-    What cannot be written is dropped, and `failure` says why. So it is this stream that has failed, and not the model
-    or the script that happened to print. Letters that its encoding does not have are written as Python escapes them.
+    It drops text that cannot be written, and `failure` has the reason. So a failure of this stream is not taken for one
+    of the model or the script that printed. Characters that its encoding lacks are written as Python escapes them.
     `inner` is None for a stream that was closed when the process began.
     """
 
@@ -36,7 +36,7 @@ class OutputStream:
         self.failure: Exception | None = None
 
     def write(self, text: str) -> int:
-        """Write `text`, or note why not."""
+        """Write `text`, or note the failure."""
         if self.failure is None:
             try:
                 self._write(text)
@@ -45,7 +45,7 @@ class OutputStream:
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what was written, or note why not."""
+        """Flush the written text, or note the failure."""
         if self.failure is None and self.inner is not None:
             try:
                 self.inner.flush()
@@ -69,7 +69,7 @@ class OutputStream:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.inner.fileno())
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         return self.inner is not None and not self.inner.closed and bool(self.inner.isatty())
 
     @property
@@ -83,7 +83,7 @@ class OutputStream:
 
 @contextlib.contextmanager
 def streams() -> Iterator[OutputStream]:
-    """Standard output and error as Streams; the former is what it gives."""
+    """Replace standard output and error by OutputStreams, and yield the first."""
     for descriptor in range(3):  # a closed one would be given to the next file, and what is printed would land there
         try:
             os.fstat(descriptor)
@@ -101,9 +101,9 @@ def streams() -> Iterator[OutputStream]:
 
 
 def shown(text: str) -> str:
-    """`text` in one line, safe for a terminal.
+    """Return `text` in one line, safe for a terminal.
 
-    Without what a terminal would obey, and very long words in part.
+    Control characters are spelled out, and very long words are shortened.
     """
     return spelled_out(
         re.sub(rf"\S{{{_MOST_LETTERS + 1},}}", lambda word: f"{word[0][:200]}…{word[0][-60:]}", text), _PLAIN
@@ -111,9 +111,9 @@ def shown(text: str) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print the one line that says what went wrong.
+    """Print the one line that explains a failure.
 
-    Where standard error fails, there is nobody left to tell.
+    A failure of standard error itself is ignored.
     """
     sys.stderr.write(f"error: {message}\n")
 
@@ -121,17 +121,14 @@ def print_error(message: str) -> None:
 def print_json(answer: Mapping[str, Any]) -> None:
     """Print one JSON object on standard output, in ASCII.
 
-    All encodings have it; what is no number becomes null.
+    All encodings include ASCII. Infinities and NaN become null.
     """
     encoded = msgspec.json.encode(_encodable(msgspec.to_builtins(answer)))
     sys.stdout.write(json.dumps(msgspec.json.decode(encoded), separators=(",", ":")) + "\n")
 
 
 def print_human(human: RenderableType) -> None:
-    """Print for a reader.
-
-    Into a file or pipe, wide enough for the tables.
-    """
+    """Print for a reader; into a file or pipe, wide enough for the tables."""
     from rich.console import Console
 
     if sys.stdout.isatty():
@@ -144,10 +141,7 @@ def print_human(human: RenderableType) -> None:
 
 
 class _Harmless:
-    """Rendered text without control characters but colours.
-
-    Lines are as they are.
-    """
+    """Rendered text without control characters except colours. Lines stay unchanged."""
 
     def __init__(self, inner: RenderableType) -> None:
         self.inner = inner
@@ -160,7 +154,7 @@ class _Harmless:
 
 
 def _encodable(value: Any) -> Any:
-    """`value` with those bytes of file names escaped that are no UTF-8."""
+    """Return `value` with those bytes of file names escaped that are not UTF-8."""
     match value:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()

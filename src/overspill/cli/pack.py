@@ -1,7 +1,4 @@
-"""`overspill pack`: find addresses for the blocks of a trace.
-
-Every block has one, in as few bytes as possible.
-"""
+"""`overspill pack`: find an address for each block of a trace, in as few bytes as possible."""
 
 from __future__ import annotations
 
@@ -125,7 +122,7 @@ def pack(
 
 
 def _remarks(read: TraceFile) -> list[str]:
-    """Notes on what of the file has no effect."""
+    """Return notes on the data of the file that has no effect."""
     found = []
     if never := int(((read.columns.nbytes > 0) & ~read.columns.live).sum()):
         one = "1 block is live at no time, and takes no memory"

@@ -1,7 +1,4 @@
-"""`overspill plan`: plan a step under a budget.
-
-Without running it.
-"""
+"""`overspill plan`: plan a step under a budget, without running it."""
 
 from __future__ import annotations
 
@@ -169,7 +166,7 @@ def _feasible(
 
 
 def _write(made: Plan, title: str, page: Page, files: dict[str, Path | None]) -> None:
-    """Write a plan in each form that was asked for, but the plan itself and its page."""
+    """Write a plan in each requested form, except the plan itself and its page."""
     from overspill.report.picture import draw
     from overspill.report.tracing import write_plan_snapshot, write_plan_trace
 
@@ -182,9 +179,9 @@ def _write(made: Plan, title: str, page: Page, files: dict[str, Path | None]) ->
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:
-    """The outcome where there is no plan.
+    """Return the outcome where no plan exists.
 
-    All keys are there, those of a plan that does not exist are null.
+    The JSON object has all keys; those of the plan are null.
     """
     unknown = (
         "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes",

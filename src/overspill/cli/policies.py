@@ -1,4 +1,4 @@
-"""`overspill policies`: the ways to keep a step in memory."""
+"""`overspill policies`: the policies that keep a step in memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def policies(
 
 
 def _figures(policy: type[Policy]) -> dict[str, Any]:
-    """The JSON object of a policy."""
+    """Return the JSON object of a policy."""
     return {
         "name": policy.name,
         "summary": policy.summary,
@@ -60,7 +60,7 @@ def _figures(policy: type[Policy]) -> dict[str, Any]:
 
 
 def _one(policy: type[Policy]) -> Outcome:
-    """A policy with its parameters, and how they are given."""
+    """Return a policy with its parameters, and how to give them."""
     from rich.console import Group
     from rich.text import Text
 

@@ -61,7 +61,7 @@ def snapshot(
 
 
 def _answer(found: SnapshotReplay) -> dict[str, Any]:
-    """The fields of `found`, its settings in the syntax of PYTORCH_CUDA_ALLOC_CONF."""
+    """Return the fields of `found`, its settings in the syntax of PYTORCH_CUDA_ALLOC_CONF."""
     from overspill.placement.snapshot.settings import text_of
 
     answer = {field.name: getattr(found, field.name) for field in fields(found)}

@@ -16,9 +16,9 @@ Cuda = Annotated[str | None, optional("RELEASE", "CUDA of the job, as 12.4.  [de
 
 
 def check_gpu(device: Device, torch: str | None, cuda: str | None) -> None:
-    """Raise RequestError where software does not apply to the device.
+    """Raise RequestError if `torch` or `cuda` is given for a device that is no CUDA GPU.
 
-    It was named for one that has no allocator of PyTorch's to follow.
+    Only on CUDA does a release of PyTorch decide the allocator.
     """
     if device.kind != "cuda" and (torch is not None or cuda is not None):
         raise RequestError("--torch and --cuda are of a GPU's job; name the GPU with --gpu, or leave them out")

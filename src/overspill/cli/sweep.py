@@ -1,4 +1,4 @@
-"""`overspill sweep`: what a training step costs at every budget."""
+"""`overspill sweep`: the cost of a training step at every budget."""
 
 from __future__ import annotations
 

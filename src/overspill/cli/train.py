@@ -152,7 +152,7 @@ def train(
 
 
 def _write(trained: Trained, trace: Path | None, snapshot: Path | None) -> None:
-    """Write the run in other forms than its page, where they were asked for."""
+    """Write the run in each requested form except its page."""
     from overspill.report.tracing import write_run_snapshot, write_run_trace
 
     if (record := trained.managed.record) is None:
@@ -165,7 +165,7 @@ def _write(trained: Trained, trace: Path | None, snapshot: Path | None) -> None:
 
 
 def _device(name: str | None) -> str:
-    """The torch device that `name` means."""
+    """Return the torch device that `name` means."""
     from overspill.runtime import accelerator
 
     if name is None:
@@ -176,10 +176,7 @@ def _device(name: str | None) -> str:
 
 
 def _try_store(options: Options, device: str) -> None:
-    """Raise RequestError for a store that cannot be opened.
-
-    Before the model is built.
-    """
+    """Raise RequestError for a store that cannot be opened, before the model is built."""
     import torch
 
     from overspill.runtime.transfer.stores import make_store
@@ -197,7 +194,7 @@ def run_training(
     device: str,
     check: bool,
 ) -> Trained:
-    """Train within the budget, and with `check` plainly as well.
+    """Train within the budget, and with `check` also without Overspill.
 
     `recorder` records the managed run.
     """
@@ -230,9 +227,9 @@ def run_training(
 
 
 def _reference(trained: Trained, narrator: Narrator) -> Run:
-    """The same steps without Overspill.
+    """Return the same steps without Overspill.
 
-    Raises StoreError when they do not fit in this machine's memory.
+    Raises StoreError if they do not fit in this machine's memory.
     """
     from overspill.runtime.training import train_plain
 
