@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
-from overspill.capture.virtual_gpu.values.followed import forget
+from overspill.capture.virtual_gpu.values.real_values import forget
 from overspill.core.errors import RequestError
 from overspill.job import Job
 from overspill.job.loop import train_steps, update

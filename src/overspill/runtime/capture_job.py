@@ -75,15 +75,15 @@ def with_programs(job: Job, options: Options, device: Device, use: Callable[[Par
     Library calls have no workspaces in them.
     """
     # Inductor takes seconds to import.
-    from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415
+    from overspill.capture.programs.written_programs import nothing_compiled  # noqa: PLC0415
 
-    from .compiled.unrun import of_unrun  # noqa: PLC0415
+    from .compiled.program_captures import of_programs  # noqa: PLC0415
 
     if options.whole_step:
         with _whole_step(job, options, device) as (step, batch, _), nothing_compiled():
             return use(step.captures(*batch))
     with _fakes(job, device) as (model, batch, optimizer):
-        return of_unrun(model, next(batches.split(batch, job.accumulate)), optimizer, options, use, job)
+        return of_programs(model, next(batches.split(batch, job.accumulate)), optimizer, options, use, job)
 
 
 def _eager_captures(job: Job, options: Options, device: Device | None) -> Iterator[Captured]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
-from overspill.capture.virtual_gpu.values.followed import values_of
 from overspill.capture.virtual_gpu.values.invented import Invented
+from overspill.capture.virtual_gpu.values.real_values import values_of
 
 Step = Callable[[list[Tensor], int], Tensor | None]
 

@@ -11,8 +11,8 @@ import torch
 import torch._dynamo.utils  # asks for Triton when it is imported
 
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
-from overspill.capture.virtual_gpu.values.followed import values_of
 from overspill.capture.virtual_gpu.values.invented import Invented
+from overspill.capture.virtual_gpu.values.real_values import values_of
 
 LAUNCHER = """
 class KernelInterface:

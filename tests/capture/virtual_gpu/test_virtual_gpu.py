@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.capture.virtual_gpu.script_patches import script_patches
-from overspill.capture.virtual_gpu.values.followed import values_of
+from overspill.capture.virtual_gpu.values.real_values import values_of
 from overspill.core.errors import UnsupportedError
 
 

@@ -23,8 +23,8 @@ from overspill.pytorch.fake_tensors import FakeTensor, unset_fake_temporarily
 from overspill.pytorch.patching import Patches
 from overspill.pytorch.storages import key_of, rebuilt_parameter, storage_key
 
-from .values.followed import values_of
 from .values.invented import value_of
+from .values.real_values import values_of
 
 
 def file_patches(*, saves: bool) -> Patches:

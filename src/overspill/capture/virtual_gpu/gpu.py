@@ -34,9 +34,9 @@ from .tensor_methods import TensorMethods
 from .torch_patches import factories, torch_patches
 from .triton_kernels import no_launches
 from .values.assumptions import finite, initial_scale
-from .values.followed import touches_unknown
 from .values.invented import Invented, answering
 from .values.methods import value_patches
+from .values.real_values import touches_unknown
 from .values.unknown import UnknownNumber
 
 # torch.optim deletes the names of its own modules.

@@ -29,7 +29,7 @@ from overspill.pytorch.patching import Patches, patched
 from overspill.pytorch.storages import key_of
 from overspill.pytorch.trees import tree_map
 
-from .values import followed
+from .values import real_values
 
 _WORKER = "_overspill_worker"  # on a data loader: what its first worker knows of itself
 _IN_PROCESS: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _without_device(fetch: Callable[..., Any]) -> Callable[..., Any]:
         raise _FakeSample
 
     def run(*args: Any) -> Any:
-        if WORKER.now is not None and not followed.is_any_unknown():
+        if WORKER.now is not None and not real_values.is_any_unknown():
             try:
                 with disable_current_modes(), patched([(FakeTensor, "__torch_dispatch__", classmethod(met))]):
                     return fetch(*args)

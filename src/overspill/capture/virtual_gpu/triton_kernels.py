@@ -16,7 +16,7 @@ from typing import Any
 
 from overspill.pytorch.patching import Patches, patched
 
-from .values import followed
+from .values import real_values
 
 _LAUNCHER = "triton.runtime.jit"
 
@@ -62,6 +62,6 @@ def _launch(_kernel: Any, _grid: Any) -> Callable[..., None]:
     """Return the value of `kernel[grid]`: a function of the kernel's arguments."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
-        followed.keep([*args, *kwargs.values()], None)
+        real_values.keep([*args, *kwargs.values()], None)
 
     return launch

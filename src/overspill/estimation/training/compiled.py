@@ -31,7 +31,7 @@ def compiled_step(
 
     `arguments` makes of a batch what `call` is given in its place. Raises as `write` does.
     """
-    from overspill.capture.programs.unrun import WrittenStep  # noqa: PLC0415 - Inductor takes seconds to import
+    from overspill.capture.programs.written_programs import WrittenStep  # noqa: PLC0415 - Inductor takes seconds to import
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
         module = build().train(trains)

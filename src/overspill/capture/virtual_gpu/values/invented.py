@@ -26,7 +26,7 @@ from overspill.pytorch.fake_tensors import DynamicOutputShapeException, FakeTens
 from overspill.pytorch.schemas import argument, arguments
 from overspill.pytorch.trees import tree_map
 
-from . import followed
+from . import real_values
 from .assumptions import known
 from .frames import noted_frame, user_frame
 
@@ -133,15 +133,15 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
     """Wrap `observe` to answer ops whose result or shape depends on values: known ones, or `invented`."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
-        if followed.touches_unknown(func, args, kwargs) and not schema_of(func).is_mutable:
-            args, kwargs = tree_map(lambda one: followed.without_values(one, fake_mode()), (args, kwargs))
+        if real_values.touches_unknown(func, args, kwargs) and not schema_of(func).is_mutable:
+            args, kwargs = tree_map(lambda one: real_values.without_values(one, fake_mode()), (args, kwargs))
         # A value: known, or invented.
         if func in _READS and any(isinstance(value, FakeTensor) for value in args):
             return _answered(observe, invented, func, args, kwargs, compute)
         # A shape that depends on values: known, or the largest.
         if func is aten._pack_padded_sequence.default:
             given = arguments(func, args, kwargs)
-            lengths = followed.values_of(given["lengths"])
+            lengths = real_values.values_of(given["lengths"])
             args = args if lengths is None else tuple((given | {"lengths": lengths}).values())
         if (composition := _by_positions(func, args)) is not None:
             return _composed(fake_mode(), composition)
@@ -149,7 +149,7 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
             return _shaped(observe, invented, func, args, kwargs, compute)
         # Any other op: values that follow, or a guess at truth values and bounds.
         result = observe(func, args, kwargs, compute)
-        if not followed.follow(func, args, kwargs, result) and invented is not None:
+        if not real_values.follow(func, args, kwargs, result) and invented is not None:
             _guess(func, args, result)
             _bound(func, args, kwargs, result)
         return result
@@ -159,17 +159,17 @@ def answering(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
 
 def _answered(observe: Observe, invented: Invented | None, func: Any, args: Any, kwargs: Any, compute: Any) -> Any:
     """Return the value that `func` reads."""
-    if (known := followed.computed(func, args, kwargs)) is not None:
+    if (known := real_values.computed(func, args, kwargs)) is not None:
         return known
     return observe(func, args, kwargs, compute) if invented is None else _READS[func](invented, args, sys._getframe(2))
 
 
 def _shaped(observe: Observe, invented: Invented | None, func: Any, args: Any, kwargs: Any, compute: Any) -> Any:
     """Return the result of `func`, whose shape depends on values."""
-    values = followed.computed(func, args, kwargs)
+    values = real_values.computed(func, args, kwargs)
     if values is not None:
         result = observe(func, args, kwargs, lambda *_: _like(args[0], values))
-        followed.keep(result, values)
+        real_values.keep(result, values)
         return result
     if invented is None or (largest := _LARGEST.get(func)) is None:
         return observe(func, args, kwargs, compute)

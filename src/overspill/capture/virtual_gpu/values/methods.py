@@ -12,9 +12,9 @@ from overspill.pytorch.fake_tensors import DataDependentOutputException, FakeTen
 from overspill.pytorch.patching import Patches
 
 from .assumptions import goes_on
-from .followed import is_unknown, values_of
 from .frames import caller
 from .invented import FRACTION, WHOLE, Invented, value_of
+from .real_values import is_unknown, values_of
 from .unknown import UnknownNumber, data_dependent
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.graph import Captured
-from overspill.capture.programs.unrun import nothing_compiled, traced
+from overspill.capture.programs.written_programs import nothing_compiled, traced
 from overspill.core.errors import UnsupportedError
 from overspill.job import Job
 from overspill.runtime.options import Options
@@ -21,7 +21,7 @@ from .partitions import Partitioned
 T = TypeVar("T")
 
 
-def of_unrun(
+def of_programs(
     step: nn.Module,
     batch: Sequence[Tensor],
     optimizer: Optimizer,

@@ -35,7 +35,7 @@ from .workspaces import nothing_measured
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-class UnrunKernel:
+class SkippedKernel:
     """A kernel that does nothing when called (or `run`, as Triton's are)."""
 
     def __init__(self, _name: str) -> None: ...
@@ -79,7 +79,7 @@ def _load(
     **_: Any,
 ) -> ModuleType:
     """Import the program at `path` as a module without compiled kernels; its constants are `attrs`."""
-    if (module := import_uncompiled(key, path, attrs, UnrunKernel)) is None:
+    if (module := import_uncompiled(key, path, attrs, SkippedKernel)) is None:
         raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, perhaps), of which nothing can be read")
     return module
 
