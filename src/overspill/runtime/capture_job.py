@@ -40,18 +40,18 @@ ROOT = "root"
 
 
 def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
-    """The Graph of one step of a job as PyTorch runs it here.
+    """Return the Graph of one step of a job as PyTorch runs it on this machine.
 
-    Of several micro-batches it is that of the last, which has the update.
+    With several micro-batches it is that of the last, which includes the update.
     """
     return next(_eager_captures(job, Options(whole_step=whole_step), None)).graph
 
 
 def captures_of(job: Job, options: Options, device: Device) -> Partitioned[Captured]:
-    """The captures of one step of a job for `device`, the one that PyTorch runs first.
+    """Return the captures of one step of a job for `device`, beginning with the one that PyTorch runs.
 
-    With eager's kernels the others are in pieces of rows, if `options` have these, and ops of a GPU have their menu of
-    algorithms. With Inductor's there are no others.
+    With eager's kernels the others are in pieces of rows, if `options` allow them, and ops of a GPU have the algorithms
+    to choose from. With Inductor's there are no others.
     """
     if options.backend != "eager":
         return with_programs(job, options, device, lambda captures: Partitioned([next(iter(captures))]))
@@ -70,9 +70,9 @@ def captures_of(job: Job, options: Options, device: Device) -> Partitioned[Captu
 
 
 def with_programs(job: Job, options: Options, device: Device, use: Callable[[Partitioned[Any]], T]) -> T:
-    """The result of `use` on the captures of a step as Inductor's programs, each of which is written when `use` asks for it.
+    """Return the result of `use` on the captures of a step as Inductor's programs.
 
-    Library calls have no workspaces in them.
+    Each capture is written when `use` reads it. Library calls have no workspaces in them.
     """
     # Inductor takes seconds to import.
     from overspill.capture.programs.written_programs import nothing_compiled  # noqa: PLC0415
@@ -87,7 +87,10 @@ def with_programs(job: Job, options: Options, device: Device, use: Callable[[Par
 
 
 def _eager_captures(job: Job, options: Options, device: Device | None) -> Iterator[Captured]:
-    """Captures of one step: as PyTorch runs it, with the update as on `device` (None: as here), then in pieces of rows."""
+    """Yield captures of one step: as PyTorch runs it, then in pieces of rows.
+
+    The update is that of `device`; None: of this machine.
+    """
     if options.whole_step:
         with _whole_step(_of_one_rank(job), options, device) as (step, batch, module):
             made: Iterator[Captured] = iter(step.captures(*batch))
@@ -108,7 +111,10 @@ def _eager_captures(job: Job, options: Options, device: Device | None) -> Iterat
 def _fakes(
     job: Job, device: Device | None, *, whole_step: bool = False
 ) -> Iterator[tuple[TrainingStep, Any, Optimizer]]:
-    """Model with loss, batch and optimizer on fake tensors, to be planned for `device`. Raises RequestError."""
+    """Yield the model with loss, a batch and the optimizer on fake tensors, to be planned for `device`.
+
+    Raises RequestError.
+    """
     job.check_planned(whole_step=whole_step)
     with KnownValues(), patched(fake_weights()), attention_kernel(job):
         model, (batch, *_) = prepared_step(job, device)
@@ -121,7 +127,7 @@ def _fakes(
 
 @contextmanager
 def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any, nn.Module]]:
-    """The whole step of a job, its batch and its module, on fake tensors, to be planned for `device`."""
+    """Yield the whole step of a job, its batch and its module, on fake tensors, to be planned for `device`."""
     with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
         pass  # what is made stays; the step makes a fake mode of its own
     with attention_kernel(job):
@@ -129,7 +135,7 @@ def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[t
 
 
 def _of_one_rank(job: Job) -> Job:
-    """The job as one rank of several computes it: in the dtype of gathered parameters, on whole ones."""
+    """Return the job as one of several ranks computes it: on whole parameters, in the dtype of gathered ones."""
     if job.parallel is None:
         return job
     job.check_planned(whole_step=True)
@@ -137,7 +143,7 @@ def _of_one_rank(job: Job) -> Job:
 
 
 def _sharding(job: Job, parallel: Parallel, module: nn.Module) -> Sharding:
-    """The groups of parameters that `fully_shard` makes of the model's blocks, and of the rest."""
+    """Return the groups of parameters that `fully_shard` makes of the model's blocks, and of the rest."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     paths = {part: path for path, part in module.named_modules()}
     groups = []
@@ -151,7 +157,10 @@ def _sharding(job: Job, parallel: Parallel, module: nn.Module) -> Sharding:
 def prepared_step(
     job: Job, device: Device | None = None, steps: int = 1
 ) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
-    """The model with its loss as the job has it, and what a step reads; with a `device`, to be planned for it."""
+    """Return the model with its loss as the job has it, and the batches of its steps.
+
+    With a `device`, both are to be planned for it. With `steps`, a model with varied batches gets one for each.
+    """
     samples = (job.batch or 1) * job.accumulate
     with drawing_from(SEED):
         built = job.build()

@@ -1,4 +1,7 @@
-"""The Device for a torch device, this CPU as calibrated or the GPU's data file, and what of it a budget counts."""
+"""The Device for a torch device, and the account of a budget on it.
+
+The Device of this CPU is as calibrated; that of a GPU is from its data file.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _CONTEXTS: dict[int, int] = {}
 
 
 def device_noun(device: torch.device) -> Device:
-    """The Device with the planner's figures for `device`."""
+    """Return the Device with the planner's figures for `device`. Raises RequestError for other kinds of devices."""
     if device.type == "cpu":
         return this_cpu()
     if device.type != "cuda":
@@ -54,9 +57,9 @@ def device_noun(device: torch.device) -> Device:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Bytes that tensors may take on `device`.
+    """Return the bytes that tensors may take on `device`.
 
-    Physical memory on the CPU, what the driver leaves on CUDA.
+    These are the physical memory on the CPU, and the bytes that the driver leaves on CUDA.
     """
     if device.type == "cuda":
         return accelerator.memory_info(device)[0] + held_bytes(device)
@@ -64,15 +67,15 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes that this process has reserved of a CUDA device."""
+    """Return the bytes that this process has reserved on a CUDA device."""
     return accelerator.reserved_bytes(device)
 
 
 def as_absent(device: Device, software: Software | None = None) -> Device:
-    """A device as a job would meet it on its own machine.
+    """Return a device as a job would find it on its own machine.
 
-    For a GPU, budgets are its card's, and kernels count in its context. There it runs with `software`; None: the
-    software here.
+    For a GPU, budgets are those of the GPU's memory, and kernels count in its context. It runs with `software`; None:
+    that of this machine.
     """
     if device.kind != "cuda" or device.index is not None:
         return device
@@ -82,9 +85,9 @@ def as_absent(device: Device, software: Software | None = None) -> Device:
 
 
 def card_bytes(device: Device) -> int:
-    """Bytes of the largest card that a job can have of this GPU.
+    """Return the most bytes of this GPU that a job can have.
 
-    What the driver leaves, what is ours, and the context.
+    These are the bytes that the driver leaves, those of this process, and the context.
     """
     if device.index == ABSENT:
         return device.memory_bytes
@@ -93,7 +96,7 @@ def card_bytes(device: Device) -> int:
 
 
 def device_named(asked: str | Device | None, where: torch.device) -> Device:
-    """The device to plan for: the one that was asked for, or the one that tensors are on."""
+    """Return the device to plan for: the requested one, or the one that tensors are on."""
     if isinstance(asked, Device):
         return asked
     return load_device(asked) if asked is not None else device_noun(where)
@@ -106,10 +109,10 @@ def account_of(
     software: Software | None = None,
     estimated_bytes: int | None = None,
 ) -> Account:
-    """What of `device` a budget of `options` counts, for tensors on `where`. Raises UnsupportedError.
+    """Return the account of a budget of `options` on `device`, for tensors on `where`. Raises UnsupportedError.
 
-    On CUDA that is the size of a card, and of an allocator of a paper the card of a GPU that is elsewhere. Else an
-    allocator or solver counts what it takes, and without one live bytes count.
+    On CUDA it counts the memory of the GPU. With the allocator of a paper it does so for a GPU that this machine does
+    not have. Otherwise an allocator or solver counts the bytes that it takes. Without one, live bytes count.
     """
     placer, asked = options.placer, options.placement
     of_paper = placer is not None and asked not in (PLANNED, PYTORCH)
@@ -127,9 +130,9 @@ def account_of(
 
 
 def card_of(device: Device, software: Software | None = None) -> Card:
-    """The GPU as a Card.
+    """Return the GPU as a Card.
 
-    `software`: None for that here. Raises UnsupportedError where nobody knows what PyTorch's allocator takes.
+    `software`: None for that of this machine. Raises UnsupportedError if the memory of PyTorch's allocator is unknown.
     """
     software = software or software_named()
     handles = handle_bytes(device.compute_capability, software)
@@ -137,25 +140,25 @@ def card_of(device: Device, software: Software | None = None) -> Card:
 
 
 def allocator_config() -> CachingConfig:
-    """This process's settings of PyTorch's CUDA allocator, from its environment.
+    """Return this process's settings of PyTorch's CUDA allocator, from its environment.
 
-    Raises UnsupportedError for another allocator than PyTorch's own, and RequestError for settings that it does not
+    Raises UnsupportedError for an allocator other than PyTorch's own, and RequestError for settings that it does not
     know.
     """
     text = text_of_environment()
     if "cudaMallocAsync" in text:
         raise UnsupportedError(
-            "a budget on CUDA follows the rules of PyTorch's native allocator, and this process has backend:cudaMallocAsync; "
-            "take it out of PYTORCH_CUDA_ALLOC_CONF"
+            "a budget on CUDA follows the rules of PyTorch's native allocator, and this process has "
+            "backend:cudaMallocAsync; take it out of PYTORCH_CUDA_ALLOC_CONF"
         )
     return CachingConfig.parse(text)
 
 
 def _context_bytes(index: int, known: Device) -> int:
-    """Context bytes on a CUDA device, with kernels still to be loaded.
+    """Return the context bytes on a CUDA device, with kernels still to be loaded.
 
-    The present context, if it can be told from other processes'. Measured once, when the first plan is made: later some
-    of these kernels are in it.
+    The present context is used if it can be separated from other processes. It is measured once, for the first plan:
+    later it includes some of these kernels.
     """
     if index not in _CONTEXTS:
         software = software_named()
@@ -169,5 +172,5 @@ def _context_bytes(index: int, known: Device) -> int:
 
 
 def _to_come(software: Software, device: Device) -> Interval:
-    """Bytes of kernels that a job loads while it runs, cuDNN's included."""
+    """Return the bytes of kernels that a job loads while it runs, those of cuDNN included."""
     return kernel_image_bytes(device, software.cuda_version, cudnn=True)

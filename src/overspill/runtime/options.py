@@ -1,4 +1,4 @@
-"""What the user asked of a plan or a run."""
+"""Options of a plan or a run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
 """What is done where a call runs without a plan."""
 PLANNED, PYTORCH, OWN = "planned", CachingAllocator.name, "own"
-"""Placements: addresses in an arena, the default on CUDA; PyTorch's caching allocator alone; that of a policy's paper."""
+"""Placements: addresses in an arena, the default on CUDA; PyTorch's caching allocator alone; that of a policy's
+paper."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for: values as they were given, which no machine has changed."""
+    """Options as the user gave them, unchanged by any machine."""
 
     budget: str | float | Budget | None = None
     """A size, a share of what the step takes unmanaged, `smallest`, or None for all of the device's memory."""
@@ -54,14 +55,15 @@ class Options:
     on_unplanned: str = "error"
     """Whether a call that runs without a plan is an error or a warning."""
     partition: float | None = None
-    """The `activation_memory_budget` (0 to 1) by which Inductor parts forward and backward; None: the best of several."""
+    """The `activation_memory_budget` (0 to 1) by which Inductor parts forward and backward; None: the best of
+    several."""
     whole_step: bool = False
     """Whether the update of a job is part of its plan, as in `overspill.train_step`."""
     limit: Budget = field(init=False)
     """The budget, parsed."""
 
     def __post_init__(self) -> None:
-        """Refuse at once what could only fail later."""
+        """Check at once for values that could only fail later. Raises RequestError."""
         policy_named(self.policy)
         object.__setattr__(self, "limit", Budget.parse(self.budget))
         if self.reserve is not None:
@@ -82,7 +84,7 @@ class Options:
             check_placer(self.placer, PLANNED, OWN)
 
     def check_unset(self) -> None:
-        """Of who gives a session nothing else may be asked. Raises RequestError."""
+        """Raise RequestError for options given together with a session, which has its own."""
         if self != Options():
             raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
 
@@ -93,7 +95,7 @@ class Options:
 
     @property
     def placer(self) -> str | None:
-        """The allocator or solver that plans are placed by, in place of a placement with real addresses."""
+        """The allocator or solver that places plans without real addresses."""
         if self.placement == OWN:
             return policy_named(self.policy).placement
         return DEFAULT if self.placement == PLANNED else self.placement

@@ -1,4 +1,4 @@
-"""What jobs would take and cost: a step of each captured on fake tensors, and planned. Nothing runs."""
+"""Memory and cost of jobs: one step of each is captured on fake tensors, and planned. Nothing runs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ CPU = torch.device("cpu")
 
 
 class Recorded(NamedTuple):
-    """A step that was recorded on a virtual GPU, of which there is nothing but the graph."""
+    """A step recorded on a virtual GPU, which has only its graph."""
 
     graph: Graph
 
 
 @dataclass(frozen=True)
 class JobStep:
-    """A captured step of a job, and what of its device a budget counts."""
+    """A captured step of a job, and the account of its budget."""
 
     job: Job
     options: Options
@@ -59,15 +59,15 @@ class JobStep:
         return self.captures.graph
 
     def planner(self) -> Callable[[int], Plan]:
-        """A function from a budget in bytes to the best plan."""
+        """Return a function from a budget in bytes to the best plan."""
         return self.captures.planner(self.options, self.account)
 
     def budget_bytes(self) -> int:
-        """The budget in bytes. Raises RequestError."""
+        """Return the budget in bytes. Raises RequestError."""
         return self.account.bytes_of(self.options.limit, self.graph, self.planner())
 
     def plan(self) -> Plan:
-        """The plan within the budget. Raises InfeasibleBudget."""
+        """Return the plan within the budget. Raises InfeasibleBudget."""
         runs_here = self.account.device.kind == "cpu" or self.options.backend == "inductor"
         try:
             plan = self.planner()(self.budget_bytes())
@@ -81,15 +81,16 @@ class JobStep:
         return gathered(self.captures.of(plan.graph), plan, self.account.measured)
 
     def best(self, search_in: Callable[[Graph], Fit]) -> Plan:
-        """The best of the plans that are searched for in each capture."""
+        """Return the best of the plans found by a search in each capture."""
         return self.captures.best_plan(lambda step: search_in(step.graph), self.options.times)
 
 
 def preview(job: Job, options: Options, software: Software | None = None, estimate: Figures | None = None) -> Plan:
-    """The plan of a job, made on fake tensors: no memory, no run. For a CPU it is the plan that the run would make.
+    """Return the plan of a job, made on fake tensors, without memory or a run.
 
-    `software` is that of a GPU that is elsewhere, None: as here; `estimate` is the job's there, None: not made yet.
-    Raises RequestError and InfeasibleBudget.
+    For a CPU it is the plan that the run would make. `software` is that of a GPU that this machine does not have; None:
+    that of this machine. `estimate` is the estimate of the job there; None: not made yet. Raises RequestError and
+    InfeasibleBudget.
     """
     with without_collection():  # of many small objects, none of which is garbage; it takes a tenth of the time
         options, account, recorded = _asked(job, options, software, estimate)
@@ -104,7 +105,10 @@ def preview(job: Job, options: Options, software: Software | None = None, estima
 
 
 def step_of(job: Job, options: Options, software: Software | None = None) -> JobStep:
-    """The step of a job that `preview` plans; with Inductor's kernels its usual capture alone. Raises RequestError."""
+    """Return the step of a job that `preview` plans.
+
+    With Inductor's kernels it has only the usual capture. Raises RequestError.
+    """
     options, account, recorded = _asked(job, options, software)
     return JobStep(job, options, account, recorded or captures_of(job, options, account.device))
 
@@ -116,7 +120,7 @@ def compare_job(
     progress: Callable[[str], None] | None = None,
     software: Software | None = None,
 ) -> Comparison:
-    """A row for each of `policies` on one step of a job within the budget. Raises RequestError."""
+    """Return a row for each of `policies` on one step of a job within the budget. Raises RequestError."""
     step = step_of(job, options, software)
     budget_bytes, device = step.budget_bytes(), step.account.device
 
@@ -135,7 +139,7 @@ def sweep_job(
     progress: Callable[[str], None] | None = None,
     software: Software | None = None,
 ) -> Sweep:
-    """What one step of a job costs by each of `policies` at so many budgets. Raises RequestError."""
+    """Return the cost of one step of a job by each of `policies` at `points` budgets. Raises RequestError."""
     step = step_of(job, options, software)
     return sweep(step.graph, step.account.device, policies, points, options.times, progress, step.account, step.best)
 
@@ -143,7 +147,7 @@ def sweep_job(
 def _asked(
     job: Job, options: Options, software: Software | None, estimate: Figures | None = None
 ) -> tuple[Options, Account, Partitioned[Any] | None]:
-    """What is asked, what of the device a budget counts, and the recorded step of a script. Raises RequestError."""
+    """Return the options, the account of the budget, and the recorded step of a script. Raises RequestError."""
     options = _checked(job, options)
     asked = device_named(options.device, CPU)
     device = as_absent(asked, software)
@@ -170,7 +174,10 @@ def _asked(
 
 
 def _checked(job: Job, options: Options) -> Options:
-    """`options`, with the whole step where a job is on several GPUs. Raises RequestError for what cannot be planned."""
+    """Return `options`, with the whole step if a job is on several GPUs.
+
+    Raises RequestError for a job that cannot be planned.
+    """
     if isinstance(job.model, Script):
         if options.whole_step or options.backend != "eager":
             other = "whole_step=" if options.whole_step else f"backend={options.backend}"
@@ -179,7 +186,8 @@ def _checked(job: Job, options: Options) -> Options:
     if job.parallel is not None:
         if options.backend != "eager":
             raise RequestError(
-                f"backend={options.backend}: a step with {job.parallel.kind} is planned with eager's kernels; leave one out",
+                f"backend={options.backend}: a step with {job.parallel.kind} is planned with eager's kernels; leave "
+                "one out",
                 fields=["parallel"],
             )
         options = replace(options, whole_step=True)
@@ -188,7 +196,7 @@ def _checked(job: Job, options: Options) -> Options:
 
 
 def _estimated(job: Job, setting: Setting, *, compiled: bool) -> Figures | None:
-    """The estimate of the unmanaged job; None where it cannot be estimated, as with computed values."""
+    """Return the estimate of the job without Overspill; None if it cannot be estimated, as with computed values."""
     try:
         made = estimate_of(job, setting, compiled=compiled)
     except (RequestError, UnsupportedError):

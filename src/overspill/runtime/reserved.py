@@ -1,6 +1,6 @@
-"""Checks that PyTorch's allocator takes no more than plans assume.
+"""Check that PyTorch's allocator takes no more than plans assume.
 
-Asked now and then while plans are in force.
+The check runs now and then while plans are in use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOG = logging.getLogger("overspill")
 
 
 class ReservedWatch:
-    """Compares reserved with planned bytes, and warns once if it is more."""
+    """Compares reserved with planned bytes, and warns once if they are more."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -27,8 +27,8 @@ class ReservedWatch:
     def look(self, planned_bytes: Callable[[], int | None], where: torch.device) -> None:
         """Check after a step on `where`, at steps 1, 2, 4, 8, ….
 
-        Ever more rarely, since asking takes as long as some ops. Nothing is missed: the allocator keeps what it has
-        taken until it runs out of memory.
+        The interval grows because the check takes as long as some ops. Nothing is missed: the allocator keeps its
+        memory until it runs out.
         """
         if where.type == "cpu" or self._told:
             return
@@ -42,8 +42,9 @@ class ReservedWatch:
         self._told = True
         taken, counted_on = format_apart(held, planned)
         _LOG.warning(
-            "PyTorch's allocator has taken %s of %s, more than the %s that the plan counts on: for tensors that are not the "
-            "step's, or cached for what ran before; torch.cuda.empty_cache() before the first step gives that back",
+            "PyTorch's allocator has taken %s of %s, more than the %s that the plan counts on: for tensors that are "
+            "not the step's, or cached for what ran before; torch.cuda.empty_cache() before the first step gives that "
+            "back",
             taken,
             where,
             counted_on,

@@ -1,4 +1,4 @@
-"""What calls leave to others whose backwards are pending at the same time."""
+"""Memory that calls leave to others whose backwards are pending at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .planned import Planned
 
 
 class ConcurrentCalls:
-    """Which kinds of calls are pending at once, and the room that each leaves to the others.
+    """The kinds of calls that are pending at once, and the Room that each leaves to the others.
 
     `problems` has the training graphs that are planned.
     """
@@ -33,11 +33,11 @@ class ConcurrentCalls:
         self._settled: tuple[bool, dict[GraphKey, Counter[GraphKey]]] = False, {}
 
     def __contains__(self, kind: GraphKey) -> bool:
-        """Whether its room is settled."""
+        """Return whether the Room of this kind is settled."""
         return kind in self._rooms
 
     def room(self, kind: GraphKey, kept_bytes: int) -> Room:
-        """The room that a call of `kind` leaves; `kept_bytes` where that is not settled yet."""
+        """Return the Room that a call of `kind` leaves; `kept_bytes` if it is not settled yet."""
         return self._rooms.get(kind, Room(pending_bytes=kept_bytes))
 
     def plan(self, planned: Planned, problem: GraphProblem[Any]) -> None:
@@ -46,9 +46,9 @@ class ConcurrentCalls:
         self._keeps[planned.kind] = planned.retained_bytes
 
     def beside(self, kind: GraphKey) -> Counter[GraphKey]:
-        """Concurrent calls that a call of `kind` must leave room for.
+        """Return the concurrent calls that a call of `kind` must leave memory for.
 
-        Those that were settled, else what has been seen of other models.
+        These are the settled ones, or otherwise those of other models seen so far.
         """
         seen = self.pending.beside.get(kind, Counter())
         if kind in self:
@@ -56,12 +56,12 @@ class ConcurrentCalls:
         return Counter({k: n for k, n in (seen | self.pending.others(None)).items() if k.part[0] != kind.part[0]})
 
     def kept_by_other_models(self, kind: GraphKey) -> int:
-        """Bytes that calls of other models keep for backward when one of `kind` runs."""
+        """Return the bytes that calls of other models keep for backward when one of `kind` runs."""
         beside = self.beside(kind)
         return sum(n * self._keeps[other] for other, n in beside.items() if other.part[0] != kind.part[0])
 
     def see(self, planned: Planned, args: Sequence[Any], call: weakref.ref[Node] | None) -> Counter[GraphKey] | None:
-        """The other calls that are pending when a planned graph runs, if they are more than its plan knew."""
+        """Return the other calls that are pending when a planned graph runs, if its plan did not know them all."""
         beside = self.pending.others(call)
         if beside <= planned.beside:
             return None
@@ -72,7 +72,7 @@ class ConcurrentCalls:
         return beside if planned.beside.keys() <= self.problems.keys() else None
 
     def needed_bytes(self, planned: Planned) -> int:
-        """Peak bytes of a plan with all calls known to be concurrent with it."""
+        """Return the peak bytes of a plan with all calls known to be concurrent with it."""
         room, problem = planned.room, self.problems.get(planned.kind)
         sums = is_summed(planned.kind, self.pending.beside)
         needed = free_memory_for(planned.kind, planned.beside, self.problems, self._keeps, sums=sums)
@@ -82,9 +82,9 @@ class ConcurrentCalls:
         return planned.least_peak_bytes + more
 
     def settle(self, live_bytes: Callable[[Settlement], int], *, accumulates: bool) -> bool:
-        """Settle how many bytes concurrent calls leave to one another; `live_bytes` gives what they have together.
+        """Settle how many bytes concurrent calls leave to one another; return whether any changed.
 
-        Returns whether anything changed. Raises InfeasibleBudget where they do not fit together.
+        `live_bytes` returns the bytes that they have together. Raises InfeasibleBudget if they do not fit together.
         """
         known = {kind: others for kind, others in self.pending.beside.items() if others}
         if (accumulates, known) == self._settled:
@@ -98,7 +98,7 @@ class ConcurrentCalls:
     def settle_again(
         self, problem: GraphProblem[Any], live_bytes: Callable[[Settlement], int], *, accumulates: bool
     ) -> Room:
-        """The room of a call with more concurrent calls than rooms were settled for.
+        """Return the Room of a call with more concurrent calls than were settled for.
 
         Raises InfeasibleBudget as `settle` does.
         """
@@ -107,7 +107,7 @@ class ConcurrentCalls:
         return self._rooms.get(problem.kind, ALONE)
 
     def _learn_of(self, problem: GraphProblem[Any], *, accumulates: bool) -> None:
-        """Keep `problem` with what has been seen of its calls since."""
+        """Keep `problem` with all that was seen of its calls since."""
         around = replace(problem.surroundings, accumulates=accumulates)
         self.problems[problem.kind] = replace(problem, late=problem.kind in self._late, surroundings=around)
 

@@ -1,7 +1,7 @@
-"""Plan concurrent calls: each leaves room for what the others keep.
+"""Plan concurrent calls: each leaves memory for the tensors that the others keep.
 
-How much a call keeps for backward depends on its plan, and how much room its plan has depends on what the others keep.
-So what each may keep is settled for all of them at once, before any of them is compiled.
+The bytes that a call keeps for backward depend on its plan. The memory for its plan depends on the bytes that the
+others keep. So the bytes that each may keep are settled for all calls at once, before any of them is compiled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
 
 
 class HasGraph(Protocol):
-    """A captured step, whichever way it was captured."""
+    """A captured step, of any kind of capture."""
 
     @property
     def graph(self) -> Graph:
@@ -44,17 +44,16 @@ C = TypeVar("C", bound=HasGraph)
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that a call's plan reserves for concurrent calls.
-
-    `pending_bytes` for what they keep for backward, `loss_bytes` for their losses. The call itself may keep
-    `keep_bytes`; None: as much as there is room for. `sums`: others have gradients of the same parameters, which are on
-    the device during its backward.
-    """
+    """Bytes that the plan of a call reserves for concurrent calls."""
 
     pending_bytes: int = 0
+    """Bytes that the others keep for backward."""
     loss_bytes: int = 0
+    """Bytes for the losses of the others."""
     keep_bytes: int | None = None
+    """Bytes that the call itself may keep; None: as many as fit."""
     sums: bool = False
+    """Whether others have gradients of the same parameters, which are on the device during its backward."""
 
 
 ALONE = Room()
@@ -62,10 +61,7 @@ ALONE = Room()
 
 @dataclass(frozen=True)
 class GraphProblem(Generic[C]):
-    """One graph of a model and how to capture and plan it.
-
-    `capture` makes a Graph of the joint graph, and `plan` a Plan of that.
-    """
+    """One graph of a model, and how to capture and plan it."""
 
     kind: GraphKey
     frame: GraphFrame
@@ -75,7 +71,9 @@ class GraphProblem(Generic[C]):
     options: Options
     account: Account
     capture: Callable[[JointGraph, list[InputInfo], Surroundings], C]
+    """Makes a captured step of the joint graph."""
     plan: Callable[[GraphProblem[C], C, int], Plan]
+    """Makes a Plan of the captured step within a budget in bytes."""
     late: bool = False
     """Whether its inputs arrive while other calls are pending; else the plans of these count them."""
 
@@ -87,7 +85,7 @@ class GraphProblem(Generic[C]):
     def captured(self, room: Room, budget: int) -> C:
         """Capture with bytes reserved for concurrent calls.
 
-        Before a graph break all that can be freed is reserved for the later graphs.
+        Before a graph break, all bytes that can be freed are reserved for the later graphs.
         """
         here = self.surroundings
         around = replace(
@@ -102,7 +100,7 @@ class GraphProblem(Generic[C]):
         return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
 
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
-        """The captured graph and its plan. Raises InfeasibleBudget."""
+        """Return the captured graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
         plan, within = self.plan(self, captured, budget), budget
         if room.keep_bytes is not None and self.account.has_arena:
@@ -113,15 +111,18 @@ class GraphProblem(Generic[C]):
         return captured, plan
 
     def search(self, graph: Graph, budget: int) -> Fit:
-        """The search for a plan of one capture, whose budget counts what a card leaves for tensors."""
+        """Return the search for a plan of one capture; its budget counts the bytes that a GPU leaves for tensors."""
         return search(graph, self.account.of_tensors, self.options.policy, budget, self.options.times)
 
     def as_one_of_several(self) -> GraphProblem[C]:
-        """The problem of a call that is not alone: on a card it has no arena, which it would keep whole."""
+        """Return the problem of a call that is not alone.
+
+        On a GPU it has no arena, because it would keep the whole arena.
+        """
         return replace(self, account=self.account.alone) if self.account.is_card else self
 
     def floor_bytes(self, room: Room) -> int:
-        """The smallest feasible budget in bytes."""
+        """Return the smallest feasible budget in bytes."""
         captured = self.captured(room, 0)
         return smallest_budget(lambda nbytes: self.plan(self, captured, nbytes))
 
@@ -132,7 +133,7 @@ class GraphProblem(Generic[C]):
 
     @cached_property
     def least_bytes(self) -> int:
-        """The fewest bytes that it can keep between forward and backward."""
+        """The fewest bytes that the call can keep between forward and backward."""
         program = StepProgram(self.alone)
         boundary = program.end_of_forward
         absent = {g.tensor for g in swappable_gaps(program) if g.start < boundary <= g.end}
@@ -143,7 +144,7 @@ class GraphProblem(Generic[C]):
 
     @cached_property
     def around_bytes(self) -> int:
-        """Bytes of a pending call's inputs and gradients of its outputs."""
+        """Bytes of the inputs of a pending call, and of the gradients of its outputs."""
         names = {info.name for info in self.inputs}
         gradients: dict[int, int] = {}
         for node in self.joint.given_tangents:
@@ -153,7 +154,7 @@ class GraphProblem(Generic[C]):
 
     @property
     def loss_bytes(self) -> int:
-        """Bytes reserved for each call's loss.
+        """Bytes reserved for the loss of each call.
 
         The user's own `reserve` is for all calls together.
         """
@@ -161,7 +162,7 @@ class GraphProblem(Generic[C]):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that its backward makes, unless they are already there."""
+        """Bytes of gradients that its backward makes, unless they exist already."""
         if self.surroundings.accumulates:
             return 0
         return sum(t.nbytes for t in self.alone.tensors if t.kind is TensorKind.GRADIENT and not t.persistent)
@@ -176,10 +177,10 @@ def free_memory_for(
     *,
     sums: bool,
 ) -> Room:
-    """The Room that a call of `kind` leaves to concurrent `others`.
+    """Return the Room that a call of `kind` leaves to concurrent `others`.
 
-    `keeps` has the bytes that each of these keeps for backward. Calls of one part have inputs and losses of their own;
-    from one part to the next tensors are handed on.
+    `keeps` has the bytes that each of these keeps for backward. Calls of one part have their own inputs and losses;
+    different parts pass tensors on.
     """
     alike = {other: count for other, count in others.items() if other.part == kind.part}
     return Room(
@@ -192,10 +193,10 @@ def free_memory_for(
 
 
 def is_summed(kind: GraphKey, beside: Mapping[GraphKey, Counter[GraphKey]]) -> bool:
-    """Whether backward of `kind` may find gradients of a concurrent call.
+    """Return whether backward of `kind` may find gradients of a concurrent call.
 
-    That is so for calls of the same part. Autograd decides which backward comes first: the one that ran last, where
-    both begin at once.
+    That is so for calls of the same part. Autograd decides which backward comes first; if both begin at once, it is the
+    call that ran last.
     """
     return any(kind in (one, other) and one.part == other.part for one, others in beside.items() for other in others)
 
@@ -214,7 +215,7 @@ class Settlement:
         self.least = {k: problems[k].least_bytes for k in self.kinds}
 
     def rooms(self, budget: int) -> dict[GraphKey, Room]:
-        """The Room of each kind of call. Raises InfeasibleBudget, with a budget that would do."""
+        """Return the Room of each kind of call. Raises InfeasibleBudget, with a budget that works."""
         try:
             alone = {k: self._keeps(k, ALONE, budget) for k in self.kinds}
         except InfeasibleBudget:
@@ -238,15 +239,15 @@ class Settlement:
         calls = max(sum(others.values()) for others in self.beside.values()) + 1
         return InfeasibleBudget(
             f"infeasible: {calls} calls wait for their backward at once, and what they keep does not fit beside one "
-            f"another in {format_bytes(budget)}; {least_budget} bytes would do, or one call with the inputs stacked, or "
-            "overspill.train_step",
+            f"another in {format_bytes(budget)}; {least_budget} bytes would do, or one call with the inputs stacked, "
+            "or overspill.train_step",
             budget_bytes=budget,
             floor_bytes=max(least_budget, budget + 1),
             cause=f"what {calls} calls keep for their backward at once",
         )
 
     def smallest(self) -> tuple[int, dict[GraphKey, int]]:
-        """The smallest budget found in which all fit, and what each keeps then."""
+        """Return the smallest budget found in which all fit, and the bytes that each keeps then."""
         most = {k: self._keeps(k, ALONE, self.problems[k].floor_bytes(ALONE)) for k in self.kinds}
         for share in reversed(SHARES):
             keeps = self._shared(share, most)
@@ -262,11 +263,11 @@ class Settlement:
             keeps = {k: max(more[k], keeps[k]) for k in self.kinds}
 
     def _shared(self, share: float, most: Mapping[GraphKey, int]) -> dict[GraphKey, int]:
-        """The least that each keeps, plus a share of what it could keep beyond."""
+        """Return the least that each keeps, plus a share of the bytes that it could keep beyond."""
         return {k: self.least[k] + int(share * max(0, most[k] - self.least[k])) for k in self.kinds}
 
     def unmanaged(self) -> tuple[int, int]:
-        """Peak bytes with nothing moved: live bytes, and bytes as budgets count."""
+        """Return the peak bytes with nothing moved: live bytes, and bytes as budgets count."""
         keeps = {}
         for kind in self.kinds:
             problem = self.problems[kind]
@@ -290,7 +291,7 @@ class Settlement:
     def _tried(
         self, keeps: Mapping[GraphKey, int], caps: Mapping[GraphKey, int], budget: int
     ) -> dict[GraphKey, Room] | None:
-        """Rooms with which each call has a plan that keeps at most `keeps`. None where there are none."""
+        """Return Rooms with which each call has a plan that keeps at most `keeps`; None without such plans."""
         found = {}
         for kind in self.kinds:
             room = self._room(kind, keeps, caps.get(kind))
@@ -303,7 +304,7 @@ class Settlement:
         return found
 
     def _fair(self, alone: Mapping[GraphKey, int], budget: int) -> dict[GraphKey, int]:
-        """The most that each may keep if all get equal shares of the budget."""
+        """Return the most that each may keep if all get equal shares of the budget."""
         fair = dict(alone)
         for kind, others in self.beside.items():
             there = others + Counter([kind])

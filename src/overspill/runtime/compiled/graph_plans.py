@@ -27,9 +27,10 @@ TOGETHER = "keeps what several models need for backward at once"
 
 
 class GraphPlans:
-    """Plans each graph beside the others of the session, those of concurrent calls and those of its own model.
+    """Plans each graph next to the others of the session: those of concurrent calls and those of its own model.
 
-    `planned` has the current plans in the order they were made. `accumulates`: gradients of the step before are there.
+    `planned` has the current plans in the order they were made. `accumulates` is set if gradients of the step before
+    exist.
     """
 
     def __init__(self, options: Options, renewal: Renewal) -> None:
@@ -52,9 +53,9 @@ class GraphPlans:
         self._renewal.is_asked = False
 
     def settle(self) -> bool:
-        """Settle how many bytes concurrent calls leave to one another; whether anything changed.
+        """Settle how many bytes concurrent calls leave to one another; return whether any changed.
 
-        Raises InfeasibleBudget where they do not fit together.
+        Raises InfeasibleBudget if they do not fit together.
         """
         return self.calls.settle(self._live_bytes, accumulates=self.accumulates)
 
@@ -62,9 +63,9 @@ class GraphPlans:
         return self.budget.settle(settlement, self.plans)
 
     def renew(self) -> None:
-        """Drop outdated plans; what calls leave to one another is settled before.
+        """Drop outdated plans, after the bytes that calls leave to one another are settled.
 
-        Raises InfeasibleBudget where that does not settle within some rounds.
+        Raises InfeasibleBudget if these do not settle within some rounds.
         """
         if self.settle():
             self._renewal.begin_rounds()  # new concurrency was seen, of which there is only so much
@@ -81,11 +82,17 @@ class GraphPlans:
         self.forget()
 
     def kept_by_others(self, kind: GraphKey, frame: GraphFrame) -> int:
-        """Bytes that other models, and the model's other frames, keep for backward when a call of `kind` runs."""
+        """Return the bytes that others keep for backward when a call of `kind` runs.
+
+        Others are other models, and other frames of this model.
+        """
         return self._retained_by_others(kind, frame) + self.calls.kept_by_other_models(kind)
 
     def make(self, problem: GraphProblem[C], inputs: Sequence[Any]) -> tuple[C, Planned]:
-        """The captured graph and its plan. Raises InfeasibleBudget, which names the shapes of `inputs`."""
+        """Return the captured graph and its plan.
+
+        Raises InfeasibleBudget, which names the shapes of `inputs`.
+        """
         kind, frame = problem.kind, problem.frame
         beside = self.calls.beside(kind)
         room = self.calls.room(kind, self.kept_by_others(kind, frame))
@@ -98,9 +105,10 @@ class GraphPlans:
         return captured, Planned(frame, kind, plan, retained, room, beside=beside, reserved_bytes=reserved)
 
     def keep(self, planned: Planned, problem: GraphProblem[Any], here: Sequence[Tensor], known: set[int]) -> None:
-        """Put a plan in force, whose graph reads the parameters `here`. `known`: ids of those that all plans count.
+        """Add the plan of a graph that reads the parameters `here` to those in use.
 
-        Raises InfeasibleBudget where the gradients of a later graph do not fit alongside an earlier backward.
+        `known` are the ids of the parameters that all plans count. Raises InfeasibleBudget if the gradients of a later
+        graph do not fit next to an earlier backward.
         """
         planned.parameters = tuple(id(p) for p in here)
         self.planned.append(planned)
@@ -111,9 +119,9 @@ class GraphPlans:
             self._renewal.is_asked |= any(p.plan.peak_bytes > planned.plan.asked_bytes for p in self.planned)
 
     def _made(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan, Room]:
-        """A captured graph, its plan, and its room for concurrent calls.
+        """Return a captured graph, its plan, and its Room for concurrent calls.
 
-        That and the budget may differ from those given, where these are too small. Raises InfeasibleBudget.
+        Room and budget may differ from those given, if these are too small. Raises InfeasibleBudget.
         """
         kind, trains = problem.kind, problem.trains
         try:
@@ -137,7 +145,7 @@ class GraphPlans:
         return *self._within(problem, room if trains else ALONE, budget), room
 
     def _enough(self, problem: GraphProblem[Any], budget: int) -> int:
-        """A budget in bytes that also fits what earlier frames of the model keep."""
+        """Return a budget in bytes that also fits the bytes that earlier frames of the model keep."""
         before = {p.frame.id: self.calls.problems[p.kind] for p in self.planned if self._is_before(p, problem.kind)}
         while True:
             pending = 0
@@ -150,7 +158,7 @@ class GraphPlans:
                 return budget
 
     def _within(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan]:
-        """Capture and plan within `budget` bytes; on CUDA that of a card. Raises InfeasibleBudget."""
+        """Capture and plan within `budget` bytes; on CUDA these are those of the GPU. Raises InfeasibleBudget."""
         if room != ALONE:
             problem = problem.as_one_of_several()
         captured: dict[int, C] = {}
@@ -164,9 +172,9 @@ class GraphPlans:
         return captured[id(plan.graph)], plan
 
     def _retained_by_others(self, kind: GraphKey, frame: GraphFrame) -> int:
-        """Bytes that the model's other frames keep between forward and backward.
+        """Return the bytes that the model's other frames keep between forward and backward.
 
-        Of each frame, the most of any plan.
+        For each frame, the most of any plan counts.
         """
         found: dict[int, int] = {}
         for planned in self.planned:
@@ -175,11 +183,14 @@ class GraphPlans:
         return sum(found.values())
 
     def _is_before(self, planned: Planned, kind: GraphKey) -> bool:
-        """Whether it belongs to the model of `kind`, and may keep something for backward."""
+        """Return whether the plan is of the model of `kind`, and may keep tensors for backward."""
         return planned.part[0] == kind.part[0] and planned.kind in self.calls.problems
 
     def see(self, planned: Planned, args: Sequence[Any], call: weakref.ref[Node] | None) -> None:
-        """Note which other calls are pending when a planned graph runs; plans that no longer fit are outdated."""
+        """Note the other calls that are pending when a planned graph runs.
+
+        Plans that no longer fit become outdated.
+        """
         beside = self.calls.see(planned, args, call)
         if beside is None:
             return
@@ -196,8 +207,9 @@ class GraphPlans:
             new = sum(2 * p.nbytes for p in here if id(p) not in known.union(planned.parameters))
             if new and planned.frame.id != latest.frame.id and planned.least_peak_bytes + new > budget:
                 raise InfeasibleBudget(
-                    f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
-                    f"one do not fit beside the first one's peak of {format_bytes(planned.least_peak_bytes)} in "
+                    f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients "
+                    "of a later one do not fit beside the first one's peak of "
+                    f"{format_bytes(planned.least_peak_bytes)} in "
                     f"{format_bytes(budget)}; use overspill.compile(model, ...), which sees all parameters at once",
                     budget_bytes=budget,
                     floor_bytes=planned.least_peak_bytes + new,

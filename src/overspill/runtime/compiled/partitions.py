@@ -1,12 +1,13 @@
 """The best plan over several captures of one step.
 
-With eager's kernels these are the step as it was traced, and the same with its large row-wise chains in pieces of rows
-(`capture/compiled/pieces.py`). With Inductor's, which fuses such chains, they are of forward-backward partitions: what
-forward saves for backward, and what backward recomputes within its own kernels, is decided before there are kernels, by
-PyTorch's min-cut partitioner, which saves less for a smaller `activation_memory_budget`. So each partition gives
-programs of its own, and a plan of its own. Making programs takes as long as compiling does. Other captures than the
-usual one are made only where its plan is slower than the unmanaged step, or there is none, and only as long as the next
-one is faster.
+With eager's kernels, the captures are the step as traced, and the same with its large row-wise chains in pieces of rows
+(`capture/compiled/pieces.py`). With Inductor's kernels, which fuse such chains, they are of forward-backward
+partitions. PyTorch's min-cut partitioner decides, before kernels exist, which tensors forward saves and backward
+recomputes within its own kernels. It saves less for a smaller `activation_memory_budget`. So each partition has its own
+programs, and its own plan.
+
+It takes as long to make programs as to compile. So other captures than the usual one are made only if its plan is
+slower than a step without Overspill, or it has none. They are made only as long as the next one is faster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 class Partitioned(Generic[C]):
     """Captures of a step, the usual one first.
 
-    The others are made when they are first asked for.
+    The others are made at their first use.
     """
 
     def __init__(self, captured: Iterable[C]) -> None:
@@ -59,11 +60,11 @@ class Partitioned(Generic[C]):
         return self._found[0].graph
 
     def of(self, graph: Graph) -> C:
-        """The capture that `graph` belongs to."""
+        """Return the capture that `graph` belongs to."""
         return next(captured for captured in self._found if captured.graph is graph)
 
     def planner(self, options: Options, account: Account) -> Callable[[int], Plan]:
-        """A function from a budget in bytes of `account` to the best plan."""
+        """Return a function from a budget in bytes of `account` to the best plan."""
 
         def within(nbytes: int) -> Plan:
             return self.best_plan(
@@ -73,16 +74,16 @@ class Partitioned(Generic[C]):
         return within
 
     def planned(self, options: Options, account: Account) -> Plan:
-        """The best plan within the budget of `options`. Raises InfeasibleBudget."""
+        """Return the best plan within the budget of `options`. Raises InfeasibleBudget."""
         planner = self.planner(options, account)
         return planner(account.bytes_of(options.limit, self.graph, planner))
 
     def best_plan(self, search_in: Callable[[C], Fit], times: MeasuredTimes | None = None) -> Plan:
-        """The fastest plan of all captures, by simulation, with what the usual one takes unmanaged.
+        """Return the fastest plan of all captures, by simulation, with the unmanaged memory of the usual one.
 
-        Where the usual capture's plan is slow even at best, its search waits, and begins only where no other plan is as
-        fast as that. A plan within NEAR of the unmanaged step ends the search. `times` are the measured ones that it is
-        made with. Raises InfeasibleBudget where no capture has a plan, with the least floor.
+        If the usual capture's plan is slow even at best, its search waits. It begins only if no other plan is as fast
+        as that. A plan within NEAR of the unmanaged step ends the search. `times` are the measured times that the plans
+        use. Raises InfeasibleBudget with the least floor if no capture has a plan.
         """
         best: Plan | None = None
         waiting: Fit | None = None
@@ -132,7 +133,7 @@ def _of_least_floor(least: InfeasibleBudget | None, error: InfeasibleBudget) -> 
 
 
 def _compared(usual: Graph, plan: Plan, times: MeasuredTimes | None) -> Plan:
-    """`plan` with the figures of an unmanaged step of `usual`."""
+    """Return `plan` with the figures of an unmanaged step of `usual`."""
     plain = Liveness().plan(usual, plan.device)
     seconds = simulate(usual, plain, plan.device, op_seconds(usual, plan.device, times)).step_seconds
     return replace(plan, unmanaged_peak_bytes=check(usual, plain).peak_bytes, usual_seconds=seconds)

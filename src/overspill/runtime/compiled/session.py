@@ -58,12 +58,12 @@ class Session(PlannedPeaks):
     """Compiled models that share one budget, one store and one transfer engine.
 
     Every graph of the models is planned within the budget. Several models of one job (a GAN, teacher and student) share
-    a budget when they are given one session:
+    a budget if they get one session:
 
         session = overspill.Session(budget="8GiB")
         generator, critic = (overspill.compile(m, session=session) for m in (generator, critic))
 
-    The arguments by keyword are those of `overspill.compile`.
+    The keyword arguments are those of `overspill.compile`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Session(PlannedPeaks):
         optimizers: Sequence[Optimizer] | None = None,
         **asked: Any,
     ) -> None:
-        """Raises RequestError for options that cannot be right."""
+        """Create a session. Raises RequestError for options that cannot be right."""
         self.options = Options(**asked) if options is None else options
         options = self.options
         self.clips = False
@@ -101,7 +101,7 @@ class Session(PlannedPeaks):
         _SESSIONS.add(self)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Add parameters by weak reference; those that are gone are dropped."""
+        """Add parameters by weak reference, and drop those that are gone."""
         self.followed.follow(parameters)
 
     def watch(self, module: nn.Module, optimizer: Optimizer) -> None:
@@ -120,7 +120,7 @@ class Session(PlannedPeaks):
     def add_step(self, step: SessionStep) -> None:
         """Add a `train_step` to the job.
 
-        While it or a compiled model runs, the others keep their tensors of between steps on the device.
+        While it or a compiled model runs, the others keep on the device the tensors that they hold between steps.
         """
         ours, itself = weakref.ref(self), weakref.ref(step)
         self._steps.add(step)
@@ -128,12 +128,15 @@ class Session(PlannedPeaks):
         self.renewal.is_asked |= bool(self.plans)
 
     def _kept_bytes(self, besides: SessionStep | None = None) -> int:
-        """Bytes that train steps and compiled models keep between steps."""
+        """Return the bytes that train steps and compiled models keep between steps.
+
+        Those of the step `besides` do not count. The compiled models count only if it is given.
+        """
         steps = sum(step.kept_bytes() for step in self._steps if step is not besides)
         return steps if besides is None else steps + self.followed.kept_bytes()
 
     def begin_graph(self) -> RunRecorder | None:
-        """Begin a planned graph; the recorder that is told of it, or None."""
+        """Begin a planned graph, and return the recorder to notify, or None."""
         self.watch_calls.graphs_run += 1
         if self.recorder is not None:
             self.recorder.begin_step(self._where)
@@ -175,7 +178,7 @@ class Session(PlannedPeaks):
         return self.timer.times(self.device_name) if self.timer is not None else None
 
     def room_bytes(self) -> int:
-        """Bytes of the budget free alongside every plan, the reserve included."""
+        """Return the bytes of the budget that every plan leaves free, the reserve included."""
         aside = 0 if self.options.reserve is None else parse_bytes(self.options.reserve)
         # A graph before a graph break has reserved all it can for later graphs, and for what runs between them.
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
@@ -196,7 +199,7 @@ class Session(PlannedPeaks):
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of the step before are there in forward, which the plans then count."""
+        """Whether gradients of the step before exist in forward, which the plans then count."""
         return self._plans.accumulates
 
     @accumulates.setter
@@ -204,13 +207,13 @@ class Session(PlannedPeaks):
         self._plans.accumulates = value
 
     def gradients_are_kept(self) -> bool:
-        """Whether any parameter of the models has a gradient now."""
+        """Return whether any parameter of the models has a gradient now."""
         return self.followed.gradients_are_kept()
 
     def begin_call(self, model: int) -> None:
-        """Called before each model call: plan again where plans are outdated.
+        """Plan again before a model call if plans are outdated.
 
-        Raises InfeasibleBudget where the plans do not settle within some rounds.
+        Raises InfeasibleBudget if the plans do not settle within some rounds.
         """
         self._calling = model
         if self.plans and torch.is_grad_enabled() and self.followed.train():
@@ -221,7 +224,7 @@ class Session(PlannedPeaks):
             self._compile_again()
 
     def notice_kept_gradients(self) -> None:
-        """Called before each model call: plan once more if gradients of an earlier backward are still there."""
+        """Plan once more before a model call if gradients of an earlier backward still exist."""
         if not self.accumulates and torch.is_grad_enabled() and self.gradients_are_kept():
             self.accumulates = True
             if self.plans:
@@ -230,7 +233,7 @@ class Session(PlannedPeaks):
                 self._compile_again()
 
     def _compile_again(self) -> None:
-        """Have each graph planned anew, with what is known now."""
+        """Make each graph be planned again, with present knowledge."""
         self.arenas.give_back()
         empty_cache(self._where)  # what the plans before took, those to come may not count on
         reset_dynamo()
@@ -248,7 +251,7 @@ class Session(PlannedPeaks):
     ) -> tuple[C, Planned]:
         """Capture the graph of `frame` with `capture` and plan it with `make`.
 
-        Returns the captured graph and its plan. Raises InfeasibleBudget when the budget cannot be met.
+        Returns the captured graph and its plan. Raises InfeasibleBudget if the budget cannot be met.
         """
         where = joint.device
         account = account_of(self.options, device_named(self.options.device, where), where)
@@ -282,21 +285,21 @@ class Session(PlannedPeaks):
         return captured, planned
 
     def captured_again(self, planned: Planned, joint: JointGraph) -> Iterable[Captured]:
-        """The captures that `planned` was chosen from, of another trace of the same part."""
+        """Return the captures that `planned` was chosen from, for another trace of the same part."""
         problem = replace(self._plans.calls.problems[planned.kind], joint=joint)
         captures: Iterable[Captured] = problem.captured(planned.room, planned.plan.budget_bytes)
         return captures
 
     def see(self, planned: Planned, args: Sequence[Any] = (), call: weakref.ref[Node] | None = None) -> None:
-        """Note what else is on the device when a planned graph runs: calls that are pending, and what PyTorch reserved.
+        """Note other bytes on the device when a planned graph runs: pending calls, and what PyTorch reserved.
 
-        Called before forward, with `args`, and before backward, with its `call`.
+        It is called before forward, with `args`, and before backward, with its `call`.
         """
         self._reserved.look(lambda: self.reserved_bytes, self._where)
         self._plans.see(planned, args, call)
 
     def _tell_of_other_sessions(self, where: torch.device) -> None:
-        """Warn where the plans of several sessions together exceed the device."""
+        """Warn if the plans of several sessions together exceed the device."""
         others = sum(s.peak_bytes for s in _SESSIONS if s is not self and s.followed.parameters)
         if others and self.peak_bytes + others > (whole := usable_bytes(where)):
             warnings.warn(
@@ -306,7 +309,7 @@ class Session(PlannedPeaks):
             )
 
     def engine_for(self, plan: Plan, device: torch.device) -> int:
-        """The transfer engine's number, with store space for what `plan` offloads."""
+        """Return the number of the transfer engine, with store space for the bytes that `plan` offloads."""
         if device.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
         needed, kinds = store_bytes(plan), {p.device.type for p in self.followed.parameters}
@@ -322,7 +325,10 @@ class Session(PlannedPeaks):
         return number
 
     def _other_batches(self, joint: JointGraph, given: Sequence[Any], examples: Sequence[Any]) -> list[int]:
-        """Bytes of each batch on the device outside the graph, if the loss is; `given` are its inputs."""
+        """Return the bytes of each batch on the device outside the graph; none if the loss is inside.
+
+        `given` are the inputs of the graph.
+        """
         outputs = outputs_of(joint)
         if not joint.tangents or not outputs or self.options.reserve is not None:
             return []
@@ -332,7 +338,7 @@ class Session(PlannedPeaks):
         return other_batches.sizes(besides=[e for e in examples if isinstance(e, Tensor)])
 
     def part(self, examples: Sequence[Any]) -> Part:
-        """The part of the job that a graph on these `examples` is."""
+        """Return the part of the job that a graph on these `examples` is."""
         return self._calling, *(id(e) for e in examples if isinstance(e, nn.Parameter))
 
 

@@ -38,9 +38,9 @@ class SessionBudget:
         self._fixed = None
 
     def bytes_for(self, problem: GraphProblem[Any], room: Room, *, is_settled: bool, plans: Iterable[Plan]) -> int:
-        """The budget in bytes for one graph: live bytes, or a card's.
+        """Return the budget in bytes for one graph: live bytes, or those of a GPU.
 
-        `is_settled`: calls of its kind have their room alongside others. `plans` are those of the session so far.
+        `is_settled` means that calls of its kind have memory next to others. `plans` are those of the session so far.
         """
         kind, account = problem.kind, problem.account
         if not self._limit.is_relative:
@@ -63,9 +63,9 @@ class SessionBudget:
         return self._fixed
 
     def grow(self, problem: GraphProblem[Any], room: Room, error: InfeasibleBudget) -> int:
-        """The new smallest budget, where a graph needs more than those before.
+        """Return the new smallest budget if a graph needs more than those before.
 
-        Such a graph is that of a further model, or of a larger batch.
+        Such a graph belongs to a further model, or to a larger batch.
         """
         needed = error.floor_bytes
         if not problem.account.is_card:
@@ -76,9 +76,9 @@ class SessionBudget:
         return needed
 
     def settle(self, settlement: Settlement, plans: Iterable[Plan]) -> int:
-        """Live bytes for concurrent calls together.
+        """Return the live bytes for concurrent calls together.
 
-        By the `plans` in force, or those before them.
+        They follow from the present `plans`, or from those before them.
         """
         limit = self._limit
         if not limit.is_relative:
@@ -91,5 +91,5 @@ class SessionBudget:
 
 
 def _planned(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
-    """The plan of one graph within a budget. Raises InfeasibleBudget."""
+    """Return the plan of one graph within a budget. Raises InfeasibleBudget."""
     return fit(lambda live: problem.plan(problem, captured, live), problem.account.of_card, budget_bytes)
