@@ -27,7 +27,7 @@ from . import accelerator
 from .options import PLANNED, PYTORCH, Options
 
 UNKNOWN_GPU = "a100-40gb"
-"""The GPU whose rates stand in for a GPU without a data file; memory is asked of the driver."""
+"""The GPU whose rates replace those of a GPU without a data file. The driver reports the memory."""
 _CONTEXTS: dict[int, int] = {}
 
 

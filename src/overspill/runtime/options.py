@@ -19,7 +19,7 @@ from .transfer.stores import STORES
 
 BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
-"""What is done where a call runs without a plan."""
+"""Responses to a call that runs without a plan."""
 PLANNED, PYTORCH, OWN = "planned", CachingAllocator.name, "own"
 """Placements: addresses in an arena, the default on CUDA; PyTorch's caching allocator alone; that of a policy's
 paper."""
@@ -30,7 +30,7 @@ class Options:
     """Options as the user gave them, unchanged by any machine."""
 
     budget: str | float | Budget | None = None
-    """A size, a share of what the step takes unmanaged, `smallest`, or None for all of the device's memory."""
+    """A size, a share of the step's memory without Overspill, `smallest`, or None for all of the device's memory."""
     policy: str | Policy = "auto"
     """The policy that plans, by name or itself."""
     store: str | None = None
@@ -38,20 +38,20 @@ class Options:
     store_dir: str | Path | None = None
     """The directory of a store on disk."""
     backend: str = "eager"
-    """Whose kernels run: eager's or Inductor's."""
+    """The kernels that run: `eager` or `inductor`."""
     device: str | Device | None = None
     """The device to plan for, by name or itself; None: the one that tensors are on."""
     reserve: str | float | None = None
-    """Bytes for what runs between the model's forward and backward; None: twice its differentiable outputs."""
+    """Bytes for computation between the model's forward and backward; None: they are worked out (`LossOutside`)."""
     times: MeasuredTimes | None = None
     """Op times measured before, in place of estimates."""
     profile: bool = False
     """Whether to measure op times, on the eager backend."""
     placement: str | None = None
-    """The allocator or solver within whose peak a plan has to stay, `planned`, or `own`; None: `planned` on CUDA where that
-    is faster, and on a CPU live bytes count."""
+    """The allocator or solver within whose peak a plan has to stay, `planned`, or `own`. None: `planned` on CUDA if that
+    is faster; on a CPU live bytes count."""
     checksum: bool = False
-    """Whether to compare what comes back from the store with what went there."""
+    """Whether to compare bytes that come back from the store with those written."""
     on_unplanned: str = "error"
     """Whether a call that runs without a plan is an error or a warning."""
     partition: float | None = None

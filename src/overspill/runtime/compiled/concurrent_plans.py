@@ -75,7 +75,7 @@ class GraphProblem(Generic[C]):
     plan: Callable[[GraphProblem[C], C, int], Plan]
     """Makes a Plan of the captured step within a budget in bytes."""
     late: bool = False
-    """Whether its inputs arrive while other calls are pending; else the plans of these count them."""
+    """Whether its inputs arrive while other calls are pending; otherwise the plans of these count them."""
 
     @property
     def trains(self) -> bool:
