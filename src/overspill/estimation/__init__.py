@@ -1,7 +1,6 @@
-"""Estimates of a job's device memory.
+"""Estimates of a job's device memory, before it runs and without the device.
 
-Before it runs and without the device. What is handed on here is imported when it is first used: the command line reads
-a job without paying for numpy.
+Exported names are imported at first use, so that the command line reads a job without importing numpy.
 """
 
 from importlib import import_module

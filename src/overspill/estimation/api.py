@@ -44,10 +44,10 @@ class Setting:
         cls, device: str | Device = DEFAULT_DEVICE, allocator: str = "pytorch", allocator_config: Any = None,
         torch: str | None = None, cuda: str | None = None,
     ) -> Setting:  # fmt: skip
-        """The setting named by the user, with the releases `torch` and `cuda` (by default those that are here).
+        """Return the setting named by the user, with the releases `torch` and `cuda` (default: the installed ones).
 
         PyTorch's allocator reads `PYTORCH_CUDA_ALLOC_CONF` as PyTorch does. Raises RequestError for unknown names and
-        releases and malformed configurations, and for a device that is no GPU.
+        releases, malformed configurations, and a device that is no GPU.
         """
         software = software_named(torch, cuda)
         allocator_type(allocator)
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The device's compute capability; what PyTorch still supports where the device has none."""
+        """The device's compute capability, or 8.0 if the device states none."""
         return capability_of(self.device.compute_capability or "8.0")
 
 
@@ -109,53 +109,57 @@ def estimate(
     It is inference without `loss` and `optimizer`; nothing is computed.
 
     Args:
-        build: What makes the model: a function, a module (left as it is), or the name of a built-in model.
-        inputs: What the model reads: tensors (of fractions only shapes and dtypes count), a tuple or dict of them, or a
-            function that makes them, given the batch size if it takes one. A built-in model has its own.
-        loss: A criterion of torch.nn, given the model's output and the last of `inputs`, or a function of the model and all
-            `inputs` (a dict, which gives the model keywords, is one argument of the function). Without it a model that
-            is trained returns its own loss.
+        build: The model: a function that makes it, a module (left unchanged), or the name of a built-in model.
+        inputs: The model's input: tensors, a tuple or dict of them, or a function that makes them, given the batch
+            size if it takes one. Of float tensors only shapes and dtypes count. A built-in model has its own.
+        loss: A criterion of torch.nn, given the model's output and the last of `inputs`. Or a function of the model
+            and all `inputs`; a dict, which gives the model keywords, is one argument of it. Without it a model that is
+            trained returns its own loss.
         optimizer: A name such as `adamw`, or a function of the parameters. None: the model is only run.
         device: The GPU, by a name that `overspill devices` lists, by a file, or as a Device.
-        batch: Samples in a step; of a pipeline, in the whole of it. By default the first dimension of `inputs`, or 1.
+        batch: Samples in a step; for a pipeline, in all its micro-batches. By default the first dimension of `inputs`,
+            or 1.
         dtype: `float32`, `bfloat16`, `float16`, `amp` (autocast in float16, with a GradScaler) or `amp-bfloat16`.
-        accumulate: Micro-batches in a step; `batch` is of each.
-        clip_norm: Gradients are clipped to this norm of all.
-        clip_value: Each number of gradients is clipped to ± this.
-        set_to_none: As of `zero_grad`.
-        parallel: How several GPUs share the work (`overspill.job.Parallel`); the answer is for the one
-            that needs most.
-        checkpointing: The blocks that the model repeats are computed again in backward; or modules of the classes named.
-        reentrant: Whether these checkpoints are torch's older ones, as transformers before 5 has them. None: they are not.
-        attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`; of
+        accumulate: Micro-batches in a step; `batch` is the size of each.
+        clip_norm: The norm of all gradients is clipped to this.
+        clip_value: Each element of gradients is clipped to ± this.
+        set_to_none: As in `zero_grad`.
+        parallel: How several GPUs share the work (`overspill.job.Parallel`). The answer is for the GPU that needs
+            most.
+        checkpointing: The blocks that the model repeats are recomputed in backward; or modules of the classes named.
+        reentrant: Whether these checkpoints are torch's older ones, as in transformers before 5. None: they are not.
+        attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`; in
             transformers also `eager`.
-        channels_last: Model and images are in that memory format.
-        lora: The rank of adapters beside linear layers; all else is frozen.
+        channels_last: Whether model and images have this memory format.
+        lora: The rank of adapters next to linear layers; all other weights are frozen.
         lora_targets: The layers with adapters: ends of their names, with commas between, or `all-linear`.
-        lora_dropout: Of what adapters read.
-        quantize: Linear layers have weights of `4bit-double` (`4bit` for short), `4bit-single` (scales in float32) or `8bit`, as in
-            bitsandbytes.
-        upcast: Whether all that is not quantised is float32, as peft's `prepare_model_for_kbit_training` makes it. None: it is.
-        shift_logits: Whether the loss of a causal model of transformers copies logits, as before its 4.50. None: it does not.
-        loss_chunks: Output layer and loss of such a model run in so many chunks of tokens, each computed again in backward.
-        keep_outputs: Whether a step's outputs live until the next ones are there. None: they do not.
-        offload_optimizer: The optimizer's state is on the host.
-        cudnn_benchmark: cuDNN tries its engines.
-        generate: How many tokens a causal language model makes, with a cache of keys and values.
+        lora_dropout: The dropout of the adapters' input.
+        quantize: Linear layers have weights of `4bit-double` (`4bit` for short), `4bit-single` (scales in float32) or
+            `8bit`, as in bitsandbytes.
+        upcast: Whether all weights that are not quantised are float32, as after peft's
+            `prepare_model_for_kbit_training`. None: they are.
+        shift_logits: Whether the loss of a causal model of transformers copies logits, as before 4.50. None: it does
+            not.
+        loss_chunks: Output layer and loss of such a model run in so many chunks of tokens, each recomputed in
+            backward.
+        keep_outputs: Whether a step's outputs live until the next ones exist. None: they do not.
+        offload_optimizer: Whether the optimizer's state is on the host.
+        cudnn_benchmark: Whether cuDNN benchmarks its engines.
+        generate: The number of tokens that a causal language model generates, with a cache of keys and values.
         allocator: `pytorch`, or another that `placement` has.
-        allocator_config: As in `PYTORCH_CUDA_ALLOC_CONF`, which is read where this is None.
-        torch: The PyTorch release that the job will run with, as "2.6"; by default the one here. Ops are those of the
-            PyTorch that is here in any case.
+        allocator_config: As in `PYTORCH_CUDA_ALLOC_CONF`, which is read if this is None.
+        torch: The PyTorch release that the job will run with, as "2.6"; by default the installed one. Ops are those of
+            the installed PyTorch in any case.
         cuda: The CUDA release, as "12.4".
-        compiled: Also answer for the same step under stock `torch.compile`, by the program that Inductor writes for the
-            CPU: the answer's `compiled`.
+        compiled: Also estimate the same step under stock `torch.compile`, by the program that Inductor writes for the
+            CPU: the result's `compiled`.
 
     Returns:
-        The Estimate. `print(estimate.explain())` says all of it.
+        The Estimate. `print(estimate.explain())` prints all of it.
 
     Raises:
         RequestError: For a request that cannot be met.
-        UnsupportedError: Where the model needs computed values.
+        UnsupportedError: If the model needs computed values.
     """
     setting = Setting.of(device, allocator, allocator_config, torch, cuda)
     job = job_of(
@@ -171,7 +175,7 @@ def estimate(
 
 
 def of_job(job: Job, setting: Setting, *, compiled: bool = False) -> Estimate:
-    """The estimate of a job; without a batch, of one that has none."""
+    """Return the estimate of a job; if it has no batch, of the job without one."""
     job.check_batch()
     stages: dict[int | None, dict[int, int]] = {}
 
@@ -203,9 +207,9 @@ def of_job(job: Job, setting: Setting, *, compiled: bool = False) -> Estimate:
 def _needing_most(
     job: Job, setting: Setting, iterations: int = ITERATIONS, *, lines: bool
 ) -> tuple[Recording, dict[int, int]]:
-    """The recording of the GPU that needs most memory.
+    """Return the recording of the GPU that needs most memory.
 
-    Of the stages of a pipeline that may, also the peaks of requested bytes.
+    For a pipeline, also return the peaks of requested bytes by stage, for the stages that may need most.
     """
     recordings = {
         0 if one.parallel is None else one.parallel.stage: record(
@@ -222,9 +226,9 @@ def traced(
     *, retrace: Retrace | None = None, parallel: Parallel | None = None,
     framework: str = "pytorch", under_compile: Callable[[], Recording] | None = None,
 ) -> Estimate:  # fmt: skip
-    """The estimate of what `trace` records for a batch size.
+    """Return the estimate of the recording that `trace` makes for a batch size, with the seconds that this took.
 
-    None: of a job that has none. It also has how long that took.
+    A batch of None is that of a job without one.
     """
     started = time.perf_counter()
     recording = trace(batch, None)
@@ -250,7 +254,7 @@ def of_recording(
     retrace: Retrace | None = None, parallel: Parallel | None = None,
     framework: str = "pytorch",
 ) -> Estimate:  # fmt: skip
-    """The estimate of what was recorded."""
+    """Return the estimate of a recording."""
     return Estimate(
         name, recording, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
         parallel=parallel, scaling=scaling, retrace=retrace, framework=framework,

@@ -39,7 +39,7 @@ class Demand:
 
     @cached_property
     def events(self) -> Events:
-        """The allocations and frees in time order; `rows` says at which event of the recording each happens."""
+        """The allocations and frees in time order; `rows` has for each its event of the recording."""
         action = np.full(self.count, _GONE, dtype=np.int8)
         block = np.zeros(self.count, dtype=np.int64)
         nbytes = np.zeros(self.count, dtype=np.int64)
@@ -55,13 +55,13 @@ class Demand:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """For each of `events`, the event of the recording that it is."""
+        """For each of `events`, its event of the recording."""
         wanted = np.flatnonzero(self.nbytes)
         ends = self.end[wanted]
         return np.sort(np.concatenate([self.start[wanted], ends[ends < self.count]]))
 
     def same_shape(self, other: Demand) -> bool:
-        """Whether two demands differ at most in sizes: they ask for the same things at the same times."""
+        """Return whether two demands differ at most in sizes: they allocate the same things at the same times."""
         return (
             self.count == other.count
             and np.array_equal(self.start, other.start)
@@ -70,12 +70,12 @@ class Demand:
         )
 
     def confirmed_by(self, probe: Demand, starts: Sequence[int]) -> Demand | None:
-        """This demand, if a recording of one iteration agrees; else None.
+        """Return this demand if a recording of one iteration agrees; otherwise None.
 
-        `probe` is of the first iteration alone, and asks for the same. Starts, sizes and ends must be equal up to the
-        last allocation before the second of `starts`; what is freed after it, where the probe ends, proves nothing.
-        Scratch may differ, since some of it grows in steps: its sizes are then the probe's, in the later iterations
-        too, where the same libraries are asked for the same.
+        `probe` is of the first iteration alone, with the same requests. Starts, sizes and ends must be equal up to the
+        last allocation before the second of `starts`. Later frees, where the probe ends, prove nothing. Scratch may
+        differ, since some of it grows in steps. The result then has the probe's scratch sizes, in later iterations too,
+        where the same libraries get the same requests.
         """
         until = starts[1] if len(starts) > 1 else self.count
         count = int(np.searchsorted(self.start, until))
@@ -103,13 +103,16 @@ class Demand:
         return replace(self, nbytes=sizes)
 
     def between(self, other: Demand, share: float) -> Demand:
-        """The demand that is `share` of the way from this one to `other`, which has the same shape; it may be above 1."""
+        """Return the demand at `share` of the distance from this one to `other`, which has the same shape.
+
+        `share` may be above 1.
+        """
         sizes = self.nbytes + np.rint((other.nbytes - self.nbytes) * share).astype(np.int64)
         return replace(self, nbytes=np.maximum(sizes, 0))
 
 
 def demand_of(recording: Recording, device: Device, software: Software) -> Demand:
-    """The demand of `recording` on `device`. It is the likeliest where scratch is uncertain."""
+    """Return the demand of `recording` on `device`, the likeliest one where scratch is uncertain."""
     allocations = recording.allocations
     # Sizes of scratch depend on the GPU and the software.
     nbytes = np.fromiter((a.nbytes for a in allocations), dtype=np.int64, count=len(allocations))
@@ -132,10 +135,9 @@ def demand_of(recording: Recording, device: Device, software: Software) -> Deman
 
 
 def served(demand: Demand, room: int, allocator: str = "pytorch", config: Any = None) -> Replay:
-    """The allocator's answer to `demand` with `room` bytes.
+    """Return the allocator's answer to `demand` with `room` bytes, or without a limit if that is too little.
 
-    Without a limit if that is too little. Near the limit PyTorch gives cached memory back before it fails, and takes
-    less than where memory is plenty.
+    Near the limit PyTorch frees cached memory before it fails, and reserves less than where memory is plenty.
     """
     unlimited = replay(demand.events, allocator, config=config)
     if unlimited.peak_device_bytes <= room or room <= 0:
@@ -145,7 +147,7 @@ def served(demand: Demand, room: int, allocator: str = "pytorch", config: Any = 
 
 
 def survives(demand: Demand, device: Device, outside_bytes: int, allocator: str, config: Any) -> bool:
-    """Whether `demand` can be served on `device`. `outside_bytes` of its memory are taken."""
+    """Return whether the allocator can serve `demand` on `device`, of whose memory `outside_bytes` are in use."""
     capacity = device.memory_bytes - outside_bytes
     if capacity <= 0:
         return False

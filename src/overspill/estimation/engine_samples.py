@@ -1,8 +1,9 @@
 """Sampled memory demand over cuDNN's engines, for the 90 % interval.
 
-Nobody knows which engine cuDNN takes. The peak of reserved memory is not monotone in workspaces: one that was freed is
-a block for activations. So neither the least nor the most of them bounds it, and the engines are drawn instead, for
-each kind of convolution and each of its shapes. Draws are the same every time, and the same for all batch sizes.
+cuDNN's choice of engine is unknown. The peak of reserved memory is not monotone in workspaces, since a freed workspace
+is a block for activations. So neither the smallest nor the largest workspaces bound the peak. Engines are sampled
+instead, for each kind of convolution and each of its shapes. Samples are the same every time, and the same for all
+batch sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _TAIL = 0.05
 class EngineSamples:
     """Demands of one recording with other engines of its convolutions.
 
-    `likeliest` is the demand that they vary.
+    They vary the demand `likeliest`.
     """
 
     def __init__(self, recording: Recording, device: Device, likeliest: Demand) -> None:
@@ -62,7 +63,7 @@ class EngineSamples:
         self._places, self._which = np.array(places, dtype=np.int64), np.array(which, dtype=np.int64)
 
     def demands(self, shares: Shares = SHARES) -> Iterator[Demand]:
-        """The demand in each draw; none where there is nothing to draw."""
+        """Yield the demand in each sample; nothing if no convolution has a choice of engines."""
         engines = np.empty((len(self._kinds), COUNT), dtype=np.int64)
         # Of a kind: evenly over the chances, in an order of its own.
         evenly = {kind: (_generator(kind).permutation(COUNT) + 0.5) / COUNT for kind in self._kinds}
@@ -77,10 +78,10 @@ class EngineSamples:
 
 
 def interval(peak: int, drawn: Sequence[int], outside: Interval, unexplained: float) -> Interval:
-    """The interval that nine of ten peaks lie in.
+    """Return the interval that contains nine of ten peaks.
 
-    The likeliest is `peak`, others are `drawn`, and `outside` is the rest that is not the allocator's. Their distances
-    are independent, and so is what is `unexplained`, a share of the whole.
+    `peak` is the likeliest one and `drawn` has samples. `outside` is the memory outside the allocator. Their distances
+    are independent, and so is `unexplained`, a share of the whole.
     """
     central = peak + outside.central
     least, most = (int(np.quantile([peak, *drawn], tail, method="nearest")) for tail in (_TAIL, 1 - _TAIL))

@@ -19,17 +19,17 @@ from .memory_viz import write_estimate
 class Estimate(Figures, Reportable):
     """The memory that a device needs for a job, with advice.
 
-    See `Figures` for the first. `compiled_recording` is of the same job under `torch.compile`, where that was asked
-    for.
+    Its figures are those of `Figures`.
     """
 
     compiled_recording: Recording | None = None
+    """The recording of the same job under `torch.compile`, if requested."""
 
     @cached_property
     def compiled(self) -> Figures | None:
         """The figures of the same job under stock `torch.compile`.
 
-        They are of the program that Inductor writes for the CPU.
+        They follow the program that Inductor writes for the CPU.
         """
         if self.compiled_recording is None:
             return None
@@ -45,15 +45,15 @@ class Estimate(Figures, Reportable):
 
     @cached_property
     def changes(self) -> tuple[Advice, ...]:
-        """The first changes that would help the job to fit.
+        """The first changes that would help the job to fit, cheapest first.
 
-        Cheapest first; empty where it fits. `overspill.advise` has all.
+        It is empty if the job fits. `overspill.advise` returns all changes.
         """
         return () if self.fits() else tuple(islice(advice(self, quick=True), SHOWN))
 
     def save_snapshot(self, path: str | Path) -> None:
         """Write the simulated run as a memory snapshot, which https://pytorch.org/memory_viz shows.
 
-        Raises RequestError when the file cannot be written.
+        Raises RequestError if the file cannot be written.
         """
         write_estimate(path, self)

@@ -29,9 +29,9 @@ from .unspecified import LOADING, Unspecified, unspecified
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """The memory that `device` needs for a recorded job, each figure computed when it is first read.
+    """The memory that `device` needs for a recorded job.
 
-    Bytes are of the device unless said otherwise.
+    Each figure is computed when it is first read. Bytes are of the device unless stated otherwise.
     """
 
     name: str
@@ -68,10 +68,7 @@ class Figures:
 
     @cached_property
     def replayed(self) -> Replay:
-        """The allocator's answer on this device.
-
-        Where the job does not survive, that on an unlimited one.
-        """
+        """The allocator's answer on this device, or on an unlimited one if the job does not survive."""
         return self._served(self.demand)
 
     def _served(self, demand: Demand) -> Replay:
@@ -80,12 +77,12 @@ class Figures:
 
     @property
     def peak_requested_bytes(self) -> int:
-        """The most bytes that were asked for at once."""
+        """The most bytes that were requested at once."""
         return self.replayed.peak_requested_bytes
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most bytes that the allocator had given out at once, rounding included."""
+        """The most bytes that the allocator had allocated at once, rounding included."""
         return self.replayed.peak_allocated_bytes
 
     @property
@@ -114,7 +111,7 @@ class Figures:
     def communication(self) -> Interval:
         """Bytes of links to other GPUs outside the allocator.
 
-        Buckets and the like are in the recording.
+        Buckets and similar buffers are in the recording.
         """
         return NOTHING if self.parallel is None else self.parallel.communication(self.device)
 
@@ -130,14 +127,14 @@ class Figures:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that NVML would show at the job's peak. Reserved memory, context and communication."""
+        """Bytes that NVML would show at the job's peak: reserved memory, context and communication."""
         return self.replayed.peak_device_bytes + self.outside_bytes
 
     @cached_property
     def total(self) -> Interval:
         """`total_bytes` with a 90 % interval.
 
-        Nine of ten jobs lie in it, as engines, context and communication turn out.
+        It contains nine of ten jobs, over the variation of engines, context and communication.
         """
         drawn = [self._served(demand).peak_device_bytes for demand in self.draws.demands()]
         unexplained = UNEXPLAINED if self._convolves else 0.0
@@ -164,21 +161,21 @@ class Figures:
     def minimum_capacity_bytes(self) -> int:
         """The smallest device memory, in bytes, that the job survives on.
 
-        Cached memory is given back where it must.
+        The allocator frees cached memory where it must.
         """
         return minimum_capacity(self.demand.events, self.allocator, self.allocator_config) + self.outside_bytes
 
     def fits(self, gpu: str | Device | None = None) -> bool:
-        """Whether the job survives on `gpu`.
+        """Return whether the job survives on `gpu`.
 
-        A name or a device; None: the one it was estimated for.
+        It is a name or a device; None is the GPU of this estimate.
         """
         if gpu is not None:
             return self.on(gpu).fits()
         return survives(self.demand, self.device, self.outside_bytes, self.allocator, self.allocator_config)
 
     def on(self, gpu: str | Device) -> Self:
-        """The same job on another GPU; its scratch and context are that GPU's."""
+        """Return the same job on another GPU; its scratch and context are that GPU's."""
         device = load_device(gpu) if isinstance(gpu, str) else gpu
         scaling = None if self.scaling is None else self.scaling.on(device)
         return self if device == self.device else replace(self, device=device, scaling=scaling)
@@ -193,7 +190,7 @@ class Figures:
     def largest_batch(self) -> int | None:
         """The largest batch that fits; 0 if none does.
 
-        It is found on traces of it; None: the job has no batch size.
+        It is verified by traces. None means that the job has no batch size.
         """
         return None if self.scaling is None else self.scaling.largest_batch(self.outside_bytes)
 
@@ -201,7 +198,7 @@ class Figures:
 
     @cached_property
     def peak(self) -> Peak:
-        """The moment at which most bytes are allocated, and what they are."""
+        """The moment at which most bytes are allocated, and its allocations."""
         return peak_of(self.recording, self.demand, self.replayed)
 
     @cached_property
@@ -221,8 +218,8 @@ class Figures:
 
     @property
     def by_layer(self) -> dict[str, int]:
-        """Bytes at the peak by layer, largest first.
+        """Bytes at the peak by the layer that made them, largest first.
 
-        The layer is that which made them; weights and optimizer state are left out.
+        Weights and optimizer state are left out.
         """
         return self.peak.by_layer

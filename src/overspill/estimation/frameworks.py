@@ -1,4 +1,4 @@
-"""Estimates of jobs of other frameworks. Packages besides this one read and record them."""
+"""Estimates of jobs of other frameworks. Other packages read and record them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ FRAMEWORKS: Registry[Reader] = Registry("framework", "frameworks", {}, papers=("
 
 
 def of_source(source: Source, batch: int, optimizer: str | None, setting: Setting) -> Estimate:
-    """The estimate of `source` at a batch size.
+    """Return the estimate of `source` at a batch size, or of its inference without an optimizer.
 
-    Without an optimizer it is of its inference. Raises RequestError for what is wrong with the file or its inputs,
-    UnsupportedError for operators that are not known.
+    Raises RequestError for errors in the file or its inputs, UnsupportedError for unknown operators.
     """
     record = FRAMEWORKS.named(source.framework)(source, optimizer, setting.device)
 

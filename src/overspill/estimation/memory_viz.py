@@ -17,8 +17,9 @@ from .peak import category
 def write_estimate(path: str | Path, estimate: Figures, *, capacity_bytes: int | None = None) -> None:
     """Write the simulated run of `estimate` to `path`.
 
-    Or that on a device of `capacity_bytes` for its allocator. An allocation's frames name the tensor, the layer with
-    the op, the lines of Python, and the phase with the iteration. Raises RequestError when the file cannot be written.
+    With `capacity_bytes`, the run is on a device that has this memory for its allocator. An allocation's frames name
+    the tensor, the layer with the op, the lines of Python, and the phase with the iteration. Raises RequestError if the
+    file cannot be written.
     """
     write_snapshot(
         path,
@@ -53,11 +54,11 @@ def _origin(recording: Recording, at: int) -> Origin:
 
 
 def _iteration(recording: Recording, allocation: Allocation) -> int:
-    """The iteration, from 1, in which `allocation` was made; 0 before the first."""
+    """Return the iteration, from 1, in which `allocation` was made; 0 before the first."""
     return sum(start <= allocation.start for start in recording.starts)
 
 
 def _iterations(recording: Recording, demand: Demand) -> list[Span]:
-    """The iterations, in events of the demand."""
+    """Return the iterations, in events of the demand."""
     bounds = np.searchsorted(demand.rows, [*recording.starts, recording.events]).tolist()
     return [Span(f"iteration {i + 1}", bounds[i], bounds[i + 1]) for i in range(recording.iterations)]

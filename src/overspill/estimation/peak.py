@@ -60,20 +60,17 @@ class Peak:
 
 
 def category(kind: TensorKind) -> str:
-    """The category of DNNMem's Table 2 that a kind of tensor belongs to."""
+    """Return the category of DNNMem's Table 2 that a kind of tensor belongs to."""
     return _CATEGORY_OF[kind]
 
 
 def kind_of(name: str) -> TensorKind | None:
-    """The kind of tensor of a category, or None.
-
-    None for one that has none, as the context.
-    """
+    """Return the kind of tensor of a category, or None for one without a kind, as the context."""
     return next((kind for kind, found in _CATEGORY_OF.items() if found == name), None)
 
 
 def peak_of(recording: Recording, demand: Demand, replayed: Replay) -> Peak:
-    """The peak of allocated bytes of a replay of `demand`."""
+    """Return the peak of allocated bytes of a replay of `demand`."""
     moment = int(demand.rows[replayed.peak_allocated_at]) if len(demand.rows) else 0
     # All that is live then, by category and by layer.
     live = np.flatnonzero((demand.start <= moment) & (demand.end > moment) & (demand.nbytes > 0))

@@ -1,6 +1,6 @@
 """Training (`job/loop.py`) and inference that can be recorded.
 
-They are what the user would write, on `cuda`.
+They are the programs that a user would write, on `cuda`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Program = Callable[[Recorder], None]
 
 
 def program_of(job: Job, *, iterations: int = ITERATIONS, compiled: bool = False) -> Program:
-    """The loop that trains a job, or only runs it.
+    """Return the loop that trains a job, or only runs it.
 
-    With `compiled`, as `torch.compile` has its step.
+    With `compiled`, its step runs as under `torch.compile`.
     """
     return surroundings(
         (_training if job.trains else _inference)(_Loop(job), iterations=iterations, compiled=compiled), job
@@ -48,7 +48,7 @@ def program_of(job: Job, *, iterations: int = ITERATIONS, compiled: bool = False
 
 
 class _Loop:
-    """The parts of a job's loop: model, batches, loss, output. The model is there once it is built."""
+    """The parts of a job's loop: model, batches, loss, output. The model exists once it is built."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -64,7 +64,7 @@ class _Loop:
         return self._built
 
     def make_inputs(self) -> Any:
-        """A batch on the host, of which whole numbers alone have values."""
+        """Return a batch on the host, of which only integers have values."""
         with drawing_from(0):
             made = self.built.make_batch(self.job.micro_batch(self.job.batch))  # type: ignore[arg-type]
         for tensor in tensors_in(made):
@@ -76,7 +76,7 @@ class _Loop:
         return self.built.loss(module, *inputs)
 
     def output(self, module: nn.Module, inputs: Any) -> Any:
-        """The module's output to the job's loss, which goes no further."""
+        """Return the module's output as the job's loss receives it; the rest of the loss does not run."""
 
         def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
             raise _Reached(output)
@@ -84,7 +84,7 @@ class _Loop:
         return self._reached(module.register_forward_hook(stop), module, inputs)
 
     def arguments(self, module: nn.Module, inputs: Any) -> tuple[Any, Any]:
-        """The arguments that the job's loss gives the module, by position and by keyword."""
+        """Return the arguments that the job's loss gives the module, by position and by keyword."""
 
         def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
             raise _Reached((args, kwargs))
@@ -111,7 +111,7 @@ class _Reached(Exception):
 
 
 def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
-    """`zero_grad`, forward, loss, backward, `step`, as the job has them.
+    """Return the loop of `zero_grad`, forward, loss, backward and `step`, with the job's settings.
 
     `amp` is `torch.autocast` in float16 with a GradScaler. With `compiled`, `torch.compile` has compiled the loss.
     """
@@ -146,7 +146,7 @@ def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
 
 
 def _pipeline(loop: _Loop, iterations: int) -> Program:
-    """The training loop of one stage of a pipeline, whose batches are micro-batches."""
+    """Return the training loop of one stage of a pipeline, whose batches are micro-batches."""
     job, parallel = loop.job, loop.job.parallel
     assert parallel is not None
 
@@ -177,7 +177,7 @@ def _pipeline(loop: _Loop, iterations: int) -> Program:
 
 
 def _inference(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
-    """The model without gradients; each output lives until the next one is there."""
+    """Return the model without gradients; each output lives until the next one exists."""
     job, written = loop.job, None
     job.check_inference()
     if compiled:

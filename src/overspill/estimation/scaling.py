@@ -1,6 +1,6 @@
 """A job at other batch sizes: traced or interpolated.
 
-It is traced where it matters, and what is interpolated is never trusted untraced.
+Sizes that matter are traced. An interpolated figure is never trusted without a trace.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _REACH = 16  # how far above the border luck is looked for: so many batches, or 
 class Scaling:
     """Traces a job at any batch size, on demand.
 
-    `traces` are shared between devices. `trace(batch, iterations)` records that many iterations at a batch size, None:
-    as many as an estimate takes.
+    `traces` are shared between devices.
     """
 
     trace: Callable[[int, int | None], Recording]
+    """Records the job at a batch size, for a number of iterations; None: as many as an estimate takes."""
     device: Device
     batch: int
     allocator: str = "pytorch"
@@ -38,25 +38,25 @@ class Scaling:
     traces: dict[int, Recording] = field(default_factory=dict)
 
     def on(self, device: Device) -> Scaling:
-        """The same job on another device."""
+        """Return the same job on another device."""
         return replace(self, device=device)
 
     def recording(self, batch: int) -> Recording:
-        """The job's recording at `batch`."""
+        """Return the job's recording at `batch`."""
         if batch not in self.traces:
             self.traces[batch] = self.trace(batch, None)
         return self.traces[batch]
 
     def demand(self, batch: int) -> Demand:
-        """The job's allocations at `batch`, from its trace."""
+        """Return the job's allocations at `batch`, from its trace."""
         return demand_of(self.recording(batch), self.device, self.software)
 
     def verified(self, batch: int, pair: tuple[int, int]) -> Demand:
-        """The job's allocations at `batch`, interpolated and confirmed by a trace.
+        """Return the job's allocations at `batch`, interpolated and confirmed by a trace.
 
-        They are between the traces of `pair`. One iteration is traced anew. Where everything in it, the first update
-        included, has the sizes and times that were interpolated, so have the later iterations, which do the same again;
-        else `batch` is traced in full.
+        The interpolation is between the traces of `pair`. One iteration is traced again. If all its sizes and times,
+        the first update included, are the interpolated ones, so are those of later iterations, which repeat it.
+        Otherwise `batch` is traced in full.
         """
         expected = None if batch in self.traces else self._interpolation(pair)
         if expected is None:
@@ -65,9 +65,9 @@ class Scaling:
         return expected(batch).confirmed_by(probe, self.traces[pair[0]].starts) or self.demand(batch)
 
     def _interpolation(self, pair: tuple[int, int]) -> Callable[[int], Demand] | None:
-        """The demand at any batch size, by interpolation, or None.
+        """Return the function that interpolates the demand at any batch size, on the line through the traces of `pair`.
 
-        It is on the line through the traces of `pair`; None where they make no line.
+        It is None for equal batches, a batch that cannot be traced, and traces of different shapes.
         """
         if pair[0] == pair[1]:
             return None
@@ -80,20 +80,19 @@ class Scaling:
         return lambda batch: small.between(large, (batch - pair[0]) / (pair[1] - pair[0]))
 
     def fits(self, demand: Demand, outside_bytes: int) -> bool:
-        """Whether `demand` fits on the device. `outside_bytes` of its memory are taken."""
+        """Return whether `demand` fits on the device, of whose memory `outside_bytes` are in use."""
         return survives(demand, self.device, outside_bytes, self.allocator, self.allocator_config)
 
     def minimum_capacity_bytes(self, batch: int, outside_bytes: int) -> int:
-        """The smallest device memory that the job survives on at `batch`."""
+        """Return the smallest device memory that the job survives on at `batch`."""
         return minimum_capacity(self.demand(batch).events, self.allocator, self.allocator_config) + outside_bytes
 
     def largest_batch(self, outside_bytes: int) -> int:
-        """The largest batch that fits, or 0.
+        """Return the largest batch that fits, or 0 if not even one sample fits.
 
-        The next one fails; both are verified. 0 when not even one sample fits. Between two traces of the same shape
-        every size is taken to grow evenly, which finds a candidate in milliseconds; a trace of the candidate and one of
-        its successor confirm their sizes. Where one does not, it is traced in full, and becomes one of the two that the
-        next candidate is found between.
+        The next batch size fails; both are verified. Between two traces of the same shape every size is assumed to grow
+        linearly, which finds a candidate in milliseconds. Traces of the candidate and of its successor confirm their
+        sizes. One that is not confirmed is traced in full. It then bounds the search for the next candidate.
         """
         fits: dict[int, bool] = {}
 
@@ -124,7 +123,10 @@ class Scaling:
     def _beyond(
         self, pair: tuple[int, int], low: int, high: int, outside_bytes: int, traced: Callable[[int], bool]
     ) -> tuple[int, int]:
-        """The bracket moved up where a larger batch fits after all. The cache's luck is not monotone."""
+        """Return the bracket, moved up if a larger batch fits after all.
+
+        Fitting is not monotone, because of the cache.
+        """
         expected = self._interpolation(pair)
         if expected is None:
             return low, high
@@ -135,7 +137,7 @@ class Scaling:
         return low, high
 
     def _candidate(self, pair: tuple[int, int], low: int, high: int, outside_bytes: int) -> int:
-        """The largest batch in (low, high) expected to fit, as the two traces of `pair` say, or the next to it."""
+        """Return the largest batch in (low, high) expected to fit by the two traces of `pair`, or the next to it."""
         fallback = 2 * low if high == _LARGEST and low else max(1, (low + high) // 2 if high < _LARGEST else self.batch)
         fallback = min(max(fallback, low + 1), high - 1)
         # Without a line, halve the bracket.

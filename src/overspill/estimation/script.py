@@ -1,7 +1,4 @@
-"""Run a training script briefly on a GPU that is not there.
-
-As its user has it, for a few iterations.
-"""
+"""Run a training script briefly on a virtual GPU, unchanged, for a few iterations."""
 
 from __future__ import annotations
 
@@ -29,22 +26,24 @@ TIME_LIMIT = 600.0
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A script's device memory in its first iterations.
-
-    There are `iterations`, rounds of all its optimizers. `trains` is false where it only ran models; an iteration is
-    then a call of one. `steps` counts the steps of the `optimizers` (names of classes), `calls` those of models on the
-    device. `finished` says that the script ended by itself. `notes` are for the user: what the recording does not have.
-    """
+    """A script's device memory in its first iterations."""
 
     name: str
     recording: Recording
     iterations: int
+    """The number of rounds of all its optimizers, or of calls of a model if it does not train."""
     trains: bool
+    """False if the script only ran models."""
     steps: int
+    """The number of steps of the optimizers."""
     calls: int
+    """The number of calls of models on the device."""
     optimizers: tuple[str, ...]
+    """Class names."""
     finished: bool
+    """Whether the script ended by itself."""
     notes: tuple[str, ...]
+    """For the user: what the recording lacks."""
 
 
 def record_script(
@@ -60,17 +59,16 @@ def record_script(
     whole_steps: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ScriptRun:
-    """The recording of `script` on a virtual GPU.
+    """Return the recording of `script` on a virtual GPU of `memory_bytes`.
 
-    It runs as `python script arguments…` would; the GPU has `memory_bytes`. `script` is a file, or a module's dotted
-    name as `python -m` takes it. It runs in a process of its own, and is ended after that many iterations, or
-    `time_limit` seconds. Files that it changes are changed for itself alone, or it is refused to, unless
-    `allow_writes`. Of gradients that are accumulated many times before a step, and of evaluation, what repeats itself is left
-    out; with `whole_steps`, of evaluation alone. With `output_to_stderr`, what it prints goes to standard error. Where it takes long, `tell` is
-    called with where it is.
+    It runs as `python script arguments…` would. `script` is a file, or a module's dotted name as in `python -m`. It
+    runs in a separate process, which ends after that many iterations, or `time_limit` seconds. Its changes to files are
+    visible to itself alone, or are refused, unless `allow_writes`. Repeated micro-batches before a step and repeated
+    evaluation are left out; with `whole_steps`, only repeated evaluation. With `output_to_stderr`, its output goes to
+    standard error. In a long run, `tell` is called with the current line.
 
-    Raises RequestError for what is wrong with the script or raised by it, where it does not use `cuda`, and where its
-    time is over before it has; UnsupportedError, naming the line, where it cannot go on without computed values.
+    Raises RequestError for errors in the script or raised by it, if it does not use `cuda`, and if its time ends before
+    it does. Raises UnsupportedError, naming the line, where it needs computed values.
     """
     if iterations < 1:
         raise RequestError(f"iterations={iterations} is not a positive number; give 1 or more")
@@ -92,10 +90,10 @@ def record_script(
 def of_script(
     script: Script, setting: Setting, tell: Callable[[str], None], *, quiet: bool, whole_steps: bool = False
 ) -> tuple[Estimate, ScriptRun]:
-    """The estimate of a script that runs for a few steps on a virtual GPU, and what it did.
+    """Return the estimate of a script that runs for a few steps on a virtual GPU, and its run.
 
-    `tell` gets notes on what the recording does not have; `quiet`: what the script prints goes to standard error. Raises
-    what `record_script` raises.
+    `tell` is called with notes on data that the recording lacks. With `quiet`, the script's output goes to standard
+    error. Raises the errors of `record_script`.
     """
     started = time.perf_counter()
     done = record_script(
@@ -110,7 +108,7 @@ def of_script(
 
 
 def _way_to_end(ended: Ended, script: str, time_limit: float) -> str:
-    """How a script's process ended without an answer."""
+    """Return how a script's process ended without an answer."""
     if ended.still_at is not None:
         seconds = f"{time_limit:g} seconds (--time-limit)"
         return f"{ended.still_at} was still running after {seconds}, in code that is not Python"

@@ -1,4 +1,4 @@
-"""Settings of a fine-tune that nobody gave, and that libraries and loops differ in: how far they move the figure.
+"""Settings of a fine-tune that the user did not give and libraries differ in: how far they move the figure.
 
 The job is recorded again with those that take more, all at once, and with those that take less.
 """
@@ -22,17 +22,19 @@ allocated bytes are right to 0.1 % reserved ones are up to 3.6 % higher (bench/g
 
 @dataclass(frozen=True)
 class Unspecified:
-    """The settings that were not given, by option, and how many bytes more and less the job takes with them."""
+    """The settings that were not given, by option."""
 
     options: tuple[str, ...]
     more: int
+    """The bytes that the job may take more with them."""
     less: int
+    """The bytes that the job may take less with them."""
 
 
 def unspecified(retrace: Retrace, taken: int, taken_by: Callable[[Recording], int]) -> Unspecified | None:
-    """What nobody said of the job of `retrace`, which takes `taken` bytes; None where all is said.
+    """Return the settings that the user did not give for the job of `retrace`, or None if all are given.
 
-    `taken_by` are the bytes of a recording.
+    The job takes `taken` bytes. `taken_by` returns the bytes of a recording.
     """
     job = retrace.job
     if not job.fine_tunes:
@@ -66,7 +68,7 @@ def _less(job: Job) -> dict[str, Any]:
 def _with(
     retrace: Retrace, fields: dict[str, Any], taken: int, taken_by: Callable[[Recording], int]
 ) -> tuple[int, dict[str, Any]]:
-    """The bytes of the job with `fields`, and those of them that it takes."""
+    """Return the bytes of the job with `fields`, and the fields that the model has."""
     while fields:
         try:
             return taken_by(retrace.record(replace(retrace.job, **fields))), fields

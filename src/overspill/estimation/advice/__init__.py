@@ -1,6 +1,6 @@
 """Changes with which a job would fit, cheapest first.
 
-Each is tried by really estimating it.
+Each change is tried by estimating the changed job.
 """
 
 from .change import Advice as Advice

@@ -12,7 +12,7 @@ from overspill.job import Job
 
 
 class Price(IntEnum):
-    """What a change costs the user, the cheapest first."""
+    """The cost of a change to the user, the cheapest first."""
 
     NOTHING = 0
     PRECISION = 1
@@ -25,48 +25,51 @@ class Price(IntEnum):
 class Advice:
     """One change that helps: what it is, costs, and needs.
 
-    `what` to change, its `cost` in words, and what the job needs then, where that was worked out.
-    `minimum_capacity_bytes` and `total_bytes` are those of an estimate with the change made. `step_seconds` are
-    simulated, and `slowdown` is to the unmanaged step: of Overspill's own plans alone. `host_bytes` are what it keeps
-    in the memory of the host. Bytes are of each of `gpus`.
+    Bytes are of each of `gpus`. Fields that were not computed are None.
     """
 
     what: str
+    """The change."""
     cost: str = ""
+    """Its cost in words."""
     price: Price = Price.NOTHING
     minimum_capacity_bytes: int | None = None
+    """The smallest device memory on which the changed job survives, by its estimate."""
     total_bytes: int | None = None
+    """The bytes that the changed job takes, by its estimate."""
     fits: bool | None = None
     step_seconds: float | None = None
+    """Simulated seconds of a step, for Overspill's own plans alone."""
     slowdown: float | None = None
+    """The step time relative to the unmanaged step, for Overspill's own plans alone."""
     gpus: int = 1
     host_bytes: int | None = None
+    """Bytes that the change keeps in host memory."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a job's `fields`.
-
-    `weights` and `state` are the shares of the model's and of the optimizer's bytes that certainly stay on the device.
-    """
+    """A change of a job's `fields`."""
 
     what: str
     cost: str
     price: Price
     fields: Mapping[str, Any]
     weights: float = 1.0
+    """The share of the model's bytes that certainly stays on the device."""
     state: float = 1.0
+    """The share of the optimizer state's bytes that certainly stays on the device."""
 
     def edit(self, job: Job) -> Job:
-        """`job` with the change made."""
+        """Return `job` with the change made."""
         return replace(job, **self.fields)
 
 
 @dataclass(frozen=True)
 class Retrace:
-    """A job, and how to record a changed one.
+    """A job, and the function that records a changed one.
 
-    It may be trained otherwise, or at another batch size.
+    The changed job may have other training settings or another batch size.
     """
 
     job: Job

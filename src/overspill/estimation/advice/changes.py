@@ -25,7 +25,7 @@ _NORMS_OF_BATCH = frozenset({"native_batch_norm", "cudnn_batch_norm", "_batch_no
 
 
 def changes(estimate: Figures, job: Job) -> Iterator[Change]:
-    """The changes that apply to `job` and its GPU, cheapest first."""
+    """Yield the changes that apply to `job` and its GPU, cheapest first."""
     yield from _for_nothing(estimate, job)
     yield from _precision(estimate, job)
     if job.optimizer is None:
@@ -49,7 +49,7 @@ def changes(estimate: Figures, job: Job) -> Iterator[Change]:
 
 
 def _for_nothing(estimate: Figures, job: Job) -> Iterator[Change]:
-    """Changes that cost no time and, but for last bits, no results."""
+    """Yield changes that cost no time and change no results except last bits."""
     if not job.set_to_none:
         yield Change(
             "optimizer.zero_grad(set_to_none=True)", "nothing: the same numbers", Price.NOTHING, {"set_to_none": True}
@@ -68,7 +68,7 @@ def _for_nothing(estimate: Figures, job: Job) -> Iterator[Change]:
 
 
 def _precision(estimate: Figures, job: Job) -> Iterator[Change]:
-    """Fewer bits, where all is in float32 and the GPU computes with fewer."""
+    """Yield lower precisions, for a job in float32 on a GPU that computes in fewer bits."""
     major = int(estimate.device.compute_capability.split(".")[0] or 0)
     if job.dtype != "float32" or major < 7:
         return
@@ -99,7 +99,7 @@ def _precision(estimate: Figures, job: Job) -> Iterator[Change]:
 
 
 def _another_method(job: Job) -> Iterator[Change]:
-    """Smaller optimizers, state on the host, and training of few weights."""
+    """Yield smaller optimizers, state on the host, and training of few weights."""
     parallel = job.parallel
     if parallel is not None and parallel.kind == "fsdp":
         if not parallel.cpu_offload:
@@ -132,12 +132,12 @@ def _another_method(job: Job) -> Iterator[Change]:
 
 
 def averages_over_batch(estimate: Figures) -> bool:
-    """Whether a layer's results depend on how many samples run together."""
+    """Return whether a layer's results depend on the number of samples in a batch."""
     return any(op.name in _NORMS_OF_BATCH for op in estimate.recording.ops)
 
 
 def _fused(job: Job) -> tuple[str, MakeOptimizer] | None:
-    """The job's optimizer as one fused kernel, with its name. None where it has none."""
+    """Return the job's optimizer as one fused kernel, with its name, or None if it has no such kernel."""
     from torch import nn, zeros  # noqa: PLC0415
 
     make = job.optimizer

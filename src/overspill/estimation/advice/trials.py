@@ -1,4 +1,4 @@
-"""Try changes of a job, alone and together. What helps becomes advice."""
+"""Try changes of a job, alone and together, and turn those that help into advice."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def advice(
     vain: Vain | None = None,
     quick: bool = False,
 ) -> Iterator[Advice]:
-    """Changes that save at least one percent, cheapest first.
+    """Yield changes that save at least one percent, cheapest first.
 
-    Each is tried; the last are several together. Where the job surely fits as it is, only those that cost neither results nor
-    hardware. `planner` plans the job within the device by Overspill; without it that advice has no figures. `progress`
-    is told what is being done, and `vain` each change that was tried in vain, and why. What is `quick` tries no more than takes a few
-    seconds, by count, and more GPUs not at all.
+    Each is tried; the last ones are combinations. Where the job surely fits unchanged, only changes that cost neither
+    results nor hardware are tried. `planner` plans the job within the device by Overspill; without it that advice has
+    no figures. `progress` is called with the current task. `vain` is called with each change that did not help, and the
+    reason. With `quick`, a fixed number of changes is tried, which takes a few seconds, and more GPUs are not tried.
     """
     yield from _Trials(estimate, progress or _nobody, vain or _nobody, quick).run(planner)
 
@@ -59,7 +59,7 @@ def _nobody(*_: str) -> None:
 
 @dataclass
 class _Trials:
-    """The job as it is, and what has been found to help it."""
+    """The unchanged job, and the changes found to help it."""
 
     estimate: Figures
     progress: Progress
@@ -69,7 +69,8 @@ class _Trials:
     def __post_init__(self) -> None:
         """Set up the choice of changes that are worth a try.
 
-        `sure`: it fits even if it takes all of its interval. `solved`: it fits, or has been found to fit with a change.
+        `sure`: the job fits even at the upper end of its interval. `solved`: it fits, or fits with a change already
+        found.
         """
         self.fits = self.estimate.fits()
         self.sure = self.fits and self.estimate.total.high <= self.estimate.device.memory_bytes
@@ -81,7 +82,7 @@ class _Trials:
         self.left = max(1, min(_QUICK_TRIALS, _QUICK_OPS // ops)) if self.quick else None
 
     def run(self, planner: Planner | None) -> Iterator[Advice]:
-        """All advice, in order."""
+        """Yield all advice, in order."""
         yield from self._segments()
         retrace = self.estimate.retrace
         options = [] if retrace is None else list(changes(self.estimate, retrace.job))
@@ -102,7 +103,7 @@ class _Trials:
     # One change
 
     def _packed(self) -> Iterator[Advice]:
-        """Packed sequences: what padding takes, of which nobody said how much there is."""
+        """Yield the advice to pack sequences, with the bytes of padding, whose share is unknown."""
         retrace, scaling, batch = self.estimate.retrace, self.estimate.scaling, self.estimate.batch
         if retrace is None or scaling is None or not batch or batch == 1 or not retrace.job.fine_tunes:
             return
@@ -115,7 +116,7 @@ class _Trials:
             yield Advice("sequences packed without padding, if texts differ in length", cost, Price.NOTHING)
 
     def _segments(self) -> Iterator[Advice]:
-        """PyTorch's expandable segments, where they leave fewer holes."""
+        """Yield the advice to use PyTorch's expandable segments, if they leave less fragmentation."""
         changed = _expanding(self.estimate)
         if changed is None:
             return
@@ -138,7 +139,7 @@ class _Trials:
     def _changed(
         self, batch: int | None, edit: Callable[[Job], Job], what: str, *, expandable: bool = False
     ) -> Figures | None:
-        """The estimate of the job edited; None where that is no job."""
+        """Return the estimate of the edited job, or None if it cannot be recorded or no trial is left."""
         retrace = self.estimate.retrace
         assert retrace is not None
         if self.left is not None:
@@ -160,7 +161,7 @@ class _Trials:
         return (_expanding(changed) or changed) if expandable else changed
 
     def _advice(self, changed: Figures, what: str, cost: str, price: Price) -> Advice | None:
-        """`changed` as advice, where the job needs less by it."""
+        """Return `changed` as advice, if the job needs less with it."""
         needed = changed.minimum_capacity_bytes
         if needed > (1 - _LEAST_SAVING) * self.estimate.minimum_capacity_bytes and (self.fits or not changed.fits()):
             self.vain(what, _LITTLE)
@@ -171,7 +172,7 @@ class _Trials:
         return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host)
 
     def _hopeless(self, chosen: Sequence[Change], gpus: float = 1) -> bool:
-        """Whether weights and optimizer state alone are too large. There is nothing to try then."""
+        """Return whether weights and optimizer state alone are too large, so that no trial can help."""
         weights, state = float(self.weights), float(self.state)
         for change in chosen:
             weights, state = weights * change.weights, state * change.state
@@ -181,7 +182,7 @@ class _Trials:
     # Several at once
 
     def _smaller_batch(self) -> Iterator[Advice]:
-        """The same batch in micro-batches, as large as fit."""
+        """Yield the advice to split the batch into micro-batches, as large as fit."""
         batch, largest = self.estimate.batch, self.estimate.largest_batch
         retrace = self.estimate.retrace
         if not batch or not largest or largest >= batch:
@@ -214,7 +215,7 @@ class _Trials:
             split = min(2 * split, batch)
 
     def _planned(self, planner: Planner | None) -> Iterator[Advice]:
-        """Advice to use Overspill itself."""
+        """Yield the advice to use Overspill itself."""
         trains = self.estimate.retrace is None or self.estimate.retrace.job.optimizer is not None
         if self.estimate.framework != "pytorch" or not trains or self.estimate.parallel is not None:
             return
@@ -237,9 +238,9 @@ class _Trials:
         yield Advice(what, f"time, by `overspill plan`; the same numbers: {cost}", Price.TIME)
 
     def _together(self, price: Price) -> Iterator[Advice]:
-        """The cheapest changes together, as many as it takes.
+        """Yield the cheapest changes together, as many as the job needs.
 
-        Where none does it alone; of those that change results one.
+        They are combined only if no single change suffices. At most one of them changes results.
         """
         keeping = [change for change in self.helpful if change.price < Price.RESULTS]
         # All that keep results, one after the other; else one that changes them, on top of all.
@@ -260,7 +261,7 @@ class _Trials:
                 return
 
     def _in_micro_batches(self, chosen: Sequence[Change]) -> Advice | None:
-        """The job with all of `chosen` in the fewest micro-batches that fit. Their number is a power of two."""
+        """Return the job with all of `chosen` in the fewest micro-batches that fit, a power of two."""
         most = (self.estimate.batch or 1).bit_length() - 1
         found = self._all_of(chosen, 2**most) if most else None
         low, high = 0, most
@@ -271,7 +272,7 @@ class _Trials:
         return found
 
     def _all_of(self, chosen: Sequence[Change], split: int = 1) -> Advice | None:
-        """The job with all of `chosen`, in `split` micro-batches, where it fits then."""
+        """Return the job with all of `chosen`, in `split` micro-batches, if it then fits."""
         if self._hopeless(chosen):
             return None
 
@@ -298,9 +299,9 @@ class _Trials:
     # Other hardware
 
     def _more_gpus(self) -> Iterator[Advice]:
-        """The batch split over the fewest GPUs that suffice.
+        """Yield the advice to split the batch over the fewest GPUs that suffice.
 
-        A power of two; weights and state are split too where they must be.
+        Their number is a power of two. Weights and state are split too where necessary.
         """
         retrace, batch = self.estimate.retrace, self.estimate.batch
         if retrace is None or retrace.job.optimizer is None or not batch:
@@ -315,7 +316,7 @@ class _Trials:
                 return
 
     def _over_gpus(self, kind: str, gpus: int) -> Advice | None:
-        """The job over the fewest GPUs, from `gpus` on, on which it fits."""
+        """Return the job over the fewest GPUs, from `gpus` on, on which it fits."""
         have, batch, device = self.estimate.parallel, self.estimate.batch or 1, self.estimate.device
         shards = 1 if have is None or have.kind != "fsdp" else have.gpus
         # Skip numbers of GPUs whose shards are too large by themselves.
@@ -357,12 +358,12 @@ class _Trials:
 
 
 def _beside(change: Change, chosen: Sequence[Change]) -> list[Change]:
-    """Those of `chosen` that `change` does not undo."""
+    """Return those of `chosen` that `change` does not undo."""
     return [other for other in chosen if not other.fields.keys() & change.fields.keys()]
 
 
 def _persistent(estimate: Figures) -> tuple[int, int]:
-    """Bytes of weights and buffers, and of optimizer state. Those that are there when the last step begins."""
+    """Return the bytes of weights and buffers, and of optimizer state, that exist when the last step begins."""
     recording = estimate.recording
     begin = recording.starts[-1] if recording.starts else 0
     weights = state = 0
@@ -376,7 +377,10 @@ def _persistent(estimate: Figures) -> tuple[int, int]:
 
 
 def _expanding(estimate: Figures) -> Figures | None:
-    """The same job with expandable segments, or None. None where it has them, or an allocator that does not."""
+    """Return the same job with expandable segments, or None.
+
+    None means that it has them already, or an allocator without them.
+    """
     config = estimate.allocator_config or CachingConfig()
     if estimate.allocator != "pytorch" or not isinstance(config, CachingConfig) or config.expandable_segments:
         return None

@@ -1,4 +1,4 @@
-"""A process in which a script runs without leaving a trace.
+"""A process in which a script runs without lasting changes to files.
 
-Who starts it, what it may change, how it ends.
+The modules start it, limit its changes, and end it.
 """

@@ -1,6 +1,6 @@
 """Refuse changes to files by Python's audit events.
 
-It is for where the kernel does not do it. Code in C that opens files by itself is not seen.
+This is for systems where the kernel does not refuse them. C code that opens files by itself is not seen.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spa
 
 
 def refuse_changes(but_below: Iterable[str], *, metadata_alone: bool = False) -> None:
-    """Refuse this process's changes to files outside some directories.
+    """Refuse this process's changes to files outside the directories `but_below`.
 
-    From here on Python code gets PermissionError, but below those. Nor does it start programs, which could. With
-    `metadata_alone` only modes, owners, times and attributes are kept: what Landlock does not see. There is no way
-    back.
+    From here on Python code gets PermissionError outside them. It also cannot start programs, which could change files.
+    With `metadata_alone` only changes of modes, owners, times and attributes are refused, which Landlock does not see.
+    The refusal cannot be undone.
     """
     allowed = tuple(os.path.realpath(folder) + os.sep for folder in but_below)
     events = _METADATA if metadata_alone else _METADATA | _NAMES
@@ -61,7 +61,7 @@ def refuse_changes(but_below: Iterable[str], *, metadata_alone: bool = False) ->
 
 
 def _check(path: Any, folder: Any, allowed: tuple[str, ...]) -> None:
-    """Raise PermissionError where `path` is not allowed.
+    """Raise PermissionError if `path` is not allowed.
 
     It is relative to the open directory `folder` (-1: the current one).
     """

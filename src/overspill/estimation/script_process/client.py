@@ -37,7 +37,10 @@ class _Server:
         self.owner = os.getpid()
 
     def run(self, descriptors: list[int], tell: Callable[[str], None]) -> Ended:
-        """How the script in a mailbox ended. That is the last descriptor; the others are its standard ones."""
+        """Return how the script in a mailbox ended.
+
+        The mailbox is the last descriptor; the others are the script's standard ones.
+        """
         try:
             socket.send_fds(self._socket, [b"!"], descriptors)
             while not isinstance(message := receive(self._socket), Ended):
@@ -47,7 +50,7 @@ class _Server:
         return message
 
     def close(self) -> None:
-        """End it, and a script that it runs."""
+        """End the process, and a script that it runs."""
         self._socket.close()
         self._process.wait()
 
@@ -57,9 +60,9 @@ _one_at_a_time = threading.RLock()
 
 
 def start() -> None:
-    """Start the process that runs scripts, unless it is there.
+    """Start the process that runs scripts, unless it is running.
 
-    That takes it a few seconds, in which others can work.
+    It needs a few seconds, in which the caller can work.
     """
     global _server  # noqa: PLW0603 - one serves all
     with _one_at_a_time:
@@ -68,7 +71,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """End that process, and what it runs."""
+    """End that process, and the scripts that it runs."""
     global _server  # noqa: PLW0603
     if _server is not None and _server.owner == os.getpid():
         _server.close()
@@ -79,9 +82,9 @@ atexit.register(stop)
 
 
 def run(request: Request, *, output_to_stderr: bool, tell: Callable[[str], None]) -> tuple[Ended, Any]:
-    """Run a script: how it ended, and what it left.
+    """Run a script, and return how it ended and its answer.
 
-    Whatever interrupts this call ends the script too.
+    An interruption of this call ends the script too.
     """
     with _one_at_a_time, tempfile.TemporaryFile(buffering=0) as file, contextlib.ExitStack() as stack:
         mailbox = Mailbox(file)
@@ -104,7 +107,7 @@ def run(request: Request, *, output_to_stderr: bool, tell: Callable[[str], None]
 
 @contextlib.contextmanager
 def _open(number: int) -> Iterator[int]:
-    """A standard descriptor; where it is closed, one of nothing."""
+    """Yield a standard descriptor, or one of the null device if it is closed."""
     try:
         copy = os.dup(number)
     except OSError:

@@ -1,8 +1,9 @@
 """Keep an estimated script from changing files for good.
 
-Each of three ways has a case that no other covers:
+Each of three methods covers a case that no other covers:
 
-- An overlay alone lets a script read back what it wrote. It needs user namespaces, which containers and Ubuntu 24.04 forbid.
+- An overlay alone lets a script read back its own writes.
+  It needs user namespaces, which containers and Ubuntu 24.04 forbid.
 - Landlock stops C code and child processes there. It needs a kernel of Linux 5.13 that has it switched on.
 - Audit hooks stop Python alone, everywhere.
 
@@ -32,11 +33,11 @@ _REFUSALS = {
 
 
 def confine(scratch: Path, ways: tuple[str, ...] = WAYS) -> str:
-    """Confine this process's writes for good; return the way it was done.
+    """Confine this process's writes for good, and return the method used.
 
-    What it and its children write is kept away from real files. With `overlay` all changes are made below `scratch`,
-    and the process sees them where it made them. Otherwise they are refused (PermissionError), but below the temporary
-    directory, which is then in `scratch`.
+    Writes of the process and its children do not reach real files. With `overlay` all changes go below `scratch`, and
+    the process sees them at their original paths. Otherwise they are refused (PermissionError), except below the
+    temporary directory, which is then in `scratch`.
     """
     for way in ways:
         try:
@@ -50,7 +51,7 @@ def confine(scratch: Path, ways: tuple[str, ...] = WAYS) -> str:
 
 
 def is_refusal(error: BaseException, way: str) -> bool:
-    """Whether `error` is what a write ends in that `way` cannot isolate."""
+    """Return whether `error` is how a write fails that the method `way` cannot isolate."""
     return isinstance(error, OSError) and error.errno in _REFUSALS.get(way, ())
 
 
@@ -64,7 +65,7 @@ def _audit(scratch: Path) -> None:
 
 
 def _own_temporary(scratch: Path) -> Path:
-    """The temporary directory of this process from here on."""
+    """Return the temporary directory of this process from here on."""
     made = scratch / "tmp"
     made.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(made)

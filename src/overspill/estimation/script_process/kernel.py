@@ -1,6 +1,6 @@
-"""Linux system calls that Python has no function for.
+"""Linux system calls without a function in Python.
 
-Each raises OSError, also where there is no such call.
+Each raises OSError, also if the kernel lacks the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CAPABILITIES_VERSION = 0x20080522
 def call(name: str, *arguments: Any) -> int:
     """Call the function `name` of the C library.
 
-    Bytes, integers and ctypes values are passed as they are.
+    Bytes, integers and ctypes values are passed unchanged.
     """
     if not sys.platform.startswith("linux"):
         raise OSError(f"{name} is a call of Linux")
@@ -35,14 +35,14 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def become_subreaper() -> None:
-    """Processes below this one whose parents have ended become its children."""
+    """Make orphaned descendants of this process its children."""
     call("prctl", _SUBREAPER, 1, 0, 0, 0)
 
 
 def gain_no_privileges() -> None:
-    """Give no started program more rights than this process.
+    """Give no started program more rights than this process, from here on.
 
-    From here on, as Landlock demands.
+    Landlock requires it.
     """
     call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
 

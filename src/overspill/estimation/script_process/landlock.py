@@ -1,6 +1,6 @@
 """Landlock: give up the right to change most files.
 
-A process of Linux keeps it for a few directories, in C code and children too.
+A Linux process keeps that right for a few directories. The limit covers C code and children too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since versions 2 and 3
 
 
 def forbid_writes(but_below: Iterable[str]) -> None:
-    """Forbid changes to files outside some directories.
+    """Forbid changes to files outside the directories `but_below`.
 
-    For this process, and those that it starts from here on. The process must have one thread. Raises OSError where the
-    kernel has no Landlock.
+    The limit holds for this process, and those that it starts from here on. The process must have one thread. Raises
+    OSError if the kernel has no Landlock.
     """
     version = call("syscall", _CREATE, None, 0, _ASK_VERSION)
     rights = _WRITE | _REMOVE_AND_MAKE | (_MOVE if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)

@@ -1,7 +1,7 @@
 """A view of the file system whose changes stay in scratch.
 
-Every change goes to a directory, and files are as they were outside. Linux lets an ordinary user have it where user
-namespaces are allowed: the process gets mounts of its own, and an overlay on every directory.
+Every change goes to a scratch directory, and real files stay unchanged. Linux allows it to ordinary users where user
+namespaces are allowed. The process gets mounts of its own, and an overlay on every directory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _THE_KERNELS = ("/proc", "/dev", "/sys")  # no files of anybody's
 
 
 def cover_with_overlay(scratch: Path) -> None:
-    """Show this process its own changes to files, and nobody else.
+    """Make changes to files visible to this process and its future children alone.
 
-    From here on, and to those that it starts. What changes lies below `scratch`. What cannot have an overlay (single
-    files that are mounted, some file systems) is read-only. The process must have one thread. Raises OSError where the
-    kernel does not let it.
+    Changes are stored below `scratch`. Files that cannot have an overlay (single mounted files, some file systems) are
+    read-only. The process must have one thread. Raises OSError if the kernel refuses it.
     """
     user, group, folder = os.getuid(), os.getgid(), Path.cwd()
     call("unshare", _NEW_USERS | _NEW_MOUNTS)
@@ -57,17 +56,17 @@ class _View:
         self._mounted = [line.split()[4].replace("\\040", " ") for line in mounts]
 
     def _check(self) -> None:
-        """Raise OSError where no overlay is possible."""
+        """Raise OSError if no overlay is possible."""
         there = self._layers / "check"
         there.mkdir()
         self._overlay(str(there), str(there))
         call("umount2", os.fsencode(there), 0)
 
     def show(self, path: str) -> None:
-        """Let `path`, all of it, appear in the new root.
+        """Show all of `path` in the new root.
 
-        A directory with other mounts below has no overlay of its own, as the kernel does not let them be looked
-        behind; each of its entries has.
+        A directory with other mounts below has no overlay of its own, since the kernel does not expose the paths under
+        mounts. Each of its entries has one.
         """
         there = self.root + path
         if path == str(self._layers):

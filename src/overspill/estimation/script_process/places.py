@@ -1,7 +1,4 @@
-"""Find the line of a script that failed or is waiting.
-
-That failed, that asks for a value, or that does not come to an end, and why.
-"""
+"""Find the line of a script that failed, needs a value, or does not end, and why."""
 
 from __future__ import annotations
 
@@ -35,37 +32,31 @@ Line = tuple[str, int]
 
 
 def spelled(file: str, line: int | None, folder: str | None = None) -> str:
-    """`file:line`, as seen from `folder`, the current directory, where it lies below it."""
+    """Return `file:line`, relative to `folder`, the current directory, if the file is below it."""
     path, near = Path(file), Path(folder or Path.cwd())
     return f"{path.relative_to(near) if path.is_relative_to(near) else file}:{line}"
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the script that `error` passed. Empty if there is none."""
+    """Return the innermost line of the script that `error` passed, or an empty text."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((spelled(frame.filename, frame.lineno) for frame in frames if is_of_the_script(frame.filename)), "")
 
 
 def place_in(frame: FrameType | None) -> str:
-    """The innermost line of the script in a stack.
-
-    Of `frame`, or of its callers; empty if there is none.
-    """
+    """Return the innermost line of the script in the stack of `frame` and its callers, or an empty text."""
     return next((spelled(*line) for line in lines_from(frame) if is_of_the_script(line[0])), "")
 
 
 def lines_from(frame: FrameType | None) -> Iterator[Line]:
-    """The lines that run, from `frame` on outwards."""
+    """Yield the lines that run, from `frame` outwards."""
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
 def whereabouts(lines: Sequence[Line], name: str, folder: str | None = None) -> str:
-    """The innermost script line, with its text and its wait.
-
-    Else its `name`; the text and what it waits for are in brackets.
-    """
+    """Return the innermost script line, with its text and the call it waits for in brackets; otherwise `name`."""
     found = next((index for index, (file, _) in enumerate(lines) if is_of_the_script(file)), None)
     if found is None:
         return name
@@ -81,17 +72,14 @@ def whereabouts(lines: Sequence[Line], name: str, folder: str | None = None) -> 
 
 
 def write_lines_when_asked(file: BinaryIO) -> None:
-    """Write the main thread's lines to `file` at a signal.
-
-    From here on, at the signal `WHERE`.
-    """
+    """Write the main thread's lines to `file` at each signal `WHERE`, from here on."""
     faulthandler.register(WHERE, file, all_threads=False)
 
 
 def lines_of(process: int, file: BinaryIO) -> list[Line]:
-    """The lines that `process` runs, innermost first.
+    """Return the lines that `process` runs, innermost first.
 
-    C code that keeps Python waiting or not; it writes them to `file`.
+    The process writes them to `file`, even while C code keeps Python waiting.
     """
     os.ftruncate(file.fileno(), 0)
     os.lseek(file.fileno(), 0, os.SEEK_SET)  # for both processes

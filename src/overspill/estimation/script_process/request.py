@@ -14,10 +14,7 @@ _LENGTH = struct.Struct("=I")
 
 @dataclass(frozen=True)
 class Request:
-    """A script to be run: see `record_script`.
-
-    `ways` are those of `confine`; none: the script changes real files. `time_limit` is in seconds.
-    """
+    """A script to run: see `record_script`."""
 
     script: str
     arguments: tuple[str, ...]
@@ -25,7 +22,9 @@ class Request:
     capability: tuple[int, int]
     memory_bytes: int
     time_limit: float
+    """Seconds."""
     ways: tuple[str, ...]
+    """The methods of `confine`; if empty, the script changes real files."""
     folder: str
     environment: dict[str, str]
     whole_steps: bool
@@ -33,12 +32,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Ended:
-    """A script process's exit code, and where it timed out.
-
-    The code is negative for a signal.
-    """
+    """A script process's exit code, and its line at a timeout."""
 
     code: int
+    """The exit code; negative for a signal."""
     still_at: str | None
 
 
@@ -49,7 +46,7 @@ def send(connection: socket.socket, message: str | Ended) -> None:
 
 
 def receive(connection: socket.socket) -> str | Ended:
-    """The next message from the other side. Raises ConnectionError where it has gone."""
+    """Return the next message from the peer. Raises ConnectionError if the peer has gone."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     message: str | Ended = pickle.loads(_exactly(connection, length))  # noqa: S301 - our own process wrote it
     return message
@@ -69,12 +66,12 @@ class Mailbox:
         self._file = file
 
     def put(self, value: Any) -> None:
-        """Replace the object. Whoever is killed meanwhile has left none."""
+        """Replace the object. A process killed meanwhile leaves none."""
         content = pickle.dumps(value)
         os.ftruncate(self._file.fileno(), 0)
         os.pwrite(self._file.fileno(), content + b"!", 0)
 
     def get(self) -> Any:
-        """The object; None where there is none."""
+        """Return the object, or None if the mailbox is empty."""
         content = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
         return pickle.loads(content[:-1]) if content.endswith(b"!") else None  # noqa: S301 - our own process wrote it

@@ -1,7 +1,4 @@
-"""Run a script in a process of its own, and report.
-
-The process is there for it alone.
-"""
+"""Run a script in a separate process, which serves it alone, and report."""
 
 from __future__ import annotations
 
@@ -60,8 +57,8 @@ _TO_WIND_UP = 5.0  # seconds that a script has for its `finally` once it has sho
 def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
     """Run the script, leave the answer in `mailbox`, and exit.
 
-    The answer is a ScriptRun or an exception. `scratch` is an empty directory for this run, in which its changes to
-    files go. The answer is there as soon as the script has shown enough; what it does then, and how it ends, does not
+    The answer is a ScriptRun or an exception. `scratch` is an empty directory for this run, which receives its changes
+    to files. The answer is left as soon as the recording suffices. Later work of the script, and how it ends, do not
     matter.
     """
     answer = _Answer(request, mailbox)
@@ -88,7 +85,10 @@ def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
 
 
 class _Answer:
-    """The one answer of this process about the script. Copies of the process that the script makes say nothing."""
+    """The one answer of this process about the script.
+
+    Copies of the process that the script makes give none.
+    """
 
     def __init__(self, request: Request, mailbox: Mailbox) -> None:
         self.way = ""  # how writes are kept from the disk
@@ -112,16 +112,16 @@ class _Answer:
             self._mailbox.put(value)
 
     def leave(self, code: int) -> NoReturn:
-        """End the process now; its threads are not waited for."""
+        """End the process now, without waiting for its threads."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or full: nobody is there to be told
                 stream.flush()
         self._exit(code)
 
     def leave_later(self, error: OverspillError | None = None) -> None:
-        """End the process if the script does not in a few seconds.
+        """End the process if the script does not end in a few seconds.
 
-        Then the `error` is the answer, unless there is one.
+        Then `error` is the answer, unless one exists.
         """
 
         def leave() -> None:
@@ -133,13 +133,16 @@ class _Answer:
         timer.start()
 
     def watch(self, progress: Iterations, repeats: Repeats) -> None:
-        """Answer for `progress` from here on, also at a timeout. What was left out or invented is noted."""
+        """Answer for `progress` from here on, also at a timeout.
+
+        Code that was left out and placeholder values are noted.
+        """
         self._progress = progress
         self._more_notes = lambda: _more_notes(repeats, self.invented)
         signal.signal(TIME_IS_UP, self._time_is_over)
 
     def is_complete(self) -> None:
-        """Answer, once enough is recorded or the script has ended. A script that goes on nevertheless is ended."""
+        """Answer, once enough is recorded or the script has ended. A script that continues nevertheless is ended."""
         progress = self._progress
         assert progress is not None
         if not self.is_mine:
@@ -156,14 +159,17 @@ class _Answer:
         self.leave_later()
 
     def script_ended(self) -> None:
-        """Answer for a script that has come to its end. Well or not: what it did is the answer, if it did anything."""
+        """Answer for a script that has ended, with or without an error.
+
+        The answer is its recording, if it has one.
+        """
         assert self._progress is not None
         self._progress.finish()
         if self._progress.recording is None:
             self.give(_never(self._request.script, self._progress))
 
     def on_exit(self, code: int) -> NoReturn:
-        """`os._exit` of the script, and of the processes that it makes."""
+        """Replace `os._exit` in the script, and in the processes that it makes."""
         if self.is_mine:
             assert self._progress is not None
             if code == 0 or self._progress.recording is not None:
@@ -188,14 +194,15 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program to run as `__main__`: a file or a module. The module is `name`."""
+    """A program to run as `__main__`: a file or a module."""
 
     name: str
     arguments: tuple[str, ...]
     file: Path | None
+    """The file; None for a module, which is then `name`."""
 
     def run(self) -> None:
-        """Run the program to its end. Or until something is raised. `sys` is changed as Python's own start would."""
+        """Run the program to its end, or until it raises. `sys` is changed as at Python's own start."""
         sys.argv[:] = [self.name, *self.arguments]
         sys.path.insert(0, str(Path.cwd() if self.file is None else self.file.resolve().parent))
         if self.file is None:
@@ -237,7 +244,7 @@ def _is_module(name: str) -> bool:
 
 
 def _run(program: _Program, answer: _Answer) -> None:
-    """Run `program`, and answer with its error if it fails. It runs until it ends or has shown enough."""
+    """Run `program` until it ends or has shown enough, and answer with its error if it fails."""
     in_threads: list[OverspillError] = []
     try:
         with _errors_of_threads(in_threads, answer):
@@ -260,7 +267,10 @@ def _run(program: _Program, answer: _Answer) -> None:
 
 @contextmanager
 def _errors_of_threads(found: list[OverspillError], answer: _Answer) -> Iterator[None]:
-    """Collect our errors that end threads of the script. They explain what fails, or waits for it, after."""
+    """Collect Overspill's errors that end threads of the script.
+
+    They explain later failures of code that waits for these threads.
+    """
     hook = threading.excepthook
 
     def notice(event: threading.ExceptHookArgs) -> None:
@@ -302,7 +312,7 @@ def _notes(progress: Iterations, request: Request, ended_by: str) -> Iterator[st
 
 
 def _more_notes(repeats: Repeats, invented: Invented) -> Iterator[str]:
-    """Notes on code that was not run, and on invented values."""
+    """Yield notes on code that was not run, and on placeholder values."""
     if repeats.skipped:
         yield f"what repeated itself was cut short: {repeats.skipped} calls of models were not run again"
     for (place, op), _ in zip(invented.shapes, range(_MOST_LINES), strict=False):
@@ -317,14 +327,14 @@ def _more_notes(repeats: Repeats, invented: Invented) -> Iterator[str]:
 
 
 def _lines(places: Iterable[Place]) -> str:
-    """The lines as `file:line`, the first few of them."""
+    """Return the lines as `file:line`, the first few of them."""
     shown = [spelled(*place) for place in places]
     more = len(shown) - _MOST_LINES
     return ", ".join(shown[:_MOST_LINES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _never(name: str, progress: Iterations) -> RequestError:
-    """The error for a script that ended without an iteration on the device."""
+    """Return the error for a script that ended without an iteration on the device."""
     if peak_bytes := progress.peak_bytes:
         return RequestError(
             f"{name} ended without a training step or a forward pass on cuda (it had {format_bytes(peak_bytes)} there)"
@@ -340,7 +350,7 @@ def _never(name: str, progress: Iterations) -> RequestError:
 
 
 def _exited(name: str, end: SystemExit) -> OverspillError:
-    """The error for a script that exited with a failure, by its own words or for a reason that is ours."""
+    """Return the error for a script that exited with a failure, of its own or because of one of Overspill's errors."""
     ours = _ours_in(end)
     if ours is not None:
         return ours
@@ -349,7 +359,7 @@ def _exited(name: str, end: SystemExit) -> OverspillError:
 
 
 def _explained(name: str, error: BaseException, answer: _Answer) -> BaseException:
-    """The error for the user of an exception that the script raised."""
+    """Return the error for the user of an exception that the script raised."""
     ours = _ours_in(error)
     if ours is not None:
         return ours
@@ -373,7 +383,7 @@ def _explained(name: str, error: BaseException, answer: _Answer) -> BaseExceptio
 
 
 def _ours_in(error: BaseException) -> OverspillError | None:
-    """The error of ours that `error` is or came from."""
+    """Return the error of Overspill that `error` is or came from."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OverspillError):

@@ -1,8 +1,8 @@
 """The process that runs scripts, each in a forked copy.
 
-It imports torch once, and then makes a copy of itself for each. A script thus has a process of its own, with a main
-thread alone, as `python script.py` would give it one, without waiting for the imports. All that it started is ended
-with it.
+It imports torch once, and then forks a copy of itself for each script. So a script has a process of its own with a main
+thread alone, as under `python script.py`, without waiting for the imports. All processes that it started are ended with
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIRST_WORD = 20.0  # seconds after which its user is told where it is, and agai
 
 
 def serve(connection: int) -> None:
-    """Run scripts that come by the socket `connection`, until that is closed."""
+    """Run scripts that arrive by the socket `connection`, until it is closed."""
     if not os.environ.get("OVERSPILL_DEBUG"):
         warnings.simplefilter("ignore")
     with contextlib.suppress(OSError):  # then a script's orphans are left to themselves
@@ -59,7 +59,7 @@ def serve(connection: int) -> None:
 
 
 def _run(request: Request, client: socket.socket, descriptors: list[int]) -> Ended | None:
-    """How the script of `request` ended. None where the client has gone."""
+    """Return how the script of `request` ended, or None if the client has gone."""
     lines, open_lines = tempfile.TemporaryFile(buffering=0), OpenLines()  # noqa: SIM115
 
     def tell(text: str) -> None:
@@ -80,9 +80,9 @@ def _run(request: Request, client: socket.socket, descriptors: list[int]) -> End
 
 
 def _warm_up() -> None:
-    """Import what torch imports when first used, so that not every script does.
+    """Import the modules that torch imports at first use, so that not every script does.
 
-    Nothing goes backward here: where there is a GPU, that would start threads, which a copy of this process lacks.
+    No backward runs here. With a GPU it would start threads, which a copy of this process lacks.
     """
     with VirtualGpu(), torch.no_grad():
         layer = torch.nn.Linear(1, 1).cuda()
@@ -92,7 +92,7 @@ def _warm_up() -> None:
 
 
 def _become(request: Request, scratch: Path, descriptors: list[int], open_lines: OpenLines) -> None:
-    """Be the process of the script, to its end."""
+    """Run as the process of the script, to its end."""
     try:
         os.setpgid(0, 0)
         for number, descriptor in enumerate(descriptors[:3]):
@@ -111,7 +111,10 @@ def _become(request: Request, scratch: Path, descriptors: list[int], open_lines:
 def _wait(
     child: int, client: socket.socket, request: Request, lines: BinaryIO, tell: Callable[[str], None]
 ) -> Ended | None:
-    """How `child` ended, with its exit code. It writes its `lines` when asked; None where the client has gone."""
+    """Return how `child` ended, with its exit code, or None if the client has gone.
+
+    `child` writes its `lines` at a signal.
+    """
     began, next_word, still_at = time.monotonic(), _FIRST_WORD, None
 
     def where() -> str:
@@ -136,7 +139,7 @@ def _wait(
 
 
 def _end_all(child: int) -> None:
-    """End all processes that the script started. Its group, and those that have become ours."""
+    """End all processes that the script started: its group, and those that have become children of this process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     while children := _children():
@@ -156,7 +159,7 @@ def _children() -> list[int]:
 
 @contextlib.contextmanager
 def _scratch_directory() -> Iterator[Path]:
-    """A new directory, which goes with all that an overlay left in it."""
+    """Yield a new directory, which is removed with everything that an overlay left in it."""
     folder = Path(tempfile.mkdtemp(prefix="overspill-script-"))
     try:
         yield folder

@@ -1,6 +1,6 @@
 """A script's standard streams, and whether a line is open.
 
-What it wrote there last may have left one, as progress bars do.
+A script's last write may leave an open line, as progress bars do.
 """
 
 from __future__ import annotations
@@ -17,23 +17,17 @@ _NEWLINE = ord("\n")
 
 
 class OpenLines:
-    """The standard descriptors that have an open line.
-
-    Of this process and of those that are forked from it.
-    """
+    """The standard descriptors that have an open line, of this process and its forks."""
 
     def __init__(self) -> None:
         self._are = mmap.mmap(-1, mmap.PAGESIZE)
 
     def wrote(self, number: int, last: int) -> None:
-        """The `last` byte was written to the descriptor `number`."""
+        """Note the `last` byte written to the descriptor `number`."""
         self._are[number] = last != _NEWLINE
 
     def end(self, descriptors: Sequence[int]) -> None:
-        """End the open lines, on copies of the descriptors.
-
-        What follows then begins a line.
-        """
+        """End the open lines, on copies of the descriptors, so that later output begins a line."""
         for number, descriptor in enumerate(descriptors):
             if self._are[number]:
                 with contextlib.suppress(OSError):  # nobody reads it any more
@@ -49,7 +43,7 @@ class _Watched(io.FileIO):
         self._lines = lines
 
     def write(self, data: Any, /) -> int:
-        """Write `data`; the number of bytes written."""
+        """Write `data`, and return the number of bytes written."""
         written = super().write(data)
         if written:
             self._lines.wrote(self.fileno(), memoryview(data)[written - 1])
@@ -57,7 +51,7 @@ class _Watched(io.FileIO):
 
 
 def open_streams(lines: OpenLines) -> None:
-    """Make `sys.stdin`, `sys.stdout` and `sys.stderr` anew from their descriptors, as Python's start would."""
+    """Create `sys.stdin`, `sys.stdout` and `sys.stderr` again from their descriptors, as at Python's start."""
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     out, err = (io.BufferedWriter(_Watched(number, lines)) for number in (1, 2))
     sys.stdout = io.TextIOWrapper(out, line_buffering=os.isatty(1))

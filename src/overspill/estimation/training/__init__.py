@@ -1,4 +1,1 @@
-"""Ways to train, applied to a model as programs do it.
-
-One file each.
-"""
+"""Training methods, applied to a model as programs do it, one file each."""

@@ -27,9 +27,9 @@ def compiled_step(
     trains: bool = True,
     arguments: Call = lambda _, inputs: inputs,
 ) -> Callable[[Recorder], Call]:
-    """`call(module, inputs)` as stock `torch.compile` runs it, for any recorder's GPU.
+    """Return `call(module, inputs)` as stock `torch.compile` runs it, for any recorder's GPU.
 
-    `arguments` makes of a batch what `call` is given in its place. Raises as `write` does.
+    `arguments` converts a batch to the input of `call`. Raises the errors of `write`.
     """
     from overspill.capture.programs.written_programs import WrittenStep  # noqa: PLC0415 - Inductor takes seconds to import
 

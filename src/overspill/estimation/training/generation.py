@@ -1,6 +1,6 @@
 """Text generation with a static cache of keys and values.
 
-It has its full length from the start; there is the prompt's step, and that of a token.
+The cache has its full length from the start. The recording has the prompt's step, and that of one token.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Cache:
     """A static cache of each attention's keys and values.
 
-    They are tensors of the whole `length` that are made at the first call. As the StaticCache of transformers, and the
-    caches of gpt-fast: (batch, heads, length, width) each, of the heads that keys have. What a token attends to is read
-    where it lies.
+    Its tensors, of the whole `length`, are made at the first call. They follow the StaticCache of transformers and the
+    caches of gpt-fast. Each is `[batch, heads, length, width]`, for the heads of keys. Attention reads them in place.
     """
 
     def __init__(self, length: int) -> None:
@@ -35,7 +34,7 @@ class Cache:
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """A context in which attention fills and reads the cache.
+        """Yield a context in which attention fills and reads the cache.
 
         A forward of the model fills it, and one of a single token reads all of it.
         """
@@ -61,7 +60,7 @@ class Cache:
             )
 
     def _layer(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache of the next layer, with `key` and `value` in it."""
+        """Return the cache of the next layer, with `key` and `value` in it."""
         if self._next == len(self._layers):
             self._layers.append((_long(key, self._length), _long(value, self._length)))
         layer = self._layers[self._next]
@@ -76,11 +75,11 @@ def _long(like: Tensor, length: int) -> Tensor:
 
 
 def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
-    """The logits of the last of `tokens` generated tokens.
+    """Return the logits of the last of `tokens` generated tokens.
 
-    `model` makes them after the prompt it is called with. All tokens are alike to an allocator, since the cache has its
-    full length from the start: one is made. Of the prompt only the last logits are computed where the model can leave
-    the others out.
+    `model` generates them after the prompt in `arguments`. All tokens are alike to an allocator, since the cache has
+    its full length from the start, so only one is generated. Only the prompt's last logits are computed if the model
+    can leave the others out.
     """
     args, kwargs = arguments
     kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
@@ -108,10 +107,7 @@ def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
 
 
 def _positions(model: nn.Module) -> int | None:
-    """The longest text the model can read, or None.
-
-    None: as long as one likes, or not known.
-    """
+    """Return the longest text that the model can read, or None if it is unlimited or unknown."""
     found: Any = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     table: Any = getattr(model, "positions", None)
     return table.num_embeddings if found is None and isinstance(table, nn.Embedding) else found
@@ -122,7 +118,7 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _last(output: Any) -> Tensor:
-    """The logits of the last position."""
+    """Return the logits of the last position."""
     found = getattr(output, "logits", output)
     found = found[0] if isinstance(found, tuple) else found
     if not isinstance(found, Tensor) or found.dim() != 3:
@@ -133,9 +129,9 @@ def _last(output: Any) -> Tensor:
 
 
 def forward_of(arguments: Callable[[nn.Module, Any], Arguments], tokens: int) -> Callable[[nn.Module, Any], Tensor]:
-    """The function that an inference loop runs in place of forward.
+    """Return the function that an inference loop runs in place of forward.
 
-    Its `arguments` are made of a batch.
+    `arguments` makes its arguments of a batch.
     """
 
     def forward(model: nn.Module, inputs: Any) -> Tensor:

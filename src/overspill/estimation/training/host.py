@@ -15,10 +15,10 @@ _SIDE = 64
 
 
 def host_bytes(job: Job, module: nn.Module) -> int:
-    """Bytes of weights, gradients and state on the host.
+    """Return the bytes of weights, gradients and state on the host for one GPU, or 0 if `job` keeps none there.
 
-    For one GPU; 0 where `job` keeps none there. torchao's CPUOffloadOptimizer has a copy of each large parameter there,
-    FSDP's CPUOffloadPolicy the shards themselves. The state is as of a small matrix.
+    torchao's CPUOffloadOptimizer has a copy of each large parameter on the host, FSDP's CPUOffloadPolicy the shards
+    themselves. The state's size follows that of a small matrix.
     """
     offloads_shards = job.parallel is not None and job.parallel.cpu_offload
     if job.optimizer is None or not (job.offload_optimizer or offloads_shards):
@@ -34,7 +34,7 @@ def host_bytes(job: Job, module: nn.Module) -> int:
 
 
 def _state_share(make: MakeOptimizer) -> float:
-    """Bytes of an optimizer's state over those of its parameter."""
+    """Return the bytes of an optimizer's state over those of its parameter."""
     with disable_current_modes():
         parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
         parameter.grad = torch.zeros_like(parameter)
@@ -45,6 +45,6 @@ def _state_share(make: MakeOptimizer) -> float:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, or the tensor itself."""
+    """Return the local shard of a DTensor, or the tensor itself."""
     local: Tensor = getattr(tensor, LOCAL, tensor)
     return local

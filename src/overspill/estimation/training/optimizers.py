@@ -16,7 +16,7 @@ SMALLEST_OFFLOADED = 4096
 
 
 def optimizer_of(job: Job, module: nn.Module) -> Optimizer | None:
-    """The optimizer of `module` as `job` has it; None: there is none."""
+    """Return the optimizer of `module` that `job` names, or None if it has none."""
     if job.optimizer is None:
         return None
     if job.offload_optimizer:
@@ -27,7 +27,7 @@ def optimizer_of(job: Job, module: nn.Module) -> Optimizer | None:
 
 
 def _sharded(module: nn.Module, make: MakeOptimizer) -> Optimizer:
-    """ZeRO-1 as torch has it.
+    """Return the optimizer of ZeRO-1, as in torch.
 
     Each GPU updates some of the parameters, and sends them to the others.
     """
@@ -42,9 +42,9 @@ def _sharded(module: nn.Module, make: MakeOptimizer) -> Optimizer:
 class Offloaded(Optimizer):
     """The optimizer on the host, as torchao's CPUOffloadOptimizer.
 
-    It has a copy of the parameters there. torchao/optim/cpu_offload.py, without `offload_gradients`: parameters of
-    fewer than 4096 elements are updated on the GPU. Gradients are copied to the host and stay until they are zeroed;
-    updated values are copied back in place.
+    It keeps a copy of the parameters on the host. It follows torchao/optim/cpu_offload.py without `offload_gradients`.
+    Parameters of fewer than 4096 elements are updated on the GPU. Gradients are copied to the host and stay until they
+    are zeroed. Updated values are copied back in place.
     """
 
     def __init__(self, parameters: Iterable[Tensor], make: MakeOptimizer) -> None:
@@ -54,7 +54,7 @@ class Offloaded(Optimizer):
         self._on_device = make(small) if small else None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update what is on the device."""
+        """Update the parameters on the device."""
         loss = None if closure is None else closure()
         if self._on_device is not None:
             self._on_device.step()

@@ -1,9 +1,9 @@
 """Pipeline stages: consecutive blocks of a model on each GPU.
 
-The embedding is before the first, head and loss are after the last. The schedule is 1F1B, as of
-torch.distributed.pipelining's Schedule1F1B and Megatron-LM (Narayanan et al., SC 2021, §2.2): of N stages, the one
-after s others has N - s micro-batches under way, and then by turns ends one and begins the next. A buffer to receive is
-there when it is needed, and gone with its micro-batch.
+The embedding is before the first block, head and loss are after the last. The schedule is 1F1B, as in
+torch.distributed.pipelining's Schedule1F1B and Megatron-LM (Narayanan et al., SC 2021, §2.2). Of N stages, the one
+after s others has N - s micro-batches in progress, and then alternates between ending one and beginning the next. A
+receive buffer exists from its first use to the end of its micro-batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Sent(Exception):
 class Stage:
     """One pipeline stage, with its blocks on the device.
 
-    There is also what the model has before or after all of them.
+    It also has the layers before or after all blocks, if it is the first or the last.
     """
 
     def __init__(self, module: nn.Module, parallel: Parallel, recorder: Recorder, loss: Loss) -> None:
@@ -57,14 +57,14 @@ class Stage:
     def reads(self) -> bool:
         """Whether this stage reads batches.
 
-        The first reads their inputs, the last their targets.
+        The first stage reads their inputs, the last one their targets.
         """
         return self._first or self._last
 
     def to_device(self, inputs: Any) -> None:
         """Move the stage's part of the model to the device.
 
-        `inputs`, a micro-batch on the host, shows which it is.
+        A forward of `inputs`, a micro-batch on the host, identifies that part.
         """
         before, after = self._ends(inputs)
         own = [*self._own, *(before if self._first else ()), *(after if self._last else ())]
@@ -80,7 +80,7 @@ class Stage:
             self._own[-1].forward = self._sending(self._own[-1].forward)
 
     def _ends(self, inputs: Any) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules with weights that run before the blocks, and after them."""
+        """Return the modules with weights that run before the blocks, and after them."""
         inside = {part for block in self._blocks for part in block.modules()}
         ends: dict[nn.Module, bool] = {}
         reached = False
@@ -124,16 +124,16 @@ class Stage:
         return [m for m, late in parts.items() if not late], [m for m, late in parts.items() if late]
 
     def _elsewhere(self) -> ExitStack:
-        """A context in which nothing is allocated on this stage's device."""
+        """Return a context in which nothing is allocated on this stage's device."""
         made = ExitStack()
         made.enter_context(self._recorder.placing(on_device=False))
         made.enter_context(self._recorder.fabricating())
         return made
 
     def step(self, micro_batches: list[Any], context: Callable[[], Any], scaler: torch.amp.GradScaler | None) -> None:
-        """Forward and backward of all `micro_batches`, scheduled as 1F1B.
+        """Run forward and backward of all `micro_batches`, scheduled as 1F1B.
 
-        Gradients add up. Forward runs in a new `context`, and the loss is scaled by the `scaler`, if there is one.
+        Gradients add up. Forward runs in a new `context`, and the loss is scaled by the `scaler`, if one is given.
         """
         under_way: list[Tensor] = []
         for micro_batch in micro_batches:
@@ -149,10 +149,7 @@ class Stage:
             self._backward(under_way.pop(0))
 
     def _forward(self, inputs: Any) -> Tensor:
-        """The output to send, or the loss.
-
-        What was received lives in its graph.
-        """
+        """Return the output to send, or the loss. Its graph keeps the received tensor alive."""
         if not self._first:
             self._outside = self._elsewhere()
             self._outside.enter_context(torch.no_grad())
@@ -165,9 +162,9 @@ class Stage:
             self._moved.clear()
 
     def _backward(self, made: Tensor) -> None:
-        """Backward of one micro-batch.
+        """Run backward of one micro-batch.
 
-        The gradient of what was received is sent and gone with it.
+        The gradient of the received tensor is sent, and freed with that tensor.
         """
         if self._last:
             made.backward()
@@ -177,13 +174,13 @@ class Stage:
         made.backward(gradient)
 
     def _passed(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-        """The forward of a block on another GPU: its input."""
+        """Return the input of a block on another GPU, as its forward."""
         return (hidden,) if self._in_tuples else hidden
 
     def _entered(self, forward: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
-        """`forward` on what the stage received.
+        """Return `forward` on the tensor that the stage received.
 
-        And on its own copies of what else other stages made too.
+        It also reads its own copies of the other tensors that other stages made.
         """
 
         def moved(value: Tensor) -> Tensor:
@@ -219,9 +216,9 @@ def _own_tensors(module: nn.Module) -> bool:
 
 
 def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
-    """The blocks of a decoder.
+    """Return the blocks of a decoder.
 
-    Raises RequestError where it has none, or they do not divide evenly.
+    Raises RequestError if it has none, or they do not divide evenly.
     """
     blocks = list(repeated_blocks(module))
     holders = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and list(m) == blocks]

@@ -1,7 +1,4 @@
-"""Prepare a job's model on the device.
-
-And what is set in torch while it runs.
-"""
+"""Prepare a job's model on the device, and set torch's global settings while it runs."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ _ATTENTION_OPS = (
 
 
 def prepared(module: nn.Module, job: Job, recorder: Recorder) -> nn.Module:
-    """`module` as `job` has it, on the device.
+    """Return `module` with the job's settings, on the device.
 
-    But for pp. Raises RequestError where that cannot be done to it.
+    A module for pipeline parallelism stays on the host. Raises RequestError if a setting cannot be applied to it.
     """
     kind = None if job.parallel is None else job.parallel.kind
     if job.parallel is not None and kind == "tp":
@@ -45,7 +42,7 @@ def prepared(module: nn.Module, job: Job, recorder: Recorder) -> nn.Module:
 
 
 def surroundings(program: Callable[[Recorder], None], job: Job) -> Callable[[Recorder], None]:
-    """`program` under what the job sets in torch for the whole of it."""
+    """Return `program` under the global settings of torch that the job needs throughout."""
     if job.attention is None and not job.cudnn_benchmark:
         return program
 
@@ -60,9 +57,9 @@ def surroundings(program: Callable[[Recorder], None], job: Job) -> Callable[[Rec
 
 
 def _unpacked() -> AbstractContextManager[Any]:
-    """Keeps transformers from looking for packed texts, as it does where attention is spelt out.
+    """Return a context in which transformers does not look for packed texts.
 
-    It reads positions for that, which it makes itself, and which have no values here.
+    It does so with its own attention code, from positions that it makes itself, and that have no values here.
     """
     try:
         from transformers.masking_utils import find_packed_sequence_indices as looks  # noqa: PLC0415 - optional

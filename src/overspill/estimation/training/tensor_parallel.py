@@ -1,9 +1,9 @@
 """Tensor parallelism: linear layers cut among GPUs.
 
-By the plan of the model (`_tp_plan`, as in transformers): by columns, or by rows. As Megatron-LM (Shoeybi et al., 2019,
-§3) and transformers (integrations/tensor_parallel.py) have it: a layer cut by columns makes some of the features of
-which the next, cut by rows, reads some; its output is summed up in place, as is the gradient of the first's input. An
-embedding is cut by rows where the plan says so. All GPUs read the same batch.
+The model's plan (`_tp_plan`, as in transformers) cuts them by columns or by rows. The cuts follow Megatron-LM (Shoeybi
+et al., 2019, §3) and transformers (integrations/tensor_parallel.py). A layer cut by columns makes some of the features.
+The next layer, cut by rows, reads those. Its output is summed up in place, as is the gradient of the first layer's
+input. An embedding is cut by rows where the plan says so. All GPUs read the same batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHOLE = ("replicated_with_grad_allreduce", "replicate")
 def split_layers(model: nn.Module, gpus: int) -> None:
     """Cut the linear layers of `model` for one of `gpus` GPUs.
 
-    Raises RequestError where the way is not known.
+    Raises RequestError for an unknown style of cut.
     """
     plan = _plan(model)
     tied = {layer for layer in heads(model) if _shared(model, layer)}
@@ -47,7 +47,7 @@ def split_layers(model: nn.Module, gpus: int) -> None:
 
 
 def _plan(model: nn.Module) -> dict[str, str]:
-    """The way each layer is cut, by name patterns."""
+    """Return the style of cut of each layer, by name patterns."""
     config: Any = getattr(model, "config", None)
     base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     prefix: Any = getattr(model, "base_model_prefix", "")
@@ -66,7 +66,7 @@ def _shared(model: nn.Module, layer: nn.Module) -> bool:
 
 
 def _cut(name: str, layer: nn.Linear | nn.Embedding, style: str, gpus: int) -> nn.Linear | nn.Embedding:
-    """One GPU's part of the layer."""
+    """Return one GPU's part of the layer."""
     if isinstance(layer, nn.Embedding):
         if layer.num_embeddings % gpus:
             raise RequestError(
@@ -87,7 +87,7 @@ def _cut(name: str, layer: nn.Linear | nn.Embedding, style: str, gpus: int) -> n
 class _Looked(nn.Module):
     """An embedding cut by rows.
 
-    What lies elsewhere is zero before it is summed up.
+    Rows on other GPUs are zero before the sum.
     """
 
     def __init__(self, shard: nn.Embedding) -> None:
@@ -100,14 +100,14 @@ class _Looked(nn.Module):
         return self.shard.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The rows of `tokens`."""
+        """Return the rows of `tokens`."""
         of_other_ranks = tokens >= self.shard.num_embeddings
         made: Tensor = self.shard(tokens.masked_fill(of_other_ranks, 0))
         return made.masked_fill_(of_other_ranks.unsqueeze(-1), 0)
 
 
 class _Gathered(nn.Module):
-    """A layer cut by columns whose output is put together again."""
+    """A layer cut by columns whose output is gathered."""
 
     def __init__(self, shard: nn.Module, gpus: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Gathered(nn.Module):
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features of all GPUs."""
+        """Return the features of all GPUs."""
         made: Tensor = _Gather.apply(self.shard(x), self.gpus)
         return made
 
@@ -128,11 +128,11 @@ class _Gathered(nn.Module):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gpus: int) -> Tensor:
-        """Buffers for all parts, which are copied to one tensor."""
+        """Return one tensor, to which the buffers of all parts are copied."""
         ctx.gpus = gpus
         return torch.cat([torch.empty_like(x) for _ in range(gpus)], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """This GPU's part."""
+        """Return this GPU's part."""
         return grad.chunk(ctx.gpus, -1)[0].contiguous(), None

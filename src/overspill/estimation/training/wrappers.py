@@ -1,8 +1,8 @@
 """Data parallel training as programs write it.
 
-DistributedDataParallel, fully_shard or Horovod on several GPUs. PyTorch's own wrappers run (see
-capture/distributed.py), so buckets, all-gathers and shards are theirs. Horovod is not needed to estimate it: its
-gradients stay as they are, and each GPU has one fusion buffer (DNNMem, FSE 2020, §4.5).
+The kinds are DistributedDataParallel, fully_shard and Horovod on several GPUs. PyTorch's own wrappers run (see
+capture/distributed.py), so buckets, all-gathers and shards are theirs. Horovod need not be installed. Its gradients
+stay in place, and each GPU has one fusion buffer (DNNMem, FSE 2020, §4.5).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from overspill.job.prepare.checkpointing import sharded_blocks
 
 
 def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> nn.Module:
-    """`module` on the device and wrapped, inside a capture.
+    """Return `module` on the device and wrapped, inside a capture.
 
-    Raises RequestError where it cannot be wrapped. A model to be sharded may be on the host: block after block is then
-    brought to the device and cut, so that the whole of it is never there.
+    Raises RequestError if it cannot be wrapped. A model to be sharded may be on the host. Its blocks are then moved to
+    the device and cut one after the other, so that the whole model is never there.
     """
     if not dist.is_available():
         raise RequestError(
@@ -59,9 +59,9 @@ def _ddp(module: nn.Module, parallel: Parallel) -> nn.Module:
 
 
 def _fsdp(module: nn.Module, parallel: Parallel) -> nn.Module:
-    """The module sharded by FSDP, block by block.
+    """Return the module sharded by FSDP, block by block.
 
-    Blocks one by one and then the rest, as torch's tutorial and torchtitan do; the root is not resharded.
+    Blocks are sharded one by one and then the rest, as in torch's tutorial and torchtitan; the root is not resharded.
     """
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, for this alone
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard  # noqa: PLC0415
@@ -86,10 +86,10 @@ def _fsdp(module: nn.Module, parallel: Parallel) -> nn.Module:
 
 
 def _horovod(module: nn.Module, recorder: Recorder) -> nn.Module:
-    """`module` with Horovod's fusion buffer.
+    """Return `module` with Horovod's fusion buffer.
 
-    It comes with the first gradient that is ready and stays. PyTorch's allocator gives it (horovod/torch/adapter_v2.cc,
-    `TorchPersistentBuffer`); gradients are reduced in place.
+    The buffer is allocated at the first gradient that is ready, and stays. PyTorch's allocator gives it
+    (horovod/torch/adapter_v2.cc, `TorchPersistentBuffer`). Gradients are reduced in place.
     """
     size = horovod_fusion_bytes(os.environ)
     buffers: list[torch.Tensor] = []
