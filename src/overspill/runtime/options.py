@@ -48,7 +48,7 @@ class Options:
     profile: bool = False
     """Whether to measure op times, on the eager backend."""
     placement: str | None = None
-    """The allocator or solver within whose peak a plan has to stay, `planned`, or `own`. None: `planned` on CUDA if that
+    """The allocator or solver within whose peak a plan has to stay, `planned`, or `own`. None: `planned` on CUDA if it
     is faster; on a CPU live bytes count."""
     checksum: bool = False
     """Whether to compare bytes that come back from the store with those written."""
