@@ -1,6 +1,6 @@
-"""Where blocks lie: online allocators and offline solvers, by name.
+"""Place blocks: online allocators and offline solvers, by name.
 
-`replay` runs an allocator over the events of a trace on a simulated device, `minimum_capacity` finds the smallest
+`replay` runs an allocator over the events of a trace on a simulated device. `minimum_capacity` finds the smallest
 device that survives them.
 """
 

@@ -1,10 +1,10 @@
-"""Planned addresses: a step's blocks lie in one arena, at addresses solved before it starts.
+"""Planned addresses: a step's blocks are in one arena, at addresses solved before it starts.
 
-In it is every tensor that comes back from the store, and every result that an op makes in memory that it is given, with
-its lifetime in the schedule, forward and backward together. What leaves the step (outputs, gradients) is not, for its
-owner decides how long it lives, nor what ops and libraries allocate for themselves. Weights and state that a whole step
-moves are, between steps too. So a step has one arena from its beginning to its end, and all of that arena is what a call
-keeps between forward and backward.
+The arena holds every tensor that comes back from the store, and every result that an op makes in memory that it is
+given. Each has its lifetime in the schedule, forward and backward together. Tensors that leave the step (outputs,
+gradients) are outside, because their owner decides how long they live. So is what ops and libraries allocate for
+themselves. Weights and state that a whole step moves are in the arena, between steps too. So a step has one arena from
+its beginning to its end, and a call keeps all of that arena between forward and backward.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ ALIGNMENT = 512
 def places_of(
     graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]], solver: Solver, limits: Limits, grain: int = 1
 ) -> Places:
-    """Addresses of the arena's blocks under `schedule`.
+    """Return addresses of the arena's blocks under `schedule`.
 
     Only the multiple of `grain` bytes that the arena needs counts: a layout within the least such is not improved. The
-    solver's layout is checked before it is used. Raises RequestError where it has none.
+    solver's layout is checked before it is used. Raises RequestError if it has none.
     """
     inside: list[Block] = []
     outside: list[Block] = []
@@ -75,11 +75,11 @@ def places_of(
 
 
 def _residents(graph: Graph, schedule: Schedule, blocks: Iterable[tuple[Block, int]]) -> dict[int, Block]:
-    """One block for each tensor that is on the device between steps, with a gap while it is not.
+    """Return one block for each tensor that is on the device between steps, with a gap while it is not.
 
-    Where its last block in one step lies is that of its first in the next. They lie at the bottom of the arena, those
-    that are away for longer higher up, so that what takes their place then finds it in one piece. A step of several
-    micro-batches has none, for its graphs would have other places.
+    The address of its last block in one step is that of its first in the next. These blocks are at the bottom of the
+    arena. Those that are away for longer are higher up, so that other blocks find their memory in one piece. A step of
+    several micro-batches has none, because its graphs would have other addresses.
     """
     if not graph.whole_step or any(op.name == ACCUMULATE for op in graph.ops):
         return {}
@@ -102,29 +102,29 @@ def _residents(graph: Graph, schedule: Schedule, blocks: Iterable[tuple[Block, i
 
 
 def _may_lie(graph: Graph, schedule: Schedule) -> set[int]:
-    """Tensors that nothing outside of the step ever sees on the device."""
+    """Return the tensors that nothing outside of the step ever sees on the device."""
     handed = {tensor for op in graph.ops if op.name == GRADIENTS for tensor in op.reads}
     stored = set(schedule.stored)
     return {t.id for t in graph.tensors if t.movable and t.id not in handed and (not t.persistent or t.id in stored)}
 
 
 def _is_given(graph: Graph, schedule: Schedule, position: int, tensor: int) -> bool:
-    """Whether the instruction there, which allocates `tensor`, can be given memory for it."""
+    """Return whether the instruction there, which allocates `tensor`, can be given memory for it."""
     instruction = schedule.instructions[position]
     return instruction.verb is Verb.PREFETCH or tensor in graph.ops[instruction.target].given
 
 
 def first_backward(graph: Graph, schedule: Schedule) -> int:
-    """The position of the first op that is not of forward."""
+    """Return the position of the first op that is not of forward."""
     runs = (at for at, i in enumerate(schedule.instructions) if i.verb is Verb.RUN)
     phases = ((at, graph.ops[schedule.instructions[at].target].phase) for at in runs)
     return next((at for at, phase in phases if phase is not Phase.FORWARD), len(schedule.instructions))
 
 
 def in_arena(plan: Plan, solver: Solver, limits: Limits, grain: int = 1) -> Plan:
-    """`plan` with the places of its blocks in an arena, all of which it retains; `grain` as in `places_of`.
+    """Return `plan` with the places of its blocks in an arena, all of which it retains; `grain` as in `places_of`.
 
-    Its peak is then that of the arena and of what is live beside it.
+    Its peak is then that of the arena and of the bytes live outside it.
     """
     places = places_of(plan.graph, plan.schedule, plan.groups, solver, limits, grain)
     kept = places.arena_bytes + places.retained_bytes

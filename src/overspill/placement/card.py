@@ -1,7 +1,8 @@
-"""The card that a plan needs: context, libraries, and PyTorch's segments.
+"""The GPU memory that a plan needs: context, libraries, and PyTorch's segments.
 
-A budget on CUDA is the size of a card on which the job survives. A plan counts live bytes; what the caching allocator
-takes from the device for them is simulated, over the first steps of a run and by the rules of its settings.
+A budget on CUDA is the size of a GPU's memory (a card) on which the job survives. A plan counts live bytes. The memory
+that the caching allocator takes from the device for them is simulated, over the first steps of a run and by the rules
+of its settings.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SPARE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class PoolAccount(Account):
-    """Count what an allocator or a solver takes for all blocks, on a device that is no card."""
+    """Count the bytes that an allocator or a solver takes for all blocks, on a device that is no card."""
 
     pool: str
 
@@ -62,7 +63,7 @@ class PoolAccount(Account):
 
 @dataclass(frozen=True)
 class Card(Account):
-    """Count the card that a job needs: the context, and what PyTorch's allocator takes for its first steps."""
+    """Count the card that a job needs: the context, and the bytes of PyTorch's allocator in its first steps."""
 
     handle_bytes: tuple[int, ...] = ()
     """Bytes that libraries keep of the allocator's memory for each thread that multiplies matrices."""
@@ -104,16 +105,16 @@ class Card(Account):
 
     @property
     def alternatives(self) -> tuple[Card, ...]:
-        """With an arena; and, where nobody asked for it, without one."""
+        """The account with an arena; if the user did not require one, also the account without."""
         return (self,) if self.always or self.solver is None else (self, self.alone)
 
     def reserved_bytes(self, plan: Plan) -> int:
-        """The most that the allocator takes from the device for `plan`, over the plan's first steps.
+        """Return the most that the allocator takes from the device for `plan`, over the plan's first steps.
 
-        Blocks are elsewhere where cuDNN takes less workspace than is likely, if none was measured, where kernels make
-        their results in another order, where matrices were multiplied before, and where the driver gives segments at
-        other addresses, by which the allocator chooses among equals. The least of that may cost one more segment of the
-        largest size. So the most of several runs counts.
+        Blocks have other addresses in four cases: cuDNN takes less workspace than is likely, if none was measured;
+        kernels make their results in another order; matrices were multiplied before; or the driver gives segments at
+        other addresses, by which the allocator chooses among equals. The least of these may cost one more segment of
+        the largest size. So the most of several runs counts.
         """
         if self.pool is not None:
             return place_plan(plan, self.pool).peak_bytes
@@ -165,7 +166,7 @@ class Card(Account):
         return self.reserved_bytes(unmanaged) + self.context_bytes
 
     def _kept_bytes(self, graph: Graph) -> int:
-        """Bytes that libraries keep for all threads that multiply matrices.
+        """Return the bytes that libraries keep for all threads that multiply matrices.
 
         Backward's thread is another than forward's.
         """

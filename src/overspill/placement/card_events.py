@@ -1,4 +1,4 @@
-"""Allocations of a plan on a card: model, first steps, library workspaces."""
+"""Allocations of a plan on a GPU: model, first steps, library workspaces."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def events_of(
     places: Places | None = None,
     used: bool = False,
 ) -> Events:
-    """The allocations and frees of the first `steps` of `schedule`, in order.
+    """Return the allocations and frees of the first `steps` of `schedule`, in order.
 
     They begin with the model and its batch on an empty device. Handles of libraries are made at the first matrix
-    product of a thread, of `handle_bytes` each, and stay; of a device that is `used`, they are there before. Convolutions take a `share` of their workspaces. The updates
-    of each of `groups` have their temporaries at once, but for the first time, which makes the state. Ops allocate
-    their results in order, but for those in BACKWARDS; or all `backwards`, with their workspaces first. What has one of
-    `places` lies in an arena, which is one block.
+    product of a thread, of `handle_bytes` each, and stay; on a `used` device they exist before. Convolutions take a
+    `share` of their workspaces. The updates of each of `groups` have their temporaries at once, except the first time,
+    which makes the state. Ops allocate their results in order, except those in BACKWARDS; or all `backwards`, with
+    their workspaces first. Tensors in `places` are in an arena, which is one block.
     """
     run = _Run(graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards)
     if used:
@@ -49,7 +49,7 @@ def events_of(
 
 
 class _Run:
-    """Events of a run so far, and the blocks of what is live."""
+    """Events of a run so far, and the blocks of live tensors."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class _Run:
         self.parameters = [t.nbytes for t in trained if t.nbytes]
 
     def events(self, steps: int) -> Events:
-        """The events of the first `steps`."""
+        """Return the events of the first `steps`."""
         for_calls = self.places is not None and not self.graph.whole_step
         if for_calls:
             self.take_arena()
@@ -170,10 +170,7 @@ class _Run:
             self.give("workspace")
 
     def temporaries(self, op: Op, nbytes: int) -> list[int]:
-        """The blocks of a workspace.
-
-        An update has temporaries of the parameters' sizes.
-        """
+        """Return the blocks of a workspace; an update has temporaries of the parameters' sizes."""
         if op.layer_type is not LayerType.UPDATE or op.phase is not Phase.UPDATE:
             return [nbytes]
         if not self.graph.whole_step:
@@ -188,10 +185,7 @@ class _Run:
             self.take(thread, self.handle_bytes)
 
     def take_state(self) -> None:
-        """Allocate the optimizer's state, the first time.
-
-        For each parameter, what is kept of its size.
-        """
+        """Allocate the optimizer's state, the first time: for each parameter the tensors of its size."""
         if not self.has_state:
             self.has_state = True
             for tensor in self.graph.tensors:
@@ -199,16 +193,13 @@ class _Run:
                     self.take_tensor(tensor.id)
 
     def take_arena(self) -> None:
-        """Take the arena, with what lies in it between steps."""
+        """Take the arena, with the tensors that are in it between steps."""
         assert self.places is not None
         self.take("arena", [self.places.arena_bytes])
         self.live.update((tensor, []) for tensor in self.places.between)
 
     def take_tensor(self, tensor: int) -> None:
-        """Allocate a tensor unless it is there.
-
-        One that stands for several has blocks of the parameters' sizes.
-        """
+        """Allocate a tensor unless it is live; one that stands for several has blocks of the parameters' sizes."""
         if tensor in self.live:
             return
         if self.places is not None and (tensor, self.position) in self.places.offsets:
@@ -232,10 +223,7 @@ class _Run:
 
 
 def _pieces(nbytes: int, sizes: list[int], *, by_turns: bool = False) -> list[int]:
-    """Split `nbytes` into blocks of `sizes`, repeated, and a rest.
-
-    `by_turns`: all of one size first.
-    """
+    """Split `nbytes` into blocks of `sizes`, repeated, and a rest; `by_turns`: all of one size first."""
     times = nbytes // sum(sizes) if sum(sizes) else 0
     found = [size for size in sizes for _ in range(times)] if by_turns else sizes * times
     return [*found, nbytes - sum(found)]

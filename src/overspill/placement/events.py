@@ -25,18 +25,19 @@ MOST_BLOCKS = 1 << 31
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Allocations and frees in time order.
+    """Allocations and frees in time order, `[events]`.
 
-    Event `i` does `action[i]` to `block[i]`. `nbytes` is the requested size (ignored for FREE), `stream` the stream
-    that the block belongs to, `mobility` what allocators may group it by (a Mobility; all are movable if it is left
-    out). A block may be allocated again once it is free.
+    Event `i` does `action[i]` to `block[i]`. A block may be allocated again once it is free.
     """
 
     action: NDArray[np.int8]
     block: NDArray[np.int64]
     nbytes: NDArray[np.int64]
+    """The requested size; ignored for FREE."""
     stream: NDArray[np.int32]
+    """The stream that the block belongs to."""
     mobility: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
+    """The Mobility by which allocators may group the block; empty: all are movable."""
 
     def __post_init__(self) -> None:
         for name, kind in COLUMNS.items():
@@ -78,10 +79,10 @@ class Events:
 
     @classmethod
     def of(cls, trace: Trace, *, by_references: bool = False) -> Events:
-        """The events of `trace`, with blocks by position.
+        """Return the events of `trace`, with blocks by position.
 
-        At one position frees come before allocations. `by_references`: of the blocks that are allocated at one
-        position, those that more layers need come first, and of these the ones that stay longer (Dymem §3.3.3).
+        At one position frees come before allocations. `by_references` orders the blocks that are allocated at one
+        position: those that more layers need first, and of these the ones that stay longer (Dymem §3.3.3).
         """
         starts = [
             (b.start, 1, *((-b.references, -b.end) if by_references else ()), i) for i, b in enumerate(trace.blocks)
@@ -103,9 +104,9 @@ class Events:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[int, int, int, int]], mobility: Sequence[int] | None = None) -> Events:
-        """Events from rows `(action, block, nbytes, stream)`.
+        """Return events from rows `(action, block, nbytes, stream)`.
 
-        With the mobility of each (None: all are movable).
+        `mobility` is that of each; None: all are movable.
         """
         table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
         action, block, nbytes, stream = table.T
@@ -113,7 +114,7 @@ class Events:
         return cls(action.astype(np.int8), block, nbytes, stream.astype(np.int32), groups)
 
     def repeated(self, times: int) -> Events:
-        """The events `times` in a row; all blocks must be free at the end."""
+        """Return the events `times` in a row; all blocks must be free at the end."""
         return Events(*(np.tile(getattr(self, name), times) for name in COLUMNS))
 
     def _refuse(self, wrong: NDArray[np.bool_], what: str) -> None:
@@ -122,7 +123,7 @@ class Events:
 
 
 def _whole_numbers(name: str, values: ArrayLike, kind: type[np.signedinteger]) -> NDArray[np.signedinteger]:
-    """`values` as one contiguous array of `kind`. Raises RequestError when it holds anything else."""
+    """Return `values` as one contiguous array of `kind`. Raises RequestError if it holds anything else."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError(f"the {name} of events must be one row of whole numbers, not {array.dtype} {array.shape}")

@@ -27,19 +27,20 @@ SEARCH = Limits(time_limit_seconds=1.0, least_gain=LEAST_GAIN)
 
 @dataclass(frozen=True)
 class Placed:
-    """The bytes that `placer` takes for a trace.
-
-    The trace's live bytes never exceed `lower_bound_bytes`. `peak_bytes` are what an allocator holds of the device, or
-    how far a solver's layout reaches. `unusable` is the mean over time of the share of free bytes in blocks too small
-    for the trace's largest block (U_f, Dymem §3.3.1 eq. 1); None for solvers, which keep no free blocks. `seconds` are
-    wall-clock.
-    """
+    """The bytes that `placer` takes for a trace."""
 
     placer: str
     peak_bytes: int
+    """Bytes that an allocator holds of the device, or the highest end of a solver's layout."""
     lower_bound_bytes: int
+    """The most live bytes of the trace."""
     unusable: float | None
+    """Share of free bytes in blocks too small for the trace's largest block, averaged over time.
+
+    It is U_f of Dymem §3.3.1 eq. 1; None for solvers, which keep no free blocks.
+    """
     seconds: float
+    """Wall-clock seconds."""
 
     @property
     def fragmentation(self) -> float:
@@ -48,7 +49,7 @@ class Placed:
 
 
 def check_placer(name: str, *others: str) -> None:
-    """Raise RequestError unless `name` is an allocator or a solver; `others` may be given in its place."""
+    """Raise RequestError unless `name` is an allocator, a solver, or one of `others`."""
     if name not in PLACERS:
         if name.lower() in IDEAS:
             raise RequestError(f"nothing that places blocks is called {name!r}: {IDEAS[name.lower()]}")
@@ -85,6 +86,6 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
 def place_plan(plan: Plan, placer: str | None = None) -> Placed:
     """Place the blocks of `plan` with `placer`.
 
-    None: with PyTorch's caching allocator, which serves them if nobody plans addresses.
+    None: with PyTorch's caching allocator, which serves blocks without planned addresses.
     """
     return place(trace_of(plan.graph, plan.schedule, plan.groups), placer or CachingAllocator.name)

@@ -39,9 +39,9 @@ def replay(
     """Replay `events` with `allocator` on an empty simulated device.
 
     The device has `capacity_bytes` (None: unlimited). Replay stops at the first allocation that is not elastic and
-    finds no room. An allocator that sizes itself by a first
-    run makes that on the same events. `curves` and `request_bytes` (which takes longer) say what is kept of every
-    event. Raises RequestError when the events free or allocate a block in the wrong state.
+    finds too little memory. An allocator that sizes itself by a first run makes that run on the same events. `curves`
+    and `request_bytes` (which takes longer) choose the figures kept for every event. Raises RequestError if the events
+    free or allocate a block in the wrong state.
     """
     kind, config = allocator_type(allocator), _settled(events, allocator, config)
     if issubclass(kind, NativeAllocator):
@@ -50,7 +50,7 @@ def replay(
 
 
 def _settled(events: Events, allocator: str, config: Any) -> Any:
-    """`config` with what `allocator` learns from a first run without limit."""
+    """Return `config` with what `allocator` learns from a first run without limit."""
 
     def trial(first: Any) -> Replay:
         return replay(events, allocator, config=first, request_bytes=0)
@@ -147,7 +147,7 @@ def _replay_natively(
 
 
 def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Sequence[NDArray[np.int64]], **fields: Any) -> Replay:
-    """The Replay with these gauges and curves. Gauges are of requested, allocated and reserved bytes."""
+    """Return the Replay with these gauges and curves; gauges are of requested, allocated and reserved bytes."""
     for name, gauge in zip(GAUGES, gauges, strict=True):
         fields[f"peak_{name}_bytes"] = gauge.peak
         fields[f"peak_{name}_at"] = gauge.peak_at
@@ -157,12 +157,13 @@ def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Sequence[NDArray[np.i
 
 
 def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = None) -> int:
-    """The least capacity in bytes on which `events` survive, in 2 MiB steps.
+    """Return the least capacity in bytes on which `events` survive, in 2 MiB steps.
 
-    Elastic allocations may fail. Found by bisection between the peak of requested bytes and a capacity known to do.
-    Survival need not be monotone: a device too small for the cache makes it give memory back, which can happen to help.
-    So a few capacities above the answer are tried too, and if one fails the search goes on above it: all that were
-    tried above the answer survive, and the one directly below fails. Raises OutOfMemory when no capacity is enough.
+    Elastic allocations may fail. It is found by bisection between the peak of requested bytes and a capacity known to
+    be enough. Survival need not be monotone: a device too small for the cache makes it give memory back, which can
+    happen to help. So a few capacities above the answer are tried too, and if one fails the search goes on above it.
+    All that were tried above the answer survive, and the one directly below fails. Raises OutOfMemory if no capacity is
+    enough.
     """
 
     def survives(pages: int) -> bool:
@@ -196,7 +197,7 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
 
 
 def _reserved_pages(events: Events, allocator: str, config: Any) -> int:
-    """Pages that `allocator` reserves without a limit. 0 if its settings make no sense without one."""
+    """Return the pages that `allocator` reserves without a limit; 0 if its settings make no sense without one."""
     try:
         peak = replay(events, allocator, config=config).peak_reserved_bytes
     except RequestError:
@@ -205,10 +206,10 @@ def _reserved_pages(events: Events, allocator: str, config: Any) -> int:
 
 
 def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None) -> Layout:
-    """The Layout that `allocator` gives `trace` on an unlimited device.
+    """Return the Layout that `allocator` gives `trace` on an unlimited device.
 
-    Offsets count only addresses that were ever backed by memory, so that the peak is what the allocator needed. Those of
-    an allocator that maps memory to one address after another are virtual, and the peak can be more.
+    Offsets count only addresses that were ever backed by memory, so that the peak is what the allocator needed. An
+    allocator that maps memory to one address after another has virtual addresses, and the peak can be more.
     """
     events = Events.of(trace, by_references=allocator_type(allocator).by_references)
     result = replay(events, allocator, config=config)
@@ -229,7 +230,7 @@ def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None) -> L
 
 
 def _backed(table: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Address ranges that were ever backed by memory, joined, in order."""
+    """Return the address ranges that were ever backed by memory, joined, in order."""
     ranges: list[tuple[int, int]] = []
     gained = table[(table[:, 1] == 0) | (table[:, 1] == 2)]
     for start, nbytes in sorted(map(tuple, gained[:, 2:4].tolist())):

@@ -34,7 +34,7 @@ class SimulatedDevice:
         self._shared = SharedPages()
 
     def malloc(self, nbytes: int) -> int | None:
-        """The address of `nbytes` new bytes, or None without room."""
+        """Return the address of `nbytes` new bytes, or None if memory is short."""
         if nbytes < SMALL_BYTES:
             return self._malloc_small(round_up(nbytes, SMALL_STEP_BYTES))
         size = round_up(nbytes, PAGE_BYTES)
@@ -44,7 +44,7 @@ class SimulatedDevice:
         return address
 
     def free(self, address: int) -> None:
-        """Free what `malloc` gave at `address`."""
+        """Free the memory that `malloc` gave at `address`."""
         size = self._sizes.pop(address)
         if size >= PAGE_BYTES:
             self._give_pages(address, size)
@@ -54,7 +54,7 @@ class SimulatedDevice:
             self._give_pages(page, PAGE_BYTES)
 
     def reserve(self, nbytes: int) -> int | None:
-        """An address range of `nbytes` without memory, or None (cuMemAddressReserve)."""
+        """Return an address range of `nbytes` without memory, or None (cuMemAddressReserve)."""
         return self._space.take(round_up(nbytes, PAGE_BYTES))
 
     def unreserve(self, address: int, nbytes: int) -> None:
@@ -62,7 +62,7 @@ class SimulatedDevice:
         self._space.give(address, round_up(nbytes, PAGE_BYTES))
 
     def map(self, address: int, nbytes: int) -> bool:  # noqa: ARG002  # a live device needs the address
-        """Back reserved addresses by `nbytes`; False without memory. Whole pages (cuMemCreate, cuMemMap)."""
+        """Back reserved addresses by `nbytes`, in whole pages (cuMemCreate, cuMemMap); return False without memory."""
         if self.capacity_bytes is not None and self.used_bytes + nbytes > self.capacity_bytes:
             return False
         self.used_bytes += nbytes
@@ -98,10 +98,7 @@ class SimulatedDevice:
 
 
 class SharedPages:
-    """Holes in pages shared by small requests.
-
-    The smallest that fits is taken, the lowest among equals.
-    """
+    """Holes in pages shared by small requests; the smallest that fits is taken, the lowest among equals."""
 
     def __init__(self) -> None:
         self._holes: list[tuple[int, int]] = []
@@ -109,7 +106,7 @@ class SharedPages:
         self._starts_by_end: dict[int, int] = {}
 
     def take(self, nbytes: int) -> int | None:
-        """Take `nbytes` of a hole; its start, or None if none is large enough."""
+        """Take `nbytes` of a hole, and return its start, or None if none is large enough."""
         position = bisect_left(self._holes, (nbytes, 0))
         if position == len(self._holes):
             return None
@@ -120,7 +117,7 @@ class SharedPages:
         return start
 
     def give(self, start: int, nbytes: int) -> int | None:
-        """Return `[start, start + nbytes)`; the page's address if it is now empty.
+        """Free `[start, start + nbytes)`, and return the page's address if it is now empty.
 
         An empty page leaves; a whole page that is given is new and stays.
         """
@@ -142,7 +139,7 @@ class SharedPages:
         self._starts_by_end[start + size] = start
 
     def _remove(self, start: int) -> int:
-        """Remove the hole at `start`; returns its size."""
+        """Remove the hole at `start`, and return its size."""
         size = self._sizes.pop(start)
         del self._starts_by_end[start + size]
         del self._holes[bisect_left(self._holes, (size, start))]
@@ -158,7 +155,7 @@ class FreeRanges:
         self.free_bytes = end - start
 
     def take(self, nbytes: int) -> int | None:
-        """Take the lowest free range of `nbytes`; its start, or None."""
+        """Take the lowest free range of `nbytes`, and return its start, or None."""
         if nbytes > self.free_bytes:
             return None
         for i, start in enumerate(self._starts):
@@ -189,5 +186,5 @@ class FreeRanges:
 
 
 def round_up(nbytes: int, step: int) -> int:
-    """The smallest multiple of `step` that is not below `nbytes`."""
+    """Return the smallest multiple of `step` that is not below `nbytes`."""
     return -(-nbytes // step) * step

@@ -24,7 +24,7 @@ GAINS = ("segment_alloc", "segment_map")
 
 
 class SegmentEvent(NamedTuple):
-    """One exchange of memory with the device, at event `at`. Actions have PyTorch's names."""
+    """One exchange of memory with the device, at event `at`; actions have PyTorch's names."""
 
     at: int
     action: SegmentAction
@@ -59,14 +59,12 @@ class BlockView(NamedTuple):
 
 
 class SegmentView(NamedTuple):
-    """A read-only view of a segment.
-
-    `mapped_bytes` is less than `nbytes` only for expandable segments.
-    """
+    """A read-only view of a segment."""
 
     address: int
     nbytes: int
     mapped_bytes: int
+    """Less than `nbytes` only for expandable segments."""
     stream: int
     blocks: tuple[BlockView, ...]
 
@@ -103,10 +101,9 @@ class Allocator:
         self._idle = FreeBlocks()
 
     def allocate(self, nbytes: int, stream: int = 0, mobility: int = Mobility.MOVABLE) -> int:
-        """The address of a block of at least `nbytes` on `stream`.
+        """Return the address of a block of at least `nbytes` on `stream`; NOWHERE for no bytes. Raises OutOfMemory.
 
-        NOWHERE for no bytes. `mobility` is a hint for allocators that group blocks; the others ignore it. Raises
-        OutOfMemory.
+        `mobility` is a hint for allocators that group blocks; the others ignore it.
         """
         if nbytes < 0:
             raise RequestError(f"cannot allocate {nbytes} bytes")
@@ -117,13 +114,13 @@ class Allocator:
         return address
 
     def free(self, address: int) -> None:
-        """Free the block at `address`. Raises RequestError when none is allocated there."""
+        """Free the block at `address`. Raises RequestError if none is allocated there."""
         if address != NOWHERE and not self._free(address):
             raise RequestError(f"nothing is allocated at address {address:#x}: it was freed before, or never given out")
         self.clock += 1
 
     def _allocate(self, nbytes: int, stream: int, mobility: int) -> int | None:
-        """The address of a block of at least `nbytes`, or None."""
+        """Return the address of a block of at least `nbytes`, or None."""
         block = self._find_grouped_block(nbytes, stream, mobility) if nbytes <= ADDRESS_SPACE_BYTES else None
         if block is None:
             return None
@@ -134,7 +131,7 @@ class Allocator:
         return block.address
 
     def _free(self, address: int) -> bool:
-        """Free the block at `address`; whether there was one."""
+        """Free the block at `address`, and return whether one was allocated there."""
         block = self._live.pop(address, None)
         if block is None:
             return False
@@ -149,11 +146,11 @@ class Allocator:
         return
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
-        """A block of at least `nbytes`, taken out of the free indexes, or None. None when all attempts failed."""
+        """Return a block of at least `nbytes`, taken out of the free indexes, or None if all attempts failed."""
         raise NotImplementedError
 
     def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> PoolBlock | None:  # noqa: ARG002
-        """As `_find_block`, for allocators that group blocks by `mobility`."""
+        """Return a block as `_find_block`, for allocators that group blocks by `mobility`."""
         return self._find_block(nbytes, stream)
 
     def _return_block(self, block: PoolBlock) -> None:
@@ -165,11 +162,11 @@ class Allocator:
         self._put(block)
 
     def _idle_blocks(self) -> Iterator[PoolBlock]:
-        """All free blocks."""
+        """Yield all free blocks."""
         return iter(self._idle)
 
     def _key(self, block: PoolBlock) -> Key:
-        """The place of a free block in the index: by size, then by address."""
+        """Return the place of a free block in the index: by size, then by address."""
         return block.size, block.address
 
     def _put(self, block: PoolBlock) -> None:
@@ -179,12 +176,12 @@ class Allocator:
         return self._idle.remove(self._key(block))
 
     def _first(self, *least: int) -> PoolBlock | None:
-        """The first free block whose key is at least `least`, or None."""
+        """Return the first free block whose key is at least `least`, or None."""
         position = self._idle.position(least)
         return self._idle.at(position) if position < len(self._idle) else None
 
     def _cut_off(self, block: PoolBlock, size: int) -> PoolBlock:
-        """The first `size` bytes of a block that was taken out; the rest of it is free."""
+        """Return the first `size` bytes of a block that was taken out; the rest of it is free."""
         if block.size == size:
             return block
         front = block.cut(size)
@@ -193,14 +190,14 @@ class Allocator:
 
     @classmethod
     def settled(cls, config: Any, trial: Callable[[Any], Any]) -> Any:  # noqa: ARG003
-        """`config` with what the allocator learns from a first run.
+        """Return `config` with what the allocator learns from a first run.
 
-        `trial` makes that run under a configuration, and gives its Replay.
+        `trial` makes that run under a configuration, and returns its Replay.
         """
         return config
 
     def _segment_malloc(self, nbytes: int, stream: int) -> PoolBlock | None:
-        """A new segment of `nbytes` as one block; None if the device is full."""
+        """Return a new segment of `nbytes` as one block; None if the device is full."""
         address = self.device.malloc(nbytes)
         if address is None:
             return None
@@ -219,24 +216,24 @@ class Allocator:
 
     @property
     def spread_bytes(self) -> int:
-        """Bytes of all segments up to their last live blocks.
+        """Bytes of all segments up to their last live blocks (Dymem's "used", Fig. 15).
 
-        Dymem's "used", Fig. 15. A pool that is filled from both ends counts all but the gap between them.
+        A pool that is filled from both ends counts all but the gap between them.
         """
         return self.reserved.now - sum(block.size for block in self._idle_blocks() if block.mapped and block.last)
 
     def usable_bytes(self, request_bytes: int) -> int:
-        """Bytes of free blocks of at least `request_bytes`. The sum of Dymem's eq. 1."""
+        """Return the bytes of free blocks of at least `request_bytes`, the sum of Dymem's eq. 1."""
         if request_bytes <= 1:
             return self.reserved.now - self.allocated.now
         return sum(block.size for block in self._idle_blocks() if block.mapped and block.size >= request_bytes)
 
     def live_addresses(self) -> list[int]:
-        """Addresses allocated and not freed."""
+        """Return the addresses allocated and not freed."""
         return list(self._live)
 
     def segments(self) -> tuple[SegmentView, ...]:
-        """All segments with their blocks, by address."""
+        """Return all segments with their blocks, by address."""
         found: list[SegmentView] = []
         for block in sorted((*self._live.values(), *self._idle_blocks()), key=lambda b: b.address):
             if block.prev is not None:
@@ -310,7 +307,7 @@ class Allocator:
 
 
 def config_or_default(name: str, config_type: type[Any], config: Any) -> Any:
-    """`config`, or the default for None. Raises RequestError when it belongs to another allocator."""
+    """Return `config`, or the default for None. Raises RequestError if it belongs to another allocator."""
     if config is not None and not isinstance(config, config_type):
         raise RequestError(f"the {name} allocator takes a {config_type.__name__}, not a {type(config).__name__}")
     return config_type() if config is None else config

@@ -12,25 +12,26 @@ Key = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class PoolBlock:
-    """`size` bytes at `address`, linked to its neighbours in the segment.
-
-    `requested` is the requested size (0 when free). `mapped` is False for address space without memory. `born` numbers
-    blocks by their creation, `indexed_at` is the age counter when the block became free, `base` is where its segment
-    starts, and `pool` belongs to the allocator.
-    """
+    """`size` bytes at `address`, linked to its neighbours in the segment."""
 
     address: int
     size: int
     stream: int = 0
     requested: int = 0
+    """The requested size; 0 when free."""
     free: bool = True
     mapped: bool = True
+    """False for address space without memory."""
     prev: PoolBlock | None = None
     next: PoolBlock | None = None
     born: int = 0
+    """Numbers blocks by their creation."""
     indexed_at: int = 0
+    """The age counter when the block became free."""
     base: int = 0
+    """Where its segment starts."""
     pool: Any = None
+    """Belongs to the allocator."""
 
     @property
     def split(self) -> bool:
@@ -71,10 +72,7 @@ class PoolBlock:
 
 
 class FreeBlocks:
-    """Free blocks in the order of a key.
-
-    A block's key must not change while it is in here.
-    """
+    """Free blocks in the order of a key, which must not change while the block is in here."""
 
     def __init__(self) -> None:
         self._keys: list[Key] = []
@@ -97,9 +95,9 @@ class FreeBlocks:
         return self._blocks.pop(key)
 
     def position(self, key: Key) -> int:
-        """The number of blocks before `key`."""
+        """Return the number of blocks before `key`."""
         return bisect_left(self._keys, key)
 
     def at(self, position: int) -> PoolBlock:
-        """The block at `position`."""
+        """Return the block at `position`."""
         return self._blocks[self._keys[position]]

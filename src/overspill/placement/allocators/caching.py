@@ -26,5 +26,5 @@ class CachingAllocator(NativeAllocator):
 
 
 def round_size(nbytes: int, divisions: Sequence[int]) -> int:
-    """Bytes of the block for a request of `nbytes`: rounded to 512, or to a division of a power of 2."""
+    """Return the bytes of the block for a request of `nbytes`: rounded to 512, or to a division of a power of 2."""
     return _native.round_size(nbytes, divisions)

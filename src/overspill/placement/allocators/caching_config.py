@@ -25,14 +25,10 @@ _IGNORED = (
 
 @dataclass(frozen=True)
 class CachingConfig:
-    """Settings that decide placement; defaults are those of torch 2.13.
-
-    `max_split_bytes` None means that blocks of any size are split. `tie_break` chooses among free blocks of equal
-    size: the lowest address (c10/cuda/CUDACachingAllocator.cpp), the one created first, or
-    the lowest as if the driver gave later segments lower addresses.
-    """
+    """Settings that decide placement; defaults are those of torch 2.13."""
 
     max_split_bytes: int | None = None
+    """None: blocks of any size are split."""
     max_non_split_rounding_bytes: int = 20 * MIB
     large_segment_bytes: int = 20 * MIB
     roundup_power2_divisions: tuple[int, ...] = (0,) * DIVISION_INTERVALS
@@ -40,6 +36,11 @@ class CachingConfig:
     expandable_segments: bool = False
     per_process_memory_fraction: float = 1.0
     tie_break: Literal["address", "oldest", "falling"] = "address"
+    """Which of free blocks of equal size is taken.
+
+    The one at the lowest address (c10/cuda/CUDACachingAllocator.cpp), the one created first, or the lowest as if the
+    driver gave later segments lower addresses.
+    """
 
     def __post_init__(self) -> None:
         if self.large_segment_bytes % MIB or self.large_segment_bytes <= 10 * MIB:
@@ -81,10 +82,10 @@ class CachingConfig:
 
     @classmethod
     def parse(cls, text: str) -> CachingConfig:
-        """Settings from text such as `max_split_size_mb:128,expandable_segments:True`.
+        """Return settings from text such as `max_split_size_mb:128,expandable_segments:True`.
 
-        As in PYTORCH_CUDA_ALLOC_CONF. Settings that have no influence on placement are accepted and ignored. Raises
-        RequestError with one line.
+        It is that of PYTORCH_CUDA_ALLOC_CONF. Settings that have no influence on placement are accepted and ignored.
+        Raises RequestError with one line.
         """
         values: dict[str, Any] = {}
         for key, value in _pairs("".join(text.split())):
@@ -100,12 +101,12 @@ class CachingConfig:
 
 
 def text_of_environment() -> str:
-    """This process's settings of PyTorch's allocator, as text."""
+    """Return this process's settings of PyTorch's allocator, as text."""
     return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """The comma-separated `key:value` pairs of `text`. A value in brackets may hold commas."""
+    """Yield the comma-separated `key:value` pairs of `text`; a value in brackets may hold commas."""
     while text:
         key, colon, rest = text.partition(":")
         if not colon or not key or not rest or rest[0] == ",":
@@ -139,7 +140,7 @@ def _truth(key: str, value: str) -> bool:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """The table of divisions: one number for all sizes, or by size. By size in MiB: `[256:1,512:2,>:4]`."""
+    """Return the table of divisions: one number for all sizes, or by size in MiB, as `[256:1,512:2,>:4]`."""
     if not value.startswith("["):
         return (_power_of_2(key, value),) * DIVISION_INTERVALS
     table = [0] * DIVISION_INTERVALS

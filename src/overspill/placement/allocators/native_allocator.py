@@ -23,7 +23,7 @@ class NativeAllocator(Allocator):
     def __init__(
         self, config: Any = None, *, capacity_bytes: int | None = None, device: SimulatedDevice | None = None
     ) -> None:
-        """Start with an empty cache. `device` answers for the native one; None: a simulated device."""
+        """Start with an empty cache; `device` answers for the native one (None: a simulated device)."""
         super().__init__(config, capacity_bytes=capacity_bytes)
         if device is not None:
             self.device = device  # which the core refers to
@@ -57,15 +57,15 @@ class NativeAllocator(Allocator):
         return self._core.spread_bytes()
 
     def usable_bytes(self, request_bytes: int) -> int:
-        """Bytes of free blocks of at least `request_bytes`."""
+        """Return the bytes of free blocks of at least `request_bytes`."""
         return self._core.usable_bytes(request_bytes)
 
     def live_addresses(self) -> list[int]:
-        """Addresses allocated and not freed."""
+        """Return the addresses allocated and not freed."""
         return self._core.live_addresses()
 
     def segments(self) -> tuple[SegmentView, ...]:
-        """All segments with their blocks, by address."""
+        """Return all segments with their blocks, by address."""
         found = []
         for stream, blocks in self._core.segments():
             views = tuple(

@@ -21,13 +21,10 @@ ALLOCATORS: Registry[type[Allocator]] = Registry(
 
 
 def allocator_type(name: str) -> type[Allocator]:
-    """The allocator class registered as `name`. Raises RequestError with the names that exist."""
+    """Return the allocator class registered as `name`. Raises RequestError with the known names."""
     return ALLOCATORS.named(name)
 
 
 def allocator_named(name: str, config: Any = None, *, capacity_bytes: int | None = None) -> Allocator:
-    """The allocator registered as `name`, over an empty device.
-
-    The device has `capacity_bytes` (None: unlimited).
-    """
+    """Return the allocator registered as `name`, over an empty device of `capacity_bytes` (None: unlimited)."""
     return allocator_type(name)(config, capacity_bytes=capacity_bytes)

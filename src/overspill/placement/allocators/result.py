@@ -20,17 +20,15 @@ NOT_PLACED = -1
 class Replay:
     """The result of an allocator on events.
 
-    Peaks are of the whole replay; `…_at` is the event of the first maximum. `failed_at` is the event that found no
-    room, the last one that was tried (None: all were done). `skipped` counts elastic allocations that found no room,
-    `retries` those for which all cached memory was given back first. `addresses[i]` is where block `i` was placed last
-    (NOT_PLACED: never). With `curves`, `requested`, `allocated` and `reserved` are the bytes after each event that was
-    done; with `request_bytes` all of these are there, and `usable`, the bytes of the free blocks that hold so much, and
-    `spread`, the bytes up to which the allocator's segments are used.
+    Peaks are of the whole replay; `…_at` is the event of the first maximum. With `curves`, `requested`, `allocated` and
+    `reserved` are set, and with `request_bytes` also `usable` and `spread`. All are bytes after each event that was
+    done, `[events]`.
     """
 
     allocator: str
     capacity_bytes: int | None
     failed_at: int | None
+    """The event that found too little memory, the last one that was tried; None: all were done."""
     peak_requested_bytes: int
     peak_requested_at: int
     peak_allocated_bytes: int
@@ -38,18 +36,23 @@ class Replay:
     peak_reserved_bytes: int
     peak_reserved_at: int
     retries: int
+    """Allocations for which all cached memory was given back first."""
     skipped: int
+    """Elastic allocations that found too little memory."""
     addresses: NDArray[np.int64]
+    """Where each block was placed last, `[blocks]`; NOT_PLACED: never."""
     segment_table: NDArray[np.int64]
     requested: NDArray[np.int64] | None = None
     allocated: NDArray[np.int64] | None = None
     reserved: NDArray[np.int64] | None = None
     usable: NDArray[np.int64] | None = None
+    """Bytes of the free blocks that hold `request_bytes`."""
     spread: NDArray[np.int64] | None = None
+    """Bytes up to which the allocator's segments are used."""
 
     @property
     def fits(self) -> bool:
-        """Whether every allocation that is not elastic found room."""
+        """Whether every allocation that is not elastic found memory."""
         return self.failed_at is None
 
     @cached_property
@@ -63,10 +66,10 @@ class Replay:
 
     @cached_property
     def unusable(self) -> NDArray[np.float64]:
-        """Share of free bytes in blocks too small for the request, per event.
+        """Share of free bytes in blocks too small for the request, `[events]`; 0 if no byte is free.
 
-        0 where none is free. U_f of eq. 1 in Dymem §3.3.1, for blocks of any size: 1 says that the request finds no
-        free block. Raises RequestError if the replay was made without `request_bytes`.
+        It is U_f of eq. 1 in Dymem §3.3.1, for blocks of any size: 1 means that the request finds no free block. Raises
+        RequestError if the replay was made without `request_bytes`.
         """
         if self.reserved is None or self.allocated is None or self.usable is None:
             raise RequestError("unusable space is that of a request: replay with request_bytes")

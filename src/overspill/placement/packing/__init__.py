@@ -1,7 +1,4 @@
-"""Offline placement: solvers that turn a Trace into a Layout.
-
-With a proven bound on what any layout needs.
-"""
+"""Offline placement: solvers that turn a Trace into a Layout, with a proven bound on the needs of any layout."""
 
 from .base import LEAST_GAIN as LEAST_GAIN
 from .base import Limits as Limits

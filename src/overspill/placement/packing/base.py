@@ -22,15 +22,16 @@ from .problem import Problem
 class Limits:
     """The end of a search: a capacity that is met, or a time limit.
 
-    A layout within `capacity_bytes` (None: within the lower bound), or `time_limit_seconds`. `seed` is for random
-    choices; the same seed gives the same search. A solver that can improve its layout uses all its time, unless it is
-    to end sooner where it no longer gains `least_gain`, a share of the bound.
+    A solver that can improve its layout uses all its time, unless `least_gain` ends it sooner.
     """
 
     capacity_bytes: int | None = None
+    """The search ends with a layout within these bytes; None: within the lower bound."""
     time_limit_seconds: float = 10.0
     seed: int = 0
+    """For random choices; the same seed gives the same search."""
     least_gain: float = 0.0
+    """The search ends once it no longer gains this share of the bound."""
 
 
 LEAST_GAIN = 0.001
@@ -43,42 +44,36 @@ class SolverFailed(RequestError):
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A solver's result for one problem.
-
-    `offsets[i]` is for its block i (None: it found no layout). No layout has a smaller peak than `bound_bytes`.
-    `infeasible_core` holds blocks of the problem that cannot lie together within the given capacity, where that was
-    proven. `stopped` says what ended the search, if nothing in the limits did.
-    """
+    """A solver's result for one problem."""
 
     offsets: Integers | None
+    """The address of each block of the problem, `[blocks]`; None: it found no layout."""
     bound_bytes: int
+    """No layout has a smaller peak."""
     infeasible_core: tuple[int, ...] = ()
+    """Blocks of the problem that were proven not to fit together within the given capacity."""
     stopped: str = ""
+    """What ended the search, if nothing in the limits did."""
 
 
 @dataclass(frozen=True)
 class Solution(Reportable):
-    """A layout of a trace, the best proven bound, and the solver's seconds.
-
-    The layout is None where none was found; the bound is in bytes, the seconds wall-clock. `infeasible_core` holds
-    positions in the trace of blocks that were proven not to fit together within the capacity. `stopped` says what ended
-    the search, if nothing in the limits did: an interrupt, or a failure. `trace` has the blocks, where a Trace was
-    packed.
-    """
+    """A layout of a trace, the best proven bound, and the solver's wall-clock seconds."""
 
     layout: Layout | None
+    """None if none was found."""
     bound_bytes: int
     seconds: float
     infeasible_core: tuple[int, ...] = ()
+    """Positions in the trace of blocks that were proven not to fit together within the capacity."""
     stopped: str = ""
+    """What ended the search, if nothing in the limits did: an interrupt, or a failure."""
     trace: Trace | None = None
+    """The blocks, if a Trace was packed."""
 
     @property
     def gap(self) -> float:
-        """Distance of the peak above the proven bound, as a share of it.
-
-        Infinite without a layout.
-        """
+        """Distance of the peak above the proven bound, as a share of it; infinite without a layout."""
         if self.layout is None:
             return float("inf")
         return self.layout.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
@@ -92,7 +87,7 @@ class Solution(Reportable):
 class Solver(ABC):
     """An offline solver.
 
-    Subclasses solve one space in `_pack`; `solve` checks what they find before it is used.
+    Subclasses solve one space in `_pack`; `solve` checks their result before it is used.
     """
 
     name: str
@@ -102,10 +97,10 @@ class Solver(ABC):
 
     @abstractmethod
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
-        """Offsets for the blocks of `problem`, and a proven bound. The problem is valid; all is in its units."""
+        """Return offsets for the blocks of `problem`, which is valid, and a proven bound, in its units."""
 
     def pack(self, problem: Problem, limits: Limits) -> Packing:
-        """The solver's result for `problem`, computed in its largest unit.
+        """Return the solver's result for `problem`, computed in its largest unit.
 
         Nothing depends on the unit, so a layout scales with the sizes.
         """
@@ -116,11 +111,10 @@ class Solver(ABC):
         return replace(found, offsets=offsets, bound_bytes=found.bound_bytes * unit)
 
     def solve(self, blocks: Trace | Columns, limits: Limits | None = None) -> Solution:
-        """A checked layout of `blocks`; each memory space is packed separately.
+        """Return a checked layout of `blocks`; each memory space is packed separately, and may take the whole capacity.
 
-        Each may take the whole capacity. Without `limits` a search ends where it gains little. Raises RequestError
-        where a block cannot be placed, two pins clash, or the solver does not know pins, and InvalidLayout should the
-        solver be wrong.
+        Without `limits` a search ends when it gains little. Raises RequestError if a block cannot be placed, two pins
+        clash, or the solver does not support pins, and InvalidLayout if the solver is wrong.
         """
         limits = limits or Limits(least_gain=LEAST_GAIN)
         began = time.perf_counter()

@@ -21,9 +21,9 @@ ANYWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The blocks of a trace by position; fields as in `core.Block`.
+    """The blocks of a trace by position, `[blocks]`; fields as in `core.Block`.
 
-    `pinned` is ANYWHERE where a block has no address. Block i is dead in the gaps `gap_first[i]` to `gap_first[i + 1]`.
+    Block i is dead in the gaps `gap_first[i]` to `gap_first[i + 1]`.
     """
 
     start: Integers
@@ -31,6 +31,7 @@ class Columns:
     nbytes: Integers
     alignment: Integers
     pinned: Integers
+    """ANYWHERE for a block without an address."""
     space: Integers
     gap_first: Integers
     gap_start: Integers
@@ -38,7 +39,7 @@ class Columns:
 
     @classmethod
     def of(cls, trace: Trace) -> Columns:
-        """The blocks of `trace`. Raises RequestError for an address below 0."""
+        """Return the blocks of `trace`. Raises RequestError for an address below 0."""
         blocks = trace.blocks
         for block in blocks:
             if block.pinned is not None and block.pinned < 0:
@@ -72,12 +73,12 @@ class Columns:
         return (self.nbytes > 0) & (self.end - self.start > np.diff(gone))
 
     def peaks(self, offsets: Integers) -> dict[int, int]:
-        """Peak bytes of each space, with block i at `offsets[i]`."""
+        """Return the peak bytes of each space, with block i at `offsets[i]`."""
         tops = np.where(self.live, offsets + self.nbytes, 0)
         return {space: int(tops[self.space == space].max()) for space in self.spaces}
 
     def trace(self, names: Sequence[str] = ()) -> Trace:
-        """The blocks as a Trace, with positions as ids."""
+        """Return the blocks as a Trace, with positions as ids."""
         gaps = list(zip(self.gap_start.tolist(), self.gap_end.tolist(), strict=True))
         first = self.gap_first.tolist()
         columns = (self.start, self.end, self.nbytes, self.alignment, self.pinned, self.space)
@@ -100,7 +101,7 @@ class Columns:
         )
 
     def only(self, blocks: Integers) -> Columns:
-        """Some blocks, at these positions."""
+        """Return some blocks, at these positions."""
         gaps, first = self.gaps_of(blocks)
         return Columns(
             self.start[blocks],
@@ -115,7 +116,7 @@ class Columns:
         )
 
     def gaps_of(self, blocks: Integers) -> tuple[Integers, Integers]:
-        """Gap rows of some blocks, and where those of each begin."""
+        """Return the gap rows of some blocks, and where those of each begin."""
         counts = np.diff(self.gap_first)[blocks]
         first = np.concatenate([[0], np.cumsum(counts)])
         rows = np.arange(first[-1]) - np.repeat(first[:-1], counts) + np.repeat(self.gap_first[blocks], counts)
@@ -124,7 +125,7 @@ class Columns:
     def refuse_flaws(self) -> None:
         """Raise RequestError for an invalid block.
 
-        Of negative size, badly aligned, with gaps out of order, or that ends too soon.
+        Its size is negative, it is badly aligned, its gaps are out of order, or it ends too soon.
         """
         if (flawed := np.flatnonzero(self.nbytes < 0)).size:
             i = int(flawed[0])
@@ -149,9 +150,9 @@ class Columns:
             raise _badly_placed(i, int(self.alignment[i]), int(self.pinned[i]))
 
     def validate(self, offsets: Integers, peak_bytes: int, lower_bound_bytes: int) -> None:
-        """Raise InvalidLayout unless block i can lie at `offsets[i]`.
+        """Raise InvalidLayout unless block i can be at `offsets[i]`.
 
-        As Layout.validate does, in native code.
+        It checks as Layout.validate does, in native code.
         """
         if (offsets < 0).any() or (offsets % self.alignment).any():
             raise InvalidLayout("an offset is negative, or no multiple of its alignment")
@@ -162,10 +163,7 @@ class Columns:
             raise InvalidLayout(f"peak {peak_bytes} and bound {lower_bound_bytes} are claimed of {top} and {bound}")
 
     def refuse_overlaps(self, offsets: Integers) -> tuple[int, int]:
-        """Raise InvalidLayout if live blocks overlap; else peak and most live bytes.
-
-        Both summed over the spaces.
-        """
+        """Return the peak and most live bytes, summed over the spaces. Raises InvalidLayout if live blocks overlap."""
         bound = 0
         for space in self.spaces:
             inside = np.flatnonzero(self.space == space)

@@ -30,17 +30,16 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, eq=False)
 class TraceFile:
-    """Blocks read from `path` ("-": standard input), and the file's kind.
-
-    `table` has the lines of a CSV. `addresses` are where the blocks of a snapshot were, by position.
-    """
+    """Blocks read from `path` ("-": standard input), and the file's kind."""
 
     path: Path
     kind: Literal["csv", "trace", "snapshot"]
     columns: Columns
     table: BlockTable | None = None
+    """The lines of a CSV."""
     known: Trace | None = None
     addresses: tuple[int, ...] = ()
+    """The recorded addresses of the blocks of a snapshot, by position."""
 
     @cached_property
     def trace(self) -> Trace:
@@ -55,7 +54,7 @@ class TraceFile:
         return self.trace.lower_bound_bytes
 
     def label(self, position: int) -> str:
-        """A block's id as in the file, and for a snapshot who allocated it."""
+        """Return a block's id as in the file, and for a snapshot who allocated it."""
         if self.table is not None:
             return self.table.names[position]
         block = self.trace.blocks[position]
@@ -63,10 +62,10 @@ class TraceFile:
 
 
 def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
-    """The blocks in the file at `path` ("-": standard input).
+    """Return the blocks in the file at `path` ("-": standard input).
 
     The kind is found from its content. `device` chooses among the devices of a snapshot (None: the first that has
-    events). Raises RequestError, in one line with the file and its line, for what is wrong.
+    events). Raises RequestError, in one line with the file and its line.
     """
     given, path = str(path), Path(path)
     try:
@@ -95,8 +94,8 @@ def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
 def write_layout(path: str | Path, read: TraceFile, layout: Layout) -> None:
     """Write the blocks of `read` to `path` as CSV with their `offset`.
 
-    All other columns of a CSV stay as they were. Of a snapshot there are the names, streams and addresses. The file is
-    there as a whole or, where writing fails, as it was before. Raises RequestError then.
+    All other columns of a CSV stay as they were. For a snapshot the columns are names, streams and addresses. If
+    writing fails, the file is as before, and RequestError is raised.
     """
     table = read.table or BlockTable.of(read.trace, read.addresses)
     write_whole(path, table.with_offsets(layout.offsets))

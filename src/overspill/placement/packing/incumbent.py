@@ -16,17 +16,14 @@ CPU time, so that other load on the machine cuts no search short."""
 
 
 class Incumbent:
-    """The best offsets and bound so far, and whether to stop.
+    """The best offsets and bound so far, and whether to stop, in units of `problem`.
 
-    In units of `problem`. It is `done` with a peak within `target`, at the deadline, and where `limits.least_gain` is
-    set also when that share of the target was not gained in the last half of the time, nor for some seconds.
+    It is `done` with a peak within `target`, or at the deadline. If `limits.least_gain` is set, it is also done once
+    that share of the target was not gained in the last half of the time, nor for some seconds.
     """
 
     def __init__(self, problem: Problem, limits: Limits, bound_bytes: int, target: int | None = None) -> None:
-        """`target`: the peak in bytes to reach.
-
-        None: that of the bound, also when a better one is proven.
-        """
+        """Set the peak in bytes to reach; None: that of the bound, also when a better one is proven."""
         self.problem, self.limits = problem, limits
         self.bound_bytes = bound_bytes
         self.minimises = target is None
@@ -70,9 +67,9 @@ class Incumbent:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context that turns interrupts into a note if there is a layout.
+        """Turn interrupts into a note inside the block, if a layout exists.
 
-        Ctrl-C, a failure of a solver, no memory; without a layout they are raised.
+        They are Ctrl-C, a failure of a solver, and memory that runs out. Without a layout they are raised.
         """
         try:
             yield

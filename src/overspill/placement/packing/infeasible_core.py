@@ -18,10 +18,11 @@ SHARE = 8
 def infeasible_core(
     problem: Problem, capacity_bytes: int, infeasible: Callable[[Problem, int, float], bool], deadline: float
 ) -> tuple[int, ...]:
-    """Few blocks of `problem` that alone do not fit the capacity.
+    """Return few blocks of `problem` that alone do not fit the capacity.
 
-    All of its blocks are known not to fit. Without any one of the core the others fit, or were not proven not to before
-    `deadline` (of time.perf_counter). `infeasible(problem, capacity_bytes, deadline)` says whether that is proven.
+    All of its blocks are known not to fit. Without any one of the core, the others fit, or were not proven not to
+    before `deadline` (of time.perf_counter). `infeasible(problem, capacity_bytes, deadline)` returns whether that is
+    proven.
     """
     if high := _too_high(problem, capacity_bytes):
         return high
@@ -44,7 +45,7 @@ def infeasible_core(
 
 
 def subproblem(problem: Problem, blocks: list[int]) -> Problem:
-    """The problem of some blocks, in that order, with the same sections."""
+    """Return the problem of some blocks, in that order, with the same sections."""
     chosen = np.array(blocks, dtype=np.int64)
     gap_counts = np.diff(problem.gap_first)[chosen]
     gaps = (
@@ -67,13 +68,13 @@ def subproblem(problem: Problem, blocks: list[int]) -> Problem:
 
 
 def _too_high(problem: Problem, capacity_bytes: int) -> tuple[int, ...]:
-    """A block pinned beyond the capacity, if there is one."""
+    """Return a block pinned beyond the capacity, if any."""
     top = np.where(problem.pinned == ANYWHERE, 0, problem.pinned) + problem.nbytes
     return tuple(np.flatnonzero(top > capacity_bytes)[:1].tolist())
 
 
 def _too_full(problem: Problem, capacity_bytes: int) -> list[int]:
-    """The fewest blocks of the fullest section that exceed the capacity. The largest ones; none if they all fit."""
+    """Return the fewest blocks of the fullest section that exceed the capacity: the largest ones; none if all fit."""
     pieces = Pieces.of(problem)
     section = int(problem.load.argmax())
     live: Integers = np.unique(pieces.owner[(pieces.start <= section) & (section < pieces.end)])

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 def maximal_sections(problem: Problem) -> tuple[Integers, Integers]:
-    """Starts and ends of all blocks, counted in maximal sections only.
+    """Return starts and ends of all blocks, counted in maximal sections only.
 
     Those are sections whose live blocks are not all live in another. Two blocks share such a section exactly when they
     are ever live together, with gaps taken as live.
@@ -31,9 +31,9 @@ def maximal_sections(problem: Problem) -> tuple[Integers, Integers]:
 
 
 def highest_load(problem: Problem) -> Integers:
-    """The largest load in bytes during each block's life.
+    """Return the largest load in bytes during each block's life.
 
-    By range maxima of doubling width: the memory is linear.
+    It uses range maxima of doubling width, so the memory is linear.
     """
     load, length = problem.load, problem.end - problem.start
     highest = np.zeros(len(problem), dtype=np.int64)
@@ -47,10 +47,7 @@ def highest_load(problem: Problem) -> Integers:
 
 
 def conflicts(problem: Problem) -> Integers:
-    """With how many other blocks each is live together.
-
-    Their gaps are taken as live.
-    """
+    """Return with how many other blocks each is live together, with gaps taken as live."""
     begun = np.searchsorted(np.sort(problem.start), problem.end, side="left")
     over = np.searchsorted(np.sort(problem.end), problem.start, side="right")
     return begun - over - 1
@@ -75,5 +72,5 @@ live with it; an early start."""
 
 
 def order_by(key: Floats) -> Integers:
-    """Blocks by descending key, ties by index."""
+    """Return blocks by descending key, ties by index."""
     return np.argsort(-key, kind="stable")

@@ -15,10 +15,7 @@ from .problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Row r is a run `[start[r], end[r])` in which block `owner[r]` is live.
-
-    Rows are in order of blocks.
-    """
+    """Runs `[start[r], end[r])` in which block `owner[r]` is live, in order of blocks, `[rows]`."""
 
     owner: Integers
     start: Integers
@@ -26,7 +23,7 @@ class Pieces:
 
     @classmethod
     def of(cls, problem: Problem) -> Pieces:
-        """The pieces of all blocks; a block that is all gaps has none."""
+        """Return the pieces of all blocks; a block that is all gaps has none."""
         blocks = np.arange(len(problem))
         owner = np.concatenate([blocks, np.repeat(blocks, np.diff(problem.gap_first))])
         starts = np.concatenate([problem.start, problem.gap_end])
@@ -36,11 +33,11 @@ class Pieces:
         return cls(np.sort(owner)[some], start[some], end[some])
 
     def first(self, blocks: int) -> Integers:
-        """Where each block's rows begin: `first[i]` to `first[i + 1]`."""
+        """Return where each block's rows begin: `first[i]` to `first[i + 1]`."""
         return np.searchsorted(self.owner, np.arange(blocks + 1))
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Pairs i < j of blocks that are ever live together, in order."""
+        """Return pairs i < j of blocks that are ever live together, in order."""
         found: set[tuple[int, int]] = set()
         by_start = np.argsort(self.start, kind="stable")
         owner, start = self.owner[by_start].tolist(), self.start[by_start]

@@ -17,19 +17,20 @@ from .columns import ANYWHERE, Columns, Integers
 class Problem:
     """Dynamic storage allocation in one space: an address for each of n blocks.
 
-    Time is cut into *sections* wherever a block begins or ends to live, so `start` and `end` are half-open ranges of
-    sections; all blocks have bytes and time. `lifetime` is their length in positions of the trace, `index` the block's
-    position in it. A block may also be dead in gaps: those of block i are rows `gap_first[i]` to `gap_first[i + 1]` of
-    `gap_start` and `gap_end`, in sections.
+    Time is cut into *sections* wherever a block begins or ends to live. So `start` and `end` are half-open ranges of
+    sections. All blocks have bytes and time. A block may also be dead in gaps: those of block i are rows `gap_first[i]`
+    to `gap_first[i + 1]` of `gap_start` and `gap_end`, in sections.
     """
 
     index: Integers
+    """The block's position in the trace."""
     start: Integers
     end: Integers
     nbytes: Integers
     alignment: Integers
     pinned: Integers
     lifetime: Integers
+    """The block's length in positions of the trace."""
     gap_first: Integers
     gap_start: Integers
     gap_end: Integers
@@ -39,7 +40,7 @@ class Problem:
 
     @classmethod
     def of(cls, blocks: Trace | Columns, space: int = 0) -> Problem:
-        """The problem of one `space`, without blocks of no bytes or no time.
+        """Return the problem of one `space`, without blocks of no bytes or no time.
 
         Raises RequestError for a block that cannot be placed: of negative size, badly aligned, with gaps out of order,
         or ending before it starts.
@@ -73,7 +74,7 @@ class Problem:
         return int(np.gcd.reduce(np.concatenate([self.nbytes, aligned, held]))) or 1
 
     def in_units(self) -> Problem:
-        """The problem with sizes, alignments and pins in `unit_bytes`."""
+        """Return the problem with sizes, alignments and pins in `unit_bytes`."""
         unit = self.unit_bytes
         return replace(
             self,
@@ -110,12 +111,12 @@ class Problem:
         return not (self.gap_start.size or (self.alignment > 1).any() or (self.pinned != ANYWHERE).any())
 
     def peak_bytes(self, offsets: Sequence[int] | Integers) -> int:
-        """The highest end of a block, with block i at `offsets[i]`."""
+        """Return the highest end of a block, with block i at `offsets[i]`."""
         return int((np.asarray(offsets, dtype=np.int64) + self.nbytes).max(initial=0))
 
 
 def _sections_of(*edges: Integers) -> list[Integers]:
-    """All times as positions among the distinct ones, by column, in linear time where they are dense."""
+    """Return all times as positions among the distinct ones, by column, in linear time if they are dense."""
     every = np.concatenate(edges)
     first = int(every.min(initial=0))
     length = int(every.max(initial=0)) - first + 1

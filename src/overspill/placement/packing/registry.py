@@ -1,7 +1,4 @@
-"""Offline solvers by name.
-
-A solver is one file here and one line in the registry.
-"""
+"""Offline solvers by name: each is one file here and one line in the registry."""
 
 from __future__ import annotations
 
@@ -26,5 +23,5 @@ SOLVERS: Registry[Solver] = Registry("solver", "solvers", {solver.name: solver f
 
 
 def solver_named(name: str = DEFAULT) -> Solver:
-    """The solver registered as `name`. Raises RequestError with the names that exist."""
+    """Return the solver registered as `name`. Raises RequestError with the known names."""
     return SOLVERS.named(name)

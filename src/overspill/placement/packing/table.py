@@ -2,11 +2,11 @@
 
     id,lower,upper,size[,alignment][,offset][,gaps][,space]
 
-A block is live in the half-open interval [lower, upper). Columns may come in any order and under minimalloc's other names:
-`start` or `begin` for lower, `buffer` or `buffer_id` for id. `end` stands for upper but is INCLUSIVE: the block is still
-live at `end`, and with that column the ends of gaps are inclusive too (minimalloc, src/converter.cc, FromCsv). `offset`
-is where the block must lie (-1 or nothing: anywhere). `gaps` are times at which it is dead, as `3-5 9-12`. Other columns
-have no meaning here, and are kept. Blank lines are skipped.
+A block is live in the half-open interval [lower, upper). Columns may come in any order and under minimalloc's other
+names: `start` or `begin` for lower, `buffer` or `buffer_id` for id. `end` stands for upper but is INCLUSIVE: the block
+is still live at `end`. With that column the ends of gaps are inclusive too (minimalloc, src/converter.cc, FromCsv).
+`offset` is the address that the block must have (-1 or nothing: any). `gaps` are times at which it is dead, as `3-5
+9-12`. Other columns have no meaning here, and are kept. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class BlockTable:
 
     @classmethod
     def of(cls, trace: Trace, addresses: Sequence[int] = ()) -> BlockTable:
-        """The table of `trace`, without optional columns that are all default.
+        """Return the table of `trace`, without optional columns that are all default.
 
-        `addresses` are where the blocks were when they were recorded. With them the table has streams too.
+        `addresses` are those that the blocks had when they were recorded. With them the table has streams too.
         """
         blocks = trace.blocks
         columns: dict[str, list[str]] = {
@@ -88,7 +88,7 @@ class BlockTable:
         return cls(tuple(columns), _written(zip(*columns.values(), strict=True)), columns["id"])
 
     def with_offsets(self, offsets: Sequence[int]) -> str:
-        """The CSV with the column `offset`, a new one last."""
+        """Return the CSV with the column `offset`, a new one last."""
         at = next((i for i, name in enumerate(self.header) if _role(name) == "offset"), None)
         if at is None:
             header = (*self.header, "offset")
@@ -106,7 +106,7 @@ class BlockTable:
 
 
 def parse_table(text: str, path: str | Path) -> tuple[BlockTable, Columns]:
-    """The CSV `text` as a table, and the blocks that it means.
+    """Return the CSV `text` as a table, and the blocks that it means.
 
     Raises RequestError with `path`, the line, and what would work.
     """
@@ -130,10 +130,7 @@ def parse_table(text: str, path: str | Path) -> tuple[BlockTable, Columns]:
 
 
 def refuse_flaw(block: Block) -> None:
-    """Raise RequestError for a block that can be placed nowhere.
-
-    The error does not say which block it is.
-    """
+    """Raise RequestError for a block that cannot be placed anywhere; the error does not name the block."""
     if block.end < block.start:
         raise RequestError(f"lives from {block.start} to {block.end}; upper must not be below lower")
     if block.nbytes < 0:
@@ -153,14 +150,14 @@ def refuse_flaw(block: Block) -> None:
 
 
 def refuse_too_large(trace: Trace, path: str | Path) -> None:
-    """Raise RequestError where any layout's addresses may exceed 64 bits."""
+    """Raise RequestError if any layout's addresses may exceed 64 bits."""
     tops = (b.nbytes + b.alignment + (b.pinned or 0) for b in trace.blocks)
     if sum(tops) >= MOST or any(abs(edge) >= MOST for b in trace.blocks for edge in (b.start, b.end, b.space)):
         raise _too_large(path)
 
 
 def refuse_pinned_overlap(blocks: Iterable[Block], where: str) -> None:
-    """Raise RequestError where pinned blocks overlap; it names their ids."""
+    """Raise RequestError if pinned blocks overlap; it names their ids."""
     pinned = Trace(tuple(block for block in blocks if block.pinned is not None))
     offsets = tuple(block.pinned or 0 for block in pinned.blocks)
     try:
@@ -170,7 +167,7 @@ def refuse_pinned_overlap(blocks: Iterable[Block], where: str) -> None:
 
 
 def _written(rows: Iterable[Iterable[object]]) -> list[str]:
-    """Each row as CSV, without a line end."""
+    """Return each row as CSV, without a line end."""
     lines = _Lines()
     csv.writer(lines, lineterminator="").writerows(rows)
     return lines
@@ -184,7 +181,7 @@ class _Lines(list[str]):
 
 
 def _lines(text: str, path: str | Path) -> tuple[list[int], list[str], bool]:
-    """The lines that are not blank, the number of each in the file, and whether the text has quotes."""
+    """Return the lines that are not blank, the number of each in the file, and whether the text has quotes."""
     if '"' not in text:
         every = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         numbers = [number for number, line in enumerate(every, 1) if line.strip(_BLANK)]
@@ -199,12 +196,12 @@ def _lines(text: str, path: str | Path) -> tuple[list[int], list[str], bool]:
 
 
 def _split(lines: list[str], quoted: bool) -> Iterator[list[str]]:
-    """The cells of each line."""
+    """Yield the cells of each line."""
     return iter(csv.reader(lines, strict=True)) if quoted else (line.split(",") for line in lines)
 
 
 def _names(rows: Iterator[list[str]], width: int, at: int, numbers: list[int], path: str | Path) -> list[str]:
-    """The id of each row. Raises RequestError where a row is not `width` cells wide, or an id is unusable."""
+    """Return the id of each row. Raises RequestError if a row is not `width` cells wide, or an id is unusable."""
     names: list[str] = []
     for row in rows:
         if len(row) != width:
@@ -226,7 +223,7 @@ def _names(rows: Iterator[list[str]], width: int, at: int, numbers: list[int], p
 
 
 def _loaded(lines: list[str], places: Mapping[str, int]) -> Values | None:
-    """All columns of numbers; None where a cell is not a whole number, or empty."""
+    """Return all columns of numbers; None if a cell is not an integer, or empty."""
     there = [role for role in _DEFAULTS if role in places]
     try:
         with warnings.catch_warnings(action="error"):  # no lines, or a fraction in older NumPy
@@ -249,7 +246,7 @@ def _loaded(lines: list[str], places: Mapping[str, int]) -> Values | None:
 def _read_cells(
     rows: Iterable[list[str]], places: Mapping[str, int], numbers: list[int], path: str | Path
 ) -> tuple[Values, Gaps]:
-    """The columns of numbers and the gaps, cell by cell. Raises RequestError with the line."""
+    """Return the columns of numbers and the gaps, cell by cell. Raises RequestError with the line."""
     values: dict[str, list[int]] = {role: [] for role in _DEFAULTS}
     gaps: Gaps = []
     for line, row in zip(numbers, rows, strict=True):
@@ -267,7 +264,7 @@ def _read_cells(
 
 
 def _columns(values: Values, gaps: Gaps, inclusive: bool) -> Columns:
-    """The blocks; `inclusive`: they and their gaps last until after their ends."""
+    """Return the blocks; `inclusive`: they and their gaps last until after their ends."""
     every = np.array([gap for of_block in gaps for gap in of_block], dtype=np.int64).reshape(-1, 2)
     return Columns(
         start=values["lower"],
@@ -283,7 +280,7 @@ def _columns(values: Values, gaps: Gaps, inclusive: bool) -> Columns:
 
 
 def _refuse_flaws(columns: Columns, names: list[str], numbers: list[int], path: str | Path) -> None:
-    """Raise RequestError with the line of a block that can be placed nowhere, or clashes with another."""
+    """Raise RequestError with the line of a block that cannot be placed anywhere, or clashes with another."""
     # Sums of sizes, exactly where they may be too large.
     tops = columns.nbytes.astype(np.float64) + columns.alignment + np.maximum(columns.pinned, 0)
     edges = (np.abs(edge.astype(np.float64)).max(initial=0) for edge in (columns.start, columns.end, columns.space))
@@ -307,7 +304,7 @@ def _refuse_flaws(columns: Columns, names: list[str], numbers: list[int], path: 
 
 
 def _places(header: Sequence[str], path: str | Path, line: int) -> tuple[dict[str, int], bool]:
-    """The column of each role, and whether a block is still live at the last time of its line."""
+    """Return the column of each role, and whether a block is still live at the last time of its line."""
     places: dict[str, int] = {}
     for at, name in enumerate(header):
         role = _role(name)

@@ -16,19 +16,16 @@ from .columns import Columns
 
 @dataclass(frozen=True)
 class PackingVerdict:
-    """A solution's verdict on a capacity.
-
-    It `fits`, or it is `infeasible` for every layout, or neither is known. `infeasible_core` holds positions in the
-    trace of the fewest blocks known that cannot lie together within the capacity.
-    """
+    """A solution's verdict on a capacity: it `fits`, or it is `infeasible` for every layout, or neither is known."""
 
     fits: bool
     infeasible: bool
     infeasible_core: tuple[int, ...] = ()
+    """Positions in the trace of the fewest blocks known not to fit together within the capacity."""
 
 
 def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | None) -> PackingVerdict:
-    """The verdict on `capacity_bytes`, which each space may take. None: unlimited."""
+    """Return the verdict on `capacity_bytes`, which each space may take; None: unlimited."""
     if solution.layout is not None:
         tops = space_peaks(blocks, solution.layout.offsets).values() if capacity_bytes is not None else ()
         if capacity_bytes is None or max(tops, default=0) <= capacity_bytes:
@@ -41,16 +38,16 @@ def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | N
 
 
 def space_peaks(blocks: Trace | Columns, offsets: Sequence[int]) -> dict[int, int]:
-    """Peak bytes of each space, with block i at `offsets[i]`."""
+    """Return the peak bytes of each space, with block i at `offsets[i]`."""
     columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
     return columns.peaks(np.array(offsets, dtype=np.int64))
 
 
 def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:
-    """Fewest blocks live at one time that exceed `capacity_bytes`.
+    """Return the positions of the fewest blocks live at one time that exceed `capacity_bytes`.
 
-    Their positions, all of one space; empty where no time has that many bytes. A block that is pinned beyond the
-    capacity is one by itself.
+    All are of one space. It is empty if no time has that many bytes. A block that is pinned beyond the capacity is one
+    by itself.
     """
     for position, block in enumerate(trace.blocks):
         if block.pieces and (block.pinned or 0) + block.nbytes > capacity_bytes:
@@ -89,7 +86,7 @@ def _alive(block: Block, time: int) -> bool:
 
 
 def _changes(trace: Trace, space: int) -> list[tuple[int, bool, tuple[int, int]]]:
-    """When each block comes or goes, in time order.
+    """Return when each block comes or goes, in time order.
 
     A block is (minus its size, position), so that the largest is the first of many.
     """

@@ -1,7 +1,7 @@
 """PyTorch memory snapshots: read safely, replayed, compared, and written.
 
-A recorded run checks the allocator's rules without anything else in between; a simulated run can be looked at with the
-viewer at pytorch.org/memory_viz.
+A recorded run checks the allocator's rules without anything else in between. A simulated run can be shown by the viewer
+at pytorch.org/memory_viz.
 """
 
 from .compare import replay_snapshot as replay_snapshot

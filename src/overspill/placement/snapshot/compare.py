@@ -37,11 +37,11 @@ def replay_snapshot(
     config: CachingConfig | None = None,
     capacity_bytes: int | None = None,
 ) -> SnapshotReplay:
-    """The comparison for one device, with the recorded settings or `config`.
+    """Return the comparison for one device, with the recorded settings or `config`.
 
     `device` None: the first that has events. `capacity_bytes` is the device's memory; only garbage collection and a
-    memory fraction need it. Raises RequestError when the snapshot holds no events of the device, or when its events and
-    its segments do not belong together.
+    memory fraction need it. Raises RequestError if the snapshot holds no events of the device, or if its events and its
+    segments do not belong together.
     """
     device = next(iter(snapshot.devices), 0) if device is None else device
     settings, notes = config_of(snapshot) if config is None else (config, ())
@@ -58,7 +58,7 @@ def replay_snapshot(
 def _unknown(
     start: Sequence[StartSegment], unsure: int, config: CachingConfig, capacity_bytes: int | None
 ) -> tuple[str, ...]:
-    """Notes on what the recording does not contain."""
+    """Return notes on data that the recording does not contain."""
     notes = []
     if unsure:
         notes.append(f"{unsure} blocks that were live at the start may be up to 1 MiB larger than they are taken to be")
@@ -142,7 +142,7 @@ class _Comparison:
             self._compare_final_blocks()
 
     def _step(self, at: int, entry: TraceEntry | None, group: list[TraceEntry]) -> None:
-        """Do what `entry` did, and compare the exchanges before it. `group` has the recorded ones."""
+        """Repeat `entry`, and compare the exchanges before it with the recorded ones in `group`."""
         self._before = len(self.allocator.segment_log)
         self.device.expected, self.device.refuses = group, entry is not None and entry.action == "oom"
         self.counts.segment_events += len(group)
@@ -163,10 +163,10 @@ class _Comparison:
             self.allocator.free(self._addresses.pop(entry.address))
 
     def _is_retry(self, entry: TraceEntry | None, group: list[TraceEntry]) -> bool:
-        """Whether memory was released to make room for `entry`.
+        """Return whether memory was released to serve `entry`, and not because the program requested it.
 
-        Else the program asked for it. A retry ends with new memory or without any; and it comes when the cache has
-        nothing that fits, and the device has no room, which is not so when as much was in use at another time.
+        A retry ends with new memory or without any. It comes when the cache has nothing that fits and the device is
+        full. The device is not full if as much was in use at another time.
         """
         if entry is None or entry.action == "oom":
             return True
@@ -176,7 +176,7 @@ class _Comparison:
         return self.allocator.collects_garbage or self.device.used_bytes + gains > self._most_reserved
 
     def _allocate(self, at: int, entry: TraceEntry) -> tuple[str | None, str | None]:
-        """Allocate as `entry` did; how outcome and place differ."""
+        """Allocate as `entry` did, and return how outcome and place differ."""
         fails = entry.action == "oom"
         self.device.later_maps = lambda: self._maps(at, entry)
         self.counts.out_of_memory += fails
@@ -198,7 +198,7 @@ class _Comparison:
         return None, f"simulated at {address:#x}"
 
     def _maps(self, at: int, entry: TraceEntry) -> Iterator[int]:
-        """Where memory of this pool and stream is mapped next. Those of the allocation `entry`, event `at`."""
+        """Yield where memory of this pool and stream is mapped next, from the allocation `entry` (event `at`) on."""
         small = self.allocator.is_small(entry.nbytes)
         own = self.device.expected[self.device.exchanged() :]
         for later in chain(own, islice(self.recording.trace, at, None)):
@@ -207,7 +207,7 @@ class _Comparison:
                 yield later.address
 
     def _exchange_difference(self, group: list[TraceEntry]) -> tuple[str | None, str | None]:
-        """The first exchange that differs, and the first at another address."""
+        """Return the first exchange that differs, and the first at another address."""
         done = self.allocator.segment_log[self._before :]
         misplaced: str | None = None
         for recorded, simulated in zip(group, done, strict=False):
@@ -247,7 +247,7 @@ class _Comparison:
                 return
 
     def _recorded_peak(self) -> int:
-        """Peak bytes that the recorded allocator held."""
+        """Return the peak bytes that the recorded allocator held."""
         now = most = self.reserved_at_start
         for entry in self.recording.trace:
             if entry.action in SEGMENT_ACTIONS:
@@ -256,7 +256,7 @@ class _Comparison:
         return most
 
     def _where(self, at: int, entry: TraceEntry | None) -> str:
-        """A description of the event, with the Python line that caused it."""
+        """Return a description of the event, with the Python line that caused it."""
         total = len(self.recording.trace)
         if entry is None:
             return f"after the last of {total} events"
@@ -266,7 +266,7 @@ class _Comparison:
         return f"event {at} of {total}, {entry.action}{what}{address}{place}"
 
     def result(self, device: int, notes: tuple[str, ...]) -> SnapshotReplay:
-        """The answer."""
+        """Return the comparison."""
         found, counts, allocator = self.found, self.counts, self.allocator
         finished = found.segments is None
         # Only a replay that reached the end can be equal.

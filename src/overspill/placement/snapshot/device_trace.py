@@ -17,25 +17,26 @@ _KNOWN = (*SEGMENT_ACTIONS, *_MARKS, "alloc", "free_completed", "oom")
 
 @dataclass(frozen=True)
 class DeviceTrace:
-    """One device's trace, with streams numbered by their handles.
-
-    `first` is where replay begins: an allocation at the very front may have begun before, and is taken as done.
-    `left_out` counts the events of private pools, `notes` says what cannot be known.
-    """
+    """One device's trace, with streams numbered by their handles."""
 
     trace: tuple[TraceEntry, ...]
     segments: tuple[Segment, ...]
     left_out: int
+    """The number of events of private pools."""
     notes: tuple[str, ...]
+    """What cannot be known."""
 
     @property
     def first(self) -> int:
-        """The first event to replay."""
+        """The first event to replay.
+
+        An allocation at the very front may have begun before, and is taken as done.
+        """
         return int(bool(self.trace) and self.trace[0].action == "alloc")
 
 
 def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
-    """Events and final segments of `device`, without private pools. Raises RequestError when there are no such events."""
+    """Return events and final segments of `device`, without private pools. Raises RequestError if it has no events."""
     trace, segments = snapshot.trace(device), snapshot.segments_of(device)
     if not trace:
         having = ", ".join(map(str, snapshot.devices))
@@ -73,9 +74,6 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
 
 
 def stream_numbers(recording: DeviceTrace) -> dict[int, int]:
-    """A number for each stream, from 0 in the order of the handles.
-
-    The allocator sorts streams by handle.
-    """
+    """Return a number for each stream, from 0 in the order of the handles, by which the allocator sorts streams."""
     handles = {entry.stream for entry in recording.trace} | {segment.stream for segment in recording.segments}
     return {handle: number for number, handle in enumerate(sorted(handles))}

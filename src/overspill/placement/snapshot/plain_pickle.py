@@ -1,6 +1,6 @@
-"""Unpickle builtin data alone: what is no number, text or collection of them is refused before it runs.
+"""Unpickle builtin data alone: anything but numbers, text and collections of them is refused before it runs.
 
-What is not checked: a pickle made for it can still take much time or memory.
+Known limit: a pickle made for it can still take much time or memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain(content: bytes) -> Any:
-    """Read the plain data that the pickle `content` holds.
+    """Return the plain data that the pickle `content` holds.
 
-    Raises ForbiddenError where it contains more than that, and whatever the unpickler raises for what is no pickle.
+    Raises ForbiddenError if it contains more than that, and the errors of the unpickler for anything that is no pickle.
     """
     # Garbage collection would double the time for millions of objects.
     collecting = gc.isenabled()

@@ -12,7 +12,7 @@ class Ranges:
         self.spans: list[tuple[int, int]] = []
 
     def add(self, start: int, nbytes: int) -> bool:
-        """Add `[start, start + nbytes)`; False if any of it was in already."""
+        """Add `[start, start + nbytes)`; return False if any of it was in already."""
         end = start + nbytes
         if start == end:
             return True
@@ -32,7 +32,7 @@ class Ranges:
         return True
 
     def remove(self, start: int, nbytes: int) -> bool:
-        """Remove `[start, start + nbytes)`; False if any of it was missing."""
+        """Remove `[start, start + nbytes)`; return False if any of it was missing."""
         end = start + nbytes
         at = bisect_right(self.spans, (start, 1 << 70)) - 1
         if at < 0 or self.spans[at][1] < end:

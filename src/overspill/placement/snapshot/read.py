@@ -1,7 +1,6 @@
-"""Read a memory snapshot as plain data; the pickle is not trusted.
+"""Read a memory snapshot of torch.cuda.memory._snapshot() as plain data; the pickle is not trusted.
 
-It is that of torch.cuda.memory._snapshot(). Format: torch/csrc/cuda/memory_snapshot.cpp and the docstring of
-torch.cuda.memory._snapshot (torch 2.13).
+Format: torch/csrc/cuda/memory_snapshot.cpp and the docstring of torch.cuda.memory._snapshot (torch 2.13).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MOST_FRAMES = 256
 class Piece(msgspec.Struct, frozen=True):
     """A block of a segment; blocks follow each other without gaps.
 
-    One that waits for a stream to be freed is live.
+    A block that waits for a stream to be freed is live.
     """
 
     nbytes: Size = msgspec.field(name="size")
@@ -57,7 +56,7 @@ class Segment(msgspec.Struct, frozen=True):
     is_expandable: bool = False
 
     def placed(self) -> Iterator[tuple[int, Piece]]:
-        """The blocks, each with its address."""
+        """Yield the blocks, each with its address."""
         address = self.address
         for block in self.blocks:
             yield address, block
@@ -65,18 +64,17 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class TraceEntry(msgspec.Struct, frozen=True):
-    """One event of a device trace.
-
-    The size of an `alloc` or a `free_…` is the requested one. `pool` is None in snapshots of older releases.
-    `device_free` belongs to `oom`.
-    """
+    """One event of a device trace."""
 
     action: str
     nbytes: Count = msgspec.field(name="size", default=0)
+    """The requested size, for an `alloc` or a `free_…`."""
     address: Count = msgspec.field(name="addr", default=0)
     stream: int = 0
     pool: PoolId | None = msgspec.field(name="pool_id", default=None)
+    """None in snapshots of older releases."""
     device_free: int = 0
+    """Only for `oom`."""
     frames: Any = None
 
     @property
@@ -89,10 +87,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
     @property
     def stack(self) -> tuple[tuple[str, int, str], ...]:
-        """The event's stack as (file, line, function), outermost first.
-
-        Its Python frames, or all where there are none.
-        """
+        """The event's stack as (file, line, function), outermost first: its Python frames, or all if it has none."""
         innermost = self._known()[:_MOST_FRAMES]
         return tuple((f["filename"], _line(f.get("line")), f["name"]) for f in reversed(innermost))
 
@@ -102,7 +97,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """The allocator's settings in the snapshot. `text` is PYTORCH_CUDA_ALLOC_CONF."""
+    """The allocator's settings in the snapshot; `text` is PYTORCH_CUDA_ALLOC_CONF."""
 
     text: str = msgspec.field(name="PYTORCH_CUDA_ALLOC_CONF", default="")
     max_split_size: int = -1
@@ -121,19 +116,20 @@ class _Content(msgspec.Struct, frozen=True):
 class Snapshot:
     """All devices' allocator state, and their latest events, oldest first.
 
-    `settings` is None in snapshots of older releases. A trace that reached its `max_entries` begins in the middle.
+    A trace that reached its `max_entries` begins in the middle.
     """
 
     segments: tuple[Segment, ...]
     traces: tuple[tuple[TraceEntry, ...], ...]
     settings: AllocatorSettings | None = None
+    """None in snapshots of older releases."""
 
     def trace(self, device: int) -> tuple[TraceEntry, ...]:
-        """The events of one device."""
+        """Return the events of one device."""
         return self.traces[device] if device < len(self.traces) else ()
 
     def segments_of(self, device: int) -> tuple[Segment, ...]:
-        """The segments of one device."""
+        """Return the segments of one device."""
         return tuple(segment for segment in self.segments if segment.device == device)
 
     @property
@@ -143,12 +139,12 @@ class Snapshot:
 
 
 def read_snapshot(path: str | Path) -> Snapshot:
-    """The snapshot in the file at `path`. Raises RequestError for anything that is not one, and runs nothing in it."""
+    """Return the snapshot in the file at `path`. Raises RequestError for anything else, and runs nothing in it."""
     return snapshot_in(read_whole(path), path)
 
 
 def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
-    """The snapshot in the bytes of the file at `path`. Raises RequestError as `read_snapshot` does."""
+    """Return the snapshot in the bytes of the file at `path`. Raises RequestError as `read_snapshot` does."""
     try:
         content = load_plain(pickled)
     except ForbiddenError as error:
@@ -172,7 +168,7 @@ def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
 
 
 def _line(number: object) -> int:
-    """The line number that a file claims; 0 if impossible."""
+    """Return the line number in a file's data; 0 if impossible."""
     return number if isinstance(number, int) and 0 < number < 1 << 31 else 0
 
 
@@ -191,7 +187,7 @@ def _check_segments(segments: tuple[Segment, ...], path: str | Path) -> None:
 
 
 def _refuse_repetition(content: object, size: int, path: str | Path) -> None:
-    """Raise RequestError when few bytes stand for very many rows, by naming the same list again and again."""
+    """Raise RequestError if few bytes stand for very many rows, by naming the same list again and again."""
     if not isinstance(content, dict):
         return
     rows = 0

@@ -1,7 +1,4 @@
-"""Device and allocator of a snapshot replay.
-
-The device answers as the recording says the real one did.
-"""
+"""Device and allocator of a snapshot replay; the device answers as the real one did in the recording."""
 
 from __future__ import annotations
 
@@ -24,11 +21,14 @@ _ELSEWHERE = ADDRESS_SPACE_BYTES << 4
 class RecordedDevice(SimulatedDevice):
     """A device that answers with recorded addresses and failures.
 
-    It has no room where the recording gave memory back or ran out of it. `expected` are the recorded exchanges of
-    memory for the next allocation, `refuses` whether that failed, `exchanged` counts those that were done, and
-    `later_maps` gives the addresses at which memory of its kind is mapped next. What the recording does not foresee
-    gets room at addresses of its own. The answers bound the real device's capacity: at least `least_capacity_bytes`,
-    less than `capacity_above_bytes`.
+    It has no free memory where the recording gave memory back or ran out of it. Exchanges that the recording does not
+    have get memory at addresses of their own. Its attributes:
+
+    - `expected`: the recorded exchanges of memory for the next allocation; `refuses`: whether that failed.
+    - `exchanged`: how many exchanges were done.
+    - `later_maps`: returns the addresses at which memory of its kind is mapped next.
+    - `least_capacity_bytes`, `capacity_above_bytes`: bounds on the real device's capacity that follow from the
+      answers. It has at least the first, and less than the second.
     """
 
     def __init__(self, capacity_bytes: int | None) -> None:
@@ -43,7 +43,7 @@ class RecordedDevice(SimulatedDevice):
         self._held: list[tuple[int, int]] = []
 
     def malloc(self, nbytes: int) -> int | None:
-        """The recorded address of a new segment; None if the recording had no room."""
+        """Return the recorded address of a new segment; None if memory was short in the recording."""
         entry = self._next()
         if not self._has_room(entry, nbytes):
             return None
@@ -57,7 +57,7 @@ class RecordedDevice(SimulatedDevice):
         self.used_bytes -= self._held.pop(at)[1]
 
     def reserve(self, nbytes: int) -> int | None:
-        """The base of an expandable segment: where that kind is mapped next."""
+        """Return the base of an expandable segment: where that kind is mapped next."""
         address = next(self.later_maps(), None)
         if address is None:
             address = self._elsewhere
@@ -68,7 +68,7 @@ class RecordedDevice(SimulatedDevice):
         """Do nothing: address space is not counted."""
 
     def map(self, address: int, nbytes: int) -> bool:
-        """Back `address` by `nbytes`; False if the recording had no room."""
+        """Back `address` by `nbytes`; return False if memory was short in the recording."""
         del address
         if not self._has_room(self._next(), nbytes):
             return False
@@ -87,17 +87,14 @@ class RecordedDevice(SimulatedDevice):
             insort(self._held, (address, nbytes))
 
     def measure(self, free_bytes: int) -> None:
-        """Tighten the capacity bounds by the free bytes reported at a failure.
-
-        In whole pages.
-        """
+        """Tighten the capacity bounds, in whole pages, by the free bytes reported at a failure."""
         measured = self.used_bytes + free_bytes // PAGE_BYTES * PAGE_BYTES
         if free_bytes > 0 and (self.capacity_above_bytes is None or measured < self.capacity_above_bytes):
             self.least_capacity_bytes = max(self.least_capacity_bytes, measured)
             self.capacity_above_bytes = measured + PAGE_BYTES
 
     def _next(self) -> TraceEntry | None:
-        """The next recorded exchange, or None."""
+        """Return the next recorded exchange, or None."""
         at = self.exchanged()
         return self.expected[at] if at < len(self.expected) else None
 
@@ -109,9 +106,9 @@ class RecordedDevice(SimulatedDevice):
         return room
 
     def _hold(self, address: int | None, nbytes: int) -> int:
-        """Hold `nbytes` at `address`, or at an address of our own.
+        """Hold `nbytes` at `address`, and return the address.
 
-        Where `address` is None, or the simulation still holds something there.
+        It is a new one if `address` is None, or if the simulation still holds something there.
         """
         if address is not None:
             at = bisect_left(self._held, (address, 0))
@@ -137,7 +134,7 @@ class RecordedAllocator(CachingAllocator):
         super().__init__(config, capacity_bytes=device.capacity_bytes, device=device)
 
     def adopt(self, segment: StartSegment, stream: int) -> None:
-        """Begin with `segment`. An expandable one gets address space to grow into."""
+        """Begin with `segment`; an expandable one gets address space to grow into."""
         view = segment.view
         blocks = [(b.address, b.nbytes, b.requested_bytes, BLOCK_STATES.index(b.state)) for b in view.blocks]
         self._core.adopt(view.address, stream, segment.small, segment.expandable, blocks)
@@ -155,9 +152,9 @@ class RecordedAllocator(CachingAllocator):
         return limited and self.config.garbage_collection_threshold > 0
 
     def is_small(self, nbytes: int) -> bool:
-        """Whether an allocation of `nbytes` goes to the small pool."""
+        """Return whether an allocation of `nbytes` goes to the small pool."""
         return round_size(nbytes, self.config.roundup_power2_divisions) <= SMALL_BYTES
 
     def finds(self, nbytes: int, stream: int) -> bool:
-        """Whether the cache could serve an allocation; changes nothing."""
+        """Return whether the cache could serve an allocation; changes nothing."""
         return self._core.finds(nbytes, stream)

@@ -11,12 +11,8 @@ from overspill.placement.allocators.caching_config import CachingConfig
 class SnapshotReplay:
     """How the simulated allocator compares with a recorded trace.
 
-    `segment_events_equal`: the same exchanges of memory with the device, in action, size, stream and order.
-    `placements_equal`: every block at the recorded address as well. `final_blocks_equal`: the same live and free blocks
-    in the end. `difference` is the first difference, in one line; replay ends (`compared` of `events` events are done)
-    where the exchanges differ. `least_capacity_bytes` is the memory that the device had at least,
-    `capacity_above_bytes` less than that (None: it never ran out). Peaks are simulated, and count what was live at the
-    start.
+    Replay ends where the exchanges differ: `compared` of `events` events are done. Peaks are simulated, and include the
+    blocks live at the start.
     """
 
     device: int
@@ -33,12 +29,18 @@ class SnapshotReplay:
     live_at_start: int
     reserved_at_start_bytes: int
     segment_events_equal: bool
+    """Whether the exchanges of memory with the device are equal, in action, size, stream and order."""
     placements_equal: bool
+    """Whether every block is at the recorded address as well."""
     final_blocks_equal: bool
+    """Whether the same blocks are live and free in the end."""
     misplaced: int
     difference: str | None
+    """The first difference, in one line."""
     least_capacity_bytes: int
+    """The device had at least this memory."""
     capacity_above_bytes: int | None
+    """The device had less memory than this; None: it never ran out."""
     peak_requested_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int

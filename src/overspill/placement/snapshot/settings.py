@@ -1,4 +1,4 @@
-"""Converts allocator settings between snapshots and the simulated allocator."""
+"""Convert allocator settings between snapshots and the simulated allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_LIMIT = 1 << 62
 
 
 def config_of(snapshot: Snapshot) -> tuple[CachingConfig, tuple[str, ...]]:
-    """The recorded allocator's settings, and notes on what is unknown."""
+    """Return the recorded allocator's settings, and notes on unknown ones."""
     found = snapshot.settings
     if found is None:
         return CachingConfig(), ("the snapshot does not hold the allocator's settings; the defaults are assumed",)
@@ -38,7 +38,7 @@ def config_of(snapshot: Snapshot) -> tuple[CachingConfig, tuple[str, ...]]:
 
 
 def settings_of(config: CachingConfig) -> dict[str, Any]:
-    """The settings as PyTorch writes them into a snapshot."""
+    """Return the settings as PyTorch writes them into a snapshot."""
     return {
         "PYTORCH_CUDA_ALLOC_CONF": text_of(config),
         "max_split_size": -1 if config.max_split_bytes is None else config.max_split_bytes,
@@ -55,7 +55,7 @@ def settings_of(config: CachingConfig) -> dict[str, Any]:
 
 
 def text_of(config: CachingConfig) -> str:
-    """`config` as PYTORCH_CUDA_ALLOC_CONF, without the defaults."""
+    """Return `config` as PYTORCH_CUDA_ALLOC_CONF, without the defaults."""
     default = CachingConfig()
     parts = [
         f"{name}:{getattr(config, field) // MIB}"
@@ -81,7 +81,7 @@ def text_of(config: CachingConfig) -> str:
 
 
 def _divisions(table: dict[str, int]) -> tuple[int, ...]:
-    """The numbers of divisions, in the order of their keys. Keys are the intervals' starts in MiB."""
+    """Return the numbers of divisions, in the order of their keys, which are the intervals' starts in MiB."""
     if len(table) != DIVISION_INTERVALS or not all(key.isascii() and key.isdecimal() and len(key) < 9 for key in table):
         raise RequestError(f"the snapshot's roundup_power2_divisions are not {DIVISION_INTERVALS} numbers by size")
     return tuple(count for _, count in sorted((int(key), count) for key, count in table.items()))

@@ -1,8 +1,8 @@
-"""The allocator's state where a trace begins.
+"""The allocator's state at the beginning of a trace.
 
-It is derived from its end, which the snapshot holds, with all its events undone. A trace begins in the middle where
-recording began late or where its ring buffer overflowed. What was live then is found by going back from the segments of
-the snapshot; how large a block was is known from its neighbours.
+It is derived from its end, which the snapshot holds, with all its events undone. A trace begins in the middle if
+recording began late or if its ring buffer overflowed. Blocks live then are found by going back from the segments of the
+snapshot. The size of a block is known from its neighbours.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MOST_SPANNED = 1 << 40
 
 @dataclass(frozen=True)
 class StartSegment:
-    """A segment when the trace begins.
+    """A segment at the beginning of the trace.
 
-    That of an expandable one has all ranges of its pool and stream.
+    An expandable one has all ranges of its pool and stream.
     """
 
     view: SegmentView
@@ -45,9 +45,9 @@ class _Live:
 
 
 def start_of(recording: DeviceTrace, config: CachingConfig) -> tuple[tuple[StartSegment, ...], int]:
-    """Segments before the first event to replay, and the number of uncertain blocks.
+    """Return segments before the first event to replay, and the number of blocks whose end is uncertain.
 
-    Uncertain is where a block ends. Raises RequestError when trace and segments disagree.
+    Raises RequestError if trace and segments disagree.
     """
     state = _StartState(recording, config)
     for at in range(len(recording.trace) - 1, recording.first - 1, -1):
@@ -56,15 +56,16 @@ def start_of(recording: DeviceTrace, config: CachingConfig) -> tuple[tuple[Start
 
 
 def live_at(segments: Iterable[StartSegment]) -> list[tuple[int, int, int]]:
-    """Live blocks of `segments` as (address, requested bytes, stream), by address."""
+    """Return live blocks of `segments` as (address, requested bytes, stream), by address."""
     views = [segment.view for segment in segments]
     return sorted((b.address, b.requested_bytes, v.stream) for v in views for b in v.blocks if b.state == "live")
 
 
 def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = None) -> Events:
-    """The recorded allocations and frees of `device`, for any allocator.
+    """Return the recorded allocations and frees of `device`, for any allocator.
 
-    First what is live at the start, then the trace. An allocation that ran out of memory is elastic: it may fail again.
+    Blocks live at the start come first, then the trace. An allocation that ran out of memory is elastic: it may fail
+    again.
     """
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
@@ -127,7 +128,7 @@ class _StartState:
             )
 
     def _undo_block(self, entry: TraceEntry) -> str:
-        """Undo an allocation or a free; returns an error text or ""."""
+        """Undo an allocation or a free, and return an error text or ""."""
         size = round_size(entry.nbytes, self._config.roundup_power2_divisions)
         self._evidence.append((entry.address, size <= SMALL_BYTES))
         if entry.action == "free_completed":
@@ -141,7 +142,7 @@ class _StartState:
         return ""
 
     def _undo_exchange(self, entry: TraceEntry) -> str:
-        """Undo an exchange with the device; returns an error text or ""."""
+        """Undo an exchange with the device, and return an error text or ""."""
         address, nbytes, plain = entry.address, entry.nbytes, (entry.nbytes, entry.stream)
         match entry.action:
             case "segment_alloc":
@@ -155,7 +156,7 @@ class _StartState:
                 return "" if self._ranges(entry.stream).add(address, nbytes) else "still holds that memory"
 
     def segments(self) -> tuple[StartSegment, ...]:
-        """The segments with their blocks, as far back as was undone."""
+        """Return the segments with their blocks, as far back as was undone."""
         addresses = sorted(self._live)
         self._find_ends(addresses)
         found = []
@@ -177,7 +178,7 @@ class _StartState:
         return tuple(found)
 
     def _expandable(self, spans: list[tuple[int, int]], stream: int, small: bool, addresses: list[int]) -> StartSegment:
-        """The expandable segment with the mapped ranges `spans`.
+        """Return the expandable segment with the mapped ranges `spans`.
 
         Between them, and from its base on, nothing is mapped.
         """
@@ -195,7 +196,7 @@ class _StartState:
         return StartSegment(SegmentView(base, end - base, mapped, stream, tuple(blocks)), small, True)
 
     def _blocks(self, start: int, end: int, addresses: Sequence[int], *, slack: bool) -> list[BlockView]:
-        """Live blocks at `addresses` and the free ones between, from `start` to `end`."""
+        """Return live blocks at `addresses` and the free ones between, from `start` to `end`."""
         blocks: list[BlockView] = []
         at = start
         for address, following in pairwise((*addresses, end)):
@@ -209,11 +210,11 @@ class _StartState:
         return blocks
 
     def _size(self, address: int, room: int, *, slack: bool) -> int:
-        """The size of the live block at `address`.
+        """Return the size of the live block at `address`.
 
-        The next block comes after `room` bytes. Where it was freed later, no event says its size. Up to 1 MiB after the
-        requested size may belong to it (`slack`). All of it does where no more is left up to the next block, since
-        blocks of the large pool are above 1 MiB; and blocks too large to be split take all.
+        The next block comes after `room` bytes. If it was freed later, no event has its size. Up to 1 MiB after the
+        requested size may belong to it (`slack`). All of it does if no more is left up to the next block, because
+        blocks of the large pool are above 1 MiB. Blocks too large to be split take all.
         """
         live = self._live[address]
         if live.nbytes is not None and live.nbytes <= room:
@@ -231,10 +232,10 @@ class _StartState:
         return room if takes_all else nbytes
 
     def _find_ends(self, addresses: list[int]) -> None:
-        """Find where blocks that were freed later end.
+        """Find the ends of blocks that were freed later.
 
-        That is where the first allocation after them was placed: at the front of the free block there, for one block's
-        neighbour is another or the front of a free one.
+        A block ends where the first allocation after it was placed. That is at the front of the free block there,
+        because a block's neighbour is another block or the front of a free one.
         """
         # Blocks of large segments whose size is unknown, with their segment's end.
         waiting = {
@@ -259,7 +260,7 @@ class _StartState:
                         live.nbytes = entry.address - address
 
     def _small(self, address: int) -> bool:
-        """Whether expandable memory at `address` is of the small pool, as the nearest thing of which that is known."""
+        """Return whether expandable memory at `address` is of the small pool, by the nearest known block."""
         if self._evidence:
             self._evidence.sort()
             at = bisect_left(self._evidence, (address, False))
@@ -268,7 +269,7 @@ class _StartState:
         return False
 
     def _mapped(self, stream: int, before: int) -> list[int]:
-        """Where the trace maps memory of `stream` below `before`, as near as it can be of one segment."""
+        """Return where the trace maps memory of `stream` below `before`, as near as it can be of one segment."""
         maps = [entry for entry in self._trace if entry.action == "segment_map" and entry.stream == stream]
         return [entry.address for entry in maps if before - _MOST_SPANNED <= entry.address < before]
 

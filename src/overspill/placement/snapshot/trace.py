@@ -18,31 +18,28 @@ Open = tuple[int, int, int, str, int, int]
 
 
 class RecordedTrace(NamedTuple):
-    """The blocks of `trace_of` with addresses and the lines that allocated them.
-
-    Lines are positions among `frames`; -1: unknown.
-    """
+    """The blocks of `trace_of` with addresses and the lines that allocated them."""
 
     trace: Trace
     addresses: tuple[int, ...]
     made_by: tuple[int, ...]
+    """Positions among `frames`; -1: unknown."""
     frames: tuple[Frame, ...]
 
 
 def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
-    """The blocks of `device` as a Trace; positions are recorded events.
+    """Return the blocks of `device` as a Trace; positions are recorded events, from 1.
 
-    `device` None: the first that has events. Positions count from 1. What is live at the start is live from 0, and what
-    is live in the end until after the last event. Sizes and addresses are multiples of 512 bytes, as PyTorch's
-    allocator promises its callers. A block is named after the line of Python that allocated it. Allocations that ran
-    out of memory are left out. Raises RequestError where the snapshot has no events of the device, or where they do not
-    belong to its segments.
+    `device` None: the first that has events. Blocks live at the start are live from 0, those live in the end until
+    after the last event. Sizes and addresses are multiples of 512 bytes, as PyTorch's allocator promises its callers. A
+    block is named after the line of Python that allocated it. Allocations that ran out of memory are left out. Raises
+    RequestError if the snapshot has no events of the device, or if they do not belong to its segments.
     """
     return recorded_blocks(snapshot, device).trace
 
 
 def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> RecordedTrace:
-    """The blocks of `trace_of` with addresses and lines. Raises RequestError as that does."""
+    """Return the blocks of `trace_of` with addresses and lines. Raises RequestError as that does."""
     device = next(iter(snapshot.devices), 0) if device is None else device
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
@@ -73,7 +70,7 @@ class _AllocatingLines:
         self._of: dict[int, int] = {}  # by the list of frames, which many entries share
 
     def of(self, entry: TraceEntry) -> int:
-        """The innermost line; -1 where none was recorded."""
+        """Return the innermost line; -1 if none was recorded."""
         found = self._of.get(id(entry.frames))
         if found is None:
             found = -1

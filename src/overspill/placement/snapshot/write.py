@@ -1,7 +1,7 @@
 """Write a simulated run as a memory snapshot for PyTorch's viewers.
 
-That is pytorch.org/memory_viz and torch.cuda._memory_viz. Every key is one that torch/csrc/cuda/memory_snapshot.cpp
-writes (torch 2.13), and the viewer's `category`, by which it colours allocations.
+They are pytorch.org/memory_viz and torch.cuda._memory_viz. Every key is one that torch/csrc/cuda/memory_snapshot.cpp
+writes (torch 2.13). The one addition is the viewer's `category`, by which it colours allocations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_CONTEXT = "N/A"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an allocation comes from. `frames` are (file, line, name), the innermost first."""
+    """Where an allocation comes from; `frames` are (file, line, name), the innermost first."""
 
     frames: tuple[tuple[str, int, str], ...] = ()
     category: str = UNKNOWN_CATEGORY
@@ -46,7 +46,7 @@ NO_ORIGIN = Origin()
 
 
 def frames_of(stack: Sequence[Frame]) -> tuple[tuple[str, int, str], ...]:
-    """An Origin's frames for a stack whose outermost line is first."""
+    """Return an Origin's frames for a stack whose outermost line is first."""
     return tuple((f.file, f.line, f"backward of {f.function}" if f.backward else f.function) for f in reversed(stack))
 
 
@@ -72,7 +72,7 @@ def write_snapshot(
     """Write the snapshot of a run of `events` to `path`.
 
     The run is on an empty device of `capacity_bytes` (None: unlimited). `origins` has one for each block. A run that
-    finds no room ends with `oom`. Raises RequestError when the file cannot be written.
+    runs out of memory ends with `oom`. Raises RequestError if the file cannot be written.
     """
     content = snapshot_of(
         events, allocator=allocator, config=config, capacity_bytes=capacity_bytes, origins=origins, spans=spans
@@ -89,7 +89,7 @@ def snapshot_of(
     origins: Sequence[Origin] = (),
     spans: Sequence[Span] = (),
 ) -> dict[str, Any]:
-    """The content that `write_snapshot` writes."""
+    """Return the content that `write_snapshot` writes."""
     run = _SnapshotRun(allocator_named(allocator, config, capacity_bytes=capacity_bytes))
     run.do(events)
     settings = config if isinstance(config, CachingConfig) else CachingConfig()
@@ -105,15 +105,14 @@ def snapshot_of(
 
 @dataclass
 class _SnapshotRun:
-    """The events on the allocator: addresses, and what is live in the end.
-
-    An address is None where an allocation failed. A stopped run did not do the events from `stopped_at` on.
-    """
+    """The events on the allocator: addresses, and the blocks live in the end."""
 
     allocator: Allocator
     addresses: list[int | None] = field(default_factory=list)
+    """None for an allocation that failed."""
     live: dict[int, int] = field(default_factory=dict)
     stopped_at: int | None = None
+    """The first event that was not done, in a stopped run."""
 
     def do(self, events: Events) -> None:
         """Do `events` up to the first allocation that fails and is not elastic."""
@@ -149,7 +148,7 @@ class _SnapshotRun:
 
 
 class _Trace:
-    """The entries of the device's trace. An entry's time in microseconds is its position."""
+    """The entries of the device's trace; an entry's time in microseconds is its position."""
 
     def __init__(self, run: _SnapshotRun, events: Events, origins: Sequence[Origin], settings: CachingConfig) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -183,11 +182,11 @@ class _Trace:
         self._times.append(len(self.entries))
 
     def origin(self, block: int) -> Origin:
-        """The Origin of `block`."""
+        """Return the Origin of `block`."""
         return self._origins[block] if block < len(self._origins) else NO_ORIGIN
 
     def frames(self, block: int) -> list[dict[str, Any]]:
-        """The frames of `block`, shared so that the pickle holds each once."""
+        """Return the frames of `block`, shared so that the pickle holds each once."""
         if block not in self._frames:
             for file, line, name in (frames := self.origin(block).frames):
                 self._frame.setdefault((file, line, name), {"filename": file, "line": line, "name": name})
@@ -195,7 +194,7 @@ class _Trace:
         return self._frames[block]
 
     def annotations(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
-        """The spans as PyTorch writes those of torch.profiler.record_function, in time order."""
+        """Return the spans as PyTorch writes those of torch.profiler.record_function, in time order."""
         ends = [(end, stage, span.name) for span in spans for end, stage in ((span.start, "START"), (span.end, "END"))]
         last = len(self._times) - 1
         return [
@@ -209,7 +208,7 @@ class _Trace:
         self._entry(action, address, nbytes, stream, block, category=UNKNOWN_CATEGORY)
 
     def _out_of_memory(self, nbytes: int, stream: int, block: int) -> None:
-        """Add a failed allocation, with its rounded size as PyTorch records it, and what the device had left."""
+        """Add a failed allocation, with its rounded size as PyTorch records it, and the device's free bytes."""
         capacity = self._run.allocator.capacity_bytes
         size = round_size(nbytes, self._settings.roundup_power2_divisions)
         left = 0 if capacity is None else capacity - self._reserved
@@ -233,7 +232,7 @@ class _Trace:
 
 
 def _segments(run: _SnapshotRun, trace: _Trace, settings: CachingConfig) -> list[dict[str, Any]]:
-    """The final segments. Of an expandable one, each range of mapped memory is listed as one."""
+    """Return the final segments; of an expandable one, each range of mapped memory is listed as one."""
     first_maps = {e.address: e.nbytes for e in reversed(run.allocator.segment_log) if e.action == "segment_map"}
     found = []
     for view in run.allocator.segments():

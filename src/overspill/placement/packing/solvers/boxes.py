@@ -1,8 +1,8 @@
 """Boxes: blocks that fill a rectangle of time and bytes, packed as one.
 
-Bottom up, the two that waste least become one: stacked where they ever live together, else side by side. Boxing is how
-approximations of this problem are proven (Buchsbaum et al., "OPT versus LOAD in dynamic storage allocation", 2003);
-here it finds guillotine cuts, whose parts fit together exactly.
+Bottom up, the two that waste least become one: stacked if they ever live together, otherwise side by side. Boxing is
+how approximations of this problem are proven (Buchsbaum et al., "OPT versus LOAD in dynamic storage allocation", 2003).
+Here it finds guillotine cuts, whose parts fit together exactly.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PACK_KEYS = ("load", "area", "sections", "size", "lifetime")
 
 
 def boxed_layouts(problem: Problem, seed: int = 0) -> Iterator[Integers]:
-    """Offsets of all blocks, for each layout of the boxes.
+    """Yield the offsets of all blocks, for each layout of the boxes.
 
-    With a `seed` pairs that waste the same are taken at random. Nothing where blocks are pinned, have gaps, or differ
-    in alignment.
+    With a `seed`, pairs that waste the same are taken at random. It yields nothing if blocks are pinned, have gaps, or
+    differ in alignment.
     """
     if problem.gap_start.size or (problem.pinned != ANYWHERE).any() or np.unique(problem.alignment).size != 1:
         return
@@ -54,7 +54,7 @@ def boxed_layouts(problem: Problem, seed: int = 0) -> Iterator[Integers]:
 
 
 def _boxes(problem: Problem, made: Integers) -> tuple[Integers, Problem]:
-    """The outermost boxes, and the problem of packing them. A block alone is a box too."""
+    """Return the outermost boxes, and the problem of packing them; a block alone is a box too."""
     outermost = np.ones(len(problem) + len(made), dtype=bool)
     outermost[made[:, :2].ravel()] = False
     boxes = np.flatnonzero(outermost)
@@ -75,7 +75,7 @@ def _boxes(problem: Problem, made: Integers) -> tuple[Integers, Problem]:
 
 
 def _unpacked(blocks: int, made: Integers, boxes: Integers, offsets: Integers) -> Integers:
-    """The blocks' offsets where box `boxes[k]` lies at `offsets[k]`."""
+    """Return the blocks' offsets if box `boxes[k]` is at `offsets[k]`."""
     found = [0] * (blocks + len(made))
     for box, offset in zip(boxes.tolist(), offsets.tolist(), strict=True):
         found[box] = offset

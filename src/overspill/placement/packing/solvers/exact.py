@@ -1,6 +1,6 @@
-"""The exact solver: branch and bound that finds layouts or proves there are none.
+"""The exact solver: branch and bound that finds layouts or proves that none exists.
 
-It finds layouts at hard capacities too; the search is that of MiniMalloc's canonical solutions.
+It finds layouts at hard capacities too. The search is that of MiniMalloc's canonical solutions.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class SearchRun:
 
 
 def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[SearchRun]:
-    """One turn of the round robin: each preorder, then noisy restarts.
+    """Yield one turn of the round robin: each preorder, then noisy restarts.
 
     Limits double from turn to turn. After the first turn the restarts take as many nodes as the rest, with limits in
-    Luby's sequence (Luby, Sinclair, Zuckerman 1993): how long a search takes has a heavy tail, and most luck is had
-    early.
+    Luby's sequence (Luby, Sinclair, Zuckerman 1993). The time of a search has a heavy tail, and most luck is had early.
     """
     shortest = 2 * blocks
     limit = shortest << number
@@ -64,7 +63,10 @@ def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[Search
 
 
 def _luby() -> Iterator[int]:
-    """1, 1, 2, 1, 1, 2, 4, 1, …: Luby's sequence. Each power of two follows two runs of all that came before it."""
+    """Yield Luby's sequence: 1, 1, 2, 1, 1, 2, 4, 1, …
+
+    Each power of two follows two runs of all that came before it.
+    """
     for number in count(1):
         while number & (number + 1):  # not of the form 2**k - 1
             number -= (1 << (number.bit_length() - 1)) - 1  # noqa: PLW2901 - the place in the run that repeats
@@ -80,10 +82,7 @@ class Decided:
 
 
 class Decider:
-    """Decides capacities of one problem until a deadline, and counts `nodes`.
-
-    The deadline is of time.perf_counter.
-    """
+    """Decides capacities of one problem until a deadline (of time.perf_counter), and counts `nodes`."""
 
     def __init__(self, problem: Problem, deadline: float, *, seed: int = 0) -> None:
         self.problem = problem
@@ -103,7 +102,7 @@ class Decider:
         )
 
     def decide(self, capacity_bytes: int) -> Decided:
-        """Whether a layout has a peak within the capacity."""
+        """Return whether a layout has a peak within the capacity."""
         draw = np.random.default_rng(self.seed)
         number = 0
         while (decision := self._turn(number, capacity_bytes, draw)).fits is None and not self.late:
@@ -111,7 +110,7 @@ class Decider:
         return decision
 
     def attempt(self, capacity_bytes: int, attempt: SearchRun) -> Decided:
-        """One attempt at a capacity."""
+        """Make one attempt at a capacity."""
         outcome, nodes, offsets = self._search.attempt(
             self.model.highest(capacity_bytes),
             self.model.ceiling(capacity_bytes),
@@ -129,8 +128,8 @@ class Decider:
     def minimise(self, best: Incumbent) -> Iterator[int]:
         """Lower `best` and prove better bounds until done; yields nodes per turn.
 
-        Each turn is made at several capacities: at the bound, where it takes twice as many nodes, and which it may meet
-        or raise; half of the way from there to the best peak; and, as long as that fails, half of the rest.
+        Each turn is made at several capacities. One is the bound, which takes twice as many nodes, and which a turn may
+        meet or raise. One is half of the way from there to the best peak; as long as that fails, half of the rest.
         """
         step, draw = self.model.step_bytes, np.random.default_rng(self.seed)
         best.prove(_up(best.bound_bytes, step))
@@ -164,9 +163,9 @@ class Decider:
             yield self.nodes - before
 
     def descend(self, best: Incumbent) -> Iterator[int]:
-        """Look for a layout with few backtracks until done; yields nodes.
+        """Search for a layout with few backtracks until done; yields nodes.
 
-        With a step back in four, within the target of `best`.
+        It may backtrack once for each four blocks. The layout is within the target of `best`.
         """
         draw = np.random.default_rng(self.seed)
         blocks = len(self.problem)
@@ -196,10 +195,7 @@ def _up(value: int, step: int) -> int:
 
 
 class Exact(Solver):
-    """The optimum, or a proof of infeasibility, within the time limit.
-
-    Else the best layout and bound.
-    """
+    """The optimum, or a proof of infeasibility, within the time limit; otherwise the best layout and bound."""
 
     name = "exact"
     summary = "canonical branch and bound; proves optima and infeasible capacities, names the infeasible core"
@@ -239,10 +235,7 @@ class Exact(Solver):
 
 
 def pairs(problem: Problem) -> int:
-    """How many numbers the search keeps.
-
-    Of blocks and their sections, or of blocks that live together.
-    """
+    """Return how many numbers the search keeps, of blocks and their sections, or of blocks that live together."""
     pieces = Pieces.of(problem)
     starts = np.sort(pieces.start)
     together = np.searchsorted(starts, pieces.end) - np.searchsorted(starts, pieces.start)

@@ -1,7 +1,4 @@
-"""The exact search's view of a problem.
-
-Whole units, few sections, sizes that include what alignment wastes.
-"""
+"""The exact search's view of a problem: integer units, few sections, and sizes that include alignment waste."""
 
 from __future__ import annotations
 
@@ -18,23 +15,21 @@ from overspill.placement.packing.problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class ExactModel:
-    """The blocks of a problem in units of `unit` bytes.
-
-    Only the sections with a maximal set of live blocks are kept, and `pieces` are in them: the others follow. `size` is
-    what a block takes from those above it: its bytes rounded up to an alignment that all its neighbours share.
-    """
+    """The blocks of a problem in units of `unit` bytes."""
 
     problem: Problem
     unit: int
     sections: int
     pieces: Pieces
+    """In the kept sections: those with a maximal set of live blocks, from which the others follow."""
     size: Integers
+    """What a block takes from those above it: its bytes rounded up to an alignment that all its neighbours share."""
     alignment: Integers
     pinned: Integers
 
     @classmethod
     def of(cls, problem: Problem) -> ExactModel:
-        """The model of `problem`."""
+        """Return the model of `problem`."""
         pieces = Pieces.of(problem)
         kept = _maximal(pieces.start, pieces.end, problem.sections)
         pieces = Pieces(pieces.owner, np.searchsorted(kept, pieces.start), np.searchsorted(kept, pieces.end))
@@ -55,9 +50,9 @@ class ExactModel:
 
     @cached_property
     def below(self) -> Integers:
-        """For each block an equal one assumed to lie below it, or -1.
+        """For each block an equal one assumed to be below it, or -1, which breaks symmetries.
 
-        This breaks symmetries. Of blocks that are equal in units, those of more bytes lie below: they can go less high.
+        Of blocks that are equal in units, those of more bytes are below, because they can go less high.
         """
         below = np.full(len(self.problem), -1, dtype=np.int64)
         last: dict[tuple[int | tuple[int, int], ...], int] = {}
@@ -74,10 +69,7 @@ class ExactModel:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Every peak that matters is a multiple of this.
-
-        That is, of a layout where all blocks lie as low as they can.
-        """
+        """A divisor of every peak that matters: of layouts in which all blocks are as low as they can be."""
         return gcd(self.unit, *self.problem.nbytes.tolist())
 
     @cached_property
@@ -91,17 +83,20 @@ class ExactModel:
         return spare
 
     def highest(self, capacity_bytes: int) -> Integers:
-        """Each block's largest offset within a capacity, in units. Negative where there is none."""
+        """Return each block's largest offset within a capacity, in units; negative if it has none."""
         highest = (capacity_bytes - self.problem.nbytes) // self.unit
         return np.where(self.pinned == ANYWHERE, highest, np.where(self.pinned <= highest, self.pinned, -1))
 
     def ceiling(self, capacity_bytes: int) -> Integers:
-        """Limit on floor plus sizes in each section within a capacity, in units."""
+        """Return the limit on floor plus sizes in each section within a capacity, in units."""
         return (capacity_bytes + self._spare) // self.unit
 
 
 def _maximal(start: Integers, end: Integers, sections: int) -> Integers:
-    """Sections whose live blocks are not all live in a neighbouring one. The last before an end after a start."""
+    """Return sections whose live blocks are not all live in a neighbouring one.
+
+    They are the last before an end after a start.
+    """
     time = np.arange(sections + 1)
     starts, ends = np.isin(time, start), np.isin(time, end)
     last_start = np.maximum.accumulate(np.where(starts, time, -1))
@@ -110,7 +105,7 @@ def _maximal(start: Integers, end: Integers, sections: int) -> Integers:
 
 
 def _taken(problem: Problem, pieces: Pieces, sections: int) -> Integers:
-    """Bytes from each block's offset to the lowest place of one above it."""
+    """Return the bytes from each block's offset to the lowest place of one above it."""
     if (problem.alignment == problem.alignment[:1]).all():
         return _rounded_up(problem.nbytes, problem.alignment)
     rows = list(zip(pieces.owner.tolist(), pieces.start.tolist(), pieces.end.tolist(), strict=True))

@@ -19,11 +19,11 @@ Fit = Literal["first", "best"]
 
 
 def place(problem: Problem, order: Integers, fit: Fit) -> Integers:
-    """The offsets of all blocks, placed one by one.
+    """Return the offsets of all blocks, placed one by one.
 
-    The pinned ones lie where they must, then the others come in `order`. A block avoids those placed before it that are
-    live when one of its pieces is. It goes to the lowest aligned offset where it meets none of them (first fit), or
-    into the smallest hole that has space, of equal ones the lowest (best fit). See native/packing/greedy.hpp.
+    Pinned blocks come first, then the others in `order`. A block avoids those placed before it that are live when one
+    of its pieces is. It goes to the lowest aligned offset where it meets none of them (first fit). By best fit it goes
+    into the smallest hole that is large enough, of equal ones the lowest. See native/packing/greedy.hpp.
     """
     pieces = Pieces.of(problem)
     columns = (problem.nbytes, problem.alignment, problem.pinned, pieces.first(len(problem)), pieces.start, pieces.end)
@@ -31,7 +31,7 @@ def place(problem: Problem, order: Integers, fit: Fit) -> Integers:
 
 
 def largest_first(problem: Problem) -> Integers:
-    """Offsets by first fit, largest first: a start for other solvers.
+    """Return offsets by first fit, largest first: a start for other solvers.
 
     Of equal blocks the longest-lived comes first.
     """
@@ -41,8 +41,7 @@ def largest_first(problem: Problem) -> Integers:
 class Greedy(Solver):
     """Blocks by descending key, by first or best fit.
 
-    See `keys.KEYS`; ties are by index. Raises RequestError for an unknown key or fit, and where pinned blocks lie on
-    one another.
+    See `keys.KEYS`; ties are by index. Raises RequestError for an unknown key or fit, and if pinned blocks overlap.
     """
 
     name = "greedy"

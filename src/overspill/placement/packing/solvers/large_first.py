@@ -1,7 +1,7 @@
 """Large blocks first, by search; small ones fill the rest by first fit.
 
 The large blocks of a training step are the same few shapes over and over. Their sizes are often multiples of one
-another and they pack without loss, but for small blocks between them that shift them off that grid.
+another. They pack without loss, except for small blocks between them that shift them off that grid.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ Pack = Callable[[Problem], Iterator[Integers]]
 
 
 def layouts(problem: Problem, pack: Pack, shares: Sequence[float] = SHARES) -> Iterator[Integers]:
-    """Offsets of all blocks, for each layout of the large ones by `pack`.
+    """Yield the offsets of all blocks, for each layout of the large ones by `pack` and each key of the small ones.
 
-    And for each key of the small ones. A large block has at least one of `shares` of the lower bound; one after the
-    other is tried. Blocks that are always live lie at the bottom. Nothing where blocks are pinned, have gaps, or differ
-    in alignment.
+    A large block has at least one of `shares` of the lower bound, which are tried one after the other. Blocks that are
+    always live are at the bottom. It yields nothing if blocks are pinned, have gaps, or differ in alignment.
     """
     if problem.gap_start.size or (problem.pinned != ANYWHERE).any() or np.unique(problem.alignment).size != 1:
         return
@@ -66,9 +65,9 @@ def layouts(problem: Problem, pack: Pack, shares: Sequence[float] = SHARES) -> I
 
 
 def tight(large: Problem, deadline: float, seed: int) -> Iterator[Integers]:
-    """Layouts within the lower bound, which leave small blocks the most room.
+    """Yield layouts within the lower bound, which leave small blocks the most space.
 
-    They come from short attempts of the exact search until `deadline` (of time.perf_counter): with sizes that divide
+    They come from short attempts of the exact search until `deadline` (of time.perf_counter). With sizes that divide
     one another it needs next to no backtracking, or has no luck for long.
     """
     decider = Decider(large, deadline, seed=seed)

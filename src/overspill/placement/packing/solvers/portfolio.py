@@ -57,17 +57,15 @@ Heuristic = Callable[[Floats, int | None], Integers | None]
 
 @dataclass
 class Rule:
-    """A heuristic that packs by a key, with its local search over keys.
-
-    `attempt(key, limit)` gives offsets, or nothing once a block ends above the limit. `offsets` is the last layout that
-    the search has accepted, made with the key times `weights`.
-    """
+    """A heuristic that packs by a key, with its local search over keys."""
 
     problem: Problem
     key: Floats
     attempt: Heuristic
+    """`attempt(key, limit)` returns offsets, or nothing once a block ends above the limit."""
     weights: Floats = field(init=False)
     offsets: Integers = field(init=False)
+    """The last layout that the search has accepted, made with the key times `weights`."""
 
     def start(self) -> Integers:
         """Pack by the unchanged key."""
@@ -79,7 +77,7 @@ class Rule:
     def restart(self, target: int, temperature: float, random: np.random.Generator) -> Integers | None:
         """Perturb the weights and pack again.
 
-        None, and no change, where the peak is too high to go on from.
+        Returns None, and changes nothing, if the peak is too high to go on from.
         """
         peak = self.problem.peak_bytes(self.offsets)
         # Raise blocks that are too high, and change some near one of them or anywhere.
@@ -99,7 +97,7 @@ class Rule:
         return offsets
 
     def _near(self, block: int, random: np.random.Generator) -> Integers:
-        """Some of the blocks that live about when `block` does. A window of time to be packed again."""
+        """Return some of the blocks that live about when `block` does: a window of time to be packed again."""
         problem = self.problem
         margin = max(1, int(problem.sections * random.choice(MARGINS)))
         around = np.flatnonzero(
@@ -109,21 +107,20 @@ class Rule:
 
 
 class Portfolio(Solver):
-    """Guarded skylines by several keys, greedy placement, then restarts and searches.
+    """Guarded skylines by several keys, greedy placement (for pins and gaps), then restarts and searches.
 
-    Greedy placement is for pins and gaps.
+    It stops as soon as a peak is within the given capacity, by default the lower bound. If the first run by each key
+    ends above it, blocks are put in boxes (`BOXED_BLOCKS`). Then large blocks are packed first: by the exact search if
+    they are at most `exact_blocks`, otherwise as if they were alone. If that does not reach it, and the blocks are at
+    most `SEARCHED_BLOCKS`, the bound may be raised (see `window_bound`). With `exact_blocks` 0, boxes and all that
+    follows are left out.
 
-    It stops as soon as a peak is within the capacity asked for, by default the lower bound. Where the first run by each
-    key ends above it, blocks are put in boxes (`BOXED_BLOCKS`; not if `exact_blocks` is 0, nor what follows), then large
-    blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if there were no others. Where
-    that does not reach it, and there are at most `SEARCHED_BLOCKS` blocks, the bound may be raised (see `window_bound`).
-
-    Then rounds have the time that is left: restarts, boxes put together in another order, and a turn of the exact search if it takes the blocks. A restart
-    perturbs the key of one rule: blocks above the target weigh up to half as much again, and some blocks are changed at
-    random, mostly some that live around one that is too high: a neighbourhood in time is packed again. A layout with a higher
-    peak is accepted less and less. `restarts`: how many there are, before the exact search has the time that is left; None:
-    in rounds. But for when it ends, the search is a function of the problem, the capacity and the seed, so that more time
-    never gives a higher peak.
+    Then rounds take the time that is left: restarts, boxes put together in another order, and a turn of the exact
+    search if it takes the blocks. A restart perturbs the key of one rule. Blocks above the target weigh up to half as
+    much again. Some blocks are changed at random, mostly some that live around one that is too high: a neighbourhood in
+    time is packed again. A layout with a higher peak is accepted less and less. `restarts` is their number before the
+    exact search takes the time that is left; None: in rounds. Apart from its end, the search is a function of the
+    problem, the capacity and the seed, so that more time never gives a higher peak.
     """
 
     name = "portfolio"
@@ -179,9 +176,9 @@ class Portfolio(Solver):
             best.offer(rules[k % len(rules)].restart(best.target, temperature, random))
 
     def _turns(self, best: Incumbent) -> Iterator[int]:
-        """Nodes per turn of the exact search.
+        """Yield nodes per turn of the exact search.
 
-        Single descents above `exact_blocks`, and none if it does not take the blocks.
+        Above `exact_blocks` they are single descents; none if the search does not take the blocks.
         """
         exact = self._exact(best.problem)
         if not exact and (

@@ -1,6 +1,6 @@
 """The best-fit skyline heuristic, by several keys, plain and guarded.
 
-Of profile-guided memory optimisation (Sekiyama et al. 2018).
+It is that of profile-guided memory optimisation (Sekiyama et al. 2018).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from overspill.placement.packing.problem import Problem
 
 
 def packer_of(problem: Problem) -> SkylinePacker:
-    """A packer of a `solid` problem, for many keys (native/packing/skyline.hpp)."""
+    """Return a packer of a `solid` problem, for many keys (native/packing/skyline.hpp)."""
     return SkylinePacker(problem.start, problem.end, problem.nbytes, problem.alignment)
 
 
 def solid(problem: Problem) -> Problem:
-    """A problem without gaps whose layouts are all layouts of `problem`.
+    """Return a problem without gaps whose layouts are all layouts of `problem`, and for plain blocks no others.
 
-    And none others for plain blocks. Blocks hold their place in their gaps, sizes are rounded up to what all alignments
-    divide by, and only maximal sections are counted.
+    Blocks hold their place in their gaps. Sizes are rounded up to the common divisor of all alignments. Only maximal
+    sections are counted.
     """
     start, end = maximal_sections(problem)
     none = np.zeros(0, dtype=np.int64)
@@ -41,20 +41,18 @@ def solid(problem: Problem) -> Problem:
 
 
 class Skyline(Solver):
-    """One run of the skyline heuristic by one of `keys.KEYS`.
+    """One run of the skyline heuristic by one of `keys.KEYS`; a block keeps its place in its gaps.
 
-    A block keeps its place in its gaps.
-
-    Section 3.2 of Sekiyama et al., "Profile-guided memory optimization for deep neural networks" (2018): take the lowest
-    offset line, of equal ones the leftmost. Place on it, of the blocks whose life lies inside the line, the one with the
-    largest key. Where there is none, lift the line to its lower neighbour and merge them. Neighbouring lines of one
+    It is section 3.2 of Sekiyama et al., "Profile-guided memory optimization for deep neural networks" (2018): take the
+    lowest offset line, of equal ones the leftmost. Of the blocks whose life is inside the line, place the one with the
+    largest key on it. If none exists, lift the line to its lower neighbour and merge them. Neighbouring lines of one
     height are one line.
 
-    `guarded`: look ahead to the capacity, by default the lower bound. The *floor* of a section is the lowest offset that
-    the lines leave to any of its unplaced blocks; floor and unplaced bytes together must not exceed the capacity
+    `guarded`: look ahead to the capacity, by default the lower bound. The *floor* of a section is the lowest offset
+    that the lines leave to any of its unplaced blocks. Floor and unplaced bytes together must not exceed the capacity
     (section inference, as in Moffitt, "MiniMalloc", 2023). A block is refused if it would break this next to it, as far
     as the next walls of at least the height of its top, in a section whose unplaced bytes do not fit above that top.
-    Then the next block by key is tried, 32 at most. Where all are refused the line is lifted if its own sections allow
+    Then the next block by key is tried, 32 at most. If all are refused, the line is lifted if its own sections allow
     that. Otherwise the first block is placed after all, and the capacity raised to what that makes necessary.
 
     Raises RequestError for an unknown key.

@@ -28,12 +28,12 @@ EFFORT, MOST_QUESTIONS = 4 * 10**6, 400
 
 
 def window_bound(problem: Problem, bound_bytes: int, deadline: float) -> int:
-    """A lower bound on the peak of any layout, at least `bound_bytes`.
+    """Return a lower bound on the peak of any layout, at least `bound_bytes`, which is a bound itself.
 
-    That is a bound itself. The blocks of a window of time need no more than all blocks do, and the large ones of them
-    no more than these; those that live all through the window take their bytes off the capacity. Where large blocks of
-    few sizes nearly fill it, the exact search proves quickly that the rest does not fit. Alignments and pins are left
-    out of account, and a block with gaps may come back anywhere. It ends at `deadline` (of time.perf_counter).
+    The blocks of a window of time need no more than all blocks do, and the large ones of them no more than these.
+    Blocks that live all through the window take their bytes off the capacity. If large blocks of few sizes nearly fill
+    it, the exact search proves quickly that the rest does not fit. Alignments and pins do not count, and a block with
+    gaps may come back anywhere. It ends at `deadline` (of time.perf_counter).
     """
     whole = _apart(problem)
     asked = effort = 0
@@ -55,7 +55,7 @@ def window_bound(problem: Problem, bound_bytes: int, deadline: float) -> int:
 
 
 def _apart(problem: Problem) -> Problem:
-    """The pieces of all blocks as separate blocks, in maximal sections. They may lie anywhere."""
+    """Return the pieces of all blocks as separate blocks, in maximal sections; they may be placed anywhere."""
     pieces = Pieces.of(problem)
     count, none = len(pieces.owner), np.zeros(0, dtype=np.int64)
     apart = Problem(
@@ -74,7 +74,7 @@ def _apart(problem: Problem) -> Problem:
 
 
 def _windows(whole: Problem, bound_bytes: int) -> Iterator[Problem]:
-    """The blocks of each nearly full window, cut off at its ends."""
+    """Yield the blocks of each nearly full window, cut off at its ends."""
     for first in range(0, max(whole.sections - WIDTH // 2, 1), WIDTH // 2):
         last = min(first + WIDTH, whole.sections)
         if whole.load[first:last].max(initial=0) < NEAR * bound_bytes:
