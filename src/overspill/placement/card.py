@@ -185,9 +185,11 @@ class Card(Account):
         changes = self._changes(fewest, least.taken_bytes)
         instead = ", ".join(f"with {change.what} {format_bytes(change.nbytes)} would do" for change in changes)
         return InfeasibleBudget(
-            f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(self.context_bytes)} for the "
+            f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(self.context_bytes)} for "
+            "the "
             f"context and {format_bytes(least.taken_bytes)} in {pool}, for "
-            f"{format_bytes(live_bytes)} of live bytes ({at_least}{at_least and ': '}{cause}){'' if self.pool else ', library workspaces'} and fragmentation; "
+            f"{format_bytes(live_bytes)} of live bytes "
+            f"({at_least}{at_least and ': '}{cause}){'' if self.pool else ', library workspaces'} and fragmentation; "
             f"raise the budget or make the batch smaller{instead and '; '}{instead}",
             budget_bytes=budget_bytes,
             floor_bytes=floor_bytes,

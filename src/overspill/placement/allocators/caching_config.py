@@ -95,7 +95,8 @@ class CachingConfig:
             elif key not in _IGNORED:
                 known = (*_FIELDS, *_IGNORED)
                 raise RequestError(
-                    f"PYTORCH_CUDA_ALLOC_CONF has no setting {key!r}{did_you_mean(key, known)} Settings: {', '.join(known)}"
+                    f"PYTORCH_CUDA_ALLOC_CONF has no setting {key!r}{did_you_mean(key, known)} Settings: "
+                    f"{', '.join(known)}"
                 )
         return replace(cls(), **values)
 

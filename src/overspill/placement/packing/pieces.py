@@ -70,7 +70,8 @@ def refuse_clashing_pins(problem: Problem) -> None:
             if held[0] < other[1] and other[0] < held[1]:
                 one, two = sorted((held[2], other[2]))
                 raise RequestError(
-                    f"the blocks at positions {problem.index[one]} and {problem.index[two]} of the trace are pinned onto "
+                    f"the blocks at positions {problem.index[one]} and {problem.index[two]} of the trace are pinned "
+                    "onto "
                     "the same bytes while both live; pin them apart"
                 )
         live.insert(at, held)

@@ -66,7 +66,8 @@ def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
     if not any(entry.action not in _MARKS for entry in kept):
         why = "; ".join(notes) or f"they are {' and '.join(sorted({entry.action for entry in kept}))}"
         raise RequestError(
-            f"none of the {len(trace)} events of device {device} can be replayed: {why}; record a run that allocates memory, outside "
+            f"none of the {len(trace)} events of device {device} can be replayed: {why}; record a run that allocates "
+            "memory, outside "
             "of graphs and MemPools, with PyTorch 2.0 or later"
         )
     public = tuple(segment for segment in segments if segment.pool == DEFAULT_POOL)
