@@ -24,7 +24,7 @@ _GONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The allocations of a recording, in columns by position. Times are events of the recording."""
+    """The allocations of a recording, in columns by position, `[allocations]`; times are events of the recording."""
 
     start: NDArray[np.int64]
     end: NDArray[np.int64]

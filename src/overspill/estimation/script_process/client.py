@@ -1,4 +1,4 @@
-"""Run scripts in a process that has only imported torch. See `server.py`."""
+"""Run scripts in a process that has only imported torch (see `server.py`)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def call(name: str, *arguments: Any) -> int:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Mount a file system at `target`. `flags` are those of the system call."""
+    """Mount a file system at `target`; `flags` are those of the system call."""
     call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
 
 
