@@ -1,6 +1,6 @@
 """What a budget counts of a device: live bytes here; an arena, an allocator's pool or a card in `placement`.
 
-An account says what a plan takes. `fit` finds the plan that takes no more than a budget.
+An account counts the bytes that a plan takes. `fit` finds the plan that takes no more than a budget.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Account:
 
     @property
     def placed_by(self) -> str | None:
-        """The name of the allocator or solver that places blocks; None where live bytes count."""
+        """The name of the allocator or solver that places blocks; None if live bytes count."""
         return None
 
     @property
     def is_steady(self) -> bool:
-        """Whether a plan of fewer live bytes also takes less when it is placed, but for little."""
+        """Whether a plan of fewer live bytes also takes less, or hardly more, when it is placed."""
         return True
 
     @property
@@ -70,7 +70,7 @@ class Account:
 
     @property
     def alternatives(self) -> tuple[Account, ...]:
-        """The accounts that a search for the fastest plan tries, the first one first."""
+        """The accounts that a search for the fastest plan tries, in order."""
         return (self,)
 
     # -- what a plan takes

@@ -88,35 +88,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison(Sequence[Row], Reportable):
-    """One row for each policy, within the same budget.
-
-    `budget_bytes` are live bytes, or those of a card.
-    """
+    """One row for each policy, within the same budget."""
 
     rows: tuple[Row, ...]
     device: Device
     budget_bytes: int
+    """Live bytes, or those of a GPU's memory."""
 
     @property
     def unmanaged_bytes(self) -> int | None:
-        """Bytes of the unmanaged step, as `overspill.estimate` says.
-
-        None where no policy has a plan.
-        """
+        """Bytes of the unmanaged step, as `overspill.estimate` counts them; None if no policy has a plan."""
         return next((row.plan.unmanaged_bytes for row in self.rows if row.plan is not None), None)
 
     @cached_property
     def lower_bound_seconds(self) -> float | None:
-        """Seconds that no plan within the budget beats.
+        """Seconds that no plan within the budget beats; None if no plan fits.
 
-        None where none fits. It follows from the graph, the device and the budget.
+        They follow from the graph, the device and the budget.
         """
         if not any(row.fits for row in self.rows):
             return None
         return bound_of((row.plan for row in self.rows if row.plan is not None), self.budget_bytes)
 
     def bounds(self, points: int = BOUNDS) -> tuple[tuple[int, float], ...]:
-        """Budgets, and the seconds that no plan within each beats.
+        """Return budgets, and the seconds that no plan within each beats.
 
         They go from the least that any plan takes to what the step takes unmanaged.
         """
@@ -154,12 +149,11 @@ def compare(
     account_for: Callable[[Policy], Account] | None = None,
     best: Best | None = None,
 ) -> list[Row]:
-    """A row for each of `policies`, the fastest that fits first.
+    """Return a row for each of `policies`, the fastest that fits first, then those that do not fit, the least first.
 
-    Then what does not fit, the least first. `account_for` says what of the device a budget counts for a policy, without
-    it live bytes; without `budget_bytes` all of that is planned for. `progress` gets each policy's name before it
-    plans. Policies that may run a step in pieces of rows have the `best` plan of its graphs. Raises RequestError for an
-    unknown name.
+    `account_for` returns the account of a policy: what of the device a budget counts (without it, live bytes). Without
+    `budget_bytes` all of that is planned for. `progress` gets each policy's name before it plans. Policies that may run
+    a step in pieces of rows have the `best` plan of its graphs. Raises RequestError for an unknown name.
     """
     # Check all names before any work.
     asked = {str(policy): policy for policy in map(policy_named, policies)}
@@ -177,7 +171,7 @@ def compare(
 
 
 def chosen_by(policy: str, plan: Plan) -> dict[str, str]:
-    """The parameters that `policy` found itself for `plan`, and their values in words."""
+    """Return the parameters that `policy` found itself for `plan`, and their values in words."""
     name, same = policy.partition(":")[0], plan.schedule.policy == policy
     if same or name not in POLICIES or plan.schedule.policy.partition(":")[0] != name:
         return {}
@@ -187,7 +181,7 @@ def chosen_by(policy: str, plan: Plan) -> dict[str, str]:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """Rows that fit by step time, then the others by needed bytes."""
+    """Return rows that fit by step time, then the others by needed bytes."""
 
     def key(row: Row) -> tuple[bool, float, int]:
         least = NO_LIMIT_BYTES if row.least_bytes is None else row.least_bytes
@@ -199,7 +193,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 def _row(
     graph: Graph, policy: Policy, account: Account, budget_bytes: int, times: MeasuredTimes | None, best: Best | None
 ) -> Row:
-    """The row of one policy within a budget."""
+    """Return the row of one policy within a budget."""
     name, pool = str(policy), account.placed_by
     try:
         plan = planner(graph, policy, account, times, best)(budget_bytes)
@@ -217,7 +211,7 @@ def _row(
 def planner(
     graph: Graph, policy: Policy, account: Account, times: MeasuredTimes | None, best: Best | None
 ) -> Callable[[int], Plan]:
-    """A function from a budget to the policy's plan, as by `overspill.plan`."""
+    """Return a function from a budget to the policy's plan, as by `overspill.plan`."""
     plans: dict[tuple[int, int, float], Plan] = {}
 
     def made(step: Graph, live_bytes: int) -> Plan:
@@ -239,6 +233,6 @@ def planner(
 
 
 def bound_of(plans: Iterable[Plan], budget_bytes: int) -> float:
-    """Seconds that no plan of any graph of `plans` beats within a budget."""
+    """Return the seconds that no plan of any graph of `plans` beats within a budget."""
     one_each = {id(plan.graph): plan for plan in plans}
     return min(plan.for_budget(budget_bytes).lower_bound_seconds for plan in one_each.values())

@@ -1,9 +1,9 @@
 """Find the plan within a budget: plan for live bytes, place the plan, and plan again for fewer until it fits.
 
-What an allocator takes does not grow steadily with live bytes: of two plans the one with more live bytes may take less.
-So several are made, for live bytes on a grid, which budgets of nearly one size share, and the fastest that fits counts.
-Little effort finds where plans begin to fit. Those near there are then made with all of it, on as many threads as there
-are cores. How many these are does not change the answer.
+The bytes that an allocator takes do not grow steadily with live bytes: of two plans the one with more live bytes may
+take less. So several are made, for live bytes on a grid, which budgets of nearly one size share. The fastest that fits
+counts. Little effort finds where plans begin to fit. Those near there are then made with all of it, on as many threads
+as the machine has cores. Their number does not change the answer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fit(make: Callable[[int], Plan], account: Account, budget_bytes: int) -> Pla
 
 
 class Fit:
-    """A search for the plan within a budget; a single quick plan already says how fast that can be at best.
+    """A search for the plan within a budget; a single quick plan already shows how fast that can be at best.
 
     The arguments are those of `fit`. Nothing is planned before it is needed, and nothing twice.
     """
@@ -91,7 +91,7 @@ class Fit:
 
     @cached_property
     def hoped(self) -> Plan | None:
-        """The plan where live bytes may have all of the budget, which no placed plan beats by much; None without any."""
+        """The plan if live bytes may have all of the budget, which no placed plan beats by much; None without any."""
         try:
             return self._at_first()
         except InfeasibleBudget:
@@ -116,13 +116,13 @@ class Fit:
         return self._searches[0].made(self._searches[0].first_bytes, FIRST_EFFORT * self._effort)
 
     def _may_fit(self) -> bool:
-        """Whether the model and its batch, which are on the device before the first step, leave anything to search for."""
+        """Return whether the model and its batch, on the device before the first step, leave anything to search for."""
         if self.hoped is None:
             return True  # the search finds out why
         return sum(t.nbytes for t in there_before(self.hoped.graph)) <= self._tensor_bytes
 
     def _fastest(self) -> Plan | None:
-        """The fastest plan found that fits; the next way to place is tried only where this one costs much."""
+        """Return the fastest plan found that fits; the next placement is tried only if this one costs much."""
         found: list[Plan] = []
         for search in self._searches:
             if (plan := search.fastest()) is not None:
@@ -150,7 +150,7 @@ class _Search:
         return self._near(self._bytes)
 
     def fastest(self) -> Plan | None:
-        """The fastest plan tried that fits, or None."""
+        """Return the fastest plan tried that fits, or None."""
         try:
             low = self._largest_that_fits()
         except InfeasibleBudget:
@@ -169,10 +169,10 @@ class _Search:
         return min(fitting, key=lambda plan: plan.step_seconds, default=None)
 
     def from_floor(self, *, alone: bool = False) -> tuple[Plan, Plan, str]:
-        """The plan that takes the least, that with the fewest live bytes, and what holds these up.
+        """Return the plan that takes the least, that with the fewest live bytes, and the cause of these.
 
-        `alone`: only the second is made. The plans tried do not depend on the budget: so the one that an error names
-        will do.
+        With `alone`, only the second is made. The plans tried do not depend on the budget, so the one that an error
+        names will work.
         """
         floor, fewest, cause = least_of(lambda live: self._at(live, self._full))
         if alone:
@@ -183,7 +183,7 @@ class _Search:
         return min([fewest, *self._at_all(beyond)], key=lambda plan: plan.taken_bytes), fewest, cause
 
     def _largest_that_fits(self) -> int:
-        """The most live bytes found with which a plan fits, or 0. Raises InfeasibleBudget below the fewest."""
+        """Return the most live bytes found with which a plan fits, or 0. Raises InfeasibleBudget below the fewest."""
         asked, low, over = self.first_bytes, 0, self._bytes
         for _ in range(TRIES):
             plan = self._at(asked, self._little)
@@ -204,7 +204,7 @@ class _Search:
         return max(1, nbytes) if self._account.is_steady else on_grid(nbytes)
 
     def _at_all(self, asked: Iterable[int]) -> list[Plan]:
-        """The plans for these live bytes, made at once; the search frees Python's lock."""
+        """Return the plans for these live bytes, made at once; the search frees Python's lock."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             made = [pool.submit(copy_context().run, self._at, live, self._full) for live in asked]
             try:
@@ -219,12 +219,12 @@ class _Search:
 
 
 def there_before(graph: Graph) -> list[Tensor]:
-    """What is on the device before the first step: the model and its batch."""
+    """Return the tensors on the device before the first step: the model and its batch."""
     return [t for t in graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
 
 
 def least_of(make: Callable[[int], R], asked: int = 1) -> tuple[int, R, str]:
-    """The fewest live bytes from `asked` on that `make` does not refuse, what it gives, and why for no fewer.
+    """Return the fewest live bytes from `asked` on that `make` accepts, its result, and why no fewer work.
 
     A graph whose surroundings depend on its plan may refuse a floor that it named, and name another. Raises the last of
     MOST_FLOORS refusals.
@@ -239,12 +239,12 @@ def least_of(make: Callable[[int], R], asked: int = 1) -> tuple[int, R, str]:
 
 
 def on_grid(nbytes: int) -> int:
-    """The largest grid size up to `nbytes`; at least 1."""
+    """Return the largest grid size up to `nbytes`; at least 1."""
     return _size(math.floor(GRID * math.log2(max(1, nbytes)) + 1e-9))
 
 
 def upwards_from(nbytes: int) -> Iterator[int]:
-    """Grid sizes above `nbytes`, ascending."""
+    """Yield the grid sizes above `nbytes`, ascending."""
     number = math.floor(GRID * math.log2(max(1, nbytes)) + 1e-9)
     while True:
         number += 1

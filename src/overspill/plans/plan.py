@@ -62,16 +62,15 @@ class Plan(Reportable):
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """Seconds that no schedule in the graph's order beats within the budget.
+        """Seconds that no schedule in the graph's order beats within the budget (`bounds/step_time.py`).
 
-        See `bounds/step_time.py`. Of a whole step, what one in any order of updates takes at least
-        (`bounds/whole_step.py`).
+        For a whole step, those of any order of updates (`bounds/whole_step.py`).
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
         return bound(self.graph, self.device, self.most_live_bytes, computing_seconds(self.graph, self.op_seconds))
 
     def for_budget(self, budget_bytes: int) -> Plan:
-        """The same plan for another budget that it fits, card or live bytes."""
+        """Return the same plan for another budget that it fits, of a GPU's memory or live bytes."""
         if self.device_bytes is None:
             return replace(self, budget_bytes=budget_bytes)
         return replace(self, device_budget_bytes=budget_bytes)
@@ -85,10 +84,7 @@ class Plan(Reportable):
 
     @property
     def fits_device(self) -> bool:
-        """Whether the device has enough memory for the plan.
-
-        A budget that is a share of the step may exceed it.
-        """
+        """Whether the device has enough memory for the plan; a budget that is a share of the step may exceed it."""
         has = self.device.usable_bytes if self.device_bytes is None else self.device.memory_bytes
         return self.needed_bytes <= has
 
@@ -120,10 +116,7 @@ class Plan(Reportable):
 
     @property
     def gap(self) -> float:
-        """How far the step is above the lower bound, as a share of it.
-
-        At most this can be gained.
-        """
+        """How far the step is above the lower bound, as a share of it: the most that can be gained."""
         return self.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
 
     @property
@@ -169,16 +162,16 @@ class Plan(Reportable):
 
 
 def unmanaged_peak(graph: Graph, device: Device) -> int:
-    """Peak bytes of plain training: every tensor is freed at its last use."""
+    """Return the peak bytes of plain training: every tensor is freed at its last use."""
     return check(graph, Liveness().plan(graph, device)).peak_bytes
 
 
 def make_plan(
     graph: Graph, device: Device, policy: str | Policy, budget_bytes: int, times: MeasuredTimes | None = None
 ) -> Plan:
-    """The checked and simulated plan of `policy`.
+    """Return the checked and simulated plan of `policy`.
 
-    Raises InfeasibleBudget when its peak is over `budget_bytes`, unless the policy has no limit.
+    Raises InfeasibleBudget if its peak is over `budget_bytes`, unless the policy has no limit.
     """
     begun = time.perf_counter()
     chosen = policy_named(policy)
@@ -210,12 +203,12 @@ def make_plan(
 
 
 def most_known(found: Iterable[int | None]) -> int | None:
-    """The largest of the numbers that are not None; None if there are none."""
+    """Return the largest of the numbers that are not None; None if all are."""
     return max((number for number in found if number is not None), default=None)
 
 
 def smallest_budget(plan: Callable[[int], Plan]) -> int:
-    """The smallest budget, in bytes, for which `plan` has one."""
+    """Return the smallest budget, in bytes, for which `plan_within` has a plan."""
     try:
         return plan(1).needed_bytes
     except InfeasibleBudget as error:
@@ -223,10 +216,7 @@ def smallest_budget(plan: Callable[[int], Plan]) -> int:
 
 
 def retained_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Bytes that `schedule` keeps on the device from forward to backward.
-
-    Persistent tensors do not count.
-    """
+    """Return the bytes that `schedule` keeps on the device from forward to backward, without persistent tensors."""
     present: set[int] = set()
     for instruction in schedule.instructions:
         target = instruction.target
@@ -242,7 +232,7 @@ def retained_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:
-    """The error of a policy with one schedule, with what `auto` could do."""
+    """Return the error of a policy with one schedule, with the budget that `auto` could meet."""
     needed = peak_of(graph, schedule)
     try:
         POLICIES["auto"]().plan(graph, device, budget_bytes)

@@ -35,14 +35,12 @@ THOUSANDTHS = 1000
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One policy's plan at one budget, or why there is none.
-
-    No plan within the budget beats the bound.
-    """
+    """One policy's plan at one budget, or why it has none."""
 
     policy: str
     budget_bytes: int
     lower_bound_seconds: float
+    """No plan within the budget beats it."""
     plan: Plan | None
     error: str | None = None
 
@@ -76,10 +74,7 @@ class Sweep(Reportable):
 
     @property
     def frontier(self) -> tuple[SweepPoint, ...]:
-        """The points that no other beats in both memory and time.
-
-        From the largest budget to the smallest.
-        """
+        """The points that no other beats in both memory and time, from the largest budget to the smallest."""
         found: list[SweepPoint] = []
         fastest = float("inf")
         planned = [(p.budget_bytes, p.plan.step_seconds, p) for p in self.points if p.plan is not None]
@@ -90,7 +85,7 @@ class Sweep(Reportable):
         return tuple(reversed(found))
 
     def fits(self, point: SweepPoint) -> bool:
-        """Whether the device has enough memory for the plan of `point`."""
+        """Return whether the device has enough memory for the plan of `point`."""
         return point.plan is not None and point.plan.fits_device
 
 
@@ -104,12 +99,12 @@ def sweep(
     account: Account | None = None,
     best: Best | None = None,
 ) -> Sweep:
-    """Plan each of `policies` at up to `points` budgets.
+    """Plan each of `policies` at up to `points` budgets, from what the step takes unmanaged to the smallest that works.
 
-    They go from what the step takes unmanaged down to the smallest that works. Budgets lie where the curves bend; a
-    policy's own smallest comes on top of them. A policy that makes one schedule has one point. `progress` gets what
-    is being done; `account` says what of the device budgets count, without it live bytes. Policies that may run a step in
-    pieces of rows have the `best` plan of its graphs. Raises RequestError for an unknown name, and for fewer points than the two ends.
+    Budgets are chosen where the curves bend; a policy's own smallest is added to them. A policy that makes one schedule
+    has one point. `progress` is called with each activity. `account` is what of the device budgets count (without it,
+    live bytes). Policies that may run a step in pieces of rows have the `best` plan of its graphs. Raises RequestError
+    for an unknown name, and for fewer points than the two ends.
     """
     check_points(points)
     asked = {str(policy): policy for policy in map(policy_named, policies)}
@@ -146,24 +141,23 @@ def _nobody(what: str) -> None:
 
 @dataclass(eq=False)
 class _Curve:
-    """The plans of one policy so far, by budget.
-
-    `floor` is the least that works, `budgets` those that are shown. `top_bytes` is what the unmanaged step takes, of
-    which budgets are shares.
-    """
+    """The plans of one policy so far, by budget."""
 
     policy: str
     make: Callable[[int], Plan]
     top_bytes: int
+    """Bytes of the unmanaged step, of which budgets are shares."""
     adapts: bool
     progress: Callable[[str], None]
     floor: Floor = field(init=False)
+    """The least budget that works."""
     plans: dict[int, Plan] = field(default_factory=dict)
     errors: dict[int, InfeasibleBudget] = field(default_factory=dict)
     budgets: list[int] = field(default_factory=list)
+    """The budgets that are shown."""
 
     def begin(self) -> None:
-        """Plan for the smallest budget. It is the one that errors name, or all that the policy's one schedule takes."""
+        """Plan for the smallest budget: the one that errors name, or all that the policy's one schedule takes."""
         self.progress(f"planning the smallest of {self.policy}")
         try:
             plan = self.make(1)
@@ -176,7 +170,7 @@ class _Curve:
 
     @property
     def smallest_bytes(self) -> int:
-        """The smallest budget shown: the floor, as a share rounded up. Of one schedule it is exactly that."""
+        """The smallest budget shown: the floor, as a share rounded up; for one schedule exactly that."""
         if not self.adapts or self.floor.nbytes >= self.top_bytes:
             return self.floor.nbytes
         budget = ceil(THOUSANDTHS * self.floor.nbytes / self.top_bytes)
@@ -194,12 +188,12 @@ class _Curve:
             self.errors[budget] = error
 
     def best(self, budget: int) -> Plan | None:
-        """The fastest plan within `budget`."""
+        """Return the fastest plan within `budget`."""
         within = [plan for plan in self.plans.values() if plan.needed_bytes <= budget]
         return min(within, key=lambda plan: plan.step_seconds, default=None)
 
     def is_beaten(self, budget: int) -> bool:
-        """Whether a smaller budget has a plan as fast or faster."""
+        """Return whether a smaller budget has a plan as fast or faster."""
         if (own := self.plans.get(budget)) is None:
             return False
         smaller = [plan for less, plan in self.plans.items() if less < budget]
@@ -208,15 +202,12 @@ class _Curve:
 
 
 def budget_of_share(thousandths: int, unmanaged_bytes: int) -> int:
-    """The budget in bytes, for thousandths of the unmanaged step's bytes.
-
-    It is the same as where they are asked for as a percentage.
-    """
+    """Return the budget in bytes, for thousandths of the unmanaged step's bytes, the same as for a percentage."""
     return Budget.parse(f"{thousandths / 10:.1f}%").bytes_of(lambda: unmanaged_bytes, 0, lambda: 0)
 
 
 def _refined(curves: Sequence[_Curve], top: int, points: int) -> list[int]:
-    """Budgets, all planned, each chosen where the curves are known least.
+    """Return budgets, all planned, each chosen where the curves are known least.
 
     They go from the smallest that any of `curves` has up to `top`.
     """
@@ -233,10 +224,10 @@ def _refined(curves: Sequence[_Curve], top: int, points: int) -> list[int]:
 
 
 def _least_known(curves: Sequence[_Curve], budgets: Sequence[int], top: int) -> int | None:
-    """The budget in the middle of what is known least, or None.
+    """Return the budget in the middle of what is known least; None if all is known well enough.
 
-    None where all is known well enough. More memory is never slower: between two budgets a curve lies in the rectangle
-    that its points span, less what the plan for the larger leaves free.
+    More memory is never slower. So between two budgets a curve is in the rectangle that its points span, less what the
+    plan for the larger leaves free.
     """
     areas: dict[int, float] = defaultdict(float)
     for less, more in pairwise(budgets):
@@ -251,7 +242,7 @@ def _least_known(curves: Sequence[_Curve], budgets: Sequence[int], top: int) -> 
 
 
 def _points(curves: Sequence[_Curve], progress: Callable[[str], None]) -> Iterator[SweepPoint]:
-    """The points of all curves, each with its proven bound."""
+    """Yield the points of all curves, each with its proven bound."""
     plans = [plan for curve in curves for plan in curve.plans.values()]
     shown = {curve.policy: [b for b in curve.budgets if not curve.is_beaten(b)] for curve in curves}
     bounds, bound = dict[int, float](), 0.0
