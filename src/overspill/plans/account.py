@@ -104,7 +104,8 @@ class Account:
         del fewest
         budget, taken = format_apart(budget_bytes, least.taken_bytes + self.context_bytes)
         return InfeasibleBudget(
-            f"infeasible: {self.placed_by} places no plan of {least.schedule.policy} within {budget}; the least that it "
+            f"infeasible: {self.placed_by} places no plan of {least.schedule.policy} within {budget}; the least that "
+            "it "
             f"took is {taken}",
             budget_bytes=budget_bytes,
             floor_bytes=least.taken_bytes + self.context_bytes,
@@ -130,7 +131,8 @@ class Account:
         if asked > self.device.memory_bytes:
             budget, has = format_apart(asked, self.device.memory_bytes)
             raise RequestError(
-                f"budget={budget} is more than the {has} of {self.device.name}; leave it out for all of the card, or name a larger GPU"
+                f"budget={budget} is more than the {has} of {self.device.name}; leave it out for all of the card, or "
+                "name a larger GPU"
             )
         return min(asked, self.whole_bytes)
 
