@@ -49,7 +49,10 @@ Placement = Annotated[
     str | None,
     optional(
         "NAME",
-        "What places the blocks of all plans, as `overspill plan` has it; own: each policy's paper's.  [default: PyTorch's]",
+        (
+            "What places the blocks of all plans, as `overspill plan` has it; own: each policy's paper's.  [default: "
+            "PyTorch's]"
+        ),
         autocompletion=complete.placer,
     ),
 ]

@@ -24,7 +24,8 @@ from .common import AsJson, Outcome, check_writable, narrate, of_page, optional,
 if TYPE_CHECKING:
     from overspill.report.training import Trained
 
-# Half a minute on two cores, most of it PyTorch's start, the capture, and ten steps; its feature maps are what is large.
+# Half a minute on two cores, most of it PyTorch's start, the capture, and ten steps; its feature maps are what is
+# large.
 MODEL, BATCH, OPTIMIZER, BUDGET, STEPS = (
     "decoder:width=256,depth=4,heads=4,vocabulary=512,seq_len=128",
     16,

@@ -20,7 +20,8 @@ OUTSIDE_FAILURE = 3
 DEBUG_HINT = "OVERSPILL_DEBUG=1 shows the traceback"
 QUOTES, NEWLINE_IN_REPR = "\"'", "\\n"
 
-# A call in Python, which stays as it is, or an argument as errors write it: `lora=16`, `placement='planned'`, `quantize=`.
+# A call in Python, which stays as it is, or an argument as errors write it: `lora=16`, `placement='planned'`,
+# `quantize=`.
 _ARGUMENT = re.compile(
     r"""(?<![\w.])[\w.]+\([^()]*\)|(?<![\w.,:=/'"-])([a-z]+(?:_[a-z]+)*)=('[^']*'|"[^"]*"|[\w.%+-]*)"""
 )
@@ -132,7 +133,8 @@ def _compiler_said(error: Exception) -> str:
     explanation = re.search(r"Explanation: (.+)", str(error))
     what = f"{_first_line(error)}: {explanation.group(1)}" if explanation else _first_line(error)
     return (
-        f"the model does not compile to one graph, as `train` and `plan` need ({type(error).__name__}{place}: {what.rstrip('.')}); "
+        f"the model does not compile to one graph, as `train` and `plan` need ({type(error).__name__}{place}: "
+        f"{what.rstrip('.')}); "
         "overspill.compile(model, budget=...) in your own loop takes graph breaks"
     )
 

@@ -90,7 +90,10 @@ Kind = Annotated[
     str | None,
     optional(
         "NAME",
-        "ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
+        (
+            "ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  "
+            "[default: ddp with --gpus]"
+        ),
         "--parallel",
         autocompletion=complete.constants(*KINDS, "zero1", "zero2", "zero3"),
     ),
@@ -179,7 +182,8 @@ def job_of(
             raise RequestError(f"one job at a time, not --script and --{source.framework}; leave one out")
         if inference or sized:
             raise RequestError(
-                "--inference, --small, --image-size and --seq-len are a model's, and a script has its own; leave them out"
+                "--inference, --small, --image-size and --seq-len are a model's, and a script has its own; leave them "
+                "out"
             )
         if said:
             raise RequestError(f"--{next(iter(said))}: {Script.refusal}")
@@ -206,7 +210,8 @@ def _trained_by(optimizer: str | None, *, inference: bool) -> dict[str, Any]:
         models.check_optimizer(optimizer)
         if inference:
             raise RequestError(
-                f"--inference runs a model without gradients, and --optimizer {optimizer} trains it; leave one of the two out"
+                f"--inference runs a model without gradients, and --optimizer {optimizer} trains it; leave one of the "
+                "two out"
             )
     return {"optimizer": None} if inference else _given(optimizer=optimizer)
 

@@ -65,7 +65,10 @@ Partition = Annotated[
     float | None,
     optional(
         "SHARE",
-        "Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: the best of several]",
+        (
+            "Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: the "
+            "best of several]"
+        ),
     ),
 ]
 DeviceName = Annotated[

@@ -146,7 +146,10 @@ class Figures:
 
     @cached_property
     def unspecified(self) -> Unspecified | None:
-        """Settings of a fine-tune that were not given, and what they may move; None where there are none."""
+        """The fine-tune settings that the user did not give, and how far they may move the total.
+
+        None if all are given.
+        """
         if self.retrace is None:
             return None
         return unspecified(

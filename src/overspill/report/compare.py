@@ -50,7 +50,8 @@ CROWDED = "no: pool"
 PYTORCHS = "PyTorch's caching allocator"
 TIME = Axis("simulated step", Unit.SECONDS)
 EXPLAINED = (
-    "Average is what is live over the time of the step, in the mean. Overlap is the time in which ops ran while something was "
+    "Average is what is live over the time of the step, in the mean. Overlap is the time in which ops ran while "
+    "something was "
     "moved; exposed is the time in which ops waited, for what was moved or for the host."
 )
 
@@ -263,7 +264,10 @@ def explanation(
     found = [
         f"Times are simulated for {device.name}, not measured; slowdown is to {BASELINE}.",
         f"What fits stays within {budget}, the fastest first.",
-        f"Fragmentation is the share of what {'the pool' if _pools(rows) else PYTORCHS} would reserve that no tensor needs.",
+        (
+            f"Fragmentation is the share of what {'the pool' if _pools(rows) else PYTORCHS} would reserve that no tensor "
+            "needs."
+        ),
     ]
     # Notes that apply to some rows only.
     if pools := {row["pool"] for row in rows if row["crowded"]}:
@@ -273,7 +277,8 @@ def explanation(
         found.append(f"`{CROWDED}`: live tensors would fit, and do not as {pool} places them{hint}.")
     if device.index is not None:
         found.append(
-            "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
+            "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take "
+            "of it."
         )
     if any(row["policy"] == InCore.name for row in rows):
         found.append(

@@ -38,7 +38,8 @@ def demo_page(trained: Trained, report: Path, seconds: float) -> Page:
     rows = (_row("plain PyTorch", reference), _row(f"budget {format_bytes(plan.asked_bytes)}", trained.managed))
     equal = f"identical: the {len(reference.losses)} losses and all {len(reference.state)} weights and buffers are equal to the last bit"
     return Page(
-        f"{job.name}: parameters of {parameters}, trained by {job.optimizer} for {len(trained.managed.losses)} steps of "
+        f"{job.name}: parameters of {parameters}, trained by {job.optimizer} for {len(trained.managed.losses)} steps "
+        "of "
         f"{job.batch} sequences on this CPU",
         Verdict(f"{equal}." if trained.identical else f"DIFFERENT: {trained.difference}.", trained.identical),
         (Table("", columns, rows),),

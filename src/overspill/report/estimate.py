@@ -91,7 +91,10 @@ def _sentence(made: Figures) -> str:
     # So near the limit, what is uncertain decides.
     tight = device.memory_bytes - least < made.total.high - made.total.central
     only_just = ", but only just" if tight else ""
-    return f"Fits{only_just}: {made.name}{batch} takes {format_bytes(total)} of {has} (it would survive on {format_bytes(least)})"
+    return (
+        f"Fits{only_just}: {made.name}{batch} takes {format_bytes(total)} of {has} (it would survive on "
+        f"{format_bytes(least)})"
+    )
 
 
 def _further(made: Estimate, within: Plan | InfeasibleBudget | None, *, asked: bool) -> Iterator[Figure]:
@@ -132,7 +135,10 @@ def _stages(peaks: Mapping[int, int], count: int) -> Figure:
 def open_settings(unspecified: Unspecified) -> str:
     """Return the settings that were not given, how far they move the figure, and that giving them helps."""
     more, less = format_bytes(unspecified.more), format_bytes(unspecified.less)
-    return f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: {', '.join(unspecified.options)}"
+    return (
+        f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: "
+        f"{', '.join(unspecified.options)}"
+    )
 
 
 def parts_table(made: Figures) -> Table:

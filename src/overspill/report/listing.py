@@ -102,7 +102,10 @@ class Listing(Table):
 
 
 def _widened(least: Sequence[int], natural: Sequence[int], spare: int) -> list[int]:
-    """Column widths between `least` and `natural` that use up `spare`. It goes in proportion to what each lacks."""
+    """Return column widths between `least` and `natural` that use up `spare`.
+
+    Each column grows in proportion to its missing width.
+    """
     lacks = [most - size for size, most in zip(least, natural, strict=True)]
     share = min(1.0, spare / max(1, sum(lacks)))
     return [size + int(lack * share) for size, lack in zip(least, lacks, strict=True)]

@@ -132,11 +132,17 @@ def refusal(read: TraceFile, solution: Solution, found: PackingVerdict, capacity
         best = f"; the layout found takes {_exact(needs)}, and --capacity {needs} would do"
     if found.infeasible:
         why = f"no layout is smaller than {_exact(solution.bound_bytes)}"
-        return f"infeasible: no layout lies{within}: {_core_text(read, found.infeasible_core) if found.infeasible_core else why}{best}"
+        return (
+            f"infeasible: no layout lies{within}: "
+            f"{_core_text(read, found.infeasible_core) if found.infeasible_core else why}{best}"
+        )
     longer = "; a longer --time-limit or another --solver may find one that does" if layout is not None else ""
     if layout is not None:
         return f"does not fit: no layout was found{within}{best}{longer}"
-    return f"no layout was found{within} in {format_seconds(solution.seconds)}; a longer --time-limit or another --solver may find one"
+    return (
+        f"no layout was found{within} in {format_seconds(solution.seconds)}; a longer --time-limit or another --solver "
+        "may find one"
+    )
 
 
 def _core_text(read: TraceFile, core: tuple[int, ...]) -> str:

@@ -274,7 +274,8 @@ def step_notes(plan: Plan) -> list[str]:
     if normed:
         held = sum(plan.graph.tensors[t].nbytes for t in normed)
         notes.append(
-            f"clipping by norm: every update waits for the gradients of all parameters, which takes {format_bytes(held)} "
+            "clipping by norm: every update waits for the gradients of all parameters, which takes "
+            f"{format_bytes(held)} "
             "on the device or in the store; without it each gradient is freed after its update"
         )
     return notes
@@ -286,7 +287,10 @@ def _plural(kind: TensorKind) -> str:
 
 def too_small(plan: Plan) -> str:
     """Return a sentence that the device is too small for `plan`, whose budget is a share of the step."""
-    return f"The step does not fit {plan.device.name}: it takes {format_bytes(plan.needed_bytes)} of {format_bytes(plan.device.memory_bytes)}"
+    return (
+        f"The step does not fit {plan.device.name}: it takes {format_bytes(plan.needed_bytes)} of "
+        f"{format_bytes(plan.device.memory_bytes)}"
+    )
 
 
 def _spell(graph: Graph, instruction: Instruction) -> str:

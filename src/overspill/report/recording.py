@@ -20,7 +20,8 @@ from .page.step import step
 from .tracing import write_run_snapshot, write_run_trace
 
 SEEN = (
-    "Memory is of what planned ops make and are given, and of gradients and optimizer state; not of what an op takes and gives "
+    "Memory is of what planned ops make and are given, and of gradients and optimizer state; not of what an op takes "
+    "and gives "
     "back inside itself, nor of what the loop makes besides."
 )
 ON_CUDA = "On CUDA a storage comes and goes with the op during which the host took or dropped it, on the clock of the compute stream."

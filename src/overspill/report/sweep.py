@@ -67,8 +67,14 @@ def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
     name = title or f"{sweep.points[0].plan.graph.name if sweep.points[0].plan else 'step'} at every budget"
     notes = (
         f"Times are simulated for {sweep.device.name}, not measured. Slowdown is to the step without a budget.",
-        "Bound: no plan within that budget takes less, by any policy that keeps the graph's order; gap: how far the plan is above it.",
-        "A share, as --budget, gives plan and train the plan of its row. A larger budget whose plan is slower is left out.",
+        (
+            "Bound: no plan within that budget takes less, by any policy that keeps the graph's order; gap: how far the "
+            "plan is above it."
+        ),
+        (
+            "A share, as --budget, gives plan and train the plan of its row. A larger budget whose plan is slower is left "
+            "out."
+        ),
         *(() if sweep.unmanaged_device_bytes is None else (OF_CARD,)),
         *(f"{name}: not below {format_bytes(floor.nbytes)} ({floor.cause})" for name, floor in sweep.floors.items()),
     )

@@ -98,7 +98,10 @@ def training_page(trained: Trained, title: str | None = None) -> Page:
             _times(trained),
             *([equal] if trained.identical else []),
             *_whole_step(trained),
-            f"The peak, the losses and the times of steps were measured on this machine; the plan is simulated{measured}.",
+            (
+                "The peak, the losses and the times of steps were measured on this machine; the plan is "
+                f"simulated{measured}."
+            ),
         ),
     )
 
@@ -180,7 +183,8 @@ def title_of(trained: Trained) -> str:
     job, options = trained.job, trained.options
     return (
         f"{job.titled}, {count(len(trained.managed.losses), 'step')} on {trained.device}: "
-        f"policy {options.policy}, {options.store} store, {options.backend} backend{job.manner(whole_step=options.whole_step)}"
+        f"policy {options.policy}, {options.store} store, {options.backend} "
+        f"backend{job.manner(whole_step=options.whole_step)}"
     )
 
 
@@ -232,7 +236,8 @@ def _whole_step(trained: Trained) -> list[str]:
     parameters = trained.plan.graph.bytes_of(TensorKind.PARAMETER)
     if trained.plan.graph.whole_step and parameters > trained.plan.budget_bytes:
         notes.append(
-            f"the budget holds from the first step on; before it the model, as it was built, had {format_bytes(parameters)} "
+            "the budget holds from the first step on; before it the model, as it was built, had "
+            f"{format_bytes(parameters)} "
             "on the device"
         )
     return notes
@@ -243,7 +248,10 @@ def _times(trained: Trained) -> str:
     measured = f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
     plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
-    return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}{_partition(trained.managed)}"
+    return (
+        f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; "
+        f"{first}{_partition(trained.managed)}"
+    )
 
 
 def _partitioned_as_stock(run: Run) -> bool:

@@ -208,7 +208,8 @@ class _Program:
         if self.file is None:
             if not _is_module(self.name):
                 raise RequestError(
-                    f"there is no script {self.name}, nor a module of that name; name a file, or a module as `python -m` does"
+                    f"there is no script {self.name}, nor a module of that name; name a file, or a module as `python "
+                    "-m` does"
                 )
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
@@ -319,7 +320,8 @@ def _more_notes(repeats: Repeats, invented: Invented) -> Iterator[str]:
         yield f"{_lines([place])} runs {op}, whose shape depends on values: the largest that it can be was taken"
     if invented.sizes:
         yield (
-            f"{_lines(invented.sizes)} counted or indexed by an invented {WHOLE}: if memory depends on it, the estimate "
+            f"{_lines(invented.sizes)} counted or indexed by an invented {WHOLE}: if memory depends on it, the "
+            "estimate "
             "may be too low"
         )
     if invented.lines:
@@ -345,7 +347,8 @@ def _never(name: str, progress: Iterations) -> RequestError:
     if progress.host_calls:
         return RequestError(f"{name} runs its model on the CPU, not on cuda; {advice}")
     return RequestError(
-        f"{name} ended without training or running a model, and without using cuda; let it train, as with the arguments after --"
+        f"{name} ended without training or running a model, and without using cuda; let it train, as with the "
+        "arguments after --"
     )
 
 

@@ -56,7 +56,8 @@ class Cache:
             F.scaled_dot_product_attention = original
         if not self._layers:
             raise RequestError(
-                "the model calls no scaled_dot_product_attention, whose keys and values generate= would keep; leave it out"
+                "the model calls no scaled_dot_product_attention, whose keys and values generate= would keep; leave it "
+                "out"
             )
 
     def _layer(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,8 @@ def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
     length = prompt.shape[1] + tokens
     if (positions := _positions(model)) is not None and length > positions:
         raise RequestError(
-            f"prompt and text are {length} tokens; the model has {positions} positions; take a smaller seq_len= or generate="
+            f"prompt and text are {length} tokens; the model has {positions} positions; take a smaller seq_len= or "
+            "generate="
         )
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kwargs["logits_to_keep"] = 1

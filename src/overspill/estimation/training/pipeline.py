@@ -93,7 +93,8 @@ class Stage:
             self._in_tuples = isinstance(made, tuple)
             if _hidden(made).shape != hidden.shape or _hidden(made).dtype != hidden.dtype:
                 raise RequestError(
-                    f"blocks of {type(self.module).__name__} make other hidden states than they read; take another kind than pp"
+                    f"blocks of {type(self.module).__name__} make other hidden states than they read; take another "
+                    "kind than pp"
                 )
             return made
 
@@ -118,7 +119,8 @@ class Stage:
         around = {m for m in outside if not inside.isdisjoint(m.modules())}
         if any(list(m.parameters(recurse=False)) for m in outside if m in around or m not in ends):
             raise RequestError(
-                f"{type(self.module).__name__} has weights that are of no stage of a pipeline; take another kind than pp"
+                f"{type(self.module).__name__} has weights that are of no stage of a pipeline; take another kind than "
+                "pp"
             )
         parts = {m: late for m, late in ends.items() if m not in around}
         return [m for m, late in parts.items() if not late], [m for m, late in parts.items() if late]
@@ -225,10 +227,12 @@ def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
     known = isinstance(module, Gpt2) or getattr(module, "get_output_embeddings", lambda: None)() is not None
     if not holders or not known:
         raise RequestError(
-            f"{type(module).__name__} is not cut in stages here, as the built-in decoders and those of transformers are; take one of them, or another kind than pp"
+            f"{type(module).__name__} is not cut in stages here, as the built-in decoders and those of transformers "
+            "are; take one of them, or another kind than pp"
         )
     if len(blocks) % stages:
         raise RequestError(
-            f"{type(module).__name__} has {len(blocks)} blocks, which {stages} stages cannot share evenly; take a number of GPUs that divides them"
+            f"{type(module).__name__} has {len(blocks)} blocks, which {stages} stages cannot share evenly; take a "
+            "number of GPUs that divides them"
         )
     return blocks

@@ -38,7 +38,8 @@ def split_layers(model: nn.Module, gpus: int) -> None:
         known = (_EMBEDDING,) if isinstance(layer, nn.Embedding) else (_COLUMNS, _ROWS, *_GATHERED)
         if not isinstance(layer, (nn.Linear, nn.Embedding)) or style not in known:
             raise RequestError(
-                f"{name} of {type(model).__name__} is to be cut as {style}, which is not known here; take another kind than tp"
+                f"{name} of {type(model).__name__} is to be cut as {style}, which is not known here; take another kind "
+                "than tp"
             )
         shard = _cut(name, layer, style, gpus)
         shard.weight = shards.setdefault(id(layer.weight), shard.weight)
@@ -56,7 +57,8 @@ def _plan(model: nn.Module) -> dict[str, str]:
     named = {inner + name: style for name, style in base.items()} | own
     if not named:
         raise RequestError(
-            f"{type(model).__name__} has no tensor-parallel plan; the built-in decoder and many models of transformers do; take one of them, or another kind than tp"
+            f"{type(model).__name__} has no tensor-parallel plan; the built-in decoder and many models of transformers "
+            "do; take one of them, or another kind than tp"
         )
     return {re.escape(name).replace(r"\*", r"\d+"): style for name, style in named.items()}
 
@@ -70,13 +72,15 @@ def _cut(name: str, layer: nn.Linear | nn.Embedding, style: str, gpus: int) -> n
     if isinstance(layer, nn.Embedding):
         if layer.num_embeddings % gpus:
             raise RequestError(
-                f"{name} has {layer.num_embeddings} rows, which {gpus} GPUs cannot share evenly; take a number that divides them"
+                f"{name} has {layer.num_embeddings} rows, which {gpus} GPUs cannot share evenly; take a number that "
+                "divides them"
             )
         return nn.Embedding(layer.num_embeddings // gpus, layer.embedding_dim, dtype=layer.weight.dtype)
     read, made = layer.in_features, layer.out_features
     if (read if style == _ROWS else made) % gpus:
         raise RequestError(
-            f"{name} has {read} to {made} features, which {gpus} GPUs cannot share evenly; take a number that divides them"
+            f"{name} has {read} to {made} features, which {gpus} GPUs cannot share evenly; take a number that divides "
+            "them"
         )
     sizes = (read // gpus, made) if style == _ROWS else (read, made // gpus)
     shard = nn.Linear(*sizes, bias=layer.bias is not None, dtype=layer.weight.dtype)

@@ -29,7 +29,8 @@ def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> 
     """
     if not dist.is_available():
         raise RequestError(
-            "this PyTorch has no torch.distributed, which parallel training needs; install one that has it, or estimate one GPU"
+            "this PyTorch has no torch.distributed, which parallel training needs; install one that has it, or "
+            "estimate one GPU"
         )
     if not dist.is_initialized():
         dist.init_process_group("nccl", rank=0, world_size=parallel.gpus)

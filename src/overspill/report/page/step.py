@@ -59,7 +59,8 @@ def _above(plan: Plan, planned: StepRun) -> str:
         return ""
     reaches, budget = format_apart(reach, plan.asked_bytes)
     return (
-        f"The budget, {budget}, is of live bytes. The addresses reach {reaches}: they are where PyTorch's caching allocator "
+        f"The budget, {budget}, is of live bytes. The addresses reach {reaches}: they are where PyTorch's caching "
+        "allocator "
         "would put the blocks, with the gaps that it leaves between them."
     )
 
