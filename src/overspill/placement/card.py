@@ -28,11 +28,14 @@ from .place import SEARCH, place_plan
 from .replay import replay
 
 STEPS_EXPANDING = 12
-"""Steps simulated with expandable segments, which grow in later steps too, ever more rarely: for GPT-2, not beyond the twelfth."""
+"""Steps simulated with expandable segments.
+
+These grow in later steps too, ever more rarely: for GPT-2, not beyond the twelfth.
+"""
 SHARES = (0.0, 0.5, 1.0)
-"""Shares of the likely workspaces of convolutions that are tried."""
+"""The shares to try of the likely workspaces of convolutions."""
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
-"""Orders among equal free blocks that are tried."""
+"""The orders to try among equal free blocks."""
 ARENA_GRAIN_BYTES = 1 << 20
 """An arena that ends between two multiples of this costs the same: the allocator's segments are multiples of 2 MiB, and
 blocks are small up to 1 MiB."""
@@ -70,13 +73,13 @@ class Card(Account):
     config: CachingConfig = field(default_factory=CachingConfig)
     """The settings of PyTorch's allocator."""
     solver: str | None = None
-    """The solver of addresses in an arena (`arena.py`), which the allocator has along with the rest; None: no arena."""
+    """The solver of addresses in an arena (`arena.py`), one block of the allocator; None: no arena."""
     always: bool = True
-    """Whether there is an arena in any case, or only where that is faster than the allocator alone."""
+    """Whether the arena is used in any case, or only if it is faster than the allocator alone."""
     pool: str | None = None
     """The allocator or solver that has all blocks, in place of PyTorch's."""
     is_measured: bool = False
-    """Whether workspaces of libraries are measured on this GPU, and not what is likely."""
+    """Whether workspaces of libraries are measured on this GPU, and not the likeliest."""
 
     @property
     def placed_by(self) -> str:
@@ -142,7 +145,7 @@ class Card(Account):
         return replace(plan, reserved_bytes=self.reserved_bytes(plan))
 
     def charged(self, plan: Plan, budget_bytes: int) -> Plan:
-        """Return a placed plan with the card bytes that it and the unmanaged step need, for a card of `budget_bytes`."""
+        """Return a placed plan with the card bytes of it and of the unmanaged step, for a card of `budget_bytes`."""
         return replace(
             plan,
             device_bytes=plan.taken_bytes + self.context_bytes,

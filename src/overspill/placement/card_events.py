@@ -13,10 +13,10 @@ from overspill.plans.fit import there_before
 from .events import ALLOCATE, EMPTY, FREE, Events
 
 STEPS = 3
-"""Steps simulated. The first makes the optimizer's state, which then lies where feature maps had been; the second runs
+"""Steps simulated. The first makes the optimizer's state, which is then where feature maps had been; the second runs
 around that, and the third around what the second leaves."""
 THREADS = ("forward", "backward")
-"""Those that run ops; a whole step is run by the first."""
+"""The threads that run ops; a whole step is run by the first."""
 BACKWARDS = frozenset({"native_dropout"})
 """Ops that allocate the last of their results first (aten/src/ATen/native/cuda/Dropout.cu: the mask)."""
 

@@ -12,13 +12,16 @@ from overspill.core import Mobility, Trace
 from overspill.core.errors import RequestError
 
 ALLOCATE, FREE, TRY, EMPTY = 0, 1, 2, 3
-"""Actions. TRY is an elastic allocation: without room for it, it and its free are skipped. EMPTY gives the device what is
-cached, as torch.cuda.empty_cache does; its block means nothing, and no other event has it."""
+"""Actions of an event.
+
+TRY is an elastic allocation: if memory is short, it and its free are skipped. EMPTY gives cached memory back to the
+device, as torch.cuda.empty_cache does; its block means nothing, and no other event has it.
+"""
 
 COLUMNS: dict[str, type[np.signedinteger]] = {
     "action": np.int8, "block": np.int64, "nbytes": np.int64, "stream": np.int32, "mobility": np.int8,
 }  # fmt: skip
-"""The arrays of Events, in order, and what they hold."""
+"""The arrays of Events, in order, and their dtypes."""
 MOST_BLOCKS = 1 << 31
 """Most blocks; they are indices of arrays, so a large number would take much memory."""
 

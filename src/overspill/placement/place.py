@@ -22,7 +22,7 @@ from .replay import replay
 PLACERS = (*ALLOCATORS, *SOLVERS)
 """Names of all that can place a trace: online allocators, then offline solvers."""
 SEARCH = Limits(time_limit_seconds=1.0, least_gain=LEAST_GAIN)
-"""A solver's limits where none are given."""
+"""A solver's default limits."""
 
 
 @dataclass(frozen=True)

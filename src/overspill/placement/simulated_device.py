@@ -12,7 +12,7 @@ SMALL_BYTES = 1 << 20
 """Requests below this share a page: the driver packs small ones, 512 bytes apart, into pages of 2 MiB."""
 SMALL_STEP_BYTES = 512
 FIRST_ADDRESS = PAGE_BYTES
-"""No block lies at address 0: that is where blocks of no bytes are."""
+"""No block is at address 0, which is that of blocks of no bytes."""
 ADDRESS_SPACE_BYTES = 1 << 56
 """All addresses are below this; an unlimited device ends here."""
 

@@ -26,7 +26,7 @@ class Account:
     available_bytes: int | None = None
     """Bytes that the machine can give now; None: all that the device has."""
     estimated_bytes: int | None = None
-    """What plain PyTorch is estimated to take of the card for the job; None: the captured graph says it."""
+    """The estimate of the card bytes that plain PyTorch takes for the job; None: those of the captured graph."""
 
     @property
     def placed_by(self) -> str | None:
@@ -98,8 +98,8 @@ class Account:
     def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
         """Return the error for a budget that no plan meets.
 
-        `least` takes the fewest bytes of all plans that were placed; `fewest`, of which a card says more, has the fewest
-        live bytes, because of `cause`.
+        `least` takes the fewest bytes of all plans that were placed. `fewest` has the fewest live bytes, because of
+        `cause`; a card's error has more on it.
         """
         del fewest
         budget, taken = format_apart(budget_bytes, least.taken_bytes + self.context_bytes)

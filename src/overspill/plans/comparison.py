@@ -20,13 +20,13 @@ from .fit import Fit
 from .plan import NO_LIMIT_BYTES, Plan, make_plan
 
 BASELINE = "oracle"
-"""What slowdowns are relative to: it has all the memory and the fastest algorithms."""
+"""The policy that slowdowns are relative to: it has unlimited memory and the fastest algorithms."""
 BOUNDS = 7
-"""At how many budgets the bound is proven for its curve, closer to one another where it bends: where there is little memory."""
+"""Budgets at which the bound is proven for its curve, closer together where it bends: at little memory."""
 
 
 Best = Callable[[Callable[[Graph], Fit]], Plan]
-"""Gives the fastest plan of several graphs of one step, as it is or in pieces of rows; a function searches in each."""
+"""Returns the fastest plan of several graphs of one step, whole or in pieces of rows; a function searches in each."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Row:
 
     policy: str
     plan: Plan | None
-    """A policy that makes one schedule has a plan even where that is over the budget; it then does not fit."""
+    """A policy that makes one schedule has a plan even if that is over the budget; it then does not fit."""
     fits: bool
     baseline_seconds: float
     error: str | None = None
     floor_bytes: int | None = None
-    """The smallest budget that works, where there is no plan."""
+    """The smallest budget that works, if there is no plan."""
     pool: str | None = None
-    """The allocator or solver that places blocks; None where live bytes count."""
+    """The allocator or solver that places blocks; None if live bytes count."""
     crowded: bool = False
     """Whether live tensors would fit the budget, and do not as the pool places them."""
     note: str | None = None
-    """What one must know of the policy on this step."""
+    """A note on the policy that the reader must know for this step."""
 
     @property
     def slowdown(self) -> float | None:

@@ -41,17 +41,17 @@ FROM_FLOOR = 16
 MOST_FLOORS = 8
 """Floors that are followed to the smallest plan."""
 HOPE = 1.1
-"""Where the plan of fewest live bytes takes more than so many times the budget, one of more is not looked for."""
+"""If the plan of fewest live bytes takes more than so many times the budget, none of more is searched for."""
 FIRST_EFFORT = 0.2
 """Share of the effort with which plans are made to find where they begin to fit."""
 NEAR = 1.02
-"""Slowdown up to which there is little to be gained."""
+"""The slowdown up to which little can be gained."""
 MANY_OPS = 1000
 """Of a step with more ops, whose plans take seconds each, a plan that is NEAR is not improved."""
 LOOSE = 1.05
 """Share of its live bytes that a placed plan may take before another way to place is tried too, if it is not NEAR."""
 GAIN = 1.01
-"""Nor where the step takes so many times as long as with all of the budget for live bytes: no placing gives more."""
+"""Nor if the step takes at most so many times as long as with all of the budget for live bytes."""
 
 
 def search(

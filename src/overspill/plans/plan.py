@@ -21,7 +21,7 @@ from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
 
 NO_LIMIT_BYTES = 1 << 60
-"""More than any device has: what a policy that makes one schedule is asked for."""
+"""More than any device has: the budget for a policy that makes one schedule."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,26 @@ class Plan(Reportable):
     """Of the same step with nothing moved or recomputed, as is the timeline."""
     unmanaged_timeline: Timeline
     plan_seconds: float
-    """What planning took, all plans included that were made for this one."""
+    """Seconds of planning, including all plans that were made for this one."""
     device: Device
     op_seconds: tuple[float, ...]
     """Seconds of the ops with their fastest algorithms."""
     retained_bytes: int
-    """On the device between forward and backward; persistent tensors do not count."""
+    """Bytes on the device between forward and backward, without persistent tensors."""
     reserved_bytes: int | None = None
-    """What the allocator takes from the device; None where live bytes are counted, as are the next four."""
+    """Bytes that the allocator takes from the device; None if live bytes count, as are the next four."""
     device_bytes: int | None = None
-    """What it takes and the CUDA context: the card that the plan needs; None where a budget is no card."""
+    """Those bytes and the CUDA context: the card that the plan needs; None if a budget is no card."""
     device_budget_bytes: int | None = None
-    """The size of the card that was asked for."""
+    """The size of the card that the user gave as the budget."""
     unmanaged_device_bytes: int | None = None
-    """What plain PyTorch takes of the card: the job's estimate, or what the graph says."""
+    """Bytes that plain PyTorch takes of the card, by the job's estimate or by the graph."""
     library_bytes: int | None = None
-    """What cuBLAS keeps."""
+    """Bytes that cuBLAS keeps."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Updates that one call of the optimizer carries out."""
     usual_seconds: float | None = None
-    """Seconds of the unmanaged step as PyTorch runs it, where the plan is in pieces of rows or by another partition."""
+    """Seconds of the unmanaged step as PyTorch runs it, if the plan is in pieces of rows or by another partition."""
     places: Places | None = None
     """The planned addresses of blocks in an arena."""
 
@@ -77,7 +77,7 @@ class Plan(Reportable):
 
     @property
     def most_live_bytes(self) -> int:
-        """The most live bytes that the budget allows: all of it, or what a card has besides the context."""
+        """The most live bytes that the budget allows: all of it, or what a card has without the context."""
         if self.device_budget_bytes is None or self.device_bytes is None or self.reserved_bytes is None:
             return self.budget_bytes
         return self.device_budget_bytes - (self.device_bytes - self.reserved_bytes)
@@ -105,13 +105,13 @@ class Plan(Reportable):
 
     @property
     def allocated_bytes(self) -> int:
-        """The most bytes that are allocated at once: the arena and what is live beside it, or live bytes; and cuBLAS's."""
+        """The most bytes allocated at once: the arena and bytes live outside it, or live bytes; and cuBLAS's."""
         tensors = self.peak_bytes if self.places is None else self.places.total_bytes
         return tensors + (self.library_bytes or 0)
 
     @property
     def unmanaged_bytes(self) -> int:
-        """Bytes of the unmanaged step, live or of a card, as `overspill.estimate` says. A budget may be a share of these."""
+        """Bytes of the unmanaged step, live or of a card, as `overspill.estimate` counts; budgets may be shares of it."""
         return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property

@@ -28,9 +28,9 @@ POINTS = 12
 """How many budgets are planned for, unless the curve is known with fewer."""
 LEAST_POINTS = 2
 KNOWN_SHARE = 1e-4
-"""Where the rest of a curve cannot lie further off than this share of memory times time, no more budgets are tried."""
+"""No more budgets are tried once the rest of a curve is within this share of memory times time."""
 THOUSANDTHS = 1000
-"""Budgets are such shares of the unmanaged step, so that the share that is printed is the budget to the byte."""
+"""Budgets are such shares of the unmanaged step, so that the printed share is the budget to the byte."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Sweep(Reportable):
 
     points: tuple[SweepPoint, ...]
     floors: dict[str, Floor]
-    """By policy the smallest budget that works, and what holds it up."""
+    """By policy the smallest budget that works, and its cause."""
     unmanaged_peak_bytes: int
     device: Device
     unmanaged_device_bytes: int | None = None
-    """What plain PyTorch takes of the card; None where budgets are live bytes."""
+    """Bytes that plain PyTorch takes of the card; None if budgets are live bytes."""
 
     @property
     def unmanaged_bytes(self) -> int:

@@ -20,7 +20,7 @@ _IGNORED = (
     "pinned_use_background_threads", "pinned_use_cuda_host_register", "release_lock_on_cudamalloc",
     "throw_on_cudamalloc_oom",
 )  # fmt: skip
-"""Settings that exist (c10/cuda/CUDAAllocatorConfig.h, torch 2.13) but do not change where blocks lie."""
+"""Settings that exist (c10/cuda/CUDAAllocatorConfig.h, torch 2.13) but do not change the addresses of blocks."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ._packing import check_layout
 
 Integers = NDArray[np.int64]
 ANYWHERE = -1
-"""The pinned address of a block that may lie anywhere."""
+"""The pinned address of a block without a pin."""
 
 
 @dataclass(frozen=True, eq=False)

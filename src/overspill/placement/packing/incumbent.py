@@ -11,8 +11,10 @@ from .columns import Integers
 from .problem import Problem
 
 SHORT_SECONDS, LONG_SECONDS = 0.5, 3.0
-"""CPU seconds that a search goes on without the gain it has to make: where less than that is left to gain, and elsewhere.
-CPU time, so that other load on the machine cuts no search short."""
+"""CPU seconds that a search goes on without its least gain: if less than that is left to gain, and otherwise.
+
+CPU time, so that other load on the machine cuts no search short.
+"""
 
 
 class Incumbent:

@@ -67,8 +67,11 @@ KEYS: dict[str, Callable[[Problem], Integers | Floats]] = {
     "conflict": conflicts,
     "start": lambda problem: -problem.start,
 }
-"""Bytes; lifetime; bytes x lifetime; lifetime in maximal sections; the largest load in the lifetime; the number of blocks
-live with it; an early start."""
+"""The keys by name.
+
+They are bytes; lifetime; bytes x lifetime; lifetime in maximal sections; the largest load in the lifetime; the number
+of blocks live with it; an early start.
+"""
 
 
 def order_by(key: Floats) -> Integers:

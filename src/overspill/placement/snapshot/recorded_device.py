@@ -15,7 +15,7 @@ from .read import TraceEntry
 from .start import StartSegment
 
 _ELSEWHERE = ADDRESS_SPACE_BYTES << 4
-"""Addresses above all real ones, for memory that the recording does not know."""
+"""Addresses above all real ones, for memory that is not in the recording."""
 
 
 class RecordedDevice(SimulatedDevice):

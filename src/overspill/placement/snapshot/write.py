@@ -29,7 +29,7 @@ from .settings import settings_of
 PICKLE_PROTOCOL = 4
 """The latest that the viewer's reader knows (torch/utils/viz/MemoryViz.js)."""
 UNKNOWN_CATEGORY = "unknown"
-"""The category of all that is no tensor; the viewer requires it if there are categories."""
+"""The category of everything but tensors; the viewer requires it if categories are used."""
 _NO_CONTEXT = "N/A"
 
 

@@ -26,7 +26,7 @@ from .exact_model import ExactModel
 from .greedy import largest_first
 
 PREORDERS = ("WAT", "TAW", "TWA")
-"""Keys of the preorders: lifetime (W), area (A), total of the fullest section (T), as minimalloc has them."""
+"""Keys of the preorders: lifetime (W), area (A), total of the fullest section (T), as in minimalloc."""
 NOISES = (0.05, 0.1, 0.25)
 """Standard deviations of the logarithm of the noise on keys."""
 _FITS, _INFEASIBLE = 1, 0  # outcomes of the native search; -1: not known within the limits
@@ -63,7 +63,7 @@ def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[Search
 
 
 def _luby() -> Iterator[int]:
-    """Yield Luby's sequence: 1, 1, 2, 1, 1, 2, 4, 1, …
+    """Yield Luby's sequence: 1, 1, 2, 1, 1, 2, 4, 1 and so on.
 
     Each power of two follows two runs of all that came before it.
     """

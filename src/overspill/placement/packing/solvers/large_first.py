@@ -22,7 +22,7 @@ from .greedy import place
 from .skyline import solid
 
 SHARES = (0.001, 0.0003, 0.0001)
-"""A block is large from this share of the lower bound on, where the exact search packs them."""
+"""A block is large from this share of the lower bound on, if the exact search packs them."""
 EFFORT = 4 * 10**6
 """Most nodes of the exact search, times the large blocks, per share: up to some tenths of a second."""
 ATTEMPTS = 40

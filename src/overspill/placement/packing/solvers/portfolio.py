@@ -37,7 +37,7 @@ RESTARTED_BLOCKS, FEWEST_RESTARTS = 100_000, 4
 BLOCKS_OF_A_RESTART = 100
 """A restart's fixed cost, as a number of blocks placed."""
 EXACT_BLOCKS = 1000
-"""Most blocks, or large blocks, for the exact search, where the heuristics end above the bound."""
+"""Most blocks, or large blocks, for the exact search, if the heuristics end above the bound."""
 DESCENT_BLOCKS = 5000
 """Most blocks for exact descents with few backtracks; above `EXACT_BLOCKS` a node takes long."""
 BOXED_BLOCKS = 5000
