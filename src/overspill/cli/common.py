@@ -34,8 +34,8 @@ Budget = Annotated[
     str | None,
     optional(
         "SIZE",
-        "Bytes that the whole step may take on the device: 2GiB, 500MB, or a share of what it takes unmanaged, as 0.5 or "
-        "50%.  [default: all of the device]",
+        "Bytes that the whole step may take on the device: 2GiB, 500MB, or a share of what it takes unmanaged, as 0.5 "
+        "or 50%.  [default: all of the device]",
     ),
 ]
 Gpu = Annotated[

@@ -28,7 +28,7 @@ EXTENSIONS = {
 TESTED_TORCH = ((2, 11), (2, 14))
 """The first and the last release of PyTorch that Overspill is tested with."""
 MOST_NAMES = 3
-"""How many of the names that a release has moved are shown."""
+"""The number of shown names that a release has moved."""
 EXTRAS = {
     "plot": (("matplotlib",), "plots: --plot"),
     "bert": (("transformers",), "models of transformers: bert-base, hf:config.json"),
@@ -147,7 +147,8 @@ def _gpu() -> Iterable[Finding]:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if locked != resource.RLIM_INFINITY:
             yield Finding(
-                "pinned memory", "works", f"at most {format_bytes(locked)} locked", "PyTorch pins by CUDA, which may have more",
+                "pinned memory", "works", f"at most {format_bytes(locked)} locked",
+                "PyTorch pins by CUDA, which may have more",
                 "ulimit -l unlimited",
             )  # fmt: skip
         return

@@ -119,7 +119,8 @@ MicroBatches = Annotated[
 def _option(name: str, said: Way) -> inspect.Parameter:
     """Return the option of a training setting."""
     option = typer.Option(
-        said.flag or f"--{name.replace('_', '-')}", metavar=said.metavar, help=said.help, show_default=bool(said.default),
+        said.flag or f"--{name.replace('_', '-')}", metavar=said.metavar, help=said.help,
+        show_default=bool(said.default),
         min=1 if said.positive and said.kind is int else None,
         autocompletion=complete.constants(*said.choices) if said.choices else None,
     )  # fmt: skip

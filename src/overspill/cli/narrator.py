@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.progress import Progress, TaskID
 
 QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
-"""Whether `--quiet` was given: a command then says nothing on standard error but what is wrong."""
+"""Whether `--quiet` was given: a command then prints only errors on standard error."""
 
 
 _CURRENT: ContextVar[Narrator | None] = ContextVar("current", default=None)

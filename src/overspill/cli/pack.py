@@ -45,8 +45,8 @@ TimeLimit = Annotated[
     float | None,
     optional(
         "SECONDS",
-        "Search so long for a better layout, unless the best there can be is found; Ctrl-C ends it with the best found.  "
-        "[default: while it gains anything, 10 at most]",
+        "Search so long for a better layout, unless the best there can be is found; Ctrl-C ends it with the best "
+        "found.  [default: while it gains anything, 10 at most]",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same search.")]

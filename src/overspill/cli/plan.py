@@ -46,7 +46,7 @@ MemoryPlot = Annotated[
 
 DOES_NOT_FIT = 1
 SETTINGS = ("--budget", "--placement", "--whole-step")
-"""What errors advise."""
+"""The settings that errors recommend."""
 
 
 @with_job()
@@ -184,8 +184,11 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
     The JSON object has all keys; those of the plan are null.
     """
     unknown = (
-        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes",
-        "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "communication_seconds", "exposed_communication_seconds", "recomputing_seconds", "plan_seconds",
+        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes",
+        "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes",
+        "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds",
+        "gap", "exposed_transfer_seconds", "communication_seconds", "exposed_communication_seconds",
+        "recomputing_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip
     answer = request | dict.fromkeys(unknown) | {

@@ -66,8 +66,8 @@ Partition = Annotated[
     optional(
         "SHARE",
         (
-            "Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: the "
-            "best of several]"
+            "Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: "
+            "the best of several]"
         ),
     ),
 ]

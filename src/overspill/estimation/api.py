@@ -163,8 +163,10 @@ def estimate(
     """
     setting = Setting.of(device, allocator, allocator_config, torch, cuda)
     job = job_of(
-        build, inputs, loss, batch, optimizer, dtype=dtype, accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
-        set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, reentrant=reentrant, attention=attention,
+        build, inputs, loss, batch, optimizer, dtype=dtype, accumulate=accumulate, clip_norm=clip_norm,
+        clip_value=clip_value,
+        set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, reentrant=reentrant,
+        attention=attention,
         channels_last=channels_last, lora=lora, lora_targets=lora_targets, lora_dropout=lora_dropout, quantize=quantize,
         upcast=upcast, shift_logits=shift_logits, loss_chunks=loss_chunks, keep_outputs=keep_outputs,
         offload_optimizer=offload_optimizer, cudnn_benchmark=cudnn_benchmark, generate=generate,

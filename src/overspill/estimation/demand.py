@@ -30,12 +30,12 @@ class Demand:
     end: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     scratch: NDArray[np.bool_]
-    """Whether a library asks for it."""
+    """Whether a library requests it."""
     elastic: NDArray[np.bool_]
-    """Whether it may fail."""
+    """Whether the request may fail."""
     stream: NDArray[np.int32]
     count: int
-    """How many events the recording has."""
+    """The number of events of the recording."""
 
     @cached_property
     def events(self) -> Events:

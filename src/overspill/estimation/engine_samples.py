@@ -25,7 +25,7 @@ from .demand import Demand
 
 COUNT = 32
 FOLLOWERS = 0.75
-"""The share of shapes that take what their kind takes in a job; the others are drawn by themselves. Assumed."""
+"""The share of shapes that take the engine of their kind in a job; the others are sampled separately. Assumed."""
 _TAIL = 0.05
 
 

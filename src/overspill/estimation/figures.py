@@ -42,17 +42,17 @@ class Figures:
     allocator_config: Any = None
     software: Software = field(default_factory=Software)
     parallel: Parallel | None = None
-    """How other GPUs take part."""
+    """How other GPUs share the work."""
     scaling: Scaling | None = None
-    """Traces the job at other batch sizes, where it can be."""
+    """Traces the job at other batch sizes, if that is possible."""
     seconds: float = 0.0
-    """What the estimate took."""
+    """The time that the estimate took."""
     retrace: Retrace | None = None
-    """Traces the job trained otherwise."""
+    """Traces the job with other training settings."""
     framework: str = "pytorch"
-    """What runs the job."""
+    """The framework that runs the job."""
     stages: Mapping[int, int] = field(default_factory=dict)
-    """Of a pipeline, peaks of requested bytes, scratch left out, by stage; the figures are those of the largest."""
+    """For a pipeline, peaks of requested bytes without scratch, by stage; the figures are those of the largest."""
 
     # The allocator
 

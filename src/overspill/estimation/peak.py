@@ -30,7 +30,7 @@ _CATEGORY_OF = {
     TensorKind.COMMUNICATION: "communication",
 }
 MOST_TENSORS = 30
-"""So many of the largest tensors at the peak are named."""
+"""The number of largest tensors at the peak that are named."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class Peak:
     by_category: dict[str, int]
     """Requested bytes by category of DNNMem."""
     by_layer: dict[str, int]
-    """Bytes of feature maps, gradients of outputs and temporaries, by the layer that made them, largest first."""
+    """Bytes of activations, gradients of outputs and temporaries, by the layer that made them, largest first."""
     ops: tuple[str, ...]
     """The ops around the moment."""
     at: int
-    """Which of these reached it."""
+    """The position in `ops` of the op that reached the peak, or -1."""
     requested_bytes: int
     source: str
     """The line of Python of the op; empty where none is known."""
     largest: tuple[int, ...]
-    """Positions of the allocations of most bytes that are there."""
+    """Positions of the largest live allocations."""
     live: tuple[int, ...]
-    """Positions of all allocations that are there."""
+    """Positions of all live allocations."""
 
 
 def category(kind: TensorKind) -> str:

@@ -21,7 +21,7 @@ from .script_process.confine import WAYS
 from .script_process.request import Ended, Request
 
 TIME_LIMIT = 600.0
-"""Seconds that a script has, if its user says nothing."""
+"""The default time limit of a script, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from overspill.job import Job
 from .advice.change import Retrace
 
 LOADING = 0.04
-"""The share of the whole that loading and preparing weights may leave in the allocator's cache; of fine-tunes whose
-allocated bytes are right to 0.1 % reserved ones are up to 3.6 % higher (bench/ground_truth/public.csv)."""
+"""The share of the total that loading and preparing weights may leave in the allocator's cache. Where a fine-tune's
+allocated bytes are right to 0.1 %, its reserved bytes are up to 3.6 % higher (bench/ground_truth/public.csv)."""
 
 
 @dataclass(frozen=True)

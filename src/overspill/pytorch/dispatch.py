@@ -10,7 +10,8 @@ import torch._dispatch.python
 import torch.utils._mode_utils
 import torch.utils._python_dispatch
 from torch._C import (
-    DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,  # context: `__torch_function__` of tensor subclasses is not asked
+    # Context: `__torch_function__` of tensor subclasses is not called.
+    DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
 )
 from torch._C import DispatchKey as DispatchKey  # the kinds of kernels that an op may have
 from torch._C import DispatchKeySet as DispatchKeySet  # several of them

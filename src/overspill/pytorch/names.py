@@ -74,7 +74,9 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "torch._subclasses.fake_tensor.FakeTensorMode": ("dispatch",),
     "torch._subclasses.functional_tensor.FunctionalTensor": ("commit_update", "elem", "sync"),
     # Checkpoints.
-    "torch.utils.checkpoint": ("CheckpointFunction", "_checkpoint_without_reentrant_generator", "detach_variable", "noop_context_fn"),
+    "torch.utils.checkpoint": (
+        "CheckpointFunction", "_checkpoint_without_reentrant_generator", "detach_variable", "noop_context_fn",
+    ),
     "torch.autograd.function": ("BackwardCFunction",),
     # What makes a tensor an instance of nn.Parameter or nn.Buffer.
     "torch.nn.parameter": ("_is_buffer", "_is_param"),

@@ -23,9 +23,10 @@ from .plan import peak_of, peak_rows
 FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
     "step_seconds", "slowdown", "compute_seconds", "overlapped_seconds", "exposed_transfer_seconds", "stall_seconds",
-    "stall_cause", "fragmentation", "reserved_bytes", "device_bytes", "library_bytes", "allocator_fits", "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
+    "stall_cause", "fragmentation", "reserved_bytes", "device_bytes", "library_bytes", "allocator_fits",
+    "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
 )  # fmt: skip
-"""What a row has of a plan; null where there is none."""
+"""The plan's figures in a row; null without a plan."""
 COLUMNS = {
     "policy": Column("policy"),
     "pool": Column("pool"),
@@ -265,8 +266,8 @@ def explanation(
         f"Times are simulated for {device.name}, not measured; slowdown is to {BASELINE}.",
         f"What fits stays within {budget}, the fastest first.",
         (
-            f"Fragmentation is the share of what {'the pool' if _pools(rows) else PYTORCHS} would reserve that no tensor "
-            "needs."
+            f"Fragmentation is the share of what {'the pool' if _pools(rows) else PYTORCHS} would reserve that no "
+            "tensor needs."
         ),
     ]
     # Notes that apply to some rows only.

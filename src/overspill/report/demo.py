@@ -31,16 +31,19 @@ def demo_page(trained: Trained, report: Path, seconds: float) -> Page:
     measured, plain = trained.managed.measured_peak_bytes, reference.measured_peak_bytes
     parameters = format_bytes(plan.graph.bytes_of(TensorKind.PARAMETER))
     columns = (
-        Column(""), Column("peak memory", Unit.BYTES), Column("first loss", Unit.NUMBER), Column("last loss", Unit.NUMBER),
+        Column(""), Column("peak memory", Unit.BYTES), Column("first loss", Unit.NUMBER),
+        Column("last loss", Unit.NUMBER),
         Column("usual step", Unit.SECONDS),
     )  # fmt: skip
     # Plain PyTorch against the budget.
     rows = (_row("plain PyTorch", reference), _row(f"budget {format_bytes(plan.asked_bytes)}", trained.managed))
-    equal = f"identical: the {len(reference.losses)} losses and all {len(reference.state)} weights and buffers are equal to the last bit"
+    equal = (
+        f"identical: the {len(reference.losses)} losses and all {len(reference.state)} weights and buffers are equal "
+        "to the last bit"
+    )
     return Page(
         f"{job.name}: parameters of {parameters}, trained by {job.optimizer} for {len(trained.managed.losses)} steps "
-        "of "
-        f"{job.batch} sequences on this CPU",
+        f"of {job.batch} sequences on this CPU",
         Verdict(f"{equal}." if trained.identical else f"DIFFERENT: {trained.difference}.", trained.identical),
         (Table("", columns, rows),),
         (

@@ -25,7 +25,7 @@ from .page.columns import columns_of, frames_of, shape_of
 MOST_LAYERS, SHOWN = 30, 5
 OUTSIDE, OPTIMIZER = "(outside layers)", "(optimizer state)"
 FAR = 3
-"""A limit so many times above the peak is no line in the picture: it would press all else flat."""
+"""A limit so many times above the peak gets no line in the picture, which would flatten everything below."""
 
 
 def estimate_page(
@@ -60,9 +60,12 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
     """Return whether the job fits, with the bytes behind that."""
     total, device = made.total, made.device
     figures = (
-        Figure("takes", format_bytes(made.total_bytes), f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}, as library workspaces and the context turn out"),
+        Figure("takes", format_bytes(made.total_bytes),
+            f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}, as library workspaces and the "
+            "context turn out"),
         Figure("needs at least", format_bytes(made.minimum_capacity_bytes), "what its allocator caches given back"),
-        Figure("tensors at the peak", format_bytes(made.peak_requested_bytes), f"allocated {format_bytes(made.peak_allocated_bytes)}"),
+        Figure("tensors at the peak", format_bytes(made.peak_requested_bytes),
+            f"allocated {format_bytes(made.peak_allocated_bytes)}"),
         Figure("reserved", format_bytes(made.peak_reserved_bytes), f"by the {made.allocator} allocator"),
         Figure("context", format_bytes(made.context_bytes)),
         *further,

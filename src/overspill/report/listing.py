@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _SHORT = 20
-"""Letters of the longest text that is never wrapped in a table."""
+"""The length of the longest text that is never wrapped in a table, in characters."""
 _NARROW = 76
 _CLOSE_BY_ONE, _CLOSE = (0, 0, 0, 1), (0, 0, 0, 0)
 _POWERS = ("", "k", "M", "G", "T", "P")

@@ -18,13 +18,14 @@ from .page.sections import Axis, Floats, Integers
 from .tables import Unit, written
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#44AA99")
-"""Okabe and Ito's, which the colour-blind tell apart, without the yellow that is too pale on white; then Tol's."""
+"""Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow that is too pale on white;
+then Tol's."""
 SIZE_INCHES = (9.0, 5.0)
 MOST_LETTERS, MOST_TICKS = 100, 8
 MOST_NAMED = 60
-"""Above so many rectangles none has its name in it."""
+"""With more rectangles than this, none has its name in it."""
 OFFSETS = [(7, y, "left") for y in (0, 14, -14, 28, -28)] + [(-7, y, "right") for y in (0, 14, -14, 28, -28)]
-"""Where a label may be, in points from what it names."""
+"""The candidate positions of a label, in points from the point that it names."""
 LETTER_POINTS = (6.3, 12.0)
 
 

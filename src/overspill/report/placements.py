@@ -11,7 +11,8 @@ from overspill.placement.place import Placed
 from .tables import Cell, Column, Table, Unit
 
 OVERALL = (
-    Column("placed by"), Column("mean fragm.", Unit.SHARE), Column("worst", Unit.SHARE), Column("mean U_f", Unit.NUMBER),
+    Column("placed by"), Column("mean fragm.", Unit.SHARE), Column("worst", Unit.SHARE),
+    Column("mean U_f", Unit.NUMBER),
     Column("time", Unit.NUMBER),
 )  # fmt: skip
 Crossing = tuple[str, Placed]
@@ -49,7 +50,10 @@ def placement_tables(crossings: Sequence[Crossing]) -> list[Table]:
         (policy, found[policy, placers[0]].lower_bound_bytes, *(_over(found[policy, placer]) for placer in placers))
         for policy in policies
     ]
-    note = "live: the most bytes that live at once, which no placement undercuts. U_f: the mean share of free bytes in blocks too small for the largest request."
+    note = (
+        "live: the most bytes that live at once, which no placement undercuts. U_f: the mean share of free bytes in "
+        "blocks too small for the largest request."
+    )
     if any(placer in SOLVERS for placer in placers):
         note += " The last rows are solvers, which know all requests beforehand."
     overall = [_overall(placer, [placed for _, placed in crossings if placed.placer == placer]) for placer in placers]

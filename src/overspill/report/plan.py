@@ -55,11 +55,15 @@ def plan_verdict(plan: Plan) -> Verdict:
         f"Fits in {format_bytes(plan.asked_bytes)}" if plan.fits_device else too_small(plan),
         good=plan.fits_device,
         figures=(
-            Figure("it takes", format_bytes(plan.needed_bytes), f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
+            Figure("it takes", format_bytes(plan.needed_bytes),
+                f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
             Figure("unmanaged", format_bytes(plan.unmanaged_bytes), share),
-            Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
-            Figure("offloaded each step", format_bytes(plan.offloaded_bytes), count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
-            Figure("recomputed each step", count(plan.recomputed_ops, "op"), format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
+            Figure("simulated slowdown", f"{plan.slowdown:.3f}",
+                f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
+            Figure("offloaded each step", format_bytes(plan.offloaded_bytes),
+                count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
+            Figure("recomputed each step", count(plan.recomputed_ops, "op"),
+                format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
         ),
     )  # fmt: skip
 
@@ -147,7 +151,8 @@ def _swaps(plan: Plan) -> tuple[Table, ...]:
             starts[event.verb].setdefault(event.target, event.start_seconds)
     gone, back = starts.values()
     rows = [
-        (tensor.name, tensor.nbytes, graph.source(graph.producer.get(tensor.id)), gone.get(tensor.id), back.get(tensor.id), waited[tensor.name])
+        (tensor.name, tensor.nbytes, graph.source(graph.producer.get(tensor.id)), gone.get(tensor.id),
+            back.get(tensor.id), waited[tensor.name])
         for tensor in (graph.tensors[t] for t in {**gone, **back})
     ]  # fmt: skip
     if not rows:
@@ -236,7 +241,8 @@ def peak_of(plan: Plan) -> PlannedPeak:
 def peak_rows(graph: Graph, peak: PlannedPeak) -> list[dict[str, Any]]:
     """Return the largest tensors at the peak, for JSON."""
     return [
-        {"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes, "source": graph.source(graph.producer.get(t.id)) or None}
+        {"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes,
+            "source": graph.source(graph.producer.get(t.id)) or None}
         for t in peak.largest
     ]  # fmt: skip
 

@@ -24,7 +24,10 @@ SEEN = (
     "and gives "
     "back inside itself, nor of what the loop makes besides."
 )
-ON_CUDA = "On CUDA a storage comes and goes with the op during which the host took or dropped it, on the clock of the compute stream."
+ON_CUDA = (
+    "On CUDA a storage comes and goes with the op during which the host took or dropped it, on the clock of the "
+    "compute stream."
+)
 
 
 class Recording(Reportable):
@@ -129,7 +132,8 @@ def recording_verdict(found: Recording) -> Verdict:
     moved = sum(found.offloaded_bytes + found.prefetched_bytes) / steps
     waited = sum(found.waited_seconds) / steps
     figures = (
-        Figure("usual step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
+        Figure("usual step", format_seconds(found.usual_step_seconds),
+            "measured, the median of those in which nothing was planned"),
         Figure("live bytes", format_bytes(found.peak_bytes), "measured, the most at once"),
         Figure("planned peak", format_bytes(planned), "of live bytes"),
         Figure("moved each step", format_bytes(round(moved)), "measured, both ways"),

@@ -62,11 +62,11 @@ class Shown(NamedTuple):
     """How a kind of result is shown."""
 
     page: Callable[[Any, str | None], Page]
-    """All of it, with a title or a default one."""
+    """The function that makes the page, with a title or a default one."""
     verdict: Callable[[Any], Verdict]
-    """In short, without what takes long to find."""
+    """The function that makes the short form, without figures that take long to find."""
     table: Callable[[Any], Table] | None = None
-    """What a notebook shows below the verdict."""
+    """The function that makes the table which a notebook shows below the verdict."""
 
 
 def _page_of_solution(found: Solution, title: str | None) -> Page:

@@ -15,7 +15,7 @@ from .page import Column, Figure, Page, Step, Table, Verdict
 from .page.step import addresses
 
 LEAST_HOLE_BYTES = 64 << 20
-"""Address space of this size in which no block ever lay is left out of the map: segments lie far apart."""
+"""Unused address space of at least this size is left out of the map, since segments are far apart."""
 
 
 def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str) -> Page:

@@ -13,8 +13,9 @@ from .compare import TIME, bound_curve
 from .listing import percent, recomputed
 from .page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
 
-FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "fits")  # fmt: skip
-"""What a row has of a plan; null where there is none."""
+FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops",
+    "recomputed_ops", "fits")  # fmt: skip
+"""The plan's figures in a row; null without a plan."""
 COLUMNS = {
     "policy": Column("policy"),
     "chosen": Column("chose"),
@@ -31,7 +32,10 @@ COLUMNS = {
 }
 SMALL_SLOWDOWN = 1.05
 MEMORY = Axis("budget", Unit.BYTES)
-OF_CARD = "Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of that."
+OF_CARD = (
+    "Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of "
+    "that."
+)
 
 
 def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
@@ -68,12 +72,12 @@ def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
     notes = (
         f"Times are simulated for {sweep.device.name}, not measured. Slowdown is to the step without a budget.",
         (
-            "Bound: no plan within that budget takes less, by any policy that keeps the graph's order; gap: how far the "
-            "plan is above it."
+            "Bound: no plan within that budget takes less, by any policy that keeps the graph's order; gap: how far "
+            "the plan is above it."
         ),
         (
-            "A share, as --budget, gives plan and train the plan of its row. A larger budget whose plan is slower is left "
-            "out."
+            "A share, as --budget, gives plan and train the plan of its row. A larger budget whose plan is slower is "
+            "left out."
         ),
         *(() if sweep.unmanaged_device_bytes is None else (OF_CARD,)),
         *(f"{name}: not below {format_bytes(floor.nbytes)} ({floor.cause})" for name, floor in sweep.floors.items()),
@@ -153,7 +157,10 @@ def _sentence(sweep: Sweep) -> str:
     )
     cheap = [p for p in frontier if p.plan is not None and p.plan.slowdown <= SMALL_SLOWDOWN]
     if cheap and cheap[-1] is not least and cheap[-1].budget_bytes < unmanaged:
-        text += f"; within {format_bytes(cheap[-1].budget_bytes)} ({share_up(cheap[-1].budget_bytes / unmanaged)}) at most 5 % longer"
+        text += (
+            f"; within {format_bytes(cheap[-1].budget_bytes)} ({share_up(cheap[-1].budget_bytes / unmanaged)}) at most "
+            "5 % longer"
+        )
     return text
 
 

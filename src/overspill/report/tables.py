@@ -11,7 +11,7 @@ from overspill.core.units import format_bytes, format_seconds
 from .listing import format_flops, percent, yes
 
 Cell = str | float | bool | None
-"""What stands in a table. None: nothing is known."""
+"""The content of a table's cell. None: unknown."""
 
 
 class Unit(StrEnum):

@@ -14,7 +14,7 @@ from .tables import Table, Unit, written
 TONES = {True: "bold green", False: "bold red", None: "bold"}
 BAR_LETTERS, EIGHTHS = 32, " ▏▎▍▌▋▊▉"
 MOST_BESIDE_BARS = 4
-"""Columns of a table that has its bars in a terminal too."""
+"""The most columns of a table whose bars a terminal shows too."""
 LONG_NAME = 40
 """Only longer names and figures are wrapped."""
 

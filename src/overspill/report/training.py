@@ -120,7 +120,11 @@ def _views(trained: Trained) -> list[Section]:
 def _verdict(trained: Trained) -> Verdict:
     run, plan = trained.managed, trained.plan
     good = run.measured_peak_bytes <= plan.asked_bytes and trained.identical is not False
-    text = f"Trained within {format_bytes(plan.asked_bytes)}" if good else f"Trained with {format_bytes(run.measured_peak_bytes)} of a budget of {format_bytes(plan.asked_bytes)}"  # fmt: skip
+    text = (
+        f"Trained within {format_bytes(plan.asked_bytes)}"
+        if good
+        else f"Trained with {format_bytes(run.measured_peak_bytes)} of a budget of {format_bytes(plan.asked_bytes)}"
+    )
     # Whether the numbers are the reference's.
     if trained.identical is not None:
         text += (
@@ -129,7 +133,8 @@ def _verdict(trained: Trained) -> Verdict:
             else f", but with other numbers: {trained.difference}"
         )
     figures = (
-        Figure("measured peak", format_bytes(run.measured_peak_bytes), f"{percent(run.measured_peak_bytes, plan.asked_bytes)} of the budget"),
+        Figure("measured peak", format_bytes(run.measured_peak_bytes),
+            f"{percent(run.measured_peak_bytes, plan.asked_bytes)} of the budget"),
         Figure("planned peak", format_bytes(run.planned_peak_bytes)),
         _unmanaged(trained),
         Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
@@ -245,7 +250,10 @@ def _whole_step(trained: Trained) -> list[str]:
 
 def _times(trained: Trained) -> str:
     """Return the usual step time, and the time of the first step."""
-    measured = f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
+    measured = (
+        f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated "
+        f"{format_seconds(trained.plan.step_seconds)})"
+    )
     plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
     return (

@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # the command line knows jobs before it pays for torch
     from overspill.estimation.figures import Figures
 
 RANK = 16
-"""The rank of the adapters that are advised: LoRA's papers and peft's examples have 8 to 64."""
+"""The rank of the recommended adapters: LoRA's papers and peft's examples have 8 to 64."""
 LOSS_CHUNKS = 8
-"""Chunks of tokens of a loss that is advised: as many as torchtune's losses have (`num_output_chunks`)."""
+"""Chunks of tokens of the recommended loss: as many as torchtune's losses have (`num_output_chunks`)."""
 _CONVOLUTIONS = frozenset({"convolution", "cudnn_convolution"})
 _NORMS_OF_BATCH = frozenset({"native_batch_norm", "cudnn_batch_norm", "_batch_norm_with_update"})
 
@@ -43,7 +43,8 @@ def changes(estimate: Figures, job: Job) -> Iterator[Change]:
     if job.fine_tunes and job.loss_chunks is None:
         yield Change(
             f"the loss in {LOSS_CHUNKS} chunks of tokens (--loss-chunks)",
-            "the output layer runs twice; a sum in another order", Price.TIME, {"loss_chunks": LOSS_CHUNKS, "shift_logits": None},
+            "the output layer runs twice; a sum in another order", Price.TIME,
+            {"loss_chunks": LOSS_CHUNKS, "shift_logits": None},
         )  # fmt: skip
     yield from _another_method(job)
 
@@ -104,7 +105,8 @@ def _another_method(job: Job) -> Iterator[Change]:
     if parallel is not None and parallel.kind == "fsdp":
         if not parallel.cpu_offload:
             yield Change(
-                "CPUOffloadPolicy: shards and their update on the host", "gradients and weights cross the link at each step",
+                "CPUOffloadPolicy: shards and their update on the host",
+                "gradients and weights cross the link at each step",
                 Price.TIME, {"parallel": replace(parallel, cpu_offload=True)}, 0.0, 0.0,
             )  # fmt: skip
     elif not job.offload_optimizer:
@@ -127,7 +129,8 @@ def _another_method(job: Job) -> Iterator[Change]:
     if job.quantize is None:
         rank, cost = job.lora or RANK, "rounded weights" if job.lora else "another training, on rounded weights"
         yield Change(
-            f"QLoRA: adapters of rank {rank} on weights of 4 bits", cost, Price.RESULTS, {"lora": rank, "quantize": "4bit"}, 0.12, 0.0,
+            f"QLoRA: adapters of rank {rank} on weights of 4 bits", cost, Price.RESULTS,
+            {"lora": rank, "quantize": "4bit"}, 0.12, 0.0,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from overspill.estimation.figures import Figures
 
 SHOWN = 5
-"""How many pieces of advice `overspill estimate` shows."""
+"""The number of pieces of advice that `overspill estimate` shows."""
 _LITTLE, _NOT_ENOUGH = "saves less than one percent", "does not fit yet"
 _LEAST_SAVING = 0.01  # of what the job needs; what saves less is told only where it decides
 _QUICK_TRIALS, _QUICK_OPS = 8, 60_000  # how many changes, and of how many recorded ops in all, a quick answer tries
@@ -32,7 +32,7 @@ _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 Planner = Callable[[], Advice | None]
 Progress = Callable[[str], None]
 Vain = Callable[[str, str], object]
-"""Is told of a change, and why it does not help."""
+"""A callback with a change, and the reason why it does not help."""
 
 
 def advice(
@@ -112,7 +112,10 @@ class _Trials:
         twice = scaling.minimum_capacity_bytes(2 * batch, self.estimate.outside_bytes)
         tenth = (twice - self.estimate.minimum_capacity_bytes) // 10
         if tenth > 0:
-            cost = f"nothing: faster. Each tenth of the tokens that is padding takes {format_bytes(tenth)}; give --seq-len the mean length"
+            cost = (
+                f"nothing: faster. Each tenth of the tokens that is padding takes {format_bytes(tenth)}; give "
+                "--seq-len the mean length"
+            )
             yield Advice("sequences packed without padding, if texts differ in length", cost, Price.NOTHING)
 
     def _segments(self) -> Iterator[Advice]:

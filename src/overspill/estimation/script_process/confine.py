@@ -23,7 +23,8 @@ from .landlock import forbid_writes
 from .overlay import cover_with_overlay
 
 WAYS = ("overlay", "landlock", "audit")
-"""How writes are kept from the disk, best first. The first one that the system allows is taken; the last always works."""
+"""The methods that keep writes from the disk, best first. The first one that the system allows is taken; the last
+always works."""
 
 _REFUSALS = {
     "overlay": {errno.EROFS, errno.EOVERFLOW, errno.EXDEV},

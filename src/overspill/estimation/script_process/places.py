@@ -17,7 +17,7 @@ from typing import BinaryIO
 from overspill.capture.frames import is_of_the_script
 
 WHERE = signal.SIGURG
-"""What a script's process is sent so that it writes down where it is; who does not expect it does not notice it."""
+"""The signal at which a script's process writes down its current line; a process without a handler ignores it."""
 _TO_WRITE = 0.5  # seconds that this takes at most
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
 # Modules of Python's library in which a script waits -> for what.

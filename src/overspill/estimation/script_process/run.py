@@ -49,7 +49,7 @@ _MISSING = (
 )
 
 TIME_IS_UP = signal.SIGXCPU
-"""What a script's process is sent when its time is over."""
+"""The signal sent to a script's process at the end of its time."""
 _MOST_LINES = 6  # of the script that a note names
 _TO_WIND_UP = 5.0  # seconds that a script has for its `finally` once it has shown enough
 

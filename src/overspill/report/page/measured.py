@@ -214,7 +214,9 @@ def _joined(steps: Sequence[Step], title: str) -> Step:
         kind=[kind for step in steps for kind in step.tensors.kind],
         shape=[shape for step in steps for shape in step.tensors.shape],
         nbytes=np.concatenate([step.tensors.nbytes for step in steps]),
-        maker=np.concatenate([np.where(s.tensors.maker < 0, -1, s.tensors.maker + at) for s, at in zip(steps, first_ops, strict=False)]),
+        maker=np.concatenate(
+            [np.where(s.tensors.maker < 0, -1, s.tensors.maker + at) for s, at in zip(steps, first_ops, strict=False)]
+        ),
         layer=np.concatenate([layers_of(step, step.tensors.layer) for step in steps]),
     )  # fmt: skip
     first_read, read = _rows([s.ops.first_read for s in steps], [s.ops.read for s in steps], first_tensors)

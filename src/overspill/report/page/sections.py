@@ -253,9 +253,9 @@ class Page:
     title: str
     verdict: Verdict
     parts: tuple[Section | Callable[[], Sequence[Section]], ...]
-    """Sections that only the page has, and that take a while to make, come from a function."""
+    """Sections, or functions that make them: those take a while and only the page has them."""
     notes: tuple[str, ...] = ()
-    """What a reader must know besides."""
+    """Further facts that a reader must know."""
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:

@@ -23,7 +23,7 @@ from .sections import Mark, Ops, Step, StepRun, Tensors, Words
 STREAMS = tuple(Stream)
 VERBS = tuple(Verb)
 _SIZES = tuple(1 << power for power in (30, 28, 26, 24, 22, 20, 18, 16, 12))
-"""Where the classes end in which an address map without kinds sorts its blocks."""
+"""The upper ends of the size classes in which an address map without kinds sorts its blocks."""
 
 
 def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step:

@@ -17,10 +17,11 @@ from .encode import encode, visible
 from .sections import Page
 
 SCRIPTS = (
-    "base.js", "charts.js", "lines.js", "step_model.js", "sheet.js", "memory_view.js", "stream_view.js", "address_view.js",
+    "base.js", "charts.js", "lines.js", "step_model.js", "sheet.js", "memory_view.js", "stream_view.js",
+    "address_view.js",
     "tree.js", "step.js", "main.js",
 )  # fmt: skip
-"""In the order in which they build on one another; joined, they are one function."""
+"""The scripts in the order of their dependencies; joined, they are one function."""
 
 
 def check_page(path: Path) -> None:

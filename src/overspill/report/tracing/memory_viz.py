@@ -27,7 +27,7 @@ from .changes import changes_of, present_first
 
 Frame = tuple[str, int, str]
 Frames = tuple[Frame, ...]
-"""Those of an Origin."""
+"""The frames of an Origin."""
 
 
 def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
@@ -119,7 +119,7 @@ class _SnapshotStep:
         self.origins: list[Origin] = []
         self.rows: list[tuple[int, int, int]] = []
         self._begun: dict[int, int] = {}
-        """How many rows there were before each instruction."""
+        """The number of rows before each instruction."""
         self._walk(plan)
 
     def phases(self) -> list[Span]:

@@ -14,7 +14,7 @@ from .plan_trace import HOST, LIVE, op_facts, planned_step, tensor_facts
 from .trace_events import BAD, Process, write_trace_events
 
 MEASURED = 3
-"""The number of the process. Plans beside the first come behind it."""
+"""The number of the process. Plans after the first have higher numbers."""
 STEPS = "steps"
 LANES = {Verb.OFFLOAD: Stream.OFFLOAD, Verb.PREFETCH: Stream.PREFETCH}
 

@@ -15,7 +15,7 @@ from typing import Any
 from overspill.core.files import write_whole
 
 BAD = "terrible"
-"""The reserved colour name for what nobody wants, as waiting."""
+"""The reserved colour name for undesirable times, as waiting."""
 
 
 class Process:
@@ -64,7 +64,8 @@ class Process:
         """
         for phase, (thread, seconds), more in (("s", source, {}), ("f", target, {"bp": "e"})):
             self._event(
-                phase, name, _nanoseconds(seconds), tid=self._threads[thread], cat="flow", id=f"{self.pid}.{number}", **more
+                phase, name, _nanoseconds(seconds), tid=self._threads[thread], cat="flow", id=f"{self.pid}.{number}",
+                **more
             )  # fmt: skip
 
     def count(self, name: str, seconds: float, value: int) -> None:
