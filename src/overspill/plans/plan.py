@@ -111,7 +111,7 @@ class Plan(Reportable):
 
     @property
     def unmanaged_bytes(self) -> int:
-        """Bytes of the unmanaged step, live or of a card, as `overspill.estimate` counts; budgets may be shares of it."""
+        """Bytes of the unmanaged step, live or of a card, as `overspill.estimate` counts; budgets may be shares."""
         return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property
