@@ -1,8 +1,8 @@
 """Data parallel training as programs write it.
 
 The kinds are DistributedDataParallel, fully_shard and Horovod on several GPUs. PyTorch's own wrappers run (see
-capture/distributed.py), so buckets, all-gathers and shards are theirs. Horovod need not be installed. Its gradients
-stay in place, and each GPU has one fusion buffer (DNNMem, FSE 2020, §4.5).
+capture/virtual_gpu/distributed.py), so buckets, all-gathers and shards are theirs. Horovod need not be installed. Its
+gradients stay in place, and each GPU has one fusion buffer (DNNMem, FSE 2020, §4.5).
 """
 
 from __future__ import annotations
