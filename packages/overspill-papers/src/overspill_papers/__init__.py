@@ -1,4 +1,4 @@
-"""Results of papers, compared with what Overspill computes.
+"""Results of papers, compared with Overspill's results.
 
-Folders are named as those of `overspill`.
+Folders have the names of those of `overspill`.
 """

@@ -1,1 +1,1 @@
-"""The jobs that `overspill estimate` takes from this package."""
+"""The jobs that this package adds to `overspill estimate`."""

@@ -1,7 +1,4 @@
-"""Record jobs of other frameworks, for `overspill estimate`.
-
-MXNet's symbols, TensorFlow's graphs and ONNX files.
-"""
+"""Record jobs of other frameworks, for `overspill estimate`: MXNet's symbols, TensorFlow's graphs and ONNX files."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from overspill_papers.capture.tensorflow.trace import trace
 
 
 def mxnet(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
-    """The recording of a symbol file by batch size."""
+    """Return the recording of a symbol file by batch size."""
     symbol = read_symbol(Path(source.target))
     if not source.inputs:
         raise RequestError(
@@ -31,12 +28,12 @@ def mxnet(source: Source, optimizer: str | None, device: Device) -> Callable[[in
 
 
 def tensorflow(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
-    """The recording of a user's function in TensorFlow, by batch size."""
+    """Return the recording of a user's function in TensorFlow, by batch size."""
     return lambda batch: record_graph(trace(source.target, batch, optimizer), device)
 
 
 def onnx(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
-    """The recording of an ONNX file, by batch size, as MXNet would run it."""
+    """Return the recording of an ONNX file, by batch size, as MXNet would run it."""
 
     def record(batch: int) -> Recording:
         given = shapes_of(source.inputs, batch)

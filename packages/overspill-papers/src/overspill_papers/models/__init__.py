@@ -1,4 +1,4 @@
-"""Networks that papers measured, and that nothing else here needs."""
+"""Networks that papers measured, and that no other part needs."""
 
 from overspill.models.registry import Entry, images, tokens
 

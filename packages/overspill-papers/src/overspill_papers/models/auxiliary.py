@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 
 def auxiliary_loss(weight: float) -> Callable[..., Tensor]:
-    """The loss of a module with auxiliary classifiers.
+    """Return the loss of a module with auxiliary classifiers.
 
-    In training it answers with its logits and those of the auxiliary ones. The loss is the mean cross entropy of the main
-    classifier plus `weight` times that of each auxiliary one.
+    In training the module returns its logits and those of the auxiliary classifiers. The loss is the mean cross entropy
+    of the main classifier plus `weight` times that of each auxiliary one.
     """
 
     def loss_of(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

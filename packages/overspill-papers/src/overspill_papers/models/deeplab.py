@@ -51,7 +51,7 @@ class Bilinear(nn.Module):
         self.register_buffer("weights", (1 - distances).clamp(min=0).float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, channels, want, want) of (batch, channels, have, have)."""
+        """Return maps `[batch, channels, want, want]` of `[batch, channels, have, have]`."""
         columns = F.linear(x, self.weights)
         return F.linear(columns.transpose(2, 3), self.weights).transpose(2, 3)
 
@@ -59,7 +59,7 @@ class Bilinear(nn.Module):
 class Pyramid(nn.Module):
     """Atrous spatial pyramid pooling.
 
-    What a pixel sees near, at three rates further out, and of the whole image.
+    A pixel sees its neighbourhood, three wider ones by rates, and the whole image.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -70,7 +70,7 @@ class Pyramid(nn.Module):
         self.project = _relu_conv((len(_RATES) + 2) * width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps of x's side."""
+        """Return maps of x's side."""
         whole = self.whole(x).expand(-1, -1, *x.shape[2:])
         return self.project(torch.cat([*(branch(x) for branch in self.local), whole], 1))
 
@@ -106,7 +106,7 @@ class DeepLab(nn.Module):
         self.to_image = Bilinear(quarter, image_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, classes, side, side)."""
+        """Return logits `[batch, classes, side, side]`."""
         low = self.low(x)
         joined = torch.cat([self.reduce(low), self.grow(self.high(low))], 1)
         return self.to_image(self.classify(self.refine(joined)))

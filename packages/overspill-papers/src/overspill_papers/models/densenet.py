@@ -21,7 +21,7 @@ _BOTTLENECK = 4  # §3: "we let each 1x1 convolution produce 4k feature-maps"
 
 
 def _conv(channels: int, width: int, kernel: int) -> nn.Sequential:
-    """Batch norm, ReLU and convolution, in the order of §3."""
+    """Return batch norm, ReLU and convolution, in the order of §3."""
     conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2, bias=False)
     return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv)
 
@@ -35,12 +35,12 @@ class DenseLayer(nn.Module):
         self.branch = nn.Sequential(_conv(channels, width, 1), _conv(width, growth, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input with the new maps appended."""
+        """Return the input with the new maps appended."""
         return torch.cat([x, self.branch(x)], 1)
 
 
 def _transition(channels: int) -> nn.Sequential:
-    """The layer between dense blocks: half the channels and side. §3, compression of 0.5."""
+    """Return the layer between dense blocks: half the channels and side. §3, compression of 0.5."""
     return nn.Sequential(_conv(channels, channels // 2, 1), nn.AvgPool2d(2))
 
 
@@ -60,7 +60,7 @@ def _network(growth: int, blocks: tuple[int, ...], classes: int) -> nn.Sequentia
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """A DenseNet at 224x224, or a small one.
+    """Return a DenseNet at 224x224, or a small one.
 
     It has 1000 classes; the small one has 10 at 64x64 and two layers a block.
     """

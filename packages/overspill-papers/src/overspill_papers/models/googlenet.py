@@ -47,7 +47,7 @@ class ResponseNorm(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x / (1 + 1e-4 * mean of squares over the window) ** 0.75."""
+        """Return the maps x / (1 + 1e-4 * mean of squares over the window) ** 0.75."""
         channels = x.shape[1]
         squares = F.pad(x.square(), (0, 0, 0, 0, 2, 2))
         window = squares[:, :channels]
@@ -69,12 +69,12 @@ class GoogLeNetInception(nn.Module):
         self.channels = one + three + five + pool
 
     def forward(self, x: Tensor) -> Tensor:
-        """The four branches' maps, concatenated."""
+        """Return the four branches' maps, concatenated."""
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1)
 
 
 def _auxiliary(channels: int, shrink: int, classes: int) -> nn.Sequential:
-    """An auxiliary classifier (§5).
+    """Return an auxiliary classifier (§5).
 
     Pool to 4x4, 128 1x1 convolutions, 1024 units, 70 % dropout. The paper's 5x5 pool of stride 3 makes 4x4 of the 14x14
     maps at 224; adaptive pooling does so at any size, with the same windows' sizes to within one.
@@ -123,10 +123,7 @@ class GoogLeNet(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.4), nn.Linear(channels, classes))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The logits; in training with the auxiliary classifiers' last.
-
-        With these it is a tuple.
-        """
+        """Return the logits; in training with auxiliary classifiers, a tuple with theirs, the main logits last."""
         side = []
         x = self.stem(x)
         for name, block in self.blocks.items():
@@ -138,7 +135,7 @@ class GoogLeNet(nn.Module):
 
 
 def _init(module: nn.Module) -> None:
-    """The initial weights of Caffe's `bvlc_googlenet/train_val.prototxt`; the paper gives none.
+    """Set the initial weights of Caffe's `bvlc_googlenet/train_val.prototxt`; the paper gives none.
 
     Its "xavier" is uniform of variance 1 / fan-in, and its convolutions' bias of 0.2 keeps the signal alive.
     """

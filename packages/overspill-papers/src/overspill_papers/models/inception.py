@@ -80,14 +80,12 @@ _MAX, _AVERAGE = Pool("max"), Pool("average")
 
 @dataclass(frozen=True)
 class Network:
-    """The layers before and after the auxiliary classifier's input.
-
-    And the share that dropout leaves out.
-    """
+    """The layers before and after the auxiliary classifier's input."""
 
     before: tuple[Item, ...]
     after: tuple[Item, ...]
     dropout: float
+    """The share that dropout leaves out."""
 
 
 # arXiv:1512.00567, Table 1
@@ -95,20 +93,20 @@ _V3_STEM = (Conv(32, "3x3V", 2), Conv(32, "3x3V"), Conv(64, "3x3"), _MAX, Conv(8
 
 
 def _v3_grid35(pool: int, one: int = 64) -> Fork:
-    """Figure 5, with a 5x5 convolution left in one branch."""
+    """Return the block of Figure 5, with a 5x5 convolution left in one branch."""
     five = (Conv(48), Conv(64, "5x5"))
     return Fork(((Conv(one),), five, (Conv(64), Conv(96, "3x3"), Conv(96, "3x3")), (_AVERAGE, Conv(pool))))
 
 
 def _v3_grid17(width: int) -> Fork:
-    """Figure 6 with n = 7."""
+    """Return the block of Figure 6 with n = 7."""
     seven = (Conv(width), Conv(width, "1x7"), Conv(192, "7x1"))
     twice = (Conv(width), Conv(width, "7x1"), Conv(width, "1x7"), Conv(width, "7x1"), Conv(192, "1x7"))
     return Fork(((Conv(192),), seven, twice, (_AVERAGE, Conv(192))))
 
 
 def _reduction_a(one: int, three: int, last: int, alone: int) -> Fork:
-    """A block that halves the side.
+    """Return a block that halves the side.
 
     arXiv:1602.07261, Figure 7, whose k, l, m and n these are; arXiv:1512.00567 has it as Figure 10.
     """
@@ -116,7 +114,7 @@ def _reduction_a(one: int, three: int, last: int, alone: int) -> Fork:
 
 
 def _crossed(width: int) -> Fork:
-    """A branch's end that forks into a 1x3 and a 3x1 convolution."""
+    """Return a branch's end that forks into a 1x3 and a 3x1 convolution."""
     return Fork(((Conv(width, "1x3"),), (Conv(width, "3x1"),)))
 
 
@@ -227,7 +225,7 @@ class Branches(nn.Module):
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The branches' maps, concatenated."""
+        """Return the branches' maps, concatenated."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
@@ -242,7 +240,7 @@ class ScaledResidual(nn.Module):
         self.activate = activate
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         x = x + self.scale * self.expand(self.branches(x))
         return F.relu(x) if self.activate else x
 
@@ -263,7 +261,7 @@ class _Builder:
         return nn.Sequential(conv, nn.BatchNorm2d(width, eps=1e-3), nn.ReLU())
 
     def sequence(self, items: tuple[Item, ...], channels: int) -> tuple[nn.Sequential, int]:
-        """The items in sequence, and the number of output channels."""
+        """Return the items in sequence, and the number of output channels."""
         layers = []
         for item in items:
             layer, channels = self.item(item, channels)
@@ -295,7 +293,7 @@ class _Builder:
                 return self.sequence(item.blocks[:1] if self.small else item.blocks, channels)
 
     def auxiliary(self, channels: int, image_size: int, classes: int) -> nn.Sequential:
-        """The auxiliary classifier of arXiv:1512.00567, Figure 8.
+        """Return the auxiliary classifier of arXiv:1512.00567, Figure 8.
 
         Pool to 5x5, a 1x1 and a 5x5 convolution. Its 5x5 pool of stride 3 makes 5x5 of the 17x17 maps at 299; adaptive
         pooling does so at any size.
@@ -307,7 +305,7 @@ class _Builder:
 
 
 def _grid(image_size: int) -> int:
-    """Side of the maps that the auxiliary classifier reads. All three stems shrink an image alike."""
+    """Return the side of the maps that the auxiliary classifier reads. All three stems shrink an image alike."""
     side = (image_size - 1) // 2 - 2
     side = (side - 1) // 2 - 2
     for _ in range(2):
@@ -326,10 +324,7 @@ class Inception(nn.Module):
         self.auxiliary = auxiliary
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits; in training with those of the auxiliary classifier.
-
-        If there is one it is a pair, auxiliary and main.
-        """
+        """Return the logits; in training with an auxiliary classifier, the pair of its logits and the main ones."""
         middle = self.before(x)
         logits = self.head(self.after(middle))
         if self.auxiliary is None or not self.training:
@@ -338,7 +333,7 @@ class Inception(nn.Module):
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """An Inception network at 299x299, or a small one.
+    """Return an Inception network at 299x299, or a small one.
 
     It has 1000 classes; the small one has 10 at 107x107 and one block of each kind.
     """

@@ -13,7 +13,7 @@ from overspill.models.vision import classification_loss, he_init, image_batches,
 
 
 def _last_grid(image_size: int) -> int:
-    """Side of the last feature maps for an image of this side. It is 6 at 231."""
+    """Return the side of the last activations for an image of this side; 6 at 231."""
     side = ((image_size - 11) // 4 + 1) // 2
     return (side - 4) // 2 // 2
 

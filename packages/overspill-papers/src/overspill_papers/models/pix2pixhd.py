@@ -1,9 +1,9 @@
 """pix2pixHD (Wang et al., arXiv:1711.11585).
 
-The global generator with its multi-scale discriminators (§3.2, appendix). One step trains both sides on one scalar:
-what the generator minimises is computed through discriminators whose weights are constants there, what the
-discriminators minimise on a generated image that is a constant there, so that each side gets its own gradient and no
-other. The perceptual loss of a pretrained VGG, optional in the paper, is left out.
+The global generator with its multi-scale discriminators (§3.2, appendix). One step trains both sides on one scalar. The
+generator's loss passes through discriminators whose weights are constants there. The discriminators' loss reads a
+generated image that is a constant there. So each side gets its own gradient and no other. The perceptual loss of a
+pretrained VGG, optional in the paper, is left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReflectionPad(nn.Module):
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps with `width` more pixels on each side of `x`."""
+        """Return maps with `width` more pixels on each side of `x`."""
         for axis in (2, 3):
             before = x.narrow(axis, 1, self.width)
             after = x.narrow(axis, x.shape[axis] - 1 - self.width, self.width)
@@ -61,7 +61,7 @@ class ReflectionPad(nn.Module):
 
 
 def _conv(channels: int, width: int, kernel: int) -> list[nn.Module]:
-    """A convolution and its instance norm on reflected borders."""
+    """Return a convolution and its instance norm on reflected borders."""
     return [ReflectionPad(kernel // 2), nn.Conv2d(channels, width, kernel), nn.InstanceNorm2d(width)]
 
 
@@ -73,12 +73,12 @@ class ResidualBlock(nn.Module):
         self.branch = nn.Sequential(*_conv(width, width, 3), nn.ReLU(), *_conv(width, width, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         return x + self.branch(x)
 
 
 def _generator(shape: _Pix2PixShape) -> nn.Sequential:
-    """c7s1-64, d128, d256, d512, d1024, nine R1024, u512, u256, u128, u64, c7s1-3 (appendix)."""
+    """Return c7s1-64, d128, d256, d512, d1024, nine R1024, u512, u256, u128, u64, c7s1-3 (appendix)."""
     widths = [shape.width * 2**level for level in range(shape.halvings + 1)]
     layers: list[nn.Module] = [*_conv(shape.classes + 1, widths[0], 7), nn.ReLU()]
     for channels, width in pairwise(widths):
@@ -91,10 +91,7 @@ def _generator(shape: _Pix2PixShape) -> nn.Sequential:
 
 
 class Discriminator(nn.Module):
-    """A PatchGAN, which judges patches of 70x70 pixels.
-
-    Whether each patch of a label map and an image is real.
-    """
+    """A PatchGAN, which judges whether each patch of 70x70 pixels of a label map and an image is real."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -105,7 +102,7 @@ class Discriminator(nn.Module):
         self.score = nn.Conv2d(channels, 1, _KERNEL, padding=2)
 
     def forward(self, x: Tensor, *, learns: bool) -> Features:
-        """The maps of each layer, the scores last.
+        """Return the maps of each layer, the scores last.
 
         Unless it `learns`, its weights are constants.
         """
@@ -123,10 +120,7 @@ def _convolve(conv: nn.Module, x: Tensor, *, learns: bool) -> Tensor:
 
 
 class Pix2PixHd(nn.Module):
-    """The generator and its discriminators.
-
-    Each of these sees half the side of the one before (§3.2).
-    """
+    """The generator and its discriminators, each of which sees half the side of the one before (§3.2)."""
 
     def __init__(self, shape: _Pix2PixShape) -> None:
         super().__init__()
@@ -137,10 +131,7 @@ class Pix2PixHd(nn.Module):
         _init(self)
 
     def forward(self, labels: Tensor, images: Tensor) -> tuple[list[Features], list[Features], list[Features]]:
-        """Each discriminator's features of real, generated and undetached images.
-
-        The last are the generated ones undetached.
-        """
+        """Return each discriminator's features of real, detached generated and undetached generated images."""
         generated = self.generator(labels)
         real = self._features(labels, images, learns=True)
         fake = self._features(labels, generated.detach(), learns=True)
@@ -156,7 +147,7 @@ class Pix2PixHd(nn.Module):
 
 
 def _init(module: nn.Module) -> None:
-    """Normal weights of 0.02 (appendix, after Isola et al. 2017)."""
+    """Set normal weights of 0.02 (appendix, after Isola et al. 2017)."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(layer.weight, std=0.02)
@@ -164,11 +155,11 @@ def _init(module: nn.Module) -> None:
 
 
 def adversarial_loss(module: nn.Module, labels: Tensor, images: Tensor) -> Tensor:
-    """The losses of generator and discriminators, summed.
+    """Return the losses of generator and discriminators, summed over the discriminators.
 
-    Over the discriminators, by least squares (LSGAN) and feature matching. The discriminators': the mean of (D(real) -
-    1)^2 and D(fake)^2. The generator's: (D(fake) - 1)^2 and, ten times, the mean absolute difference between the
-    features of real and fake in every layer (equation 4).
+    They use least squares (LSGAN) and feature matching. The discriminators' loss is the mean of (D(real) - 1)^2 and
+    D(fake)^2. The generator's is (D(fake) - 1)^2 and, ten times, the mean absolute difference between the features of
+    real and fake in every layer (equation 4).
     """
     loss = images.new_zeros(())
     for real, fake, judged in zip(*module(labels, images), strict=True):

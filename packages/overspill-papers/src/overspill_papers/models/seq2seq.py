@@ -1,8 +1,8 @@
 """Translation by LSTMs with attention (Luong et al., arXiv:1508.04025).
 
 It is global attention of form "general" (§3.1). Decoding feeds the attentional vector on to the next step (§3.3) and
-reads the right words (teacher forcing). All sentences have the same length, so nothing is masked; or in the varied job
-lengths as in running text, and each batch is padded to its longest sentences, whose padding is neither attended to nor
+reads the right words (teacher forcing). All sentences have the same length, so nothing is masked. In the varied job
+lengths are as in running text, and each batch is padded to its longest sentences. Padding is neither attended to nor
 part of the loss.
 """
 
@@ -47,7 +47,7 @@ _SMALL = _Seq2SeqShape(vocabulary=61, width=16, layers=2)
 class Translator(nn.Module):
     """An LSTM encoder and a decoder with attention.
 
-    The decoder attends to the encoder's top layer's states, and gives logits of the target's words.
+    The decoder attends to the encoder's top layer's states, and returns logits of the target's words.
     """
 
     def __init__(self, shape: _Seq2SeqShape, *, masked: bool = False) -> None:
@@ -64,7 +64,7 @@ class Translator(nn.Module):
         self.head = nn.Linear(width, shape.vocabulary, bias=False)  # W_s, equation 6
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits (batch, target words, vocabulary) of the word after each of `target`."""
+        """Return logits `[batch, target words, vocabulary]` of the word after each of `target`."""
         # Encode, one word at a time.
         embedded = self.source(source)
         states = self.encoder.start(embedded[:, 0])
@@ -86,9 +86,9 @@ class Translator(nn.Module):
         return self.head(self.dropout(torch.stack(outputs, 1)))
 
     def _attentional(self, query: Tensor, keys: Tensor, memory: Tensor, padding: Tensor | None) -> Tensor:
-        """The attentional vector tanh(W_c [context; query]).
+        """Return the attentional vector tanh(W_c [context; query]).
 
-        The context is the memory weighed by how its keys match the query.
+        The context is the memory, weighted by how its keys match the query.
         """
         scores = keys @ query.unsqueeze(2)
         weights = (scores if padding is None else scores.masked_fill(padding, float("-inf"))).softmax(1)
@@ -97,7 +97,7 @@ class Translator(nn.Module):
 
 
 def translation_loss(module: nn.Module, source: Tensor, target: Tensor, following: Tensor) -> Tensor:
-    """The mean cross entropy of each target word's successor. Padding has none."""
+    """Return the mean cross entropy of each target word's successor. Padding has none."""
     return F.cross_entropy(module(source, target).flatten(0, 1), following.flatten(), ignore_index=_IGNORED)
 
 
@@ -111,7 +111,7 @@ def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Ten
 
 
 def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """The translator on 50 words, or a small one.
+    """Return the translator on 50 words, or a small one.
 
     It has four layers of 1000; the small one two layers of 16 over 3 words.
     """
@@ -123,10 +123,7 @@ def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
 
 
 def build_varied(name: str, *, small: bool, size: int | None) -> BuiltModel:
-    """The translator on sentences of varied lengths.
-
-    They have `size` words at most, of the small one 8.
-    """
+    """Return the translator on sentences of varied lengths: at most `size` words, or 8 in the small one."""
     longest = checked_size(name, "seq_len", size, default=8 if small else 50)
     shape = _SMALL if small else _FULL
     module = Translator(shape, masked=True)
@@ -135,7 +132,7 @@ def build_varied(name: str, *, small: bool, size: int | None) -> BuiltModel:
 
 
 def _varied_batches(vocabulary: int, longest: int) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
-    """A `make_batch` whose batches are as long as their longest sentences."""
+    """Return a `make_batch` whose batches are as long as their longest sentences."""
     # Parameters of the log-normal distribution of lengths.
     mean, deviation = _MEAN_SHARE * longest, _DEVIATION_SHARE * longest
     sigma = math.sqrt(math.log1p((deviation / mean) ** 2))

@@ -1,4 +1,4 @@
-"""The papers: their measurements as data, and code for ours."""
+"""The papers: their measurements as data, and code for Overspill's figures."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from .workers import Workers as Workers
 class Paper:
     """A paper.
 
-    `name` is what a user calls it and the module here that holds its claims. Which figures need its mechanism is seen
-    where something else stands in its place: `without` says so in words, `instead` by name.
+    A figure needs its mechanism if it changes with a replacement of the mechanism.
     """
 
     name: str
+    """The name that a user gives, and the module here that holds its claims."""
     title: str
     machine: str
     aliases: tuple[str, ...]
     without: str
+    """The replacement of its mechanism, in words."""
     instead: Mapping[str, str]
+    """The replacement of its mechanism, by name."""
 
 
 PAPERS = (
@@ -81,7 +83,7 @@ _BY_NAME = {name: paper for paper in PAPERS for name in (paper.name, *paper.alia
 
 
 def paper_named(name: str) -> Paper:
-    """The paper of this name or alias. Raises RequestError with the names that exist."""
+    """Return the paper of this name or alias. Raises RequestError with the names that exist."""
     if (paper := _BY_NAME.get(name.lower())) is not None:
         return paper
     raise RequestError(
@@ -90,7 +92,7 @@ def paper_named(name: str) -> Paper:
 
 
 def claims_of(paper: Paper, table: str | None = None) -> tuple[Claim, ...]:
-    """All claims of `paper`, or of one table or figure. Raises RequestError with the names that exist."""
+    """Return all claims of `paper`, or of one table or figure. Raises RequestError with the names that exist."""
     claims: tuple[Claim, ...] = importlib.import_module(f"{__name__}.{paper.name}").CLAIMS
     if table is None:
         return claims
@@ -102,6 +104,6 @@ def claims_of(paper: Paper, table: str | None = None) -> tuple[Claim, ...]:
 
 
 def plain_place(where: str) -> str:
-    """`Fig. 11`, `fig11` and `figure 11` alike."""
+    """Return one spelling for `Fig. 11`, `fig11` and `figure 11`."""
     letters = "".join(c for c in where.lower() if c.isalnum())
     return letters.replace("figure", "fig").replace("tab", "table").replace("tablele", "table")

@@ -1,9 +1,8 @@
-"""A step as Chainer 3 runs it, for its memory pool.
+"""A step as Chainer 3 runs it, in the blocks that it requests from its memory pool.
 
-In the blocks that it asks the pool for. Function nodes hold what backward reads until the whole graph of variables is
-dropped, after backward; gradients of variables go as soon as they have been used. Each call of cuDNN's convolutions
-takes a workspace of the size that is allowed, 8 MiB where nobody says otherwise, whatever the algorithm needs. Sizes
-are multiples of 512 bytes.
+Function nodes hold the tensors that backward reads until the whole graph of variables is dropped, after backward.
+Gradients of variables are freed at once after use. Each call of cuDNN's convolutions takes a workspace of the allowed
+size, by default 8 MiB, whatever the algorithm needs. Sizes are multiples of 512 bytes.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ Parts = tuple["nn.Module", "Callable[[int], tuple[Tensor, ...]]", "Callable[...,
 
 
 def alexnet() -> Parts:
-    """AlexNet of Chainer's example `imagenet/alex.py`.
+    """Return AlexNet of Chainer's example `imagenet/alex.py`.
 
-    One tower with response normalisation, on images of 227 x 227.
+    It is one tower with response normalisation, on images of 227 x 227.
     """
     from torch import nn  # noqa: PLC0415  # what only lists claims does without
     from torch.nn import functional as F  # noqa: PLC0415
@@ -58,7 +57,7 @@ def alexnet() -> Parts:
 
 
 def googlenet() -> Parts:
-    """Chainer's example `imagenet/googlenet.py`, with its two auxiliary classifiers."""
+    """Return Chainer's example `imagenet/googlenet.py`, with its two auxiliary classifiers."""
     from overspill import models  # noqa: PLC0415
     from overspill_papers.models.googlenet import ResponseNorm  # noqa: PLC0415
 
@@ -71,7 +70,7 @@ def googlenet() -> Parts:
 
 
 def _whole_loss(job: models.BuiltModel) -> Callable[..., Tensor]:
-    """The loss of outputs that are there already."""
+    """Return the loss of already computed outputs."""
 
     def loss(outputs: object, _images: Tensor, labels: Tensor) -> Tensor:
         return job.loss(lambda _: outputs, _images, labels)
@@ -80,9 +79,9 @@ def _whole_loss(job: models.BuiltModel) -> Callable[..., Tensor]:
 
 
 def _response_norm() -> nn.Module:
-    """A layer with the maps of Chainer's response normalisation.
+    """Return a layer with the maps of Chainer's response normalisation, but not its numbers.
 
-    Its result, and the scale that its backward reads. Not its numbers.
+    The maps are its result, and the scale that its backward reads.
     """
     from torch import nn  # noqa: PLC0415
 
@@ -94,7 +93,7 @@ def _response_norm() -> nn.Module:
 
 
 def as_chainer(graph: Graph) -> Graph:
-    """`graph` with Chainer's workspaces: one for each convolution, of one fixed size."""
+    """Return `graph` with Chainer's workspaces: one for each convolution, of one fixed size."""
     return replace(graph, ops=tuple(map(_with_workspace, graph.ops)))
 
 
@@ -103,10 +102,7 @@ def _with_workspace(op: Op) -> Op:
 
 
 def inference_trace(graph: Graph) -> Trace:
-    """The blocks of a forward pass, each dead after its last use.
-
-    It keeps nothing for backward.
-    """
+    """Return the blocks of a forward pass, each freed after its last use; none is kept for backward."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     blocks = [(op.id, op.id + 1, op.workspace_bytes, "workspace") for op in forward]
     for tensor in graph.tensors:
@@ -118,9 +114,9 @@ def inference_trace(graph: Graph) -> Trace:
 
 
 def training_trace(graph: Graph, schedule: Schedule) -> Trace:
-    """The blocks of a training step.
+    """Return the blocks of a training step.
 
-    `schedule` is the one that keeps feature maps to the end of backward.
+    `schedule` keeps activations to the end of backward.
     """
     aside = {t.name for t in graph.tensors if t.kind in (*HELD, TensorKind.WORKSPACE)}  # the latter is our handles
     blocks = trace_of(graph, schedule).blocks
@@ -128,9 +124,9 @@ def training_trace(graph: Graph, schedule: Schedule) -> Trace:
 
 
 def held_bytes(graph: Graph, *, training: bool) -> int:
-    """Bytes that are allocated before the step.
+    """Return the bytes that are allocated before the step.
 
-    Parameters, and in training their gradients and the optimizer's state.
+    These are parameters, and in training their gradients and the optimizer's state.
     """
     kinds = HELD if training else (TensorKind.PARAMETER, TensorKind.BUFFER)
     return sum(round_up(t.nbytes, STEP_BYTES) for t in graph.tensors if t.kind in kinds)

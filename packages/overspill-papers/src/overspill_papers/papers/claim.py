@@ -1,4 +1,4 @@
-"""A figure of a paper, and ours for it."""
+"""A figure of a paper, and Overspill's figure for it."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ SCALES = (1 / 3, 3)
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure of a paper, and how ours is computed.
-
-    Where it stands, and in its own words. `bound` says what sort of figure it is: `=`, or `>` and `<` where the paper
-    gives a limit only. `fitted` names the constant of ours that was set by this very row, which then shows nothing.
-    `aside` says how the row reads a figure that has another row; it is shown beside that, and counts nothing either.
-    Nor does a row that holds by construction, as `certain` says, nor one that says again what others that count say, as
-    `repeats` says. `assumed` is the constant of ours, assumed and not measured, that ours rests on. `note` is what one
-    must know of ours; where ours is more than 15 % off, it is the reason, as an experiment showed it.
-    """
+    """One figure of a paper, and the computation of Overspill's."""
 
     paper: str
     where: str
+    """The figure's place in the paper."""
     what: str
     quote: str
+    """The paper's own words."""
     section: str
     value: float
     unit: str
     compute: Callable[[Lab], float]
     note: str = ""
+    """What a reader must know of our figure; where it is more than 15 % off, the reason, as an experiment showed it."""
     bound: str = "="
+    """`=`, or `>` and `<` where the paper gives a limit only."""
     fitted: str = ""
+    """The constant of ours that was set by this row, which then proves nothing."""
     aside: str = ""
+    """How the row reads a figure that has another row; it is shown next to that row, and does not count."""
     certain: str = ""
+    """Why the row holds by construction; such a row does not count."""
     repeats: str = ""
+    """The counted rows whose content this row repeats; such a row does not count."""
     assumed: str = ""
+    """The constant, assumed and not measured, on which our figure depends."""
 
     @property
     def is_limit(self) -> bool:
@@ -55,17 +56,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Result:
-    """A claim with our figure.
-
-    It is None where there is none and `trouble` says why. `without` is ours without the paper's mechanism, None where
-    there is none; `scaled` are ours with the assumed constant at each of SCALES.
-    """
+    """A claim with our figure."""
 
     claim: Claim
     ours: float | None
+    """None without a figure; then `trouble` has the reason."""
     trouble: str = ""
     without: float | None = None
+    """Our figure without the paper's mechanism; None without such a figure."""
     scaled: tuple[float, ...] = ()
+    """Our figures with the assumed constant at each of SCALES."""
 
     @property
     def ratio(self) -> float | None:
@@ -74,10 +74,7 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether ours agrees with the paper's figure.
-
-        It is within 15 % of it, or on the right side of its limit.
-        """
+        """Whether ours agrees with the paper's figure: within 15 % of it, or on the right side of its limit."""
         return _agrees(self.claim, self.ours)
 
     @property
@@ -87,14 +84,14 @@ class Result:
 
     @property
     def certain(self) -> str:
-        """Why the row could not fail, or nothing."""
+        """Why the row could not fail; empty otherwise."""
         if self.claim.is_limit and self.ours is not None and isclose(self.ours, self.claim.value):
             return "ours is the limit itself."
         return self.claim.certain
 
     @property
     def counts(self) -> bool:
-        """Whether the row is among those that could fail, and says what no other does."""
+        """Whether the row could fail, and repeats no other row."""
         claim = self.claim
         return not (claim.fitted or claim.aside or claim.repeats or self.certain)
 
@@ -112,16 +109,17 @@ def _agrees(claim: Claim, ours: float | None) -> bool:
 class Counts:
     """Numbers of figures that agree, limits, and rows that do not count.
 
-    Figures are those that can disagree. `agreeing_anyway` and `limits_kept_anyway` are those of the agreeing that would
-    without the paper's mechanism.
+    Figures are those that can disagree.
     """
 
     figures: int
     agreeing: int
     agreeing_anyway: int
+    """Those of the agreeing figures that would agree without the paper's mechanism."""
     limits: int
     limits_kept: int
     limits_kept_anyway: int
+    """Those of the kept limits that would be kept without the paper's mechanism."""
     fitted: int
     aside: int
     certain: int
@@ -129,7 +127,7 @@ class Counts:
 
     @classmethod
     def of(cls, found: Sequence[Result]) -> Counts:
-        """The counts of some results."""
+        """Return the counts of some results."""
         judged = [result for result in found if result.counts]
         limits = [result for result in judged if result.claim.is_limit]
         figures = [result for result in judged if not result.claim.is_limit]
@@ -148,10 +146,10 @@ class Counts:
 
 
 def results(claims: tuple[Claim, ...], lab: Lab, instead: Mapping[str, str] = MappingProxyType({})) -> Iterator[Result]:
-    """Each claim's result, in their order.
+    """Yield each claim's result, in their order.
 
-    A policy that finds no schedule is a result too. `instead` names what stands in the place of the paper's mechanism
-    for `Result.without`. Claims that need what is still being made are tried again.
+    A policy that finds no schedule is a result too. `instead` names the replacements of the paper's mechanism for
+    `Result.without`. Claims that need results still in progress are tried again.
     """
     without, found = lab.instead_of(instead) if instead else None, dict[int, Result]()
 
@@ -170,7 +168,7 @@ def results(claims: tuple[Claim, ...], lab: Lab, instead: Mapping[str, str] = Ma
 
 
 def _result(claim: Claim, lab: Lab, without: Lab | None) -> Result:
-    """The claim with our figure, and with that in the lab `without` the mechanism."""
+    """Return the claim with our figure, and with that in the lab `without` the mechanism."""
     ours, trouble = _computed(claim, lab)
     result = Result(claim, ours, trouble)
     if claim.assumed and ours is not None:
@@ -181,7 +179,7 @@ def _result(claim: Claim, lab: Lab, without: Lab | None) -> Result:
 
 
 def _computed(claim: Claim, lab: Lab) -> tuple[float | None, str]:
-    """Our figure, or none and why."""
+    """Return our figure, or None and the reason."""
     try:
         return claim.compute(lab), ""
     except (InfeasibleBudget, RequestError) as error:

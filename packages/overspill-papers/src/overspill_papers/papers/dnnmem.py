@@ -49,7 +49,7 @@ _IN_PLACE = ("Activation", "Dropout", "Flatten", "Reshape", "_copy", "elemwise_a
 
 
 def _inputs(model: str, batch: int, length: int | None, side: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The inputs of a network's symbol."""
+    """Return the inputs of a network's symbol."""
     if model == "LSTM":
         states = {f"lstm{layer}_begin_{part}": (batch, tables.LSTM_WIDTH) for layer in range(2) for part in "hc"}
         return {"data": (tables.LSTM_STEPS, batch, tables.LSTM_WIDTH), **states}
@@ -63,7 +63,7 @@ def _inputs(model: str, batch: int, length: int | None, side: int | None = None)
 
 
 def _recording(framework: str, model: str, batch: int, length: int | None) -> Recording:
-    """A step of a network as a framework runs it on the P40. SGD, and for BERT Adam with decay."""
+    """Return a step of a network as a framework runs it on the P40, with SGD, and for BERT with Adam and decay."""
     device = load_device("p40")
     if framework == "MXNet":
         symbol = NETWORKS[model]()
@@ -79,7 +79,7 @@ def _recording(framework: str, model: str, batch: int, length: int | None) -> Re
 
 @dataclass(frozen=True)
 class PaperFigures:
-    """Bytes of a step on the P40: all of it, the context, and the most that is live at once in the last step."""
+    """Bytes of a step on the P40: the total, the context, and the most live at once in the last step."""
 
     total: int
     context: int
@@ -96,13 +96,13 @@ def _estimated(framework: str, model: str, batch: int, length: int | None, lab: 
 
 
 def _of(recording: Recording, framework: str, model: str, batch: int) -> Estimate:
-    """The estimate on the P40, with the software of the paper."""
+    """Return the estimate on the P40, with the software of the paper."""
     name = framework.lower()
     return Estimate(model, recording, load_device("p40"), batch, name, software=tables.SOFTWARE, framework=name)
 
 
 def _total_gb(row: tables.TableRow, lab: Lab) -> float:
-    """The memory that NVML would show."""
+    """Return the memory that NVML would show, in GB."""
     if (row.framework, row.model) == ("TensorFlow", "LSTM"):
         return _least_lstm_gb(row.batch_size, lab)
     if _by_shapes(lab):
@@ -111,14 +111,14 @@ def _total_gb(row: tables.TableRow, lab: Lab) -> float:
 
 
 def _by_shapes(lab: Lab) -> bool:
-    """Whether Shape Inference stands in the place of estimates."""
+    """Return whether Shape Inference replaces estimates."""
     return lab.replaced(_ESTIMATE) != _ESTIMATE
 
 
 def _least_lstm_gb(batch: int, lab: Lab) -> float:
-    """What TensorFlow's LSTM takes at least, if it keeps for backward what its gradients are made of.
+    """Return the least memory of TensorFlow's LSTM, if it keeps the inputs of its gradients for backward, in GB.
 
-    Weights and their gradients, the steps of input, output and states, four gates a layer, and the context.
+    It has weights and their gradients, the steps of input, output and states, four gates a layer, and the context.
     """
     width, step = tables.LSTM_WIDTH, tables.LSTM_STEPS * batch * tables.LSTM_WIDTH
     weights = 2 * (2 * 4 * width * width + 2 * 4 * width)
@@ -128,7 +128,10 @@ def _least_lstm_gb(batch: int, lab: Lab) -> float:
 
 
 def _category_gb(batch: int, category: str, lab: Lab) -> float:
-    """A category of Table 8: VGG16 in TensorFlow. What is live once all algorithms have been tried, and the rest."""
+    """Return a category of Table 8, VGG16 in TensorFlow, in GB.
+
+    The categories are the bytes live once all algorithms have been tried, and the rest.
+    """
     if _by_shapes(lab):
         row = next(row for row in _ROWS if (row.framework, row.model) == ("TensorFlow", "VGG16"))
         inferred = _shape_inference_gb(replace(row, batch_size=batch), lab)
@@ -139,7 +142,7 @@ def _category_gb(batch: int, category: str, lab: Lab) -> float:
 
 
 def _steady_bytes(recording: Recording) -> int:
-    """The most bytes that are live at once in the last step."""
+    """Return the most bytes that are live at once in the last step."""
     changes = [0] * (recording.events + 1)
     for allocation in recording.allocations:
         changes[allocation.start] += allocation.nbytes
@@ -164,7 +167,7 @@ def _inferred(framework: str, model: str, batch: int, length: int | None, side: 
 
 
 def _mean_error_percent(framework: str, lab: Lab) -> float:
-    """The mean error of Shape Inference against our estimate over a grid."""
+    """Return the mean error of Shape Inference against our estimate over a grid."""
     of_models = (lab.workers.made(f"{framework}'s {model}s", _grid_errors, framework, model) for model in _GRID_MODELS)
     return 100 * fmean(chain.from_iterable(of_models))
 
@@ -184,7 +187,7 @@ def _grid_errors(framework: str, model: str) -> list[float]:
 
 
 def _grid(framework: str, model: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Sides of images, and batches."""
+    """Return sides of images, and batches."""
     own = (tables.IMAGE_SIDES[model],)
     return {
         "MXNet": (_GRID_SIDES, _GRID_BATCHES), "TensorFlow": (own, _GRID_BATCHES), "PyTorch": (own, _GRID_BATCHES[::3])
@@ -294,7 +297,7 @@ def _measured(row: tables.TableRow) -> Claim:
 
 
 def _inferred_row(rows: list[tables.TableRow]) -> Claim:
-    """The row of all frameworks that have the same figure."""
+    """Return the row of all frameworks that have the same figure."""
     row = rows[-1]
     note = _NO_SCORES if row.model == "BERT" and (row.seq_len or 0) > 64 else ""
     fitted = _fitted(row, inferred=True)

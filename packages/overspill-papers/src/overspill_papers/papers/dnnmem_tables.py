@@ -75,7 +75,7 @@ it is a thirtieth; the context, 0.37 throughout, is left out, since our figure f
 
 
 def load(framework: str = "PyTorch") -> tuple[TableRow, ...]:
-    """The experiments with one framework: TensorFlow, PyTorch or MXNet."""
+    """Return the experiments with one framework: TensorFlow, PyTorch or MXNet."""
     column = FRAMEWORKS.index(framework)
     rows = [
         TableRow("Table 6", framework, model, 128, _LENGTHS.get(model), IMAGE_SIDES.get(model), *figures[column])

@@ -30,9 +30,9 @@ _Job = tuple[nn.Module, Callable[[], tuple[Tensor, ...]], Callable[..., Tensor]]
 
 
 def record(model: str, batch: int, length: int | None) -> Recording:
-    """The recording of a network of the paper on a P40.
+    """Return the recording of some steps of a network of the paper on a P40.
 
-    Some steps of it; `length` is that of BERT's lines.
+    `length` is that of BERT's lines.
     """
 
     def program(recorder: Recorder) -> None:

@@ -1,13 +1,13 @@
 """Dymem (Yang and Cheng, HPDC'20): its figures, and ours for them.
 
-The paper trains on CIFAR-10 and does not say at what size. ResNet-32 holds 35 MB at 32 x 32 and 1.9 GB at 224 x 224,
-where the paper has 1.9 GB (Fig. 15); Inception-v4 (128), which takes no less than 75 x 75, needs 3.8 GB under vDNN at
-256 x 256 and 5.3 GB at its own 299, where the paper has 3.65 GB (Fig. 12). These sizes are taken, and the two rows that
-they were chosen by do not count.
+The paper trains on CIFAR-10 and does not state the image size. ResNet-32 holds 35 MB at 32 x 32 and 1.9 GB at 224 x
+224, where the paper has 1.9 GB (Fig. 15). Inception-v4 (128) takes no less than 75 x 75. It needs 3.8 GB under vDNN at
+256 x 256 and 5.3 GB at its own 299, where the paper has 3.65 GB (Fig. 12). So 224 and 256 are taken, and the two rows
+by which they were chosen do not count.
 
-One baseline everywhere: vDNN's dynamic policy (§4.1). What it needs at least is its first pass, all layers offloaded and
-memory-optimal algorithms; how fast it is, is for the pass that it takes on the device. vDNN's memory lies in CNMeM's pool,
-Dymem's in its own (GTBM), and both count what Fig. 15 calls used, fragments included.
+All comparisons have one baseline: vDNN's dynamic policy (§4.1). Its least need is that of its first pass, with all
+layers offloaded and memory-optimal algorithms. Its speed is that of the pass that it takes on the device. vDNN's memory
+is in CNMeM's pool, Dymem's in its own (GTBM). Both count the bytes that Fig. 15 calls used, fragments included.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ SHARES = (1.0, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 
 
 def _feature_share(lab: Lab) -> float:
-    """Feature maps' percent of the network-wide memory."""
+    """Return the activations' percentage of the network-wide memory."""
     kinds = bytes_by_kind(lab.graph(INCEPTION))
     return 100 * kinds["feature maps"] / sum(kinds.values())
 
 
 def _layer_share(setting: LabSetting, kinds: Collection[LayerType], lab: Lab) -> float:
-    """Percent of feature maps that layers of `kinds` make."""
+    """Return the percentage of activations that layers of `kinds` make."""
     maps = maps_by_layer(lab.graph(setting))
     return 100 * sum(nbytes for kind, nbytes in maps.items() if kind in kinds) / sum(maps.values())
 
 
 def _steps(setting: LabSetting, phases: Collection[Phase], lab: Lab) -> float:
-    """Layers that run, in each of these phases."""
+    """Return the number of layers that run in each of these phases."""
     return len({(op.phase, op.layer) for op in lab.graph(setting).ops if op.phase in phases})
 
 
 def _least(setting: LabSetting, policy: str, lab: Lab) -> list[PolicyRun]:
-    """Runs in the least memory of `policy`, and in more.
+    """Return runs in the least memory of `policy`, and in more.
 
-    The least that it finds schedules for (§5.1: what makes a network trainable).
+    It is the least for which it finds schedules (§5.1: the condition of a trainable network).
     """
     floor = lab.floor_bytes(setting, policy)
     found = []
@@ -77,12 +77,12 @@ def vdnn_mb(setting: LabSetting, lab: Lab) -> float:
 
 
 def dymem_mb(setting: LabSetting, lab: Lab) -> float:
-    """In its own pool, which the smallest budget need not fill least."""
+    """Return the MiB in Dymem's own pool, which is not smallest at the smallest budget."""
     return min(run.two_ended_bytes for run in _least(setting, "dymem:m", lab)) / MIB
 
 
 def _whole_mb(setting: LabSetting, lab: Lab) -> float:
-    """MiB of a step of Dymem's with all the memory of the device, not at the least budget."""
+    """Return the MiB of a step of Dymem's with all the memory of the device, not at the least budget."""
     return lab.run(setting, "dymem:m").two_ended_bytes / MIB
 
 
@@ -103,7 +103,7 @@ def _more_than_vdnn_mb(lab: Lab) -> float:
 
 
 def _conv_throughput(setting: LabSetting, policy: str, lab: Lab) -> float:
-    """Percent of the fastest algorithms' throughput that convolutions have."""
+    """Return the convolutions' throughput as a percentage of that of the fastest algorithms."""
     conv = LayerType.CONV
     return 100 * lab.run(setting, BASE).seconds_of(conv) / lab.run(setting, policy).seconds_of(conv)
 
@@ -121,15 +121,15 @@ def _speedup(setting: LabSetting, against: str, lab: Lab) -> float:
 
 
 def _overlapped_percent(setting: LabSetting, policy: str, lab: Lab) -> float:
-    """Overlapped time, of the time that one stream takes for both."""
+    """Return overlapped time as a percentage of the time that one stream takes for both."""
     whole = lab.run(setting, f"{ONE_STREAM}:m").seconds
     return 100 * lab.run(setting, f"{policy}:m").timeline.overlapped_seconds / whole
 
 
 def _failure_percent(beta_mb: int, lab: Lab) -> float:
-    """Percent of attempts to train an iteration that fail.
+    """Return the percentage of attempts to train an iteration that fail.
 
-    The first is in a main space of 10 GB, the others in what that and β leave.
+    The first iteration is in a main space of 10 GB, the others in the space sized from it and β.
     """
     run = lab.run(RESNET_101, "dymem")
     sizing = size_pool([run.two_ended_events] * ITERATIONS, beta_bytes=beta_mb * MIB)
@@ -141,7 +141,7 @@ def _overlap_ratio(setting: LabSetting, lab: Lab) -> float:
 
 
 def _reduced_percent(lab: Lab) -> float:
-    """The most that Dymem takes off the time of one stream."""
+    """Return the largest saving of Dymem over the time of one stream, in percent."""
     return max(
         100 * (1 - lab.run(setting, "dymem:m").seconds / lab.run(setting, f"{ONE_STREAM}:m").seconds)
         for setting in (INCEPTION, RESNET_32)

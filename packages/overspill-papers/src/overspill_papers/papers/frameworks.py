@@ -1,11 +1,11 @@
 """The same step as the papers' frameworks run it.
 
-Torch's layers over cuDNN, not PyTorch's ops. Four things differ, and nothing else is touched:
+These are Torch's layers over cuDNN, not PyTorch's ops. Four things differ:
 
 - Activations are in place: Y takes the place of X, and dX of dY (vDNN, MICRO'16, footnote 1, after Caffe and Torch).
 - Gradients that meet where the network forks are added to one of them, as Torch's ConcatTable does.
-- Max pooling saves no index of each maximum: cuDNN's backward finds it again by X and Y, which therefore stays.
-- What was overwritten cannot be made again by its op alone, so such ops are not recomputable.
+- Max pooling saves no index of each maximum: cuDNN's backward finds it again by X and Y, so Y stays.
+- An overwritten tensor cannot be recomputed by its op alone, so such ops are not recomputable.
 
 Batch norm keeps X and two statistics a channel, and dropout a mask of a byte a number, in both.
 """
@@ -22,12 +22,12 @@ SUM = "add"
 
 
 def as_layers(graph: Graph) -> Graph:
-    """`graph` with activations and sums of gradients in place, and pooling without indices."""
+    """Return `graph` with activations and sums of gradients in place, and pooling without indices."""
     return _in_place(_pooling_without_indices(graph))
 
 
 def _pooling_without_indices(graph: Graph) -> Graph:
-    """Every pooling's backward reads Y where it read the indices, which are gone."""
+    """Return the graph in which every pooling's backward reads Y instead of the removed indices."""
     output_of: dict[int, int] = {}
     for op in graph.ops:
         if op.name == POOL and len(op.writes) == 2:
@@ -60,9 +60,9 @@ def _pooling(graph: Graph, op: Op, output_of: Mapping[int, int]) -> Op:
 
 
 def _in_place(graph: Graph) -> Graph:
-    """The graph with activations and sums of gradients in place.
+    """Return the graph with activations and sums of gradients in place.
 
-    They overwrite what they read, X or dY, or a summand, where nothing else reads it.
+    They overwrite an input, X or dY, or a summand, that no other op reads.
     """
     takes_place: dict[int, int] = {}
     for op in graph.ops:
@@ -93,16 +93,16 @@ def _in_place(graph: Graph) -> Graph:
 
 
 def _end(tensor: int, takes_place: Mapping[int, int]) -> int:
-    """The last tensor in the place of `tensor`, after any chain of activations."""
+    """Return the last tensor in the place of `tensor`, after any chain of activations."""
     while tensor in takes_place:
         tensor = takes_place[tensor]
     return tensor
 
 
 def _may_overwrite(graph: Graph, op: Op, source: int) -> bool:
-    """Whether `op` may leave its result where `source` is.
+    """Return whether `op` may write its result over `source`.
 
-    It is of the same size and phase, and read by nothing else.
+    `source` must have the same size and phase, and no other reader.
     """
     before, after = graph.tensors[source], graph.tensors[op.writes[0]]
     maker = graph.producer.get(source)
@@ -121,7 +121,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _without(graph: Graph, gone: frozenset[int]) -> Graph:
-    """`graph` without the tensors `gone`, which no op uses. Ids are positions again."""
+    """Return `graph` without the tensors `gone`, which no op uses. Ids are positions again."""
     kept = [t for t in graph.tensors if t.id not in gone]
     number = {tensor.id: position for position, tensor in enumerate(kept)}
 

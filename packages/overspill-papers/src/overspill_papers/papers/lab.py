@@ -31,14 +31,7 @@ HALVINGS = 5
 
 @dataclass(frozen=True)
 class LabSetting:
-    """One training step of a paper: its network, batch, machine and software.
-
-    `layers`: as the papers' frameworks run it, else as PyTorch does. `features`: without the classifier, whose memory
-    and time then count nothing. `batch_norm` false leaves batch norm out of the network. `tensor_cores`: float32 goes
-    through them, at the rate of float16, as cuDNN may convert. `whole_step`: parameters, gradients and optimizer state
-    may move too. `gradients` false: each weight's gradient is applied, and gone, as soon as it is made. `shared_bandwidth`:
-    a transfer takes its bytes a second from the bandwidth that ops have, as if each op needed all of it (vDNN §V-B).
-    """
+    """One training step of a paper: its network, batch, machine and software."""
 
     model: str
     batch: int
@@ -46,20 +39,27 @@ class LabSetting:
     image_size: int | None = None
     cudnn: int = 7
     layers: bool = True
+    """Whether it runs as in the papers' frameworks; otherwise as in PyTorch."""
     features: bool = False
+    """Whether the classifier is left out, so that its memory and time do not count."""
     whole_step: bool = False
+    """Whether parameters, gradients and optimizer state may move too."""
     batch_norm: bool = True
+    """False leaves batch norm out of the network."""
     tensor_cores: bool = False
+    """Whether float32 uses them, at the rate of float16, as cuDNN may convert."""
     optimizer: str = "sgd"
     gradients: bool = True
+    """False: each weight's gradient is applied and freed as soon as it is made."""
     shared_bandwidth: bool = False
+    """Whether transfers take their bandwidth from ops, as if each op needed all of it (vDNN §V-B)."""
 
 
 class Lab:
     """Captured graphs and finished runs, cached.
 
-    `say` is called with what takes time, `workers` make what takes longest. `scale` is by how much the paper's assumed
-    constant is another.
+    `say` is called with the name of each long task, and `workers` run the longest ones. `scale` is the factor on the
+    paper's assumed constant.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda _: None, workers: Workers | None = None) -> None:
@@ -73,19 +73,19 @@ class Lab:
         self._within: dict[tuple[LabSetting, str, PaperPool], tuple[PolicyRun, int]] = {}
 
     def instead_of(self, instead: Mapping[str, str]) -> Lab:
-        """The same lab, with the same runs, but for others in the place of some policies."""
+        """Return the same lab, with the same runs, but with replacements of some policies."""
         made = copy(self)
         made._instead, made._within = instead, {}
         return made
 
     def scaled(self, scale: float) -> Lab:
-        """The same lab, where the paper's assumed constant is `scale` times as large."""
+        """Return the same lab, where the paper's assumed constant is `scale` times as large."""
         made = copy(self)
         made.scale = scale
         return made
 
     def replaced(self, name: str) -> str:
-        """What stands in the place of the mechanism `name`; itself if nothing does."""
+        """Return the replacement of the mechanism `name`, or `name` itself without one."""
         kind, colon, _ = name.partition(":")
         if kind not in self._instead:
             return name
@@ -93,7 +93,7 @@ class Lab:
         return f"{self._instead[kind]}{':m' if least else ''}"
 
     def device(self, setting: LabSetting) -> Device:
-        """The machine of `setting`."""
+        """Return the machine of `setting`."""
         device = load_device(setting.device)
         if setting.tensor_cores:
             rates = device.flops_per_second
@@ -104,10 +104,7 @@ class Lab:
         return device
 
     def graph(self, setting: LabSetting) -> Graph:
-        """The step as planned.
-
-        In the framework's layers, with a choice of algorithms for each convolution.
-        """
+        """Return the step as planned: in the framework's layers, with a choice of algorithms for each convolution."""
         if setting not in self._graphs:
             self._graphs[setting] = self._made(setting)
         return self._graphs[setting]
@@ -131,9 +128,9 @@ class Lab:
         return feature_extraction(graph) if setting.features else graph
 
     def run(self, setting: LabSetting, policy: str | Policy, budget_bytes: int | None = None) -> PolicyRun:
-        """The run of `policy`, within `budget_bytes` if it plans for budgets.
+        """Return the run of `policy`, within `budget_bytes` if it plans for budgets.
 
-        By default that is the device's free memory. Raises InfeasibleBudget where such a policy finds no schedule.
+        The default is the device's free memory. Raises InfeasibleBudget if such a policy finds no schedule.
         """
         chosen = policy_named(self.replaced(str(policy)))
         budget = self.device(setting).usable_bytes if budget_bytes is None else budget_bytes
@@ -149,10 +146,10 @@ class Lab:
         return self._runs[key]
 
     def run_within(self, setting: LabSetting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
-        """The run at the largest budget that `pool` has room for.
+        """Return the run at the largest budget that fits `pool` on the device, and that budget.
 
-        Returns the run on the device, and that budget. Room is taken to come with smaller budgets: the range is halved some times.
-        Raises InfeasibleBudget where there is none at the least budget either.
+        Smaller budgets are assumed to fit better, so the search bisects the range some times. Raises InfeasibleBudget
+        if not even the least budget fits.
         """
         key = (setting, str(policy), pool)
         if self.replaced(str(policy)) != str(policy):  # without the mechanism, what it would do is not asked to fit
@@ -185,7 +182,7 @@ class Lab:
         return run, low
 
     def floor_bytes(self, setting: LabSetting, policy: str | Policy) -> int:
-        """The least budget for which `policy`, which plans for budgets, finds a schedule."""
+        """Return the least budget for which `policy`, which plans for budgets, finds a schedule."""
         key = setting, self.replaced(str(policy))
         if key not in self._floors:
             try:
@@ -196,10 +193,10 @@ class Lab:
 
 
 def network_wide_bytes(graph: Graph) -> int:
-    """Bytes of vDNN's baseline, which reserves all at once.
+    """Return the bytes of vDNN's baseline, which reserves everything at once.
 
-    All that the network ever needs (MICRO'16, Fig. 2 and §IV-A). Weights, their gradients and all feature maps, two
-    gradient maps of the largest size, and the largest workspace.
+    The network's total need (MICRO'16, Fig. 2 and §IV-A) has weights, their gradients and all activations, two gradient
+    maps of the largest size, and the largest workspace.
     """
     gradient_maps = [
         tensor.nbytes
@@ -215,19 +212,16 @@ def network_wide_bytes(graph: Graph) -> int:
 
 
 def with_gradients_applied(graph: Graph) -> Graph:
-    """`graph` in which gradients of weights take no memory.
-
-    Each is applied as soon as it is made.
-    """
+    """Return `graph` in which gradients of weights take no memory, since each is applied as soon as it is made."""
     gradients = (TensorKind.GRADIENT,)
     return replace(graph, tensors=tuple(replace(t, nbytes=0) if t.kind in gradients else t for t in graph.tensors))
 
 
 def feature_extraction(graph: Graph) -> Graph:
-    """`graph` in which the classifier takes no memory and no time.
+    """Return `graph` in which the classifier takes no memory and no time.
 
-    That is what only ops behind the last convolution or pooling use. vDNN manages the layers before (§III) and compares
-    their times alone (§V-C).
+    The classifier has the tensors that only ops after the last convolution or pooling use. vDNN manages the layers
+    before (§III) and compares their times alone (§V-C).
     """
     spatial = (LayerType.CONV, LayerType.POOL)
     first = 1 + max((op.id for op in graph.ops if op.phase is Phase.FORWARD and op.layer_type in spatial), default=-1)
@@ -249,7 +243,7 @@ def feature_extraction(graph: Graph) -> Graph:
 
 
 def at_batch(graph: Graph, batch: int) -> Graph:
-    """The step at `batch`, of `graph`, which was captured at IMAGES."""
+    """Return the step at `batch`, of `graph`, which was captured at IMAGES."""
 
     def size(captured: int) -> int:
         images, rest = divmod(captured, IMAGES)

@@ -14,10 +14,7 @@ LABELS = {LayerType.CONV: "CONV", LayerType.LINEAR: "FC", LayerType.POOL: "POOL"
 
 
 def weighted(graph: Graph, kinds: Iterable[LayerType] = (LayerType.CONV, LayerType.LINEAR)) -> dict[str, list[Op]]:
-    """The ops of each layer of these kinds.
-
-    By names such as CONV_01, in the order of forward.
-    """
+    """Return the ops of each layer of these kinds, by names such as CONV_01, in the order of forward."""
     kinds = tuple(kinds)
     found: dict[str, list[Op]] = {}
     count: dict[LayerType, int] = defaultdict(int)
@@ -32,7 +29,7 @@ def weighted(graph: Graph, kinds: Iterable[LayerType] = (LayerType.CONV, LayerTy
 
 
 def bytes_of(graph: Graph, op: Op) -> tuple[int, int, int]:
-    """The bytes of maps, weights and workspace that `op` works with."""
+    """Return the bytes of maps, weights and workspace that `op` works with."""
     touched = [graph.tensors[t] for t in dict.fromkeys(op.reads + op.writes)]
     weights = sum(t.nbytes for t in touched if t.kind in (*WEIGHTS, TensorKind.GRADIENT))
     kept = (TensorKind.GRADIENT, TensorKind.INPUT)
@@ -41,23 +38,17 @@ def bytes_of(graph: Graph, op: Op) -> tuple[int, int, int]:
 
 
 def most_at_once(graph: Graph) -> int:
-    """The most bytes that any layer needs in one pass.
-
-    What must be there for it (vDNN, Fig. 1).
-    """
+    """Return the most bytes that any layer needs at once in one pass (vDNN, Fig. 1)."""
     return max(sum(bytes_of(graph, op)) for op in graph.ops if op.phase is not Phase.UPDATE)
 
 
 def spans(run: PolicyRun) -> Mapping[int, tuple[float, float]]:
-    """The start and end of each op, in seconds."""
+    """Return the start and end of each op, in seconds."""
     return {e.target: (e.start_seconds, e.end_seconds) for e in run.timeline.events if e.verb is Verb.RUN}
 
 
 def bytes_by_kind(graph: Graph) -> dict[str, int]:
-    """Network-wide bytes by kind.
-
-    As vDNN's Fig. 4 and Dymem's Fig. 1 break them down.
-    """
+    """Return network-wide bytes by the kinds of vDNN's Fig. 4 and Dymem's Fig. 1."""
 
     def held(*kinds: TensorKind) -> int:
         return sum(t.nbytes for t in graph.tensors if t.kind in kinds)
@@ -78,7 +69,7 @@ def bytes_by_kind(graph: Graph) -> dict[str, int]:
 
 
 def maps_by_layer(graph: Graph) -> dict[LayerType, int]:
-    """Bytes of feature maps by the type of the layer that makes them."""
+    """Return the bytes of activations by the type of the layer that makes them."""
     found: dict[LayerType, int] = defaultdict(int)
     for tensor in graph.tensors:
         if tensor.kind is TensorKind.ACTIVATION and tensor.id in graph.producer:

@@ -1,14 +1,14 @@
 """Profile-guided placement (Sekiyama et al., 2018): its figures and ours.
 
-Sekiyama, Imai, Imamichi and Raymond. Chainer 3 with MomentumSGD on a P100; inference is of one image, and reads a label
-too. "Total" is what is there from before a step and what the step takes: of Chainer's pool, or of the arena that the
-best-fit heuristic (§3.2) lays out. Three iterations run in the pool.
+Authors: Sekiyama, Imai, Imamichi and Raymond. Chainer 3 runs with MomentumSGD on a P100. Inference is of one image, and
+reads a label too. "Total" is the memory in use before a step and the memory that the step takes. The step takes it from
+Chainer's pool, or from the arena that the best-fit heuristic (§3.2) places. Three iterations run in the pool.
 
-seq2seq trains on sentences of other lengths in each mini-batch. The pool keeps what it took for all of them; the arena is
-laid out anew where a step asks for more (§4.3), and so is as large as the largest of the steps' own.
+seq2seq trains on sentences of other lengths in each mini-batch. The pool keeps the memory it took for all of them. The
+arena is placed again where a step requests more (§4.3), and so is as large as the largest of the steps' own.
 
-Without a row: Figs. 3 and 4 and the time that the pool's search takes, which are host time of Python and C++ of 2018; and
-the bars of Fig. 2, whose values the text does not give.
+Figs. 3 and 4 and the time of the pool's search have no row: they are host time of Python and C++ of 2018. Nor have the
+bars of Fig. 2, whose values the text does not give.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SEARCH = Limits(time_limit_seconds=60.0)
 
 
 def _trace(model: str, batch: int, lab: Lab, *, training: bool = True) -> tuple[Trace, int]:
-    """The blocks of a step, and the bytes that are there before it."""
+    """Return the blocks of a step, and the bytes that are allocated before it."""
     setting = LabSetting(model, batch, "p100-nvlink", layers=False, optimizer="momentum")
     graph = as_chainer(lab.graph(setting))
     if not training:
@@ -58,12 +58,12 @@ def _placed(trace: Trace, solver: str, lab: Lab) -> int:
 
 
 def _pooled(trace: Trace, times: int = 1) -> int:
-    """Bytes that Chainer's pool holds after `trace`, so many times."""
+    """Return the bytes that Chainer's pool holds after `trace`, repeated `times`."""
     return replay(Events.of(trace).repeated(times), "chainer").peak_reserved_bytes
 
 
 def _saved(traces: Sequence[Trace], held: int, lab: Lab) -> float:
-    """Percent of the total saved in steps that follow one another."""
+    """Return the percentage of the total saved in consecutive steps."""
     in_turn = seq2seq.in_turn(traces)
     pool = _pooled(in_turn)
     placed = pool if lab.replaced("skyline") != "skyline" else max(_placed(trace, "skyline", lab) for trace in traces)
@@ -75,7 +75,7 @@ def _inference_bytes(model: str, solver: str, lab: Lab) -> float:
 
 
 def _saved_percent(model: str, lab: Lab) -> float:
-    """Percent of the total saved in inference."""
+    """Return the percentage of the total saved in inference."""
     trace, held = _trace(model, 1, lab, training=False)
     return _saved([trace] * ITERATIONS, held, lab)
 
@@ -86,7 +86,7 @@ def _translation_saved_percent(lab: Lab) -> float:
 
 
 def _most_saved_percent(lab: Lab) -> float:
-    """Percent of the total saved in training of seq2seq, the mean of many drawn corpora."""
+    """Return the percentage of the total saved in training of seq2seq, the mean of many sampled corpora."""
     held, draws = seq2seq.held_bytes(training=True), Random(0)  # noqa: S311 - no secret
 
     def step() -> Trace:
@@ -96,7 +96,7 @@ def _most_saved_percent(lab: Lab) -> float:
 
 
 def _network_wide_gb(lab: Lab) -> float:
-    """Every block has memory of its own."""
+    """Return the memory if no two blocks share bytes, in GB."""
     trace, held = _trace(ALEXNET, 32, lab)
     return (held + sum(block.nbytes for block in trace.blocks)) / GIB
 

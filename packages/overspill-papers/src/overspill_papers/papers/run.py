@@ -1,6 +1,6 @@
 """A policy's run of a paper's step: its memory and time.
 
-Memory is where an allocator puts it.
+Memory is measured at the addresses of an allocator.
 """
 
 from __future__ import annotations
@@ -59,60 +59,51 @@ class PolicyRun:
 
     @property
     def pool_bytes(self) -> int:
-        """The most bytes that CNMeM has handed out at once."""
+        """The most bytes that CNMeM has allocated at once."""
         return self.cnmem.peak_allocated_bytes
 
     @property
     def spread_bytes(self) -> int:
         """Bytes of CNMeM's pool in use, with fragmentation.
 
-        From its start to the end of the block that ever lay highest.
+        They span from its start to the end of the block with the highest address.
         """
         return _peak_spread(self.cnmem)
 
     @cached_property
     def two_ended_events(self) -> Events:
-        """The same, of what is allocated at once what more layers need first."""
+        """The same events; among simultaneous allocations, the tensors that more layers need come first."""
         return Events.of(trace_of(self.graph, self.schedule), by_references=True)
 
     @cached_property
     def two_ended(self) -> Replay:
-        """The step in Dymem's pool (GTBM) that is never full.
-
-        That is its main space; with its curves.
-        """
+        """The step in Dymem's pool (GTBM) whose main space is never full, with its curves."""
         return replay(self.two_ended_events, "gtbm", config=TwoEndedConfig(TRIAL_POOL_BYTES), request_bytes=0)
 
     @property
     def two_ended_bytes(self) -> int:
-        """Bytes of Dymem's pool in use, as its Fig. 15 counts.
+        """Bytes of Dymem's pool in use, as its Fig. 15 counts them.
 
-        The most from both ends of the main space and in the incremental space.
+        They are the most from both ends of the main space and in the incremental space.
         """
         return _peak_spread(self.two_ended)
 
     def reserved_bytes(self, pool: PaperPool) -> int:
-        """The most device memory that `pool` holds for repeated steps.
-
-        On the device if it fits there.
-        """
+        """Return the most device memory that `pool` holds for repeated steps, on the device if it fits there."""
         done = self._replayed(pool, self.device.usable_bytes)
         return (done if done.fits else self._replayed(pool)).peak_device_bytes
 
     def fits(self, pool: PaperPool) -> bool:
-        """Whether the step and its repetition survive in `pool` on the device."""
+        """Return whether the step and its repetition survive in `pool` on the device."""
         return self._replayed(pool, self.device.usable_bytes).fits
 
     def chunks_mapped(self, chunk_bytes: int, least_bytes: int) -> int:
-        """Chunks that a step maps with addresses of its own for each block.
-
-        Of blocks of more than `least_bytes`.
-        """
+        """Return the chunks that a step maps, with separate addresses for each block of more than `least_bytes`."""
         large = (self.events.action == ALLOCATE) & (self.events.nbytes > least_bytes)
         return int(np.ceil(self.events.nbytes[large] / chunk_bytes).sum())
 
     def seconds_of(self, layer: LayerType) -> float:
-        """Seconds in which ops of layers of this type ran."""
+        """Return the seconds in which ops of layers of this type ran."""
         runs = (e for e in self.timeline.events if e.verb in (Verb.RUN, Verb.RECOMPUTE))
         return sum(e.end_seconds - e.start_seconds for e in runs if self.graph.ops[e.target].layer_type is layer)
 

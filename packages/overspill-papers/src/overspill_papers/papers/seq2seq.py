@@ -1,10 +1,10 @@
-"""Chainer's example `seq2seq` in the blocks that it asks its pool for.
+"""Chainer's example `seq2seq` in the blocks that it requests from its pool.
 
-Sentences of words on three layers of LSTM, by `examples/seq2seq/seq2seq.py` and `functions/connection/n_step_rnn.py` of
-Chainer: each call of cuDNN's LSTM gathers the weights of all layers in one block, 96 MiB, which lives as long as the call
-in inference, and to the end of backward in training. What cuDNN reserves for backward is taken to be the gates, the cell
-and the output of each layer; its workspace, of which nothing is published, to be nothing. Arrays of whole numbers but for
-the words found in inference, which stay until the sentence is whole, are left out.
+Sentences run on three layers of LSTM, by `examples/seq2seq/seq2seq.py` and `functions/connection/n_step_rnn.py` of
+Chainer. Each call of cuDNN's LSTM gathers the weights of all layers in one block of 96 MiB. It lives as long as the
+call in inference, and to the end of backward in training. cuDNN's reserve for backward is assumed to have the gates,
+the cell and the output of each layer. Its workspace is unpublished and assumed to be empty. Integer arrays are left
+out, except the words found in inference, which stay until the sentence is complete.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WEIGHTS = (EMBEDDING, EMBEDDING, LSTM, LSTM, EMBEDDING + 4 * VOCABULARY)
 
 
 def held_bytes(*, training: bool) -> int:
-    """Bytes that are there before a step: weights, and in training gradients and the two moments of Adam."""
+    """Return the bytes allocated before a step: weights, and in training gradients and the two moments of Adam."""
     return sum(round_up(nbytes, STEP_BYTES) for nbytes in WEIGHTS) * (4 if training else 1)
 
 
 def in_turn(traces: Sequence[Trace]) -> Trace:
-    """The steps `traces`, one after another."""
+    """Return the steps `traces`, one after the other."""
     blocks: list[Block] = []
     for trace in traces:
         begun = max((block.end for block in blocks), default=0)
@@ -46,7 +46,7 @@ def in_turn(traces: Sequence[Trace]) -> Trace:
 
 
 class _DecoderStep:
-    """Blocks as they are taken and given back."""
+    """Blocks as they are allocated and freed."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -54,7 +54,7 @@ class _DecoderStep:
         self._live: dict[int, tuple[int, int]] = {}
 
     def take(self, *sizes: int) -> list[int]:
-        """New blocks of so many bytes."""
+        """Allocate blocks of so many bytes."""
         taken = []
         for nbytes in sizes:
             self._now += 1
@@ -70,19 +70,19 @@ class _DecoderStep:
 
     @contextmanager
     def taken(self, *sizes: int) -> Iterator[None]:
-        """Blocks that are given back at the end."""
+        """Allocate blocks that are freed at the end of the context."""
         blocks = self.take(*sizes)
         yield
         self.give(blocks)
 
     def done(self) -> Trace:
-        """The trace, in which all that is left is given back."""
+        """Return the trace, in which all remaining blocks are freed."""
         self.give([*self._live])
         return Trace(tuple(sorted(self._blocks, key=lambda block: block.start)))
 
 
 def inference(words: int) -> Trace:
-    """The blocks of translating one sentence of so many words."""
+    """Return the blocks of translating one sentence of so many words."""
     step = _DecoderStep()
     embedded = step.take(words * ROW)
     state = step.take(LAYERS * ROW, LAYERS * ROW)
@@ -102,7 +102,7 @@ def inference(words: int) -> Trace:
 
 
 def _inferred(step: _DecoderStep, words: int) -> tuple[list[int], list[int]]:
-    """The states and outputs of an LSTM of one sentence."""
+    """Return the states and outputs of an LSTM of one sentence."""
     turned = step.take(*[ROW] * words)
     (cell,) = step.take(LAYERS * ROW)
     with step.taken(words * ROW):
@@ -115,9 +115,9 @@ def _inferred(step: _DecoderStep, words: int) -> tuple[list[int], list[int]]:
 
 
 def training(lengths: Sequence[int], reserved: float = 1.0) -> Trace:
-    """The blocks of a step on sentences of these lengths, to whose translations a word is added, their end.
+    """Return the blocks of a step on sentences of these lengths, whose translations are one word longer, their end.
 
-    cuDNN reserves `reserved` times what is assumed.
+    cuDNN reserves `reserved` times the assumed bytes.
     """
     step, states = _DecoderStep(), LAYERS * len(lengths) * ROW
     read, written = sum(lengths), sum(lengths) + len(lengths)

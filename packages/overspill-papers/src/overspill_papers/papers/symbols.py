@@ -1,7 +1,4 @@
-"""The networks of DNNMem (FSE 2020) as MXNet's symbols.
-
-In the architecture of their PyTorch counterparts.
-"""
+"""The networks of DNNMem (FSE 2020) as MXNet's symbols, in the architecture of their PyTorch counterparts."""
 
 from __future__ import annotations
 
@@ -13,32 +10,32 @@ CLASSES = 1000
 
 
 class Builder:
-    """Adds operators by name; each one's weights are variables that it makes itself."""
+    """Adds operators by name; each one's weights are variables that the builder makes itself."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._variables: dict[str, NodeOutput] = {}
 
     def variable(self, name: str) -> NodeOutput:
-        """The variable called `name`, made when it is first asked for."""
+        """Return the variable called `name`, made at its first use."""
         if name not in self._variables:
             self._variables[name] = self._add(Node(VARIABLE, name))
         return self._variables[name]
 
     def add(self, op: str, name: str, *read: NodeOutput, **attrs: object) -> NodeOutput:
-        """The first output of a new operator."""
+        """Return the first output of a new operator."""
         return self._add(Node(op, name, read, {key: str(value) for key, value in attrs.items()}))
 
     def layer(self, op: str, name: str, data: NodeOutput, weights: tuple[str, ...], **attrs: object) -> NodeOutput:
-        """An operator with weights called after it."""
+        """Return an operator with weights named after it."""
         return self.add(op, name, data, *(self.variable(f"{name}_{weight}") for weight in weights), **attrs)
 
     def loss(self, data: NodeOutput) -> Symbol:
-        """The network that ends in a softmax and its loss."""
+        """Return the network that ends in a softmax and its loss."""
         return self.made(self.add("SoftmaxOutput", "softmax", data, self.variable("softmax_label")))
 
     def made(self, *heads: NodeOutput) -> Symbol:
-        """The network with these outputs."""
+        """Return the network with these outputs."""
         return Symbol(tuple(self._nodes), heads)
 
     def _add(self, node: Node) -> NodeOutput:
@@ -47,33 +44,33 @@ class Builder:
 
     def convolution(self, name: str, data: NodeOutput, filters: int, kernel: tuple[int, int], *, bias: bool = False,
                     stride: int = 1, pad: tuple[int, int] = (0, 0)) -> NodeOutput:  # fmt: skip
-        """A convolution."""
+        """Return a convolution."""
         return self.layer(
             "Convolution", name, data, ("weight", "bias") if bias else ("weight",), num_filter=filters, kernel=kernel,
             stride=(stride, stride), pad=pad, no_bias=not bias,
         )  # fmt: skip
 
     def batch_norm(self, name: str, data: NodeOutput) -> NodeOutput:
-        """Batch norm with a scale and a bias that are trained."""
+        """Return batch norm with a trained scale and bias."""
         return self.layer("BatchNorm", name, data, ("gamma", "beta", "moving_mean", "moving_var"), fix_gamma=False)
 
     def relu(self, name: str, data: NodeOutput) -> NodeOutput:
-        """Rectified linear units."""
+        """Return rectified linear units."""
         return self.add("Activation", name, data, act_type="relu")
 
     def pool(self, name: str, data: NodeOutput, kind: str, kernel: int, stride: int, pad: int = 0) -> NodeOutput:
-        """Maximum or average pooling."""
+        """Return maximum or average pooling."""
         return self.add(
             "Pooling", name, data, pool_type=kind, kernel=(kernel, kernel), stride=(stride, stride), pad=(pad, pad)
         )
 
     def dense(self, name: str, data: NodeOutput, hidden: int, *, flatten: bool = True) -> NodeOutput:
-        """A fully connected layer."""
+        """Return a fully connected layer."""
         return self.layer("FullyConnected", name, data, ("weight", "bias"), num_hidden=hidden, flatten=flatten)
 
 
 def vgg16() -> Symbol:
-    """VGG-16 (configuration D) with dropout."""
+    """Return VGG-16 (configuration D) with dropout."""
     net = Builder()
     x = net.variable("data")
     for group, (count, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)), 1):
@@ -89,7 +86,7 @@ def vgg16() -> Symbol:
 
 
 def resnet50(*, early: bool = False) -> Symbol:
-    """ResNet-50 with post-activation.
+    """Return ResNet-50 with post-activation.
 
     A block's stride is in its 3x3 convolution, as in PyTorch. `early`: in its first 1x1 convolution, as in its paper
     (arXiv:1512.03385) and in Keras.
@@ -145,7 +142,7 @@ _INCEPTION = (
 
 
 def inception_v3() -> Symbol:
-    """Inception v3 without its auxiliary classifier."""
+    """Return Inception v3 without its auxiliary classifier."""
     net = Builder()
     x = _branch(net, "stem", net.variable("data"), _STEM)[0]
     for number, block in enumerate(_INCEPTION):
@@ -160,7 +157,7 @@ def inception_v3() -> Symbol:
 
 
 def _branch(net: Builder, name: str, x: NodeOutput, text: str) -> list[NodeOutput]:
-    """The outputs of one branch. One, or those of the fork in which it ends."""
+    """Return the outputs of one branch: one, or those of the fork in which it ends."""
     for number, item in enumerate(text.split(", ")):
         if item.startswith("("):
             width, kernels = item[1:-1].split()[0], item[1:-1].split()[1::2]
@@ -172,7 +169,7 @@ def _branch(net: Builder, name: str, x: NodeOutput, text: str) -> list[NodeOutpu
 
 
 def _unit(net: Builder, name: str, x: NodeOutput, text: str) -> NodeOutput:
-    """A convolution, batch norm and ReLU; or a pooling."""
+    """Return a convolution, batch norm and ReLU; or a pooling."""
     text, stride = (text[:-2], 2) if text.endswith("/2") else (text, 1)
     if text in {"avg", "max"}:
         return net.pool(name, x, text, 3, stride, pad=2 - stride)
@@ -185,9 +182,9 @@ def _unit(net: Builder, name: str, x: NodeOutput, text: str) -> NodeOutput:
 
 
 def lstm(width: int = 5120, steps: int = 100, layers: int = 2) -> Symbol:
-    """LSTM cells, unrolled as by `mx.rnn.LSTMCell`.
+    """Return LSTM cells, unrolled as by `mx.rnn.LSTMCell`, step by step and layer by layer.
 
-    Step by step and layer by layer; the loss is the mean of all outputs.
+    The loss is the mean of all outputs.
     """
     net = Builder()
     sequence = net.variable("data")
@@ -206,7 +203,7 @@ def lstm(width: int = 5120, steps: int = 100, layers: int = 2) -> Symbol:
 def _cell(
     net: Builder, weights: str, name: str, x: NodeOutput, hidden: NodeOutput, cell: NodeOutput, width: int
 ) -> tuple[NodeOutput, NodeOutput]:
-    """The next hidden state and cell of `mx.rnn.LSTMCell`."""
+    """Return the next hidden state and cell of `mx.rnn.LSTMCell`."""
     gates = net.add(
         "elemwise_add", f"{name}_gates",
         *(
@@ -234,9 +231,9 @@ def _split(net: Builder, name: str, data: NodeOutput, count: int, **attrs: objec
 
 
 def bert(*, layers: int = 12, width: int = 768, heads: int = 12, words: int = 30522) -> Symbol:
-    """BERT with a classifier, as GluonNLP 0.7 writes it.
+    """Return BERT with a classifier of two classes, as GluonNLP 0.7 writes it.
 
-    It has two classes: `model/bert.py` and `model/attention_cell.py`.
+    It follows `model/bert.py` and `model/attention_cell.py`.
     """
     net = Builder()
     x = net.add(
@@ -300,7 +297,7 @@ def _attention(net: Builder, name: str, x: NodeOutput, width: int, heads: int) -
 
 
 def _gelu(net: Builder, name: str, x: NodeOutput) -> NodeOutput:
-    """0.5 x (1 + erf(x / sqrt 2)), spelled out."""
+    """Return 0.5 x (1 + erf(x / sqrt 2)), in elementary operators."""
     half = net.add("_mul_scalar", f"{name}_half", x, scalar=0.5)
     error = net.add("erf", f"{name}_erf", net.add("_div_scalar", f"{name}_divided", x, scalar=1.4142))
     return net.add("elemwise_mul", f"{name}_out", half, net.add("_plus_scalar", f"{name}_plus", error, scalar=1.0))

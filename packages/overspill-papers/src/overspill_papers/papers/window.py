@@ -1,14 +1,15 @@
 """Adaptive-window scheduling with virtual addressing: its figures and ours.
 
-Under double-blind review, 2020. Scheduling moves parameters, gradients and the optimizer's state too, and its swaps are
-unconditional (`every_step`). What fits is decided by an allocator, in which the step and its repetition are replayed.
-"Schedule" is under best fit with caching, which the paper says is nearly PyTorch's; "Schedule + VA" under chunks of 40
-MB, small blocks aside, each of which takes `REMAP_SECONDS` whenever it is mapped. Each batch is planned for the largest
-budget that fits so.
+The paper was under double-blind review in 2020. Scheduling moves parameters, gradients and the optimizer's state too,
+and its swaps are unconditional (`every_step`). A step fits if it and its repetition can be replayed in an allocator.
+"Schedule" is under best fit with caching, which the paper calls nearly PyTorch's. "Schedule + VA" is under chunks of 40
+MB, except for small blocks. Each chunk takes `REMAP_SECONDS` whenever it is mapped. Each batch is planned for the
+largest budget that fits so.
 
-The three figures of Table 1's baseline lie on a line, 121 ms + 1.084 ms an image. Its slope is 22.7 TFLOP/s of direct
-products, more than the V100's 15.7 in float32: products went through tensor cores, though tensors were of float32, for
-float16 would fit twice as many. So they do here; the 121 ms, spent outside the GPU, are added to each of our steps.
+The three figures of Table 1's baseline are on a line, 121 ms + 1.084 ms an image. Its slope is 22.7 TFLOP/s of direct
+products, more than the V100's 15.7 in float32. So products went through tensor cores. Tensors were float32
+nevertheless, since float16 would fit twice as many. Products use tensor cores here too. The 121 ms, spent outside the
+GPU, are added to each of our steps.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def resnet(batch: int) -> LabSetting:
 
 
 def _ibm(batch: int) -> LabSetting:
-    """The machine and TensorFlow of Le et al. No time outside the GPU is seen there, nor tensor cores."""
+    """Return the machine and TensorFlow of Le et al., with neither time outside the GPU nor tensor cores."""
     return replace(resnet(batch), device="p100-nvlink", tensor_cores=False, layers=False)
 
 
@@ -57,9 +58,9 @@ DENSENET, PIX2PIX, DEEPLAB = (
 
 
 def remap_seconds(run: PolicyRun, pool: PaperPool, scale: float = 1.0) -> float:
-    """Seconds of a step spent on mapping memory, where a chunk takes `scale` times what is assumed.
+    """Return the seconds of a step spent on mapping memory, where a chunk takes `scale` times the assumed time.
 
-    Each block is mapped anew, for "once a variable is cleared ..., we release a virtual address".
+    Each block is mapped again, since "once a variable is cleared ..., we release a virtual address".
     """
     return scale * REMAP_SECONDS * run.chunks_mapped(CHUNK_BYTES, CHUNK_BYTES // SMALL_SHARE) if pool is CHUNKS else 0.0
 
@@ -87,7 +88,7 @@ def _lms_images_a_second(batch: int, policy: str, lab: Lab) -> float:
 
 
 def _speed_percent(batch: int, pool: PaperPool, lab: Lab) -> float:
-    """Speed in percent of the baseline's at its largest batch."""
+    """Return the speed as a percentage of the baseline's at its largest batch."""
     return 100 * _images_a_second(batch, pool, lab) / _baseline_images_a_second(190, lab)
 
 
@@ -96,9 +97,9 @@ def _lms_speed_percent(lab: Lab) -> float:
 
 
 def _fits(setting: LabSetting, policy: str | Policy, pool: PaperPool, lab: Lab) -> bool:
-    """Whether the step that takes the least memory fits.
+    """Return whether the step that takes the least memory fits.
 
-    With the convolutions' least workspaces, at the least budget.
+    It has the convolutions' smallest workspaces, at the least budget.
     """
     if isinstance(policy, str):
         return lab.run(setting, f"{policy}:m").fits(pool)
@@ -129,12 +130,12 @@ def _largest_scheduled(setting: LabSetting, pool: PaperPool, lab: Lab) -> float:
 
 
 def _growth(setting: LabSetting, lab: Lab) -> float:
-    """The largest batch with scheduling alone, over the largest without."""
+    """Return the largest batch with scheduling alone, over the largest without."""
     return _largest_scheduled(setting, BEST_FIT, lab) / _largest_baseline(setting, lab)
 
 
 def _growth_by_addressing(setting: LabSetting, lab: Lab) -> float:
-    """The largest batch with virtual addressing, over the largest with scheduling alone."""
+    """Return the largest batch with virtual addressing, over the largest with scheduling alone."""
     return _largest_scheduled(setting, CHUNKS, lab) / _largest_scheduled(setting, BEST_FIT, lab)
 
 

@@ -1,4 +1,4 @@
-"""What takes longest, each made once: here, or by processes beside the one that computes the rows."""
+"""The longest tasks, each run once: in this process, or in processes next to the one that computes the rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ AT_MOST = 4
 
 
 class StillMadeError(Exception):
-    """What was asked for is not there yet; ask again after `Workers.wait`."""
+    """A requested result is not available yet; request it again after `Workers.wait`."""
 
 
 class Workers:
-    """Makes things by functions of a module, each once.
+    """Run functions of a module, each once.
 
-    `say` is called with what is begun. Outside of a `with` block they are made here and at once; inside of it by a process
-    for each core, which begins with `begin`, and asking for what is not there yet raises StillMadeError.
+    `say` is called with each task that begins. Outside of a `with` block tasks run in this process at once. Inside of
+    it they run in a process for each core, which begins with `begin`. A request for an unavailable result then raises
+    StillMadeError.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda _: None, begin: Callable[[], object] = gc.disable) -> None:
@@ -42,7 +43,7 @@ class Workers:
             self._pool = None
 
     def made(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function` returns for `arguments`; `what` says it in words."""
+        """Return the result of `function` for `arguments`; `what` describes it in words."""
         key = function, *arguments
         if key not in self._futures:
             self._say(what)
@@ -65,7 +66,7 @@ class Workers:
                 self.wait()
 
     def wait(self) -> None:
-        """Wait until one of the things that are being made is there."""
+        """Wait until one of the running tasks is done."""
         wait([future for future in self._futures.values() if not future.done()], return_when=FIRST_COMPLETED)
 
 

@@ -1,4 +1,4 @@
-"""Placement as other frameworks and papers do it: allocators, the sizing of Dymem's pool, an integer program."""
+"""Placement in other frameworks and papers: allocators, the sizing of Dymem's pool, an integer program."""
 
 from .allocators.best_fit import BestFitConfig as BestFitConfig
 from .allocators.bfc import BfcConfig as BfcConfig

@@ -34,11 +34,11 @@ def size_pool(
     beta_bytes: int = BETA_BYTES,
     capacity_bytes: int | None = None,
 ) -> PoolSizing:
-    """The main spaces that Dymem arrives at over these iterations.
+    """Return the main spaces that Dymem reaches over these iterations.
 
     The device has `capacity_bytes` (None: unlimited). The first iteration runs in `first_bytes`. Then the smallest gap
-    that it left between the two ends is removed, but for `beta_bytes`, and an iteration that fails is restarted with
-    `beta_bytes` more (§3.3.3, §5.5). Raises RequestError without an iteration or a β, and OutOfMemory when an iteration
+    that it left between the two ends is removed, except for `beta_bytes`. An iteration that fails is restarted with
+    `beta_bytes` more (§3.3.3, §5.5). Raises RequestError without an iteration or a β, and OutOfMemory if an iteration
     fails in the first main space, or in any.
     """
     if not iterations or beta_bytes < 1:

@@ -1,1 +1,1 @@
-"""Tools that policies of papers share, besides those of all policies."""
+"""Tools that policies of papers share, in addition to those of all policies."""

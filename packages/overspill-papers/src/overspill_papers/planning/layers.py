@@ -1,7 +1,4 @@
-"""Group ops into layers, the unit of several papers.
-
-vDNN, SuperNeurons and Dymem think in them.
-"""
+"""Group ops into layers, the unit of vDNN, SuperNeurons and Dymem."""
 
 from __future__ import annotations
 
@@ -17,22 +14,24 @@ from overspill.planning.step_program import Gap, StepProgram
 class Layer:
     """A forward layer: its steps, and the inputs it offloads.
 
-    Its `inputs` are the gaps of the input feature maps X that it was the last to read. `forward` and `backward` are its
-    [first, last] steps of that phase; a layer that is called several times ends with its last call.
+    A layer that is called several times ends with its last call.
     """
 
     name: str
     type: LayerType
     forward: tuple[int, int]
+    """Its [first, last] steps in forward."""
     backward: tuple[int, int] | None = None
+    """Its [first, last] steps in backward."""
     inputs: list[Gap] = field(default_factory=list)
+    """The gaps of the input activations X of which it was the last reader."""
 
 
 def layers_of(program: StepProgram) -> list[Layer]:
-    """The layers in forward order, with their inputs.
+    """Return the layers in forward order, with their inputs.
 
-    Each has the movable saved tensors that it was the last to read. The reader that was last decides (vDNN's Refcnt,
-    Fig. 3); what a layer made and read itself is not its input.
+    Each has the movable saved tensors of which it was the last reader. The last reader decides (vDNN's Refcnt, Fig. 3).
+    A tensor that a layer made and read itself is not its input.
     """
     layers: dict[str, Layer] = {}
     for position, step in enumerate(program.steps):
@@ -54,19 +53,16 @@ def layers_of(program: StepProgram) -> list[Layer]:
 
 
 def backward_order(layers: Sequence[Layer]) -> list[int]:
-    """The indices of layers in the order of their backward.
-
-    Layers that have one, in the order in which these begin.
-    """
+    """Return the indices of layers in the order of their backward, for those that have one."""
     begins = {i: layer.backward[0] for i, layer in enumerate(layers) if layer.backward is not None}
     return sorted(begins, key=begins.__getitem__)
 
 
 def offload_step(program: StepProgram, gap: Gap) -> int:
-    """The step before which the offload of an input starts.
+    """Return the step before which the offload of an input starts.
 
-    It is the one that is the last to read it, with which it runs concurrently. Inputs are read-only (vDNN §III-B, Dymem
-    §3.2.1); one that its last user writes starts behind that.
+    It is the last step that reads it, and runs concurrently with the offload. Inputs are read-only (vDNN §III-B, Dymem
+    §3.2.1). If its last user writes it, the offload starts after that step.
     """
     _, writes = program.reads_writes(program.steps[gap.start])
     return gap.start + (gap.tensor in writes)

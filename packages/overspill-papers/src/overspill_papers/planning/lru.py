@@ -1,7 +1,4 @@
-"""Evict the least recently used tensors when memory is short.
-
-And no more than the budget asks for.
-"""
+"""Evict the least recently used tensors when memory is short, and no more than the budget requires."""
 
 from __future__ import annotations
 
@@ -26,17 +23,17 @@ def evictions(
     always: bool = False,
     emptied: bool = False,
 ) -> dict[Gap, int] | None:
-    """The steps before which tensors give up their memory.
+    """Return the steps before which tensors in the gaps `fetched` free their memory, or None if that is not enough.
 
-    In the gaps `fetched`; None where not even that is enough. This is SuperNeurons' LRU Tensor Cache (PPoPP'18 §3.3.2,
-    Alg. 2), and the retirement of the oldest swap-out of the adaptive window (§3, Fig. 2b): the tensor whose last use
-    lies furthest back goes before the first step that needs its memory. `fetched` says before which step each comes
-    back; one that is still there then stays (`always`: goes and comes back; `emptied`: what could be away at the end of
-    the step is). What leaves in forward and must go in backward goes between them, for these are two graphs. `live` are
-    the bytes of each step with nothing away.
+    This is SuperNeurons' LRU Tensor Cache (PPoPP'18 §3.3.2, Alg. 2), and the retirement of the oldest swap-out of the
+    adaptive window (§3, Fig. 2b). The tensor with the oldest last use leaves before the first step that needs its
+    memory. `fetched` has the step before which each returns. A tensor still there then stays; with `always` it leaves
+    and returns. With `emptied`, every tensor that could be away at the end of the step is. A tensor that leaves in
+    forward and must leave in backward leaves between them, since these are two graphs. `live` are the bytes of each
+    step with nothing away.
 
-    Where `fetched` does not depend on the budget, with a larger one each tensor goes later or not at all: what is
-    still there is then a superset whose surplus is older than all the rest. So a larger budget is never slower.
+    Where `fetched` does not depend on the budget, each tensor leaves later or not at all with a larger one. The tensors
+    still there are then a superset, whose surplus is older than all others. So a larger budget is never slower.
     """
     cache = _Cache(program, fetched, live, budget_bytes, always)
     staying = () if emptied else cache.wrapping
@@ -51,10 +48,11 @@ def evictions(
 
 
 def transfers(program: StepProgram, fetched: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
-    """Transfers that are awaited where the memory or the tensor is needed.
+    """Return transfers that are awaited where the memory or the tensor is needed.
 
-    Copies start behind the first use at which the tensor could have left and after which it is not written: so a copy
-    starts no later where a larger budget lets the tensor stay until a later gap. One of a forward graph ends with it.
+    Copies start after the first use at which the tensor could have left and after which it is not written. So a copy
+    starts no later where a larger budget lets the tensor stay until a later gap. A copy of a forward graph ends with
+    it.
     """
     starts: dict[Gap, int] = {}
     before: Gap | None = None
@@ -79,18 +77,12 @@ def transfers(program: StepProgram, fetched: Mapping[Gap, int], released: Mappin
 
 
 def smallest(program: StepProgram, options: Iterable[Mapping[Gap, int]], live: Positions) -> Floor:
-    """The least memory, in bytes, that one of `options` needs.
-
-    Each is as `fetched` above.
-    """
+    """Return the least memory, in bytes, that one of `options` needs; each has the form of `fetched` above."""
     return floor_of(program, min(options, key=lambda fetched: int(without(program, fetched, live).max(initial=0))))
 
 
 def without(program: StepProgram, fetched: Mapping[Gap, int], live: Positions) -> Positions:
-    """Live bytes with the tensors of `fetched` away.
-
-    `live`, where each is away from the first step of its gap until it comes back.
-    """
+    """Return the live bytes with each tensor of `fetched` away from the first step of its gap until it returns."""
     live = live.copy()
     for gap, back in fetched.items():
         nbytes = program.graph.tensors[gap.tensor].nbytes
@@ -103,7 +95,7 @@ def without(program: StepProgram, fetched: Mapping[Gap, int], live: Positions) -
 
 
 class _Cache:
-    """One step with an LRU cache of the movable tensors. `released` are those that left, and before which step."""
+    """One step with an LRU cache of the movable tensors. `released` has those that left, and before which step."""
 
     def __init__(
         self, program: StepProgram, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, always: bool
@@ -125,9 +117,9 @@ class _Cache:
         self.queued_bytes = 0
 
     def run(self, staying: Sequence[Gap]) -> Sequence[Gap] | None:
-        """Go through a step; return the persistent tensors there at its end.
+        """Run a step, and return the persistent tensors there at its end, or None if some step does not fit.
 
-        It begins with the persistent tensors `staying` still there. None: some step does not fit.
+        It begins with the persistent tensors `staying` still there.
         """
         self.queue.clear()
         self.queued_bytes = 0
@@ -154,7 +146,7 @@ class _Cache:
         self.queued_bytes += self.queue[gap]
 
     def _leave(self, gap: Gap, released: int | None) -> None:
-        """Take `gap` off the queue. `released`: its tensor has left by then, else it stays."""
+        """Take `gap` off the queue. `released` is the step by which its tensor has left; None: it stays."""
         self.queued_bytes -= self.queue.pop(gap)
         if released is not None:  # what goes at the start of a step was not there since the end of the one before
             self.released[gap] = self.length if gap.wraps and released <= gap.end else released

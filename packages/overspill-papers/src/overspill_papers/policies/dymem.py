@@ -29,16 +29,16 @@ UNLIMITED = 1 << 62
 class Dymem(Policy):
     """Offload all layers' inputs, prefetch early, and give workspace the rest.
 
-    Nothing waits for offloads; prefetches are ahead within two convolutions. Ops run in Algorithm 1's order. An offload
-    starts beside the layer that is the last to read the tensor and is awaited when it should be done, sooner only where
+    Nothing waits for offloads. Prefetches are ahead within two convolutions. Ops run in Algorithm 1's order. An offload
+    starts together with the last layer that reads the tensor. It is awaited when it should be done, sooner only where
     memory is short, and at the latest at the end of forward (§3.2.1). When a layer's backward starts, Algorithm 2 finds
-    what to prefetch; it is awaited where it is needed (§3.2.2). Each convolution takes the fastest algorithm whose
-    workspace fits beside the feature maps (§4.2).
+    the tensors to prefetch. They are awaited where they are needed (§3.2.2). Each convolution takes the fastest
+    algorithm whose workspace fits next to the activations (§4.2).
 
-    A plan for more memory may wait elsewhere and be the slower one. So plans are made for a series of memory sizes
-    that does not depend on the budget, from the least that works to where nothing is short, and the fastest of those
-    within the budget is taken: a larger budget then chooses among more. (A plan for the budget itself would break
-    this, for the next larger budget would not know it.) Without a budget there is the device's memory.
+    A plan for more memory may wait at other steps and be slower. So plans are made for a series of memory sizes that
+    does not depend on the budget, from the least that works to one with no shortage. The fastest of those within the
+    budget is taken, so a larger budget chooses among more. (A plan for the budget itself would break this, since the
+    next larger budget would not include it.) Without a budget the limit is the device's memory.
     """
 
     name = "dymem"
@@ -60,7 +60,7 @@ class Dymem(Policy):
 
 
 class Planner:
-    """Plans for one graph under one memory size or another."""
+    """Plans for one graph under different memory sizes."""
 
     def __init__(self, graph: Graph, device: Device, seconds: Sequence[float]) -> None:
         self.graph = graph
@@ -76,7 +76,7 @@ class Planner:
         self.floor_bytes = int(self.live.max(initial=graph.persistent_bytes))
 
     def plans_by_budget(self, limit: int) -> Iterator[Schedule]:
-        """The plans of that series for at most `limit` bytes."""
+        """Yield the plans of that series for at most `limit` bytes."""
         if self.floor_bytes > limit:
             return
         unlimited = self.schedule(UNLIMITED)
@@ -90,11 +90,11 @@ class Planner:
             yield unlimited
 
     def schedule(self, size: int) -> Schedule:
-        """The plan for `size` bytes, which must be at least the floor.
+        """Return the plan for `size` bytes, which must be at least the floor.
 
-        Feature maps come before workspace: transfers are placed beside the least workspaces, and what they leave goes
-        to faster algorithms. These hasten the clock that transfers are placed by, so it is done twice; in the end
-        workspace fits what is really there.
+        Activations come before workspace. Transfers are placed with the least workspaces, and the memory left goes to
+        faster algorithms. These shorten the times by which transfers are placed, so it is done twice. In the end
+        workspace fits the memory that is really free.
         """
         choice: Choice = dict.fromkeys(self.least, 0)
         for _ in range(2):
@@ -106,7 +106,7 @@ class Planner:
         return assemble(self.program.with_algorithms(choice), transfers, Dymem.name, None)
 
     def _transfers(self, choice: Choice, size: int) -> tuple[list[Transfer], Positions]:
-        """Transfers that fit with the least workspaces, and the live bytes. Ops take the times of `choice`."""
+        """Return transfers that fit with the least workspaces, and the live bytes, with the op times of `choice`."""
         live = self.live.copy()
         clock = self.program.with_algorithms(choice).clock(self.seconds)
         released = releases(self.program, self.wanted, live, clock, self.device, size, self.offloads)
@@ -129,14 +129,15 @@ class Planner:
 
 
 def prefetch_starts(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, int]:
-    """The steps at which Algorithm 2 starts each prefetch.
+    """Return the steps at which Algorithm 2 starts each prefetch.
 
-    Of the tensors away in `gaps`; for the others, where they are needed. As each layer's backward starts, the search
-    goes through the layers that follow in backward. It takes those that are offloaded and not yet on their way, and
-    ends at the convolution that would be the third on the device, the current one included. The paper's pseudo-code
-    slips: line 7 loops on `id`, and line 9 pushes it, where `next` is meant; line 8 does not ask whether the
-    convolution was offloaded and not yet prefetched, as line 11 does for the others; and the loop runs on to the first
-    layer, against the text: what is prefetched "too far away" wastes memory.
+    These are of the tensors away in `gaps`; for others, the steps where they are needed. As each layer's backward
+    starts, the search goes through the layers that follow in backward. It takes the offloaded ones whose prefetch has
+    not started. It ends at the convolution that would be the third on the device, the current one included.
+
+    The paper's pseudo-code has errors. Line 7 loops on `id`, and line 9 pushes it, where `next` is meant. Line 8 does
+    not test whether the convolution was offloaded and not yet prefetched, as line 11 does for the others. The loop runs
+    on to the first layer, against the text: tensors prefetched "too far away" waste memory.
     """
     turns = _turns(program)
     needed: dict[int, list[Gap]] = defaultdict(list)  # gaps by the turn at which they end
@@ -167,7 +168,7 @@ class _Turn:
 
 
 def _turns(program: StepProgram) -> list[_Turn]:
-    """The layers in the order of backward. One that forward calls several times has as many turns."""
+    """Return the layers in the order of backward. A layer that forward calls several times has as many turns."""
     turns: list[_Turn] = []
     for position in range(program.end_of_forward, program.end_of_backward):
         op = program.op(program.steps[position])

@@ -1,7 +1,4 @@
-"""`lms`: swap tensors between uses far apart in the graph.
-
-Le et al., ISMM'19, TFLMS.
-"""
+"""`lms`: swap tensors between uses far apart in the graph (Le et al., ISMM'19, TFLMS)."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ Swaps = Mapping[Gap, int]
 class LargeModelSupport(Policy):
     """Swap a tensor out between two uses that are far apart.
 
-    Further than `threshold`; it starts back `ahead` of the later use. Distances are differences of topological levels.
-    A swap-out starts right after the use and runs beside what follows; its memory is awaited where it is needed, as
-    TensorFlow's allocator waits for it. A swap-in is put before the last op that is at least `ahead` levels below the
-    use. Variables (parameters, optimizer state) stay, as in TensorFlow, but for those of a whole step: they are tensors
-    as all others there, and their distance goes on into the next step.
+    The distance is more than `threshold`, and the tensor starts back `ahead` of the later use. Distances are
+    differences of topological levels. A swap-out starts right after the use and runs concurrently with later ops. Its
+    memory is awaited where it is needed, as TensorFlow's allocator waits for it. A swap-in is put before the last op
+    that is at least `ahead` levels below the use. Variables (parameters, optimizer state) stay, as in TensorFlow,
+    except in a whole step. There they are tensors like all others, and their distance extends into the next step.
 
-    What is not given is tuned by simulation, as by LMS's own tuner. The values tried depend on the graph alone, and
-    less memory never makes a swap-out's memory be awaited later, so more memory or a faster link is never slower.
+    Parameters that are not given are tuned by simulation, as by LMS's own tuner. The values tried depend on the graph
+    alone. With less memory no swap-out's memory is awaited later, so more memory or a faster link is never slower.
     """
 
     name = "lms"
@@ -53,7 +50,7 @@ class LargeModelSupport(Policy):
     )
 
     def __init__(self, *, memory_optimal: bool = False, threshold: int | None = None, ahead: int | None = None) -> None:
-        """`threshold` is LMS's swapout_threshold and `ahead` its swapin_ahead, both in levels; None: tuned."""
+        """Set LMS's swapout_threshold (`threshold`) and swapin_ahead (`ahead`), both in levels; None: tuned."""
         super().__init__(memory_optimal=memory_optimal)
         self.threshold = threshold
         self.ahead = ahead
@@ -78,7 +75,7 @@ class LargeModelSupport(Policy):
         return tuple(dict.fromkeys(int(share * depths[-1]) for share in THRESHOLDS))
 
     def _options(self, program: StepProgram, depths: NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], Swaps]]:
-        """The pairs of hyperparameters with their swaps, none of these twice, and when tensors come back."""
+        """Yield the pairs of hyperparameters with their distinct swaps, and when tensors return."""
         seen: set[frozenset[tuple[Gap, int]]] = set()
         for threshold in self._thresholds(depths):
             gaps = swapped(program, depths, threshold)
@@ -100,7 +97,7 @@ class LargeModelSupport(Policy):
 
 
 def swapped(program: StepProgram, depths: NDArray[np.int64], threshold: int) -> list[Gap]:
-    """The gaps between uses further apart than `threshold`.
+    """Return the gaps between uses further apart than `threshold`.
 
     Variables stay where forward and backward are two graphs.
     """
@@ -119,10 +116,7 @@ def swapped(program: StepProgram, depths: NDArray[np.int64], threshold: int) -> 
 
 
 def swap_in(program: StepProgram, depths: NDArray[np.int64], gap: Gap, ahead: int) -> int:
-    """The step before which `gap`'s tensor is swapped in.
-
-    The last that lies at least `ahead` below its use.
-    """
+    """Return the step before which `gap`'s tensor is swapped in, the last one at least `ahead` below its use."""
     first = 0 if gap.wraps else gap.start + 1
     below_use = np.flatnonzero(depths[first : gap.end + 1] <= depths[gap.end] - ahead)
     found = first + int(below_use[-1]) if below_use.size else 0
@@ -130,10 +124,9 @@ def swap_in(program: StepProgram, depths: NDArray[np.int64], gap: Gap, ahead: in
 
 
 def levels(graph: Graph) -> tuple[int, ...]:
-    """The level of each op in topological order.
+    """Return the level of each op: the number of ops on the longest chain that it must wait for.
 
-    The number of ops on the longest chain that it must wait for. An op waits for the last writer of what it reads, and
-    where it writes also for those who have used that before.
+    An op waits for the last writer of its inputs. If it overwrites a tensor, it also waits for the earlier readers.
     """
     found: list[int] = []
     ready: dict[int, int] = {}  # tensor -> the level from which it may be read

@@ -24,30 +24,31 @@ ROOM_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass
 class RecomputeSegment:
-    """The cheap layers between two expensive ones (§3.4).
+    """The cheap layers between two expensive ones (§3.4): the result of `start`, and all that cheap layers make of it.
 
-    The result of `start`, and all that cheap layers make of it. `checkpoints` are the tensors from which the rest is
-    made again: the saved ones that `start` makes or, where its output is not saved because an activation follows, the
-    first saved ones that are made of it (SuperNeurons' and vDNN's activations work in place, so theirs is the
-    convolution's output). `dropped` are the saved tensors that can be made again, `made` those and what is on the way
-    to them.
+    The checkpoints are the saved tensors that `start` makes. Where its output is not saved because an activation
+    follows, they are the first saved ones made of it. SuperNeurons' and vDNN's activations work in place, so theirs is
+    the convolution's output.
     """
 
     start: Op
     join: bool
     checkpoints: list[int] = field(default_factory=list)
+    """The tensors from which the others are recomputed."""
     dropped: list[int] = field(default_factory=list)
+    """The saved tensors that can be recomputed."""
     made: list[int] = field(default_factory=list)
+    """The dropped tensors and the intermediate ones that lead to them."""
 
 
 class SuperneuronsOffload(Policy):
     """Offload outputs of convolutions if memory is short.
 
-    Liveness analysis (§3.2) and the Unified Tensor Pool (§3.3). An output starts on its way behind its last use in
-    forward, beside the next layers (§3.3.1). Which of them give up their memory, and when, is for the LRU Tensor Cache
-    (§3.3.2, Alg. 2): none while everything fits. In backward each checkpoint is fetched while the layers behind the
-    next one run, one convolution ahead (§3.3.1), or later where memory has no room for it; how much is left to fetches
-    is tried out in fixed shares.
+    It has liveness analysis (§3.2) and the Unified Tensor Pool (§3.3). An output's offload starts after its last use in
+    forward, concurrently with the next layers (§3.3.1). The LRU Tensor Cache (§3.3.2, Alg. 2) decides which of them
+    free their memory, and when: none while everything fits. In backward each checkpoint is fetched while the layers
+    after the next one run, one convolution ahead (§3.3.1), or later if memory is short. The memory for fetches is tried
+    in fixed shares.
     """
 
     name = "superneurons-offload"
@@ -89,12 +90,12 @@ class SuperneuronsOffload(Policy):
 class Superneurons(SuperneuronsOffload):
     """As `superneurons-offload`, with recomputation of cheap layers.
 
-    What they made is dropped and made again in backward (§3.4). Cost-aware, segment by segment: speed-centric, made
-    once and kept for the segment's whole backward, if what that needs stays within the most that any layer needs
-    (l_peak); else memory-centric, made again for each backward layer. Where several segments meet (a residual sum, a
-    concatenation), a new one begins and what is made there counts as a checkpoint: to make it again would take every
-    branch's segment, in a residual net back to its first layer. Random layers are not recomputed. While the step fits
-    without any of this, nothing is done.
+    Their outputs are dropped and recomputed in backward (§3.4), cost-aware, segment by segment. Speed-centric segments
+    are recomputed once and kept for the segment's whole backward, if that stays within the most that any layer needs
+    (l_peak). Otherwise a segment is memory-centric: recomputed for each backward layer. Where several segments meet (a
+    residual sum, a concatenation), a new one begins and its tensor counts as a checkpoint. Its recomputation would take
+    every branch's segment, in a residual net back to its first layer. Random layers are not recomputed. While the step
+    fits without any of this, nothing is done.
     """
 
     name = "superneurons"
@@ -111,9 +112,9 @@ class Superneurons(SuperneuronsOffload):
 
 
 def segments_of(graph: Graph) -> list[RecomputeSegment]:
-    """The segments of forward, in order.
+    """Return the segments of forward, in order.
 
-    What is made of inputs and parameters alone belongs to none.
+    Tensors made of inputs and parameters alone belong to none.
     """
     found: list[RecomputeSegment] = []
     segment_of: dict[int, RecomputeSegment] = {}
@@ -149,9 +150,9 @@ def segments_of(graph: Graph) -> list[RecomputeSegment]:
 
 
 def _droppable(graph: Graph, segment: RecomputeSegment, tensor: int) -> bool:
-    """Whether a cheap layer's result is worth dropping and can be recomputed.
+    """Return whether a cheap layer's result is worth dropping and can be recomputed.
 
-    All checkpoints are still there when it is wanted again.
+    All checkpoints are still there when it is needed again.
     """
     op = graph.ops[graph.producer[tensor]]
     wanted = [use for use in graph.uses[tensor] if graph.ops[use].phase is not Phase.FORWARD]
@@ -166,10 +167,7 @@ def _droppable(graph: Graph, segment: RecomputeSegment, tensor: int) -> bool:
 
 
 def layer_peak_bytes(graph: Graph) -> int:
-    """The most bytes that any layer needs, §3.4's l_peak.
-
-    All that it works with in forward and backward: max(l_i).
-    """
+    """Return the most bytes that any layer needs in forward and backward, §3.4's l_peak = max(l_i)."""
     tensors = graph.tensors
     needs = [0]
     for layer in graph.layers.values():
@@ -192,10 +190,7 @@ def speed_centric_bytes(graph: Graph, segment: RecomputeSegment) -> int:
 
 
 def checkpoint_gaps(program: StepProgram, segments: Sequence[RecomputeSegment], *, joins: bool) -> list[Gap]:
-    """The gaps in which checkpoints may be off the device.
-
-    Those of convolutions, and of `joins` (§3.3: not of the rest).
-    """
+    """Return the gaps in which checkpoints may be off the device: those of convolutions, and of `joins` (§3.3)."""
     offered = {
         tensor
         for segment in segments
@@ -206,10 +201,9 @@ def checkpoint_gaps(program: StepProgram, segments: Sequence[RecomputeSegment], 
 
 
 def fetches(program: StepProgram, gaps: Collection[Gap], live: Positions) -> Iterator[dict[Gap, int]]:
-    """Steps before which tensors come back.
+    """Yield the steps before which tensors return, one checkpoint ahead where the memory set aside for that suffices.
 
-    One checkpoint ahead, where the memory set aside for that has room for them. The shares of memory do not depend on
-    the budget, so a larger one has the same to choose from.
+    The shares of memory do not depend on the budget, so a larger one has the same choices.
     """
     wanted = one_ahead(program, gaps)
     least = without(program, {gap: gap.end for gap in gaps}, live)
@@ -220,9 +214,9 @@ def fetches(program: StepProgram, gaps: Collection[Gap], live: Positions) -> Ite
 
 
 def one_ahead(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, int]:
-    """The steps of prefetching each tensor one checkpoint ahead.
+    """Return the steps of prefetching each tensor one checkpoint ahead.
 
-    Each is fetched when the checkpoint that is wanted before it has arrived.
+    Each is fetched when the checkpoint that is needed before it has arrived.
     """
     ends = sorted({gap.end for gap in gaps})
     before = dict(zip(ends, [0, *ends], strict=False))

@@ -1,7 +1,4 @@
-"""The policies of vDNN (Rhu et al., MICRO'16, §III).
-
-And the one-stream baseline that Dymem measures both against.
-"""
+"""The policies of vDNN (Rhu et al., MICRO'16, §III), and the one-stream baseline of Dymem's comparisons."""
 
 from __future__ import annotations
 
@@ -29,19 +26,19 @@ LEAST = PASSES[-1]
 
 
 def no_layer(kind: LayerType) -> bool:  # noqa: ARG001
-    """None: what there is stays until its last use."""
+    """Select no layer: all tensors stay until their last use."""
     return False
 
 
 def conv_layers(kind: LayerType) -> bool:
-    """vDNN_conv: convolutions, whose long run time hides the transfer (§III-C)."""
+    """Select vDNN_conv's layers: convolutions, whose long run time hides the transfer (§III-C)."""
     return kind is LayerType.CONV
 
 
 def all_layers(kind: LayerType) -> bool:
-    """Whether vDNN_all offloads the inputs of a layer of this kind.
+    """Return whether vDNN_all offloads the inputs of a layer of this kind.
 
-    Every layer but activations, which work in place and need only Y (§III-B).
+    It is every layer except activations, which work in place and need only Y (§III-B).
     """
     return kind is not LayerType.ACTIVATION
 
@@ -55,11 +52,10 @@ def vdnn_schedule(
     one_stream: bool = False,
     pooling_searches: bool = True,
 ) -> Schedule:
-    """A schedule that offloads inputs X of layers, as vDNN does.
+    """Return a schedule that offloads inputs X of the layers `offloads`, as vDNN does.
 
-    Of the layers `offloads`; it prefetches as Fig. 10 finds them. `pooling_searches` false: a pooling layer's backward
-    starts no prefetch. `one_stream`: compute waits for every transfer instead, out behind the layer, back in front of
-    its backward.
+    It prefetches in the order of Fig. 10. With `pooling_searches` false, a pooling layer's backward starts no prefetch.
+    With `one_stream`, compute waits for every transfer: out after the layer, back before its backward.
     """
     layers = layers_of(program)
     offloading = [index for index, layer in enumerate(layers) if layer.inputs and offloads(layer.type)]
@@ -72,12 +68,12 @@ def vdnn_schedule(
 
 
 class VdnnAll(Policy):
-    """Offload the input feature maps X of all layers.
+    """Offload the input activations X of all layers.
 
-    As each layer that is the last to read them runs (§III-A, -B). Offload overlaps that layer's forward and is awaited
-    at its end (Fig. 9). Each layer's backward starts the prefetch for the nearest earlier layer found by Fig. 10's
-    search and awaits it at its own end. Activation layers are left out: in place, they need only Y (§III-B). What Fig.
-    10 does not reach in time is fetched when it is needed.
+    The offload of each runs with the last layer that reads it (§III-A, -B). It overlaps that layer's forward and is
+    awaited at its end (Fig. 9). Each layer's backward starts the prefetch for the nearest earlier layer found by Fig.
+    10's search and awaits it at its own end. Activation layers are left out: in place, they need only Y (§III-B).
+    Tensors that Fig. 10 does not reach in time are fetched when needed.
     """
 
     name = "vdnn-all"
@@ -95,10 +91,10 @@ class VdnnAll(Policy):
     )
 
     def __init__(self, *, memory_optimal: bool = False, pooling_searches: bool = True) -> None:
-        """`pooling_searches` false: a pooling layer's backward starts no prefetch.
+        """Set the variant; with `pooling_searches` false, a pooling layer's backward starts no prefetch.
 
-        Fig. 10 makes no such exception, but the paper's 4.8 GB (§V-A) leave no room beside a pooling's maps for what it
-        would fetch; and little is lost, for a pooling hides little of a transfer.
+        Fig. 10 makes no such exception. But the paper's 4.8 GB (§V-A) leave no free memory next to a pooling's maps for
+        the tensors it would fetch. The cost is small, since a pooling hides little of a transfer.
         """
         super().__init__(memory_optimal=memory_optimal)
         self.pooling_searches = pooling_searches
@@ -144,16 +140,16 @@ class Sequential(Policy):
 class VdnnDynamic(Policy):
     """The first of these passes that fits (§III-C, "Dynamic vDNN").
 
-    Each is a profiling pass there.
+    In the paper each is a profiling pass.
 
     1. vDNN_all with memory-optimal algorithms, which needs the least: if it does not fit, nothing does.
     2. The fastest algorithms, with nothing offloaded, then under vDNN_conv, then under vDNN_all.
     3. Under vDNN_conv, then under vDNN_all, each op that would overflow the budget with its fastest algorithm takes
-       the next slower one until it fits or is memory-optimal. Failing both, what passed in 1.
+       the next slower one until it fits or is memory-optimal. If both fail, the pass of 1.
 
-    With nothing offloaded, tensors are still freed at their last use, as vDNN's memory manager does everywhere.
-    Without a budget there is the device's memory. The order of the passes is fastest first, as the paper expects; where
-    that order errs, a larger budget can give a slower step. `vdnn-fastest` takes the fastest instead.
+    With nothing offloaded, tensors are still freed at their last use, as vDNN's memory manager always does. Without a
+    budget the limit is the device's memory. The order of the passes is fastest first, as the paper expects. Where that
+    order errs, a larger budget can give a slower step. `vdnn-fastest` takes the fastest instead.
     """
 
     name = "vdnn-dynamic"
@@ -165,7 +161,7 @@ class VdnnDynamic(Policy):
     parameters = (choice("pass", "only", "this pass alone", PASSES),)
 
     def __init__(self, *, memory_optimal: bool = False, only: str | None = None) -> None:
-        """`only`: the one pass that is made."""
+        """Set the variant; `only` is the one pass that is made."""
         super().__init__(memory_optimal=memory_optimal)
         self.only = only
 
@@ -187,7 +183,7 @@ class VdnnDynamic(Policy):
         return replace(chosen, budget_bytes=budget_bytes)
 
     def _chosen(self, passed: Iterator[tuple[Schedule, float]]) -> Schedule | None:
-        """One of the passes that fit, or None where there is none. Each comes with the seconds of its step."""
+        """Return one of the passes that fit, or None if none fits. Each comes with the seconds of its step."""
         return next((schedule for schedule, _ in passed), None)
 
     def _passes(
@@ -206,8 +202,8 @@ class VdnnDynamic(Policy):
 class VdnnFastest(VdnnDynamic):
     """The fastest of `vdnn-dynamic`'s passes that fit.
 
-    Of equals the first: ours, not the paper's. A larger budget is then never slower: no pass is, for its transfers hang
-    on layers and its ops have faster algorithms.
+    Among equals it is the first: our rule, not the paper's. A larger budget is then never slower. No pass is, since its
+    transfers depend on layers and its ops have faster algorithms.
     """
 
     name = "vdnn-fastest"
@@ -219,10 +215,10 @@ class VdnnFastest(VdnnDynamic):
 
 
 def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int) -> Schedule:
-    """`schedule` with slower algorithms where memory is over `limit`.
+    """Return `schedule` with slower algorithms where memory is over `limit`.
 
-    It has fastest algorithms and `live` bytes at each instruction. vDNN's transfers hang on layers and not on time, so
-    live bytes during an op do not depend on any choice.
+    It has fastest algorithms and `live` bytes at each instruction. vDNN's transfers depend on layers and not on time,
+    so live bytes during an op do not depend on any choice.
     """
     instructions = list(schedule.instructions)
     for index, instruction in enumerate(instructions):
@@ -236,9 +232,9 @@ def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int
 def _beside_layers(
     program: StepProgram, layers: Sequence[Layer], offloading: Sequence[int], *, pooling_searches: bool
 ) -> list[Transfer]:
-    """Transfers of layers' inputs, concurrent with layers.
+    """Return transfers of the inputs of layers `offloading`, concurrent with layers.
 
-    Of the layers `offloading`: out during their own, back as Fig. 10 finds.
+    They go out during their own layer, and return in the order of Fig. 10.
     """
     started: dict[int, tuple[int, int]] = {}  # layer index -> [issue, await) steps of its prefetch
     # When each layer's prefetch starts.
@@ -264,15 +260,15 @@ def _beside_layers(
 
 
 def _one_by_one(layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
-    """Transfers of layers' inputs, with nothing concurrent, of the layers `offloading`."""
+    """Return transfers of the inputs of layers `offloading`, with nothing concurrent."""
     gaps = [gap for index in offloading for gap in layers[index].inputs]
     return [Transfer(gap, gap.start + 1, gap.start + 1, gap.end, gap.end) for gap in gaps]
 
 
 def _find_prefetch_layer(layers: Sequence[Layer], current: int, waiting: Collection[int]) -> int | None:
-    """The closest earlier layer to prefetch, or None.
+    """Return the closest earlier layer to prefetch, or None.
 
-    Fig. 10's findPrefetchLayer, which searches no further than the next CONV.
+    It is Fig. 10's findPrefetchLayer, which searches no further than the next CONV.
     """
     for index in range(current - 1, -1, -1):
         if index in waiting:

@@ -1,7 +1,4 @@
-"""`window`: swap by a window in bytes over coming uses.
-
-Over the variables in order of use ("Out-of-core training ... adaptive window").
-"""
+"""`window`: swap by a window in bytes over coming uses of variables ("Out-of-core training ... adaptive window")."""
 
 from __future__ import annotations
 
@@ -27,19 +24,19 @@ WINDOWS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2, 7 / 4, 2.
 class Window(Policy):
     """Swap in the variables that the next `window_bytes` of uses need.
 
-    It looks ahead over the variables in order of use as far as they reach. At each function (§3, Fig. 2): (a) what
-    comes into the window and is in the store is swapped in; (b) the oldest swap-outs are awaited, and their memory
-    freed, until all fits the budget; (c) behind the function, its variables are swapped out, (d) but not those that are
-    never used again or are in the window already. A variable that is still there when it comes into the window stays.
-    The paper's variables are all tensors: here those that may move, parameters and optimizer state among them where the
-    graph lets them; these are then at home in the store.
+    It looks ahead over the variables in order of use. At each function (§3, Fig. 2): (a) variables that enter the
+    window and are in the store are swapped in; (b) the oldest swap-outs are awaited, and their memory freed, until
+    everything fits the budget; (c) after the function, its variables are swapped out, (d) except those that are never
+    used again or are in the window already. A variable that is still there when it enters the window stays. The paper's
+    variables are all tensors. Here they are those that may move, parameters and optimizer state among them where the
+    graph allows it; the store is then their home.
 
-    Departures: what the store holds already is not copied again, and a swap-out whose memory is never needed is not
-    made at all. (Fig. 2 copies each; the paper's code, SwapInOutScheduler of sony/nnabla, cancels them as we do, but for
-    those that are left at the end of a step: see `every_step`.) Forward and backward are two graphs, so what leaves in
-    forward is freed by its end and what backward reads returns in it. `window_bytes` is set by hand in the paper; not
-    given, the fastest of fixed multiples of the graph's own peak is taken. So with more memory the same windows are
-    tried, and none is slower.
+    Departures: a tensor already in the store is not copied again, and a swap-out whose memory is never needed is not
+    made. (Fig. 2 copies each. The paper's code, SwapInOutScheduler of sony/nnabla, cancels them as we do, except those
+    left at the end of a step: see `every_step`.) Forward and backward are two graphs. So tensors that leave in forward
+    are freed by its end, and tensors that backward reads return in it. `window_bytes` is set by hand in the paper.
+    Without it, the fastest of fixed multiples of the graph's own peak is taken. So with more memory the same windows
+    are tried, and none is slower.
     """
 
     name = "window"
@@ -57,10 +54,10 @@ class Window(Policy):
     def __init__(
         self, *, memory_optimal: bool = False, window_bytes: int | None = None, every_step: bool = False
     ) -> None:
-        """`window_bytes` is the paper's schedule-window; None: tuned.
+        """Set the paper's schedule-window (`window_bytes`; None: tuned).
 
-        `every_step`: swaps are unconditional, as the paper's. At the end of each step every tensor that may leave does,
-        though there be memory for it, and the next step swaps it in again.
+        With `every_step`, swaps are unconditional, as in the paper. At the end of each step every tensor that may leave
+        does, even with free memory, and the next step swaps it in again.
         """
         super().__init__(memory_optimal=memory_optimal)
         self.window_bytes = window_bytes
@@ -92,10 +89,7 @@ class Window(Policy):
 
 
 class VariableSequence:
-    """The variables of a program in order of use.
-
-    Each as often as it is used (§3, Fig. 1).
-    """
+    """The variables of a program in order of use, each as often as it is used (§3, Fig. 1)."""
 
     def __init__(self, program: StepProgram) -> None:
         tensors = program.graph.tensors
@@ -117,10 +111,10 @@ class VariableSequence:
         self.outputs = np.array([i is None for i in used], dtype=bool)
 
     def swaps(self, window_bytes: int) -> dict[Gap, int]:
-        """The gaps in which a tensor is swapped out.
+        """Return the gaps in which a tensor is swapped out, with the step before which it must be swapped in again.
 
-        With the step before which it would have to be swapped in again. That is the first step whose window reaches the
-        use at the end of the gap; its own has it in any case.
+        That is the first step whose window reaches the use at the end of the gap. The window of the use itself always
+        has it.
         """
         reached = np.minimum(np.searchsorted(self.start_bytes, self.end_bytes - window_bytes), self.ends)
         seen = np.where(self.outputs, self.ends, reached)
@@ -133,10 +127,10 @@ class VariableSequence:
 
 
 def _transfers(program: StepProgram, swaps: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
-    """Transfers for the swap-outs that end with memory freed.
+    """Return transfers for the swap-outs that end with memory freed.
 
-    Each copy is made behind the first use that called for it. A swap-out whose memory was not needed has copied the
-    tensor all the same (Fig. 2c), which serves those that follow until the tensor is updated. What starts in a graph of
+    Each copy starts after the first use that required it. A swap-out whose memory was not needed has still copied the
+    tensor (Fig. 2c). That copy serves later ones until the tensor is updated. A transfer that starts in a graph of
     forward alone is awaited in it.
     """
     apart = not program.graph.whole_step
@@ -153,5 +147,5 @@ def _transfers(program: StepProgram, swaps: Mapping[Gap, int], released: Mapping
 
 
 def _updates(program: StepProgram, gap: Gap) -> int:
-    """The number of times the tensor has been written when `gap` begins."""
+    """Return the number of times the tensor has been written when `gap` begins."""
     return bisect_right(program.written[gap.tensor], gap.start)

@@ -13,7 +13,7 @@ from overspill_papers.papers import SCALES, TOLERANCE, Counts, Paper, Result
 
 
 def result_figures(result: Result) -> dict[str, Any]:
-    """The JSON object of `result`."""
+    """Return the JSON object of `result`."""
     claim = result.claim
     return {
         "where": claim.where,
@@ -42,7 +42,7 @@ def result_figures(result: Result) -> dict[str, Any]:
 
 
 def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
-    """The table of `found`, with remarks on single rows below."""
+    """Return the table of `found`, with remarks on single rows below."""
     remarks: dict[str, int] = {}
     rows = []
     for result in found:
@@ -67,10 +67,10 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
 
 
 def counted(counts: Counts, without: str) -> str:
-    """How many figures agree, in words, and how many would without the paper's mechanism.
+    """Return how many figures agree, in words, and how many would without the paper's mechanism.
 
-    As `22 of 25 figures within 15 %, 9 of them with nothing offloaded too; 2 of 2 limits kept, 1 of them …; rows that do
-    not count: 7 that a constant was set by, 3 other readings, 2 that cannot fail, 1 that repeats others`.
+    As `22 of 25 figures within 15 %, 9 of them with nothing offloaded too; 2 of 2 limits kept, 1 of them …; rows that
+    do not count: 7 that a constant was set by, 3 other readings, 2 that cannot fail, 1 that repeats others`.
     """
 
     def said(agreeing: int, of: int, what: str, anyway: int) -> str:
@@ -92,12 +92,12 @@ def counted(counts: Counts, without: str) -> str:
 
 
 def remark(result: Result) -> str:
-    """A remark on a row besides its figures, or nothing."""
+    """Return a remark on a row besides its figures, or nothing."""
     return " ".join(filter(None, (result.trouble, _uncounted(result), _assumed(result), result.claim.note)))
 
 
 def agreement(result: Result) -> str:
-    """Whether ours agrees, or why the row does not count, in a word."""
+    """Return whether ours agrees, or why the row does not count, in a word."""
     claim = result.claim
     words = (claim.fitted, "fitted"), (claim.aside, "aside"), (claim.repeats, "repeats"), (result.certain, "certain")
     if (word := next((word for said, word in words if said), None)) is not None:
@@ -144,15 +144,15 @@ def _cells(result: Result, number: int | None) -> tuple[str, ...]:
 
 
 def settled(value: float) -> float:
-    """`value`, or 0 if it is only rounding.
+    """Return `value`, or 0 if it is only rounding.
 
-    A difference of equals may leave some; no paper gives a figure as small as that.
+    A difference of equal numbers may leave a rounding error; no paper gives a figure as small as that.
     """
     return round(value, 9) + 0.0
 
 
 def short_figure(value: float) -> str:
-    """Three digits, more where the number has them before the point."""
+    """Return three digits, or more if the number has them before the point."""
     if not (value := settled(value)):
         return "0.0"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

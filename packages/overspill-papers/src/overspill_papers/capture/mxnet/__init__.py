@@ -1,1 +1,1 @@
-"""A training step of MXNet, read from its symbol file. No MXNet is needed."""
+"""A training step of MXNet, read from its symbol file. MXNet need not be installed."""

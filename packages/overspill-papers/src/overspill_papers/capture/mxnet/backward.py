@@ -1,6 +1,6 @@
 """The gradient pass: forward and backward of a symbol as one graph.
 
-It is in the order in which MXNet's executor runs it. After `src/nnvm/gradient.cc`, and `InitFullGraph` and
+Nodes are in the order in which MXNet's executor runs them. After `src/nnvm/gradient.cc`, and `InitFullGraph` and
 `AggregateGradient` of `src/executor/graph_executor.cc`, MXNet 1.5.
 """
 
@@ -20,25 +20,25 @@ HEAD_GRADIENT = "head_grad"
 
 @dataclass(frozen=True)
 class MxnetStep:
-    """A training step in execution order; `nodes[i]` makes entries of `shapes[i]`.
-
-    `of[i]` is the operator of a node, `forward[i]` the forward node whose gradient it is (None: it is one itself, or a
-    sum of gradients). `heads` are the network's outputs, `gradients` the entry of each parameter's gradient.
-    """
+    """A training step in execution order; `nodes[i]` makes entries of `shapes[i]`."""
 
     nodes: tuple[Node, ...]
     shapes: tuple[tuple[Shape, ...], ...]
     of: tuple[Operator | None, ...]
+    """The operator of each node."""
     forward: tuple[int | None, ...]
+    """The forward node whose gradient the node is; None: it is a forward node, or a sum of gradients."""
     forward_count: int
     heads: tuple[NodeOutput, ...]
+    """The network's outputs."""
     gradients: dict[str, NodeOutput]
+    """The entry of each parameter's gradient."""
     auxiliary: frozenset[str]
 
 
 @dataclass
 class _SymbolGraph:
-    """Nodes as they are made; ids are positions, in no order of execution."""
+    """Nodes in the order of their creation; ids are positions, in no order of execution."""
 
     nodes: list[Node]
     shapes: list[tuple[Shape, ...]]
@@ -54,10 +54,10 @@ class _SymbolGraph:
 
 
 def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = True) -> MxnetStep:
-    """The training step of `symbol` on `inputs`.
+    """Return the training step of `symbol` on `inputs`, or the forward alone without `trains`.
 
-    Inputs alone have no gradients; without `trains` it is the forward. Raises UnsupportedError for an operator that is
-    not known, and for a shape that cannot be told.
+    Inputs alone have no gradients. Raises UnsupportedError for an unknown operator, and for a shape that cannot be
+    inferred.
     """
     graph, auxiliary = _forward(symbol, inputs)
     parameters = [
@@ -93,7 +93,10 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
 
 
 def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_SymbolGraph, frozenset[str]]:
-    """The forward nodes with shapes, and names of auxiliary states. Operators tell the shapes of weights."""
+    """Return the forward nodes with shapes, and names of auxiliary states.
+
+    Operators infer the shapes of weights.
+    """
     shapes: list[list[Shape | None]] = [
         [inputs.get(node.name, node.numbers("__shape__") or None)] if node.is_variable else [] for node in symbol.nodes
     ]  # fmt: skip
@@ -118,7 +121,7 @@ def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_SymbolGraph, fr
 
 
 def _gradients(graph: _SymbolGraph, symbol: Symbol, parameters: Collection[int]) -> dict[int, NodeOutput]:
-    """Adds the nodes of backward to `graph`; the entry of each parameter's gradient."""
+    """Add the nodes of backward to `graph`, and return the entry of each parameter's gradient."""
     order = list(_depth_first(graph.nodes, symbol.heads))
     found: dict[NodeOutput, list[NodeOutput]] = {}
     for head in symbol.heads:
@@ -150,7 +153,7 @@ def _gradients(graph: _SymbolGraph, symbol: Symbol, parameters: Collection[int])
 def _gradient_node(
     graph: _SymbolGraph, i: int, operator: Operator, above: list[NodeOutput | None]
 ) -> list[NodeOutput | None]:
-    """Adds the node that makes the gradients of node `i`'s inputs."""
+    """Add the node that makes the gradients of node `i`'s inputs."""
     node = graph.nodes[i]
     read: list[NodeOutput] = []
     for what in operator.backward:
@@ -168,9 +171,9 @@ def _gradient_node(
 
 
 def _sum(graph: _SymbolGraph, parts: list[NodeOutput], shape: Shape) -> NodeOutput | None:
-    """One entry for the sum of `parts`.
+    """Return one entry for the sum of `parts`.
 
-    It is the part itself, a sum of few, or a chain of sums that backward adds into one place.
+    It is the part itself, a sum of few, or a chain of sums that backward adds into one storage.
     """
     if len(parts) < 2:
         return parts[0] if parts else None
@@ -189,7 +192,7 @@ def _sum(graph: _SymbolGraph, parts: list[NodeOutput], shape: Shape) -> NodeOutp
 
 
 def _distinct(graph: _SymbolGraph, gradients: dict[int, NodeOutput]) -> dict[int, NodeOutput]:
-    """A gradient that is that of two parameters is copied for the second."""
+    """Copy a gradient shared by two parameters for the second."""
     taken: set[NodeOutput] = set()
     for i, entry in gradients.items():
         if entry in taken:
@@ -200,9 +203,9 @@ def _distinct(graph: _SymbolGraph, gradients: dict[int, NodeOutput]) -> dict[int
 
 
 def _depth_first(nodes: list[Node], heads: Collection[NodeOutput] | list[NodeOutput]) -> Iterator[int]:
-    """The nodes behind `heads`, in depth-first order.
+    """Yield the nodes behind `heads`, in depth-first order.
 
-    Each is after what it reads and what it waits for, as `DFSVisit` meets them.
+    Each follows the nodes that it reads or waits for, in the order of `DFSVisit`.
     """
     seen: set[int] = set()
     for head in heads:

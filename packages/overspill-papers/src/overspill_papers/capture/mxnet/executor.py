@@ -1,9 +1,8 @@
-"""Memory of a step in MXNet's executor.
+"""Memory of a step in MXNet's executor: every array, every planned storage, and the temporary space.
 
-Every array, every planned storage, and the temporary space. `simple_bind` allocates arguments, states and gradients;
-the optimizer's states come with the first update. A storage of the plan is allocated when it is first written, and
-stays. One temporary space serves all operators and is made anew when one asks for more (`src/resource.cc`,
-MXNET_GPU_TEMP_COPY=1).
+`simple_bind` allocates arguments, states and gradients; the optimizer's states come with the first update. A storage of
+the plan is allocated when it is first written, and stays. One temporary space serves all operators. It is allocated
+again when an operator requests more (`src/resource.cc`, MXNET_GPU_TEMP_COPY=1).
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw
 
 
 def record(symbol: Symbol, inputs: dict[str, Shape], device: Device, *, optimizer: str | None = "sgd") -> Recording:
-    """A recorded training step of `symbol` as MXNet runs it.
+    """Return the recording of a training step of `symbol` on `inputs` and `device`, as MXNet runs it.
 
-    It is on `inputs` on `device`; without an optimizer it is the forward alone. Raises RequestError for inputs and
-    optimizers that there are not, UnsupportedError for operators that are not known.
+    Without an optimizer it is the forward alone. Raises RequestError for inputs and optimizers that do not exist,
+    UnsupportedError for unknown operators.
     """
     missing = [name for name in inputs if name not in symbol.variables]
     if missing:
@@ -45,7 +44,7 @@ def record(symbol: Symbol, inputs: dict[str, Shape], device: Device, *, optimize
 
 
 class _SymbolExecutor:
-    """Tells a ledger what is asked for, in order."""
+    """Records the allocations of a step in a ledger, in order."""
 
     def __init__(self, step: MxnetStep, inputs: Mapping[str, Shape], device: Device) -> None:
         self.step, self.device = step, device
@@ -58,7 +57,7 @@ class _SymbolExecutor:
         self._parameters = 0
 
     def run(self, states: int) -> Recording:
-        """Bind, forward, backward, and the update with `states` arrays a weight."""
+        """Record bind, forward, backward, and the update with `states` arrays a weight."""
         self._bind()
         start = self._ledger.events
         for i, node in enumerate(self.step.nodes):
@@ -98,7 +97,7 @@ class _SymbolExecutor:
         self._ledger.add(RecordedOp(node.op, layer, phase, 0, reads, writes))
 
     def _place(self, entry: NodeOutput, phase: Phase, layer: str) -> int:
-        """The allocation of `entry`. Its storage is made now if nothing was in it before."""
+        """Return the allocation of `entry`. Its storage is allocated now if it was empty before."""
         if entry in self._arrays:
             return self._arrays[entry]
         storage = self.plan.storage[entry]
@@ -111,7 +110,7 @@ class _SymbolExecutor:
     def _take_space(self, nbytes: int, layer: str, phase: Phase) -> None:
         """Use `nbytes` of temporary space.
 
-        The last one serves if it is as large, else that goes and a new one comes.
+        The last space serves if it is large enough. Otherwise it is freed and a new one allocated.
         """
         last = self._temporary
         if nbytes == 0 or (last is not None and self._ledger.allocations[last].nbytes >= nbytes):
@@ -132,7 +131,7 @@ class _SymbolExecutor:
         return 0 if node is self.step.nodes[layer] else operator.backward_space(shapes)
 
     def _workspace_bytes(self, layer: int) -> int:
-        """Workspace bytes of the fastest algorithm within the operator's limit.
+        """Return the workspace bytes of the fastest algorithm within the operator's limit.
 
         Forward and backward are tuned alike.
         """

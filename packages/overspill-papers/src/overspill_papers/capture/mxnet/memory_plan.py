@@ -1,4 +1,4 @@
-"""MXNet's memory plan: which entries share a storage of which size.
+"""MXNet's memory plan: the entries that share a storage, and the storages' sizes.
 
 After `src/nnvm/plan_memory.cc` (MXPlanMemory) and `src/executor/inplace_addto_detect_pass.cc`, MXNet 1.5.
 """
@@ -21,7 +21,7 @@ EXTERNAL = -2
 
 
 class _Storages:
-    """All storages so far, and the free ones by size. Among equals, the one that came in first."""
+    """All storages so far, and the free ones by size; among equals, the first freed comes first."""
 
     def __init__(self) -> None:
         self.nbytes: list[int] = []
@@ -29,9 +29,9 @@ class _Storages:
         self._frees = 0
 
     def request(self, nbytes: int) -> int:
-        """A storage for `nbytes`, free or new.
+        """Return a storage for `nbytes`, free or new.
 
-        A free one that is larger, the smallest such; else one that is smaller and grows; else a new one.
+        It is the smallest larger free one; otherwise a smaller one, which grows; otherwise a new one.
         """
         middle = bisect_left(self._free, (nbytes,))
         end = bisect_right(self._free, (nbytes * MATCH_RANGE, self._frees + 1))
@@ -56,7 +56,7 @@ class _Storages:
 class MemoryPlan:
     """The memory plan of a step: each entry's storage, and their sizes.
 
-    `storage[entry]`, and `nbytes` of each storage that anything still lies in.
+    `storage[entry]` is the storage, and `nbytes` the size of each storage in use.
     """
 
     def __init__(self, step: MxnetStep) -> None:
@@ -99,7 +99,7 @@ class MemoryPlan:
                 self._storages.release(storage)
 
     def _shared(self, i: int) -> set[NodeOutput]:
-        """Place outputs in inputs that nothing else will read; return these, where the operator allows it."""
+        """Place outputs in inputs without later readers, where the operator allows it, and return these inputs."""
         node, taken, shared = self.step.nodes[i], set[int](), set[NodeOutput]()
         pairs, is_view = self._pairs(i)
         for source, target in pairs:
@@ -142,7 +142,7 @@ class MemoryPlan:
     def _add_in_place(self) -> None:
         """Place the summands of a chain of sums in the sum.
 
-        Each is added as it is made, and has no place of its own.
+        Each is added as it is made, and has no storage of its own.
         """
         for i, node in enumerate(self.step.nodes):
             if node.op != "_grad_add":

@@ -1,9 +1,9 @@
 """The operators of MXNet 1.5, as far as memory goes.
 
-Shapes, what their backward reads, what is done in place, and temporary space. From the registrations in MXNet's
-`src/operator/`, with cuDNN: `nn/convolution.cc`, `nn/batch_norm.cc`, `nn/activation.cc`, `nn/pooling.cc`,
-`nn/fully_connected.cc`, `nn/dropout.cc`, `nn/lrn.cc`, `nn/layer_norm-inl.h`, `nn/softmax.cc`, `softmax_output.cc`, `leaky_relu.cc`,
-`tensor/` and others. All is float32, as MXNet's planner assumes.
+They have shapes, the entries that their backward reads, in-place pairs, and temporary space. They follow the
+registrations in MXNet's `src/operator/`, with cuDNN: `nn/convolution.cc`, `nn/batch_norm.cc`, `nn/activation.cc`,
+`nn/pooling.cc`, `nn/fully_connected.cc`, `nn/dropout.cc`, `nn/lrn.cc`, `nn/layer_norm-inl.h`, `nn/softmax.cc`,
+`softmax_output.cc`, `leaky_relu.cc`, `tensor/` and others. All is float32, as MXNet's planner assumes.
 """
 
 from __future__ import annotations
@@ -25,28 +25,33 @@ IN_PLACE: Pairs = ((0, 0),)
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator.
-
-    `infer` fills in the shapes of inputs that it can tell (weights), and returns those of the outputs. `backward` says
-    what the gradient's node reads, in order: `g` gradients of visible outputs, `i0` an input, `o1` an output; empty where
-    there is no such node, and every input's gradient is that of the output. `gradients` is how many outputs the gradient's node has, one for each of the first inputs.
-    `in_place` and `backward_in_place` are pairs of input and output that may share memory; what `is_view` shares it
-    always. `auxiliary` are inputs that are states. `backward_space` is temporary space, in bytes.
-    """
+    """One operator."""
 
     infer: Callable[[Node, Shapes], list[Shape]]
+    """Fills in the shapes of inputs that it can infer (weights), and returns those of the outputs."""
     backward: tuple[str, ...] = ("g",)
+    """The entries that the gradient's node reads, in order.
+
+    They are `g` gradients of visible outputs, `i0` an input, `o1` an output. It is empty without such a node, where
+    every input's gradient is that of the output.
+    """
     gradients: int | None = None
+    """The number of outputs of the gradient's node, one for each of the first inputs."""
     in_place: Pairs = ()
+    """Pairs of input and output that may share memory."""
     backward_in_place: Pairs = ()
+    """Pairs of input and output of the gradient's node that may share memory."""
     is_view: bool = False
+    """Whether the output always shares the input's memory."""
     visible: int | None = None
     auxiliary: tuple[int, ...] = ()
+    """Inputs that are states."""
     backward_space: Callable[[Sequence[Shape]], int] = lambda _: 0
+    """Temporary space of backward, in bytes."""
 
 
 def known(node: Node, shapes: Shapes, index: int = 0) -> Shape:
-    """The shape of one input, which must be known by now."""
+    """Return the shape of one input, which must be known by now."""
     shape = shapes[index] if index < len(shapes) else None
     if shape is None:
         raise UnsupportedError(
@@ -152,9 +157,10 @@ def _slice_channel(node: Node, shapes: Shapes) -> list[Shape]:
 
 
 def _reshape(node: Node, shapes: Shapes) -> list[Shape]:
-    """The shape of MXNet's Reshape.
+    """Return the shape of MXNet's Reshape.
 
-    0 keeps a dimension, -1 takes what is left, -2 copies the rest, -3 joins two, -4 splits one by the next two.
+    0 keeps a dimension, -1 takes the remaining elements, -2 copies the rest, -3 joins two, -4 splits one by the next
+    two.
     """
     data = known(node, shapes)
     wanted, made, at = list(node.numbers("shape")), [], 0
@@ -229,7 +235,7 @@ def _reduced(node: Node, shapes: Shapes) -> list[Shape]:
 
 
 def _two_copies(inputs: Sequence[Shape]) -> int:
-    """Normalised data and scaled gradients, each as large as the data (LayerNormGradCompute)."""
+    """Return the bytes of normalised data and scaled gradients, each as large as the data (LayerNormGradCompute)."""
     return 2 * 4 * prod(inputs[0])
 
 
@@ -298,7 +304,7 @@ _ALIASES = {
 
 
 def operator_of(node: Node) -> Operator:
-    """The operator of `node`. Raises UnsupportedError for one that is not known."""
+    """Return the operator of `node`. Raises UnsupportedError for an unknown one."""
     name = _ALIASES.get(node.op, node.op)
     if name not in OPERATORS:
         raise UnsupportedError(
@@ -308,5 +314,5 @@ def operator_of(node: Node) -> Operator:
 
 
 def is_operator(node: Node, name: str) -> bool:
-    """Whether `node` is of the operator `name`, by any alias."""
+    """Return whether `node` is of the operator `name`, by any alias."""
     return _ALIASES.get(node.op, node.op) == name

@@ -1,6 +1,6 @@
 """MXNet's symbols: networks as nodes, and their JSON files.
 
-The file is that of `Symbol.save`.
+The file has the format of `Symbol.save`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ class NodeOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """An operator or a variable of a symbol.
-
-    `controls` are nodes that run before it although it reads nothing of theirs.
-    """
+    """An operator or a variable of a symbol."""
 
     op: str
     name: str
     inputs: tuple[NodeOutput, ...] = ()
     attrs: Mapping[str, str] = field(default_factory=dict)
     controls: tuple[int, ...] = ()
+    """Nodes that run before it although it reads none of their outputs."""
 
     @property
     def is_variable(self) -> bool:
@@ -44,14 +42,11 @@ class Node:
         return self.op == VARIABLE
 
     def number(self, name: str, default: int) -> int:
-        """The whole number that attribute `name` says."""
+        """Return the integer value of attribute `name`."""
         return int(float(self.attrs.get(name, default)))
 
     def numbers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The integers of attribute `name`, as in `(3, 3)`.
-
-        A single number is a row of one.
-        """
+        """Return the integers of attribute `name`, as in `(3, 3)`; a single number gives a tuple of one."""
         text = self.attrs.get(name)
         if text is None or text in {"None", "()", "[]"}:
             return default
@@ -59,7 +54,7 @@ class Node:
         return tuple(int(v) for v in value) if isinstance(value, (tuple, list)) else (int(value),)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Whether attribute `name` is true."""
+        """Return whether attribute `name` is true."""
         text = self.attrs.get(name)
         return default if text is None else text in {"True", "true", "1"}
 
@@ -68,7 +63,7 @@ class Node:
 class Symbol:
     """A network: its nodes in order, and its outputs.
 
-    Each node is after those that it reads.
+    Each node follows the nodes that it reads.
     """
 
     nodes: tuple[Node, ...]
@@ -80,10 +75,7 @@ class Symbol:
         return tuple(node.name for node in self.nodes if node.is_variable)
 
     def to_json(self) -> str:
-        """The symbol as the JSON that MXNet loads.
-
-        Nodes, which of them are variables, and the heads.
-        """
+        """Return the symbol as the JSON that MXNet loads: nodes, the positions of variables, and the heads."""
         nodes = [
             {"op": node.op, "name": node.name, "inputs": [[*entry, 0] for entry in node.inputs]}
             | ({"attrs": dict(node.attrs)} if node.attrs else {})
@@ -96,7 +88,7 @@ class Symbol:
 
 
 def read_symbol(path: Path) -> Symbol:
-    """The symbol in the file at `path`. Raises RequestError where it holds none."""
+    """Return the symbol in the file at `path`. Raises RequestError if it holds none."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -114,9 +106,9 @@ def read_symbol(path: Path) -> Symbol:
 
 
 def symbol_of(loaded: Any) -> Symbol:
-    """The symbol in a loaded JSON object.
+    """Return the symbol in a loaded JSON object.
 
-    Attributes are called `attr` or `param` in files before MXNet 1.0.
+    Files before MXNet 1.0 name attributes `attr` or `param`.
     """
     nodes = []
     for position, entry in enumerate(loaded["nodes"]):

@@ -1,4 +1,4 @@
 """Networks from ONNX files, as symbols of MXNet.
 
-They are run and trained as MXNet does.
+They run and train as in MXNet.
 """

@@ -1,8 +1,8 @@
-"""Read an ONNX model as a symbol of MXNet.
+"""Read an ONNX model as the symbol that MXNet's own importer makes of it.
 
-It is what MXNet's own importer makes of it. An ONNX file says how to run a network, not how to train it. Here it is
-trained as MXNet trains the symbol: weights are the initialisers of floating point and other constants that ops read, the
-loss is a softmax's cross entropy on an output of two dimensions and the mean of any other, and all is float32.
+An ONNX file describes how to run a network, not how to train it. Here it is trained as MXNet trains the symbol. Weights
+are the initialisers of floating point and other constants that ops read. The loss is a softmax's cross entropy on an
+output of two dimensions, and the mean of any other. All is float32.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _CONSTANTS = frozenset({"Constant", "Shape", "Size"})
 
 
 def read(path: Path, batch: int, shapes: Mapping[str, Shape], *, trains: bool) -> tuple[Symbol, dict[str, Shape]]:
-    """The symbol of the ONNX model at `path`, with input shapes.
+    """Return the symbol of the ONNX model at `path`, with input shapes.
 
-    They are the given ones, else those of the file. A size without a number in the file is the batch. Raises
-    RequestError for what is no model, and for inputs that there are not; UnsupportedError for operators that are not
-    known.
+    They are the given ones, otherwise those of the file. A size without a number in the file is the batch. Raises
+    RequestError for an invalid model, and for inputs that do not exist; UnsupportedError for unknown operators.
     """
     try:
         onnx: Any = importlib.import_module("onnx")
@@ -60,7 +59,7 @@ def read(path: Path, batch: int, shapes: Mapping[str, Shape], *, trains: bool) -
 
 
 def _fix_inputs(graph: Any, batch: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Writes the shapes of all inputs into `graph`, and returns them."""
+    """Write the shapes of all inputs into `graph`, and return them."""
     weights = {initializer.name for initializer in graph.initializer}
     found: dict[str, Shape] = {}
     for value in graph.input:
@@ -101,7 +100,7 @@ class _Reader:
         self.weights, self.constants = set(kinds), {name for name, kind in kinds.items() if kind in "iub"}
 
     def symbol(self, *, trains: bool) -> Symbol:
-        """The network, with a loss at its end if it is trained."""
+        """Return the network, with a loss at its end if it is trained."""
         for value in self.graph.input:
             if value.name not in self.weights:
                 self.place[value.name] = self._add(Node(VARIABLE, value.name))
@@ -124,7 +123,7 @@ class _Reader:
         return Symbol(tuple(self.nodes), (loss,))
 
     def _folds(self, node: Any) -> bool:
-        """Whether `node` makes constants, which follow from shapes and constants alone and take no op."""
+        """Return whether `node` makes constants, which follow from shapes and constants alone and need no op."""
         follows = bool(node.input) and self.constants.issuperset(filter(None, node.input))
         if node.op_type not in _CONSTANTS and not follows:
             return False
@@ -159,7 +158,7 @@ class _Reader:
         return self._add(Node(op, name, entries, {key: str(value) for key, value in attrs.items()}))
 
     def _entry(self, name: str) -> NodeOutput:
-        """The entry of a value. A weight becomes a variable when it is first read."""
+        """Return the entry of a value. A weight becomes a variable when it is first read."""
         if name not in self.place:
             if name not in self.weights or name not in self.shapes:
                 raise UnsupportedError(f"the shape of {name} cannot be told; simplify the model first")

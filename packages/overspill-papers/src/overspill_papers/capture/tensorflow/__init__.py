@@ -1,4 +1,4 @@
 """A training step of TensorFlow: its graph, as its executor runs it.
 
-It is traced by an installed TensorFlow or stored.
+The graph is traced by an installed TensorFlow or stored.
 """

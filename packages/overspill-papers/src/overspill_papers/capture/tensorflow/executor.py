@@ -1,9 +1,9 @@
 """Memory of a step in TensorFlow's executor.
 
-Buffers live by reference count, in the order of its ready queue. GPU kernels are cheap for the host, so that the
-executor runs them itself, first ready first (`common_runtime/executor.cc`; `OpKernel::IsExpensive`). A buffer goes when
-its last reader has run. cuDNN's convolutions try every algorithm within the workspace's limit the first time that a
-shape is met, and take the fastest from then on (`kernels/conv_ops.cc`).
+Buffers live by reference count, in the order of its ready queue. GPU kernels are cheap for the host, so the executor
+runs them itself, first ready first (`common_runtime/executor.cc`; `OpKernel::IsExpensive`). A buffer is freed when its
+last reader has run. cuDNN's convolutions try every algorithm within the workspace's limit at the first use of a shape.
+From then on they use the fastest (`kernels/conv_ops.cc`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ TRIAL = "conv_trial"
 
 @dataclass
 class _Buffer:
-    """A buffer that tensors refer to, with its reference count.
-
-    `references` are uses still to come; a variable's is there for good.
-    """
+    """A buffer that tensors refer to, with its reference count."""
 
     allocation: int
     nbytes: int
     references: int = 0
+    """Uses still to come."""
     persistent: bool = False
+    """Whether it is a variable's, which is never freed."""
 
 
 def record(graph: StepGraph, device: Device, *, iterations: int = ITERATIONS) -> Recording:
-    """The recording of some steps of `graph`, which is pruned first, on `device`."""
+    """Return the recording of some steps of `graph`, which is pruned first, on `device`."""
     return _Executor(graph.pruned(), device).run(iterations)
 
 
@@ -67,7 +66,7 @@ class _Executor:
         self._gradients = self._gradients_of_variables()
 
     def run(self, iterations: int) -> Recording:
-        """Run all steps, after the variables have got their memory."""
+        """Run all steps, after allocating the variables."""
         for position in self.order:
             op = self.graph.ops[position]
             if op.type in kernels.VARIABLES or op.type == "Const":
@@ -117,9 +116,9 @@ class _Executor:
             self._release(buffer)
 
     def _outputs(self, position: int, op: GraphOp, read: list[_Buffer | None], phase: Phase) -> list[_Buffer | None]:
-        """The buffers of an op's outputs.
+        """Return the buffers of an op's outputs.
 
-        That of a variable, of an input, or new ones; None for what is on the host.
+        A buffer is that of a variable, of an input, or new; None for an output on the host.
         """
         if position in self._kept:
             return [self._kept[position]]
@@ -148,7 +147,7 @@ class _Executor:
         return made
 
     def _convolved(self, op: GraphOp, output: _Buffer | None, phase: Phase) -> _Buffer | None:
-        """The output of a convolution, whose temporaries have come and gone. One of them may have become the output."""
+        """Return the output of a convolution, after its temporaries; one of them may have become the output."""
         sizes = kernels.convolution(self.graph, op)
         if sizes is None or output is None:
             return output
@@ -182,7 +181,7 @@ class _Executor:
         return TensorKind.ACTIVATION if phase is Phase.FORWARD else TensorKind.OUTPUT_GRADIENT
 
     def _gradients_of_variables(self) -> set[Output]:
-        """The gradients that updates read, through ops that pass them on."""
+        """Return the gradients that updates read, through ops that forward them."""
         found: set[Output] = set()
         left = [
             read for op in self.graph.ops if kernels.is_update(op) for read in op.inputs[1:]
@@ -200,7 +199,7 @@ class _Executor:
         return self._held.get(entry) or self._kept.get(entry.op)
 
     def _may_take(self, buffer: _Buffer, nbytes: int) -> bool:
-        """Whether an op may overwrite its input's buffer. It may if it is the only one that refers to it."""
+        """Return whether an op may overwrite its input's buffer: it holds the only reference to it."""
         return not buffer.persistent and buffer.references == 1 and buffer.nbytes == nbytes
 
     def _release(self, buffer: _Buffer | None) -> None:
@@ -219,9 +218,9 @@ class _Executor:
 
 
 def _ready_order(graph: StepGraph) -> Iterator[int]:
-    """The ops in the order in which they become ready.
+    """Yield the ops in the order in which they become ready.
 
-    First those that wait for nothing, then each as the last op runs that it waits for.
+    First come those without dependencies, then each one once its last dependency has run.
     """
     followers: list[list[int]] = [[] for _ in graph.ops]
     waiting = [0] * len(graph.ops)
@@ -246,9 +245,6 @@ def _phase(op: GraphOp) -> Phase:
 
 
 def _layer(op: GraphOp) -> str:
-    """The layer of an op: its name without prefix and last part.
-
-    That is without what backward puts before it, and the op's own part.
-    """
+    """Return the layer of an op: its name without backward's prefix and the op's own last part."""
     parts = [part for part in op.name.split("/") if not part.startswith(_BACKWARD)]
     return "/".join(parts[:-1]) or parts[-1]

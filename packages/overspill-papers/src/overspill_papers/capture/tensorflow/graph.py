@@ -1,7 +1,4 @@
-"""TensorFlow's graph of a step, without TensorFlow.
-
-Ops, what they read and wait for, and the shapes of what they make.
-"""
+"""TensorFlow's graph of a step, without TensorFlow: ops, their inputs and controls, and their outputs' shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 
 
 class Output(NamedTuple):
-    """One output of an op: the op's position, and which of its outputs."""
+    """One output of an op: the op's position, and the number of the output."""
 
     op: int
     number: int
@@ -43,10 +40,7 @@ class Made:
 
 @dataclass(frozen=True)
 class GraphOp:
-    """One op of the graph.
-
-    `attrs` has what decides about memory: `strides`, `padding` and `data_format`.
-    """
+    """One op of the graph."""
 
     type: str
     name: str
@@ -54,23 +48,24 @@ class GraphOp:
     controls: tuple[int, ...] = ()
     makes: tuple[Made, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    """The attributes that affect memory: `strides`, `padding` and `data_format`."""
 
 
 @dataclass(frozen=True)
 class StepGraph:
     """The ops of a step, and the ones that must run.
 
-    Ops are in the order of their definition, which need not be that of their data. `trained` are the ops that are
-    variables with gradients; other variables are buffers or states of the optimizer.
+    Ops are in the order of their definition, which need not be that of their data.
     """
 
     ops: tuple[GraphOp, ...]
     fetches: tuple[int, ...]
     trained: frozenset[int] = frozenset()
+    """The ops that are variables with gradients; other variables are buffers or optimizer states."""
     states: frozenset[int] = frozenset()
 
     def pruned(self) -> StepGraph:
-        """The graph of what the fetches need, as sessions prune it.
+        """Return the graph of the ops that the fetches need, as sessions prune it.
 
         Shapes are constants, and read nothing.
         """
@@ -103,9 +98,9 @@ class StepGraph:
 
 
 def stored(one: StepGraph, other: StepGraph, batches: tuple[int, int]) -> dict[str, Any]:
-    """Two traces as one JSON object for all batch sizes.
+    """Return two traces as one JSON object for all batch sizes.
 
-    They are at two `batches`. Raises ValueError where they differ in more.
+    The traces are at two `batches`. Raises ValueError if they differ in anything other than the batch.
     """
     if [op.type for op in one.ops] != [op.type for op in other.ops]:
         raise ValueError("the two graphs do not have the same ops")
@@ -130,7 +125,7 @@ def _line(one: Iterable[int], other: Iterable[int], batches: tuple[int, int]) ->
 
 
 def at_batch(data: Mapping[str, Any], batch: int) -> StepGraph:
-    """The graph at a batch size, of a JSON object that `stored` made."""
+    """Return the graph at a batch size, from a JSON object that `stored` made."""
 
     def size(dimension: int | list[int]) -> int:
         return dimension if isinstance(dimension, int) else dimension[0] + dimension[1] * batch
@@ -152,6 +147,6 @@ def save(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The JSON object that `save` wrote."""
+    """Return the JSON object that `save` wrote."""
     found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return found

@@ -1,9 +1,8 @@
-"""TensorFlow's GPU kernels, as far as memory goes.
+"""TensorFlow's GPU kernels, as far as memory goes: aliases of inputs, buffers to overwrite, and temporaries.
 
-What aliases an input, what may take its place, and which temporaries they need. From `tensorflow/core/kernels/` of
-releases 1.5 to 2: `cwise_ops_common.h`, `relu_op.h`, `bias_op.cc`, `softmax_op.cc`, `xent_op.cc`, `aggregate_ops.cc`,
-`fused_batch_norm_op.cc` (forward_input_or_allocate_output), `conv_ops.cc`, `conv_grad_input_ops.cc` and
-`conv_grad_filter_ops.cc` (allocate_temp, CudnnScratchAllocator).
+From `tensorflow/core/kernels/` of releases 1.5 to 2: `cwise_ops_common.h`, `relu_op.h`, `bias_op.cc`, `softmax_op.cc`,
+`xent_op.cc`, `aggregate_ops.cc`, `fused_batch_norm_op.cc` (forward_input_or_allocate_output), `conv_ops.cc`,
+`conv_grad_input_ops.cc` and `conv_grad_filter_ops.cc` (allocate_temp, CudnnScratchAllocator).
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ CONVOLUTIONS = frozenset({"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter
 
 
 def forwards(op: GraphOp) -> Iterator[tuple[int, int]]:
-    """Pairs of an input and an output that may overwrite it.
+    """Yield pairs of an input and an output that may overwrite it, in the order of trial.
 
-    If nothing else refers to it; in the order of trial.
+    It may do so if it holds the only reference.
     """
     if op.type in _UNARY:
         yield 0, 0
@@ -60,12 +59,12 @@ def forwards(op: GraphOp) -> Iterator[tuple[int, int]]:
 
 
 def is_update(op: GraphOp) -> bool:
-    """Whether `op` updates a variable in place."""
+    """Return whether `op` updates a variable in place."""
     return op.type.removeprefix("Resource").startswith(UPDATES)
 
 
 def is_large(made: Made) -> bool:
-    """Whether an output is on the device.
+    """Return whether an output is on the device.
 
     Shapes and indices, which are integers, are on the host.
     """
@@ -73,10 +72,7 @@ def is_large(made: Made) -> bool:
 
 
 def convolution(graph: StepGraph, op: GraphOp) -> Sizes | None:
-    """The sizes of a convolution op, or None.
-
-    They are read as cuDNN gets it; None for one that is a plain product.
-    """
+    """Return the sizes of a convolution op as cuDNN receives them, or None for a plain matrix product."""
     found = {"Conv2D": (0, 1, None), "Conv2DBackpropInput": (None, 1, 2), "Conv2DBackpropFilter": (0, None, 2)}[op.type]
     made = op.makes[0]
     x, w, y = (made if index is None else _read(graph, op, index) for index in found)
@@ -90,10 +86,9 @@ def convolution(graph: StepGraph, op: GraphOp) -> Sizes | None:
 
 
 def temporaries(op: GraphOp, sizes: Sizes) -> tuple[list[int], bool]:
-    """Temporary bytes of a convolution's kernel, besides its output.
+    """Return temporary bytes of a convolution's kernel besides its output, and whether the last becomes the output.
 
-    And whether the last of them becomes the output. The filter turned to cuDNN's order; the result in it; in NHWC, the
-    maps that are read as well.
+    The temporaries are the filter in cuDNN's order, the result in it, and in NHWC the maps that are also read.
     """
     x, y, w = sizes.map_bytes
     channels_last = op.attrs.get("data_format", "NHWC") == "NHWC"
@@ -107,7 +102,7 @@ def temporaries(op: GraphOp, sizes: Sizes) -> tuple[list[int], bool]:
 
 
 def _pads_one_side(op: GraphOp, sizes: Sizes) -> bool:
-    """Whether SAME padding is odd. The input is then copied into a larger map first."""
+    """Return whether SAME padding is odd, so that the input is copied into a larger map first."""
     if op.attrs.get("padding") != "SAME":
         return False
     return any(

@@ -1,6 +1,6 @@
-"""Trace a user's step with the installed TensorFlow.
+"""Trace a user's step with the installed TensorFlow, from a Keras model or a function to a StepGraph.
 
-From a Keras model or a function to a StepGraph. Nothing is run.
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _HELP = (
 
 
 def trace(target: str, batch: int, optimizer: str | None) -> StepGraph:
-    """The graph of the step that `package.module:callable` describes, at a batch size.
+    """Return the graph of the step that `package.module:callable` describes, at a batch size.
 
-    The callable is called with the batch size if it takes one, and returns a Keras model, for which a step is made here:
-    compiled, with its own loss and optimizer, else the mean of its outputs and the `optimizer` of this name (None: only the
-    forward pass); or a function and the `tf.TensorSpec`s of its arguments. Raises RequestError for anything else and for
-    what the user's code raises, UnsupportedError for a graph with a loop or a branch.
+    The callable gets the batch size if it takes one. It returns a Keras model, or a function and the `tf.TensorSpec`s
+    of its arguments. A compiled model has its own loss and optimizer. Any other minimises the mean of its outputs with
+    the named `optimizer` (None: only the forward pass). Raises RequestError for any other result and for errors of the
+    user's code, UnsupportedError for a graph with a loop or a branch.
     """
     tensorflow = installed()
     try:
@@ -49,7 +49,7 @@ def trace(target: str, batch: int, optimizer: str | None) -> StepGraph:
 
 
 def installed() -> Any:
-    """The module `tensorflow`. Raises RequestError where it is not installed."""
+    """Return the module `tensorflow`. Raises RequestError if it is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # it traces; a GPU would be filled
     try:
@@ -59,7 +59,7 @@ def installed() -> Any:
 
 
 def graph_of(concrete: Any) -> StepGraph:
-    """The graph of a concrete function, functions that it calls inside it."""
+    """Return the graph of a concrete function, with the functions that it calls inlined."""
     flat = _Flat()
     graph = concrete.graph
     variables = {id(variable.handle): variable for variable in graph.variables}
@@ -81,7 +81,7 @@ class _Flat:
         self.with_effects: list[int] = []
 
     def add(self, graph: Any, given: Mapping[str, Output], captured: Mapping[str, Any]) -> list[Output]:
-        """Add the ops of `graph`; return its outputs. Arguments are `given` by name or `captured` variables."""
+        """Add the ops of `graph`, and return its outputs. Arguments are `given` by name or `captured` variables."""
         place: dict[str, Output] = dict(given)
         ends: dict[str, list[int]] = {}
         for op in graph.get_operations():
@@ -126,7 +126,7 @@ class _Flat:
         return len(self.ops) - 1
 
     def _call(self, graph: Any, op: Any, inputs: Sequence[Output], place: dict[str, Output]) -> list[int]:
-        """Adds the function that `op` calls; the ops at its ends."""
+        """Add the function that `op` calls, and return the ops at its ends."""
         function = graph._get_function(op.get_attr("f").name)
         body = getattr(function, "graph", None)
         if body is None:
@@ -139,9 +139,9 @@ class _Flat:
 
 
 def _made(dtype: Any, shape: Any, op: Any) -> Made:
-    """The dtype and shape of an output of `op`.
+    """Return the dtype and shape of an output of `op`.
 
-    What has no known shape must be on the host, where it takes nothing here.
+    An output without a known shape must be on the host, where it has no bytes here.
     """
     dtype = dtype.base_dtype if hasattr(dtype, "base_dtype") else dtype
     label = getattr(dtype, "name", str(dtype))
@@ -183,7 +183,7 @@ def _called(function: Callable[..., Any], batch: int) -> Any:
 
 
 def _step(tensorflow: Any, made: Any, target: str, batch: int, optimizer: str | None) -> tuple[Any, Any]:
-    """The function of a step, and the specs of its arguments. It is of what the user's callable returned."""
+    """Return the function of a step, and the specs of its arguments, for the result of the user's callable."""
     if isinstance(made, tensorflow.keras.Model):
         return _step_of_model(tensorflow, made, batch, optimizer)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
@@ -232,7 +232,7 @@ def _step_of_model(tensorflow: Any, model: Any, batch: int, optimizer: str | Non
 
 
 def _label(tensorflow: Any, output: Any, loss: Any, batch: int) -> Any:
-    """The spec of what the loss compares an output with."""
+    """Return the spec of the labels with which the loss compares an output."""
     name = str(loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__))
     if name.lower().replace("_", "").startswith("sparse"):
         return tensorflow.TensorSpec([batch, *output.shape[1:-1]], tensorflow.int32)

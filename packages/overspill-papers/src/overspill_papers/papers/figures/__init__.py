@@ -1,7 +1,7 @@
-"""The papers' plots, as we find them, for a page.
+"""The papers' plots with Overspill's figures, for a page.
 
-Next to the figures that a paper gives in words. A paper's text has few of its bars, and those are claims with rows of
-their own. The others can only be read off its plots, so here are ours alone.
+A paper's text has few of its bars, and those are claims with rows of their own. The others can only be read off its
+plots, so the plots here have our figures alone.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ Curve = Mapping[str, float] | Mapping[float, float]
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A plot of a paper.
-
-    `compute` gives its curves by name; `lines` draws them so, else as adjacent bars.
-    """
+    """A plot of a paper."""
 
     where: str
     title: str
     x_axis: str
     y_axis: str
     compute: Callable[[Lab], Mapping[str, Curve]]
+    """Returns its curves by name."""
     lines: bool = False
+    """Whether curves are drawn as lines; otherwise as adjacent bars."""
 
 
 def in_parts(found: Mapping[str, Mapping[str, int]]) -> Mapping[str, Curve]:
-    """Stacked curves in MB, one for each part.
+    """Return stacked curves in MB, one for each part.
 
-    Of several things, each of the same parts in bytes.
+    `found` has several things, each divided into the same parts, in bytes.
     """
     parts = next(iter(found.values()))
     return {part: {name: of[part] / MIB for name, of in found.items()} for part in parts}
 
 
 def figures_of(paper: str, where: str | None = None) -> tuple[PaperFigure, ...]:
-    """The plots of the paper of this name.
+    """Return the plots of the paper of this name, or those of one place.
 
-    Or those of one place; none where all that it draws has rows.
+    The tuple is empty where all plotted figures have rows.
     """
     name = f"{__name__}.{paper}"
     if find_spec(name) is None:

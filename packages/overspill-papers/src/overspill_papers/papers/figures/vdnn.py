@@ -1,7 +1,4 @@
-"""vDNN's plots: all networks and policies.
-
-Of Figs. 1, 4 to 6 and 11 to 15.
-"""
+"""vDNN's plots: all networks and policies, of Figs. 1, 4 to 6 and 11 to 15."""
 
 from __future__ import annotations
 

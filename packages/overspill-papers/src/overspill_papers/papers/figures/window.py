@@ -1,6 +1,6 @@
 """The window paper's plots.
 
-Fig. 3, budgets and what is really used; Figs. 4 and 5, time and memory over batch sizes.
+Fig. 3 shows budgets and really used memory; Figs. 4 and 5 show time and memory over batch sizes.
 """
 
 from __future__ import annotations

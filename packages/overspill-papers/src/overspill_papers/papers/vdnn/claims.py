@@ -1,4 +1,4 @@
-"""vDNN's figures, in its own words, and how ours are measured."""
+"""vDNN's figures, in its own words, and the measurement of ours."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ def baseline_gb(model: str, batch: int, lab: Lab, *, gradients: bool = True) -> 
 
 
 def saved_percent(settings: Sequence[LabSetting], policy: str, taken: Callable[[PolicyRun], float], lab: Lab) -> float:
-    """Percent of the baseline's memory that `policy` saves, on average over `settings`.
+    """Return the percentage of the baseline's memory that `policy` saves, on average over `settings`.
 
-    Against the whole network stands what vDNN's pool holds, without the classifier, which Torch allocates (§IV-A): that
-    is how 89 % can be saved of AlexNet, whose classifier's weights alone are a fifth of all.
+    The whole network is compared with vDNN's pool, without the classifier, which Torch allocates (§IV-A). That is how
+    89 % can be saved of AlexNet, whose classifier's weights alone are a fifth of the total.
     """
     return fmean(100 * (1 - taken(lab.run(s, policy)) / network_wide(s, lab)) for s in settings)
 
@@ -49,7 +49,7 @@ def network_wide(setting: LabSetting, lab: Lab) -> int:
 
 
 def average_bytes(run: PolicyRun) -> float:
-    """Average bytes over the steps of the memory manager.
+    """Return the average bytes over the steps of the memory manager.
 
     Each allocation, release and op counts once.
     """
@@ -81,15 +81,12 @@ def offloaded_gb(setting: LabSetting, policy: str, lab: Lab) -> float:
 
 
 def feature_share(setting: LabSetting, lab: Lab) -> float:
-    """Percent of the baseline's memory that belongs to the layers before the classifier."""
+    """Return the percentage of the baseline's memory that belongs to the layers before the classifier."""
     return 100 * network_wide_bytes(lab.graph(setting)) / network_wide(setting, lab)
 
 
 def reuse_ms(setting: LabSetting, lab: Lab) -> float:
-    """Milliseconds between the first layer's forward and its backward.
-
-    From the end of the one to the start of the other.
-    """
+    """Return the milliseconds from the end of the first layer's forward to the start of its backward."""
     run = lab.run(setting, BASE)
     first = next(op for op in run.graph.ops if op.layer_type is LayerType.CONV)
     spans = {e.target: e for e in run.timeline.events if e.verb is Verb.RUN}
@@ -110,9 +107,9 @@ def deep_gpu_gb(lab: Lab, *, gradients: bool = True) -> float:
 
 
 def deep_host_percent(setting: LabSetting, lab: Lab) -> float:
-    """Percent of allocated bytes that are on the host.
+    """Return the percentage of allocated bytes that are on the host.
 
-    Of all that is allocated, on the GPU and on the host.
+    The total is allocated on the GPU and on the host.
     """
     run = lab.run(setting, DYNAMIC)
     return 100 * run.offloaded_bytes / (run.offloaded_bytes + run.pool_bytes)
@@ -123,16 +120,16 @@ def deep_throughput(lab: Lab) -> float:
 
 
 def unused_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
-    """Percent of the baseline's memory that no layer uses.
+    """Return the percentage of the baseline's memory that no layer uses, over the ten networks.
 
-    Not even the one that uses most of it, over the ten networks.
+    Not even the layer with the largest use needs it.
     """
     graphs = [lab.graph(replace(setting, features=False)) for setting in (*SIX, *DEEP)]
     return of([100 * (1 - most_at_once(graph) / network_wide_bytes(graph)) for graph in graphs])
 
 
 def too_large(lab: Lab) -> list[LabSetting]:
-    """Those of the ten networks whose baseline is more than the GPU has."""
+    """Return those of the ten networks whose baseline exceeds the GPU's memory."""
     return [s for s in (*SIX, *DEEP) if network_wide(s, lab) > lab.device(s).memory_bytes]
 
 
@@ -157,14 +154,14 @@ def dynamic_lost_percent(setting: LabSetting, lab: Lab) -> float:
 
 
 def over_weights(lab: Lab) -> float:
-    """Maps and workspaces of VGG-16's convolutions in forward, over their weights."""
+    """Return maps and workspaces of VGG-16's convolutions in forward, over their weights."""
     graph = lab.graph(VGG_256)
     rows = [bytes_of(graph, ops[0]) for ops in weighted(graph, (LayerType.CONV,)).values()]
     return sum(maps + space for maps, _, space in rows) / sum(weights for _, weights, _ in rows)
 
 
 def most_bandwidth(lab: Lab) -> float:
-    """The most bytes a second that a convolution moves, in GB."""
+    """Return the most GB a second that a convolution moves."""
     run = lab.run(VGG_64, BASE)
     ran = spans(run)
     ops = (op for op in run.graph.ops if op.layer_type is LayerType.CONV and op.moved_bytes)
@@ -172,27 +169,27 @@ def most_bandwidth(lab: Lab) -> float:
 
 
 def traffic_percent(lab: Lab) -> float:
-    """The most that transfers' use of DRAM bandwidth slows a step.
+    """Return the largest slowdown of a step by transfers' use of DRAM bandwidth, in percent.
 
-    In percent, all layers offloaded.
+    All layers are offloaded.
     """
     shared = (replace(setting, shared_bandwidth=True) for setting in SIX)
     return max(100 * (lab.run(a, ALL).seconds / lab.run(b, ALL).seconds - 1) for a, b in zip(shared, SIX, strict=True))
 
 
 def power_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
-    """Percent that offloading adds to the board's maximum power.
+    """Return the percentage that offloading adds to the board's maximum power.
 
-    Everything is offloaded; VGG-16 (256) is left out, as the baseline cannot train it.
+    All layers are offloaded. VGG-16 (256) is left out, since the baseline cannot train it.
     """
     pairs = [(lab.run(setting, ALL), lab.run(setting, BASE)) for setting in SIX[:5]]
     return of([100 * (most_watts(run, lab.scale) / most_watts(base, lab.scale) - 1) for run, base in pairs])
 
 
 def whole_share(lab: Lab, *, policy: str | Policy = f"{ALL}:m", gradients: bool = True, spread: bool = False) -> float:
-    """Percent of the GPU's free memory that VGG-16 (256) takes.
+    """Return the percentage of the GPU's free memory that VGG-16 (256) takes, classifier included.
 
-    Its classifier too; `spread`: with CNMeM's fragments.
+    `spread` includes CNMeM's fragmentation.
     """
     run = lab.run(replace(VGG_256, features=False, gradients=gradients), policy)
     return 100 * (run.spread_bytes if spread else run.pool_bytes) / run.device.usable_bytes

@@ -1,9 +1,9 @@
 """Power that vDNN's transfers add to the board.
 
-vDNN, MICRO 2016, §V-D: a model, as no board is measured. The paper reads power off the board and gives no model of it.
-Ours is a sum: the board idle; its cores, by the arithmetic that they do; DRAM, by the bytes that ops and transfers
-move; and the link, by the bytes that transfers move. A board that convolves as fast as it can and fills its DRAM's
-bandwidth takes what it is specified for, which gives the cores their share.
+It is a model for vDNN, MICRO 2016, §V-D, as no board is measured. The paper reads power off the board and gives no
+model. Ours is a sum of four parts. The board takes power when idle. Its cores take power by their arithmetic, DRAM by
+the bytes that ops and transfers move, and the link by the bytes that transfers move. A board that convolves at full
+speed and fills its DRAM's bandwidth takes its specified power, which gives the cores their share.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _RUNS = (Verb.RUN, Verb.RECOMPUTE)
 
 
 def most_watts(run: PolicyRun, scale: float = 1.0) -> float:
-    """The most that the board takes at any moment of a step.
+    """Return the most watts that the board takes at any moment of a step.
 
-    Transfers take `scale` times what is assumed of them.
+    Transfers take `scale` times the assumed power.
     """
     levels = _levels(run, scale)
     return IDLE_WATTS + max((watts for _, watts in levels), default=0.0)
 
 
 def _levels(run: PolicyRun, scale: float) -> Iterator[tuple[float, float]]:
-    """Times, and the watts above idle from then on, in order."""
+    """Yield times, and the watts above idle from then on, in order."""
     changes: list[tuple[float, float]] = []
     for start, end, watts in _draws(run, scale):
         changes += [(start, watts), (end, -watts)]
@@ -48,7 +48,7 @@ def _levels(run: PolicyRun, scale: float) -> Iterator[tuple[float, float]]:
 
 
 def _draws(run: PolicyRun, scale: float) -> Iterator[tuple[float, float, float]]:
-    """The start, end and watts of each op and transfer."""
+    """Yield the start, end and watts of each op and transfer."""
     dram = run.device.memory_bytes_per_second * DRAM_JOULES_PER_BYTE
     cores = BOARD_WATTS - IDLE_WATTS - dram
     fastest = run.device.flops_per_second["float32"] * run.device.efficiency["conv"]

@@ -26,10 +26,10 @@ class BestFitConfig:
 
 
 class BestFitAllocator(Allocator):
-    """The smallest hole that fits, lowest among equals, else the pool's end.
+    """The smallest hole that fits, lowest among equals, otherwise the pool's end.
 
-    At the end pages are added. CNMeM's pool grows by segments of their own, whose blocks never join; here all addresses
-    are of one range, and what is reserved is the highest that was ever used. It never gives memory back.
+    At the end pages are added. CNMeM's pool grows by separate segments, whose blocks never join. Here all addresses are
+    in one range, and the reserved bytes reach to the highest used address. It never frees memory to the device.
     """
 
     name = "best-fit"
@@ -63,7 +63,7 @@ class BestFitAllocator(Allocator):
         return (block.size if block.next is not None else ADDRESS_SPACE_BYTES, block.address)
 
     def _grown(self, size: int, stream: int) -> PoolBlock | None:
-        """The pool's last block, grown to at least `size` free bytes; None without memory."""
+        """Return the pool's last block, grown to at least `size` free bytes; None without memory."""
         last = self._last
         open_bytes = last.size if last is not None and last.free else 0
         # The free end of the pool counts; pages are added for the rest.

@@ -1,4 +1,4 @@
-"""TensorFlow's best-fit allocator with coalescing (BFC). A few growing regions, loose splits, no streams."""
+"""TensorFlow's best-fit allocator with coalescing (BFC): a few growing regions, loose splits, no streams."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ BACKPEDAL = np.float32(0.9)
 
 @dataclass(frozen=True)
 class BfcConfig:
-    """`allow_growth` False takes the whole device at once, as TensorFlow does by default.
-
-    `garbage_collection` is TF_ENABLE_GPU_GARBAGE_COLLECTION; `fragmentation_fraction` of the device may be wasted in
-    one block (0: 128 MiB).
-    """
+    """Settings of TensorFlow's allocator."""
 
     allow_growth: bool = True
+    """False reserves the whole device at once, as TensorFlow does by default."""
     garbage_collection: bool = True
+    """TF_ENABLE_GPU_GARBAGE_COLLECTION."""
     fragmentation_fraction: float = 0.0
+    """The share of the device that may be wasted in one block (0: 128 MiB)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.fragmentation_fraction <= 1:
@@ -39,7 +38,7 @@ class BfcConfig:
 class BfcAllocator(Allocator):
     """TensorFlow's BFCAllocator.
 
-    Its bins are a shortcut to the best fit by size and address, which is kept here.
+    Its bins are a shortcut to the best fit by size and address, which is implemented here.
     """
 
     name = "tensorflow"
@@ -72,7 +71,7 @@ class BfcAllocator(Allocator):
         return block
 
     def _find(self, size: int) -> PoolBlock | None:
-        """The smallest idle block that fits, the lowest among equals. Its rest is split off if that is worth it."""
+        """Return the smallest idle block that fits, the lowest among equals. A large enough remainder is split off."""
         block = self._first(size)
         if block is None:
             return None

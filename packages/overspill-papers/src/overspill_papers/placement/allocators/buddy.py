@@ -1,7 +1,4 @@
-"""The binary buddy system.
-
-Blocks of powers of two, halved and joined with the half they came from.
-"""
+"""The binary buddy system: blocks of powers of two, halved and joined with the half they came from."""
 
 from __future__ import annotations
 
@@ -16,13 +13,11 @@ from overspill.placement.simulated_device import PAGE_BYTES
 
 @dataclass(frozen=True)
 class BuddyConfig:
-    """The least sizes of blocks and segments, powers of two.
-
-    Blocks have at least `least_bytes`, and segments `segment_bytes` or what a larger request needs.
-    """
+    """The least sizes of blocks and segments, powers of two."""
 
     least_bytes: int = 512
     segment_bytes: int = PAGE_BYTES
+    """The least size of a segment; a larger request gets a larger one."""
 
     def __post_init__(self) -> None:
         for name in ("least_bytes", "segment_bytes"):
@@ -34,10 +29,10 @@ class BuddyConfig:
 
 
 class BuddyAllocator(Allocator):
-    """A buddy allocator: the smallest free block, halved until it fits.
+    """A buddy allocator: the smallest free block, the lowest among equals, halved until it fits.
 
-    The lowest among equals, halved as often as it can be. A block joins its buddy, whose address within the segment
-    differs in the bit of their size, when both are free. It never gives memory back.
+    A block joins its buddy, whose address within the segment differs in the bit of their size, when both are free. It
+    never frees memory to the device.
     """
 
     name = "buddy"

@@ -1,7 +1,4 @@
-"""Chainer's memory pool, today CuPy's.
-
-Bins of 512 bytes a stream, always split, joined when freed.
-"""
+"""Chainer's memory pool, today CuPy's: bins of 512 bytes a stream, always split, joined when freed."""
 
 from __future__ import annotations
 
@@ -19,12 +16,10 @@ STEP_BYTES = 512
 
 @dataclass(frozen=True)
 class ChainerConfig:
-    """The pool's limit, CUPY_GPU_MEMORY_LIMIT.
-
-    `limit_bytes` (0: none): beyond it the pool fails without giving blocks back.
-    """
+    """The pool's limit, CUPY_GPU_MEMORY_LIMIT."""
 
     limit_bytes: int = 0
+    """Beyond it the pool fails without freeing blocks (0: none)."""
 
     def __post_init__(self) -> None:
         if self.limit_bytes < 0:
@@ -34,7 +29,7 @@ class ChainerConfig:
 class ChainerAllocator(Allocator):
     """CuPy's SingleDeviceMemoryPool.
 
-    Blocks of one size share a bin, from which CuPy takes any; Chainer's pool took the one freed last, and so does this.
+    Blocks of one size share a bin. CuPy takes any of them; Chainer's pool took the one freed last, as this one does.
     """
 
     name = "chainer"
@@ -62,7 +57,7 @@ class ChainerAllocator(Allocator):
         return block
 
     def _find(self, size: int, stream: int) -> PoolBlock | None:
-        """The last freed block of the stream's first bin that fits. All beyond `size` goes back to the bins."""
+        """Return the last freed block of the stream's first bin that fits. All beyond `size` returns to the bins."""
         block = self._first(stream, size)
         return None if block is None or block.stream != stream else self._cut_off(self._take(block), size)
 
@@ -75,7 +70,7 @@ class ChainerAllocator(Allocator):
         return (block.stream, block.size, -block.indexed_at)
 
     def _release_unsplit(self) -> None:
-        """Give all segments without live blocks back (free_all_blocks)."""
+        """Free all segments without live blocks (free_all_blocks)."""
         for block in list(self._idle):
             if not block.split:
                 self._segment_free(self._take(block))

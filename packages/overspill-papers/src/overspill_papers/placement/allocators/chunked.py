@@ -19,13 +19,10 @@ SMALL_SHARE = 2
 
 @dataclass(frozen=True)
 class ChunkedConfig:
-    """`chunk_bytes` is the size of a physical chunk.
-
-    A multiple of the driver's 2 MiB; the paper takes 40 MB. A smaller chunk wastes less (eq. 1), a larger one is mapped
-    in fewer calls.
-    """
+    """Settings of virtual addressing."""
 
     chunk_bytes: int = PAGE_BYTES
+    """The size of a physical chunk, a multiple of the driver's 2 MiB; the paper takes 40 MB."""
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1 or self.chunk_bytes % PAGE_BYTES:
@@ -35,12 +32,13 @@ class ChunkedConfig:
 class ChunkedAllocator(Allocator):
     """Chunks behind consecutive virtual addresses, kept when a block is freed.
 
-    Any chunks serve any request, so it finds room as long as enough of them are free or the device has more: there is
-    no external fragmentation. Chunks are kept at the addresses that they were freed at: a block of as many takes them
-    there, and another unmaps those of the smallest such block first. It never gives chunks back.
+    Any chunks serve any request, so it succeeds if enough of them are free or the device has more. It has no external
+    fragmentation. Chunks stay at the addresses at which they were freed. A block of as many chunks takes them there.
+    Any other block unmaps those of the smallest such block first. It never frees chunks to the device. A smaller chunk
+    wastes less (eq. 1), a larger one is mapped in fewer calls.
 
-    Small requests, of half a chunk at most, lie in segments of a caching allocator's, as in the
-    paper's framework (sony/nnabla-ext-cuda, CudaCachedVirtualArray).
+    Small requests, of half a chunk at most, are in segments of a caching allocator, as in the paper's framework
+    (sony/nnabla-ext-cuda, CudaCachedVirtualArray).
     """
 
     name = "chunked"
@@ -134,7 +132,7 @@ class _SmallBlocks(Allocator):
         self._owner = owner
 
     def find(self, nbytes: int, stream: int) -> PoolBlock | None:
-        """A block of at least `nbytes`, or None."""
+        """Return a block of at least `nbytes`, or None."""
         size = round_up(nbytes, MIN_BLOCK_BYTES)
         small = size <= SMALL_BYTES
         block = self._first(small, stream, size)
@@ -150,7 +148,7 @@ class _SmallBlocks(Allocator):
         self._return_block(block)
 
     def idle(self) -> Iterator[PoolBlock]:
-        """The free blocks."""
+        """Yield the free blocks."""
         return self._idle_blocks()
 
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
@@ -160,7 +158,7 @@ class _SmallBlocks(Allocator):
         return block.pool, block.stream, block.size, block.address
 
     def _grown(self, size: int, stream: int, *, small: bool) -> PoolBlock | None:
-        """A new segment; where the device has no memory, after releasing all cached ones."""
+        """Return a new segment; if the device has no memory, after releasing all cached ones."""
         nbytes = LARGE_SEGMENT_BYTES if size < MIN_LARGE_SEGMENT_BYTES else round_up(size, PAGE_BYTES)
         nbytes = SMALL_SEGMENT_BYTES if small else nbytes
         block = self._segment_malloc(nbytes, stream)

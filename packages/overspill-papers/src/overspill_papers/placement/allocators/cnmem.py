@@ -1,7 +1,4 @@
-"""NVIDIA's CNMeM, the pool of vDNN.
-
-Best fit in one pool reserved at the start, growing if allowed.
-"""
+"""NVIDIA's CNMeM, the pool of vDNN: best fit in one pool reserved at the start, growing if allowed."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class CnmemConfig:
 class CnmemAllocator(Allocator):
     """CNMeM's root manager, for all streams that are not registered.
 
-    It never gives memory back.
+    It never frees memory to the device.
     """
 
     name = "cnmem"

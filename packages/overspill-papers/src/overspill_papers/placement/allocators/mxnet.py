@@ -1,7 +1,4 @@
-"""MXNet's pools: freed blocks kept by rounded size.
-
-cudaMalloc for every size; freed blocks serve requests of the same rounded size.
-"""
+"""MXNet's pools: cudaMalloc for every size; freed blocks serve requests of the same rounded size."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class MxnetConfig:
 
 
 class MxnetAllocator(Allocator):
-    """MXNet's GPUPooledStorageManager ("naive") and GPUPooledRoundedStorageManager ("round"), which know no streams."""
+    """MXNet's GPUPooledStorageManager ("naive") and GPUPooledRoundedStorageManager ("round"), without streams."""
 
     name = "mxnet"
     summary: ClassVar = "MXNet's pool of blocks by size, never split"
@@ -76,7 +73,10 @@ class MxnetAllocator(Allocator):
         return block.size, -block.indexed_at  # the latest of a size is taken first
 
     def _rounded(self, nbytes: int) -> int:
-        """The size of a block for `nbytes`. A power of 2 and then multiples of one, or the page and then 2 MiB."""
+        """Return the size of a block for `nbytes`.
+
+        It is a power of 2 and then a multiple of one, or a multiple of the page and then of 2 MiB.
+        """
         config = self.config
         size = max(nbytes, config.page_bytes)
         if config.pool_type == "naive":
@@ -86,7 +86,7 @@ class MxnetAllocator(Allocator):
         return 1 << (size - 1).bit_length()
 
     def _scarce(self, size: int) -> bool:
-        """Whether a new block of `size` bytes would touch the reserve."""
+        """Return whether a new block of `size` bytes would touch the reserve."""
         total = self.device.capacity_bytes
         if total is None:
             return False

@@ -1,11 +1,11 @@
 """Dymem's two-ended pool (GTBM): blocks at either end by mobility.
 
-An incremental space outside the pool takes what has no room in it.
+An incremental space outside the pool takes the blocks that do not fit in it.
 
     main space  | movable | hole | movable |      gap      | temporary | hole | temporary |
                 ^low end: best fit upwards                      best fit downwards: high end^
 
-Rules: Dymem §3.3 (Yang and Cheng, HPDC'20), Algorithm 3 and Fig. 11. The trace says which block has which mobility.
+Rules: Dymem §3.3 (Yang and Cheng, HPDC'20), Algorithm 3 and Fig. 11. The trace has the mobility of each block.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ TRIAL_POOL_BYTES = 1 << 46
 
 @dataclass(frozen=True)
 class TwoEndedConfig:
-    """`pool_bytes` is the main space; a smaller device gives all it has.
+    """The sizes of Dymem's pool.
 
-    None: a replay finds it, as the smallest that the first run fits plus `beta_bytes`; call by call there is no first
-    run, and the main space is that of the paper's first iteration, ten twelfths of the device or 10 GiB. `grows`: what
-    the main space has no room for goes to the incremental space, as CNMeM's pool grows; else it finds no room.
+    Without `pool_bytes` a replay finds the smallest main space in which the first run fits, plus `beta_bytes`. Call by
+    call no first run exists. The main space is then that of the paper's first iteration, ten twelfths of the device or
+    10 GiB.
     """
 
     pool_bytes: int | None = None
+    """The main space; a smaller device gives all its memory."""
     beta_bytes: int = BETA_BYTES
     grows: bool = True
 
@@ -56,10 +57,10 @@ class TwoEndedConfig:
 class TwoEndedAllocator(Allocator):
     """Movable blocks from the low end, temporary ones from the high end.
 
-    Reclaimed ones get segments of their own. Each end serves itself by best fit from its own holes, then from the gap;
-    only when both are full from the other end's holes, for the guarantee is "soft". The incremental space is
-    cudaMalloc's, and what is freed there goes back; a reclaimed block that the device has no more room for goes to the
-    low end.
+    Reclaimed ones get segments of their own. Each end serves itself by best fit from its own holes, then from the gap.
+    Only when both are full it uses the other end's holes, since the guarantee is "soft". The incremental space is
+    cudaMalloc's, and blocks freed there return to the device. A reclaimed block that does not fit the device goes to
+    the low end.
     """
 
     name = "gtbm"
@@ -108,7 +109,7 @@ class TwoEndedAllocator(Allocator):
         return self.reserved.now - (gap.size if gap is not None and gap.pool == GAP else 0)
 
     def _open(self, stream: int) -> None:
-        """Take the main space from the device: the configured size, or all there is."""
+        """Reserve the main space: the configured size, or all memory of the device."""
         self._opened = True
         capacity, wanted = self.device.capacity_bytes, self.config.pool_bytes
         if wanted is None:
@@ -129,7 +130,7 @@ class TwoEndedAllocator(Allocator):
         return block
 
     def _inside(self, size: int, end: int) -> PoolBlock | None:
-        """A block of `size` bytes from one end, or elsewhere in the main space."""
+        """Return a block of `size` bytes from one end, or from another part of the main space."""
         for arena in (end, GAP, HIGH if end == LOW else LOW):
             block = self._first(arena, size)
             if block is not None and block.pool == arena:
@@ -137,7 +138,7 @@ class TwoEndedAllocator(Allocator):
         return None
 
     def _cut(self, hole: PoolBlock, size: int, end: int) -> PoolBlock:
-        """Cut `size` bytes from a free block on the side of `end`. The rest stays free."""
+        """Cut `size` bytes from a free block on the side of `end`, and leave the rest free."""
         if hole.size == size:
             hole.pool = end
             return hole
@@ -163,9 +164,10 @@ class TwoEndedAllocator(Allocator):
 
 
 def needed_pool_bytes(run: Replay) -> int:
-    """Main space bytes that `run` used, without its smallest gap.
+    """Return the main space bytes that `run` used, without its smallest gap.
 
-    A replay in a larger space with its curves: init - squeeze_gap of §3.3.3. Raises RequestError without those curves.
+    `run` is a replay in a larger space with its curves: init - squeeze_gap of §3.3.3. Raises RequestError without those
+    curves.
     """
     if run.spread is None or run.reserved is None:
         raise RequestError("the squeeze gap is found in a replay with request_bytes")

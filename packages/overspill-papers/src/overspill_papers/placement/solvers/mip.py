@@ -1,7 +1,4 @@
-"""Placement as a mixed integer program, solved by HiGHS.
-
-As published with the best-fit heuristic.
-"""
+"""Placement as a mixed integer program, solved by HiGHS, as published with the best-fit heuristic."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ UNIT_TOLERANCE, TOLERANCE = 1e-4, 1e-6
 class Mip(Solver):
     """Equations (1) to (6) of Sekiyama et al., section 3.1.
 
-    W is the peak of the heuristics' best layout. That layout, of the portfolio without its exact search, is also where
-    it starts. Beyond them: u is at least the lower bound, and x_i is a multiple of block i's alignment, or its pinned
-    address.
+    W is the peak of the heuristics' best layout. The solver also starts from that layout, of the portfolio without its
+    exact search. Two constraints are added: u is at least the lower bound, and x_i is a multiple of block i's
+    alignment, or its pinned address.
 
-    HiGHS runs in a process of its own, which ends with the time limit: numbers of very different sizes can make it
-    compute for minutes without a look at the clock.
+    HiGHS runs in a separate process, which ends with the time limit. Numbers of very different sizes can make it
+    compute for minutes without checking the time.
     """
 
     name = "mip"
@@ -91,7 +88,7 @@ class Mip(Solver):
 
 
 def _let_down(problem: Problem, pairs: Sequence[tuple[int, int]], places: Sequence[float]) -> Integers:
-    """Whole offsets in the order of `places`, each as low as possible."""
+    """Return integer offsets in the order of `places`, each as low as possible."""
     order = np.argsort(places, kind="stable").tolist()
     rank = {block: at for at, block in enumerate(order)}
     under: list[list[int]] = [[] for _ in places]
@@ -108,7 +105,7 @@ def _let_down(problem: Problem, pairs: Sequence[tuple[int, int]], places: Sequen
 
 
 def _apart(problem: Problem, pairs: Sequence[tuple[int, int]], offsets: Integers) -> bool:
-    """Whether no two blocks that live together share a byte."""
+    """Return whether no two blocks that are live together share a byte."""
     one, two = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     end = offsets + problem.nbytes
     return bool(((end[one] <= offsets[two]) | (end[two] <= offsets[one])).all())

@@ -1,7 +1,7 @@
 """The process that runs HiGHS on a JSON request.
 
-A request on standard input, an answer on standard output, all in whole units. It imports nothing of ours, so that it
-can be run by its file name.
+A request on standard input gets an answer on standard output, all in integer units. The module imports nothing of
+Overspill's, so that it can be run by its file name.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ INFINITY = math.inf  # as HiGHS has it
 
 
 class MipRequest(TypedDict):
-    """A placement problem; lists are by block.
-
-    `pairs` are of blocks that live together, and `incumbent` is a layout's offsets.
-    """
+    """A placement problem; lists are by block."""
 
     size: list[int]
     alignment: list[int]
     pinned: list[int | None]
     pairs: list[tuple[int, int]]
+    """Pairs of blocks that are live together."""
     incumbent: list[int]
+    """A layout's offsets."""
     lower_bound: int
     target: int
     seconds: float
@@ -33,7 +32,7 @@ class MipRequest(TypedDict):
 
 
 class MipAnswer(TypedDict):
-    """Nearly whole places of the blocks, or None, and the peak's lower bound."""
+    """Nearly integer places of the blocks, or None, and the peak's lower bound."""
 
     places: list[float] | None
     bound: float
@@ -62,7 +61,7 @@ def solve(request: MipRequest) -> MipAnswer:
 class _MixedProgram:
     """The mixed integer program.
 
-    Its columns are u, x by block, z by pair, and a whole number k for each block with an alignment: x = alignment * k.
+    Its columns are u, x by block, z by pair, and an integer k for each block with an alignment: x = alignment * k.
     """
 
     def __init__(self, request: MipRequest) -> None:
@@ -74,7 +73,7 @@ class _MixedProgram:
         self.stepped = [i for i in free if self.alignment[i] > 1]
 
     def load(self, highspy: Any) -> Any:
-        """HiGHS with the program, and the incumbent to start from."""
+        """Return HiGHS with the program, and the incumbent to start from."""
         columns, (lower, upper, starts, terms) = self._columns(), self._rows()
         program = highspy.HighsLp()
         program.col_cost_, program.col_lower_, program.col_upper_ = columns
@@ -100,7 +99,7 @@ class _MixedProgram:
         return highs
 
     def _columns(self) -> tuple[list[float], list[float], list[float]]:
-        """Cost, lower and upper bound of every column: (1), (5), (6)."""
+        """Return cost, lower and upper bound of every column: (1), (5), (6)."""
         pairs, steps, width = len(self.pairs), len(self.stepped), self.width
         lower: list[float] = [self.request["lower_bound"], *(pin or 0 for pin in self.pinned), *[0] * (pairs + steps)]
         upper: list[float] = [
@@ -133,7 +132,7 @@ class _MixedProgram:
         )
 
     def _start(self) -> list[float]:
-        """The incumbent as column values."""
+        """Return the incumbent as column values."""
         places = self.incumbent
         over = [float(places[i] > places[j]) for i, j in self.pairs]
         return [self.width, *places, *over, *(places[i] // self.alignment[i] for i in self.stepped)]

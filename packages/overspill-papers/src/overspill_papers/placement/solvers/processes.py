@@ -18,7 +18,7 @@ GRACE_SECONDS = 0.5
 
 
 def ask(program: str, solver: str, request: Mapping[str, Any], seconds: float) -> Any:
-    """The answer of the Python file `program` to `request`, both as JSON.
+    """Return the answer of the Python file `program` to `request`, both as JSON.
 
     None where it does not answer within `seconds`. Raises SolverFailed where it fails, which names the `solver`.
     """

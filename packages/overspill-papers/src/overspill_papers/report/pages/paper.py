@@ -1,7 +1,4 @@
-"""A paper's figures and ours as a page.
-
-The rows of each figure, then the paper's plots, as ours.
-"""
+"""A paper's figures and ours as a page: the rows of each figure, then the paper's plots with our figures."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ COLUMNS = (Column("what"), Column("paper"), Column("ours"), Column("ratio", Unit
 
 
 def paper_page(paper: Paper, found: Sequence[Result], drawn: Sequence[tuple[PaperFigure, Mapping[str, Curve]]]) -> Page:
-    """The page of `found` and `drawn`."""
+    """Return the page of `found` and `drawn`."""
     sections: list[Section] = [_rows(where, rows) for where, rows in _by_place(found).items()]
     sections += [_drawn(figure, curves) for figure, curves in drawn]
     notes = (
@@ -43,7 +40,7 @@ def _ratio(result: Result) -> float | None:
 
 
 def _said(result: Result) -> tuple[str, str]:
-    """The paper's figure, and ours."""
+    """Return the paper's figure, and ours."""
     claim = result.claim
     bound = "" if claim.bound == "=" else f"{claim.bound} "
     ours = "none" if result.ours is None else f"{short_figure(result.ours)} {claim.unit}"
@@ -51,9 +48,9 @@ def _said(result: Result) -> tuple[str, str]:
 
 
 def _drawn(figure: PaperFigure, curves: Mapping[str, Curve]) -> Lines | Table:
-    """A chart of curves, or of bars by name.
+    """Return a chart of curves, or of bars by name.
 
-    Lines where numbers are along the axis; else a row for each name, with its bars.
+    It has lines if the axis has numbers, otherwise a row for each name, with its bars.
     """
     title = f"{figure.where}, ours: {figure.title}"
     numbers = {name: {x: y for x, y in curve.items() if isinstance(x, (int, float))} for name, curve in curves.items()}
