@@ -28,7 +28,10 @@ DEEPLABV3PLUS = images(
 PIX2PIXHD = Entry(
     "pix2pixhd",
     "pix2pixHD",
-    "label maps to images: global generator and 3 discriminators in one loss, 191.0 M parameters; image_size is the height",
+    (
+        "label maps to images: global generator and 3 discriminators in one loss, 191.0 M parameters; image_size is "
+        "the height"
+    ),
     "label maps 36x512x1024, images 3x512x1024",
     f"{__name__}.pix2pixhd:build",
     "image_size",

@@ -27,10 +27,10 @@ _INITIAL = 0.1  # §4.1: parameters are uniform in [-0.1, 0.1]
 _PADDING = 0  # the word that stands behind the end of a sentence
 _IGNORED = -100  # as a word to predict: torch's own number for what is no part of the loss
 _MEAN_SHARE, _DEVIATION_SHARE = 0.5, 0.28
-"""Lengths are log-normal, as those of sentences are (Williams, Biometrika 31, 1940). That their mean and deviation are these
-shares of the longest (25 and 14 words of 50, where §4.1 cuts) is an assumption."""
+"""Lengths are log-normal, as those of sentences are (Williams, Biometrika 31, 1940). Their mean and deviation as shares
+of the longest length are an assumption: 25 and 14 words of 50, where §4.1 cuts."""
 _TARGET_DEVIATION = 0.15
-"""How far, as a share of its length, a translation is from as long as its source: an assumption too."""
+"""The deviation of a translation's length from its source's, as a share of that length: an assumption too."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,9 @@ def _varied_batches(vocabulary: int, longest: int) -> Callable[[int], tuple[Tens
 
 
 def _seed() -> int:
-    """A random number from torch's generator. Where tensors are fake and have no numbers, the seed of that."""
+    """Return a random number from torch's generator.
+
+    Where tensors are fake and have no numbers, it is the generator's seed.
+    """
     drawn = torch.randint(2**62, (), device="cpu")
     return torch.initial_seed() if isinstance(drawn, FakeTensor) else int(drawn)

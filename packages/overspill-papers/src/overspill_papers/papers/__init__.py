@@ -87,7 +87,9 @@ def paper_named(name: str) -> Paper:
     if (paper := _BY_NAME.get(name.lower())) is not None:
         return paper
     raise RequestError(
-        f"unknown paper {name!r}{did_you_mean(name, _BY_NAME, shown_as={alias: paper.name for alias, paper in _BY_NAME.items()})} Papers: {', '.join(paper.name for paper in PAPERS)}"
+        "unknown paper "
+        f"{name!r}{did_you_mean(name, _BY_NAME, shown_as={alias: paper.name for alias, paper in _BY_NAME.items()})} "
+        f"Papers: {', '.join(paper.name for paper in PAPERS)}"
     )
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from overspill import models
 
 WORKSPACE_BYTES = 8 << 20
-"""What `chainer.cuda.get_max_workspace_size` returns by default."""
+"""The default result of `chainer.cuda.get_max_workspace_size`."""
 HELD = (TensorKind.PARAMETER, TensorKind.BUFFER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE)
-"""What is there from before the step: Chainer makes a parameter's gradient once, and clears it in place."""
+"""The tensors in use before the step: Chainer makes a parameter's gradient once, and clears it in place."""
 
 
 Parts = tuple["nn.Module", "Callable[[int], tuple[Tensor, ...]]", "Callable[..., Tensor]"]

@@ -14,9 +14,9 @@ from .lab import Lab
 from .workers import StillMadeError
 
 TOLERANCE = 0.15
-"""How far ours may be from the paper's figure without a word."""
+"""The distance from the paper's figure up to which ours needs no explanation."""
 SCALES = (1 / 3, 3)
-"""Times an assumed constant at which ours are shown too."""
+"""Factors on an assumed constant for which our figures are shown too."""
 
 
 @dataclass(frozen=True)

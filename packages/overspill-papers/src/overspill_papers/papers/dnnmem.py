@@ -151,7 +151,10 @@ def _steady_bytes(recording: Recording) -> int:
 
 
 def _shape_inference_gb(row: tables.TableRow, lab: Lab) -> float:
-    """Weights, inputs and out-of-place outputs of forward. Of TensorFlow, batch norm is in place too (§5.3)."""
+    """Return weights, inputs and out-of-place outputs of forward, in GB.
+
+    In TensorFlow, batch norm is in place too (§5.3).
+    """
     del lab
     if row.model == "LSTM":  # one operator a layer: two products of four gates, and its output
         weights = 2 * (2 * 4 * tables.LSTM_WIDTH * tables.LSTM_WIDTH + 2 * 4 * tables.LSTM_WIDTH)
@@ -206,11 +209,14 @@ def _inferred_bytes(step: MxnetStep, *, batch_norm_in_place: bool) -> int:
 _claim = partial(Claim, "dnnmem")
 _MEASURED = "To obtain the real consumed GPU memory of a DL model, we profiled the job using NVIDIA NVML"
 _INFERRED = (
-    "We query such cost functions for tensors of the initial input, weights, intermediate outputs, and final output under "
-    "forward propagation, and then add them up"
+    "We query such cost functions for tensors of the initial input, weights, intermediate outputs, and final output "
+    "under forward propagation, and then add them up"
 )
 _CATEGORIES = "The real memory consumption of each part was obtained from TensorFlow runtime logs"
-_MEMORY = "Among these 9 experiments, 8 failed due to OOM. That is, the memory consumption is larger than the available memory"
+_MEMORY = (
+    "Among these 9 experiments, 8 failed due to OOM. That is, the memory consumption is larger than the available "
+    "memory"
+)
 _GRID = "the mean relative errors of Shape Inference (SI) range from 35.9% to 49.1%"
 _RESNET = "a PyTorch ResNet50 training job with a batch size of 256 [...] requires 22 GB of GPU memory"
 _NOTES: dict[tuple[str, str, int], str] = {
@@ -219,7 +225,8 @@ _NOTES: dict[tuple[str, str, int], str] = {
         "LSTM",
         128,
     ): "At least: weights and gradients, inputs, states and gates of 100 steps, and the context. Of "
-    "what was measured beside the context, 3.8 GiB, weights and gradients are 3.1: no program that keeps gates for backward fits.",
+    "what was measured beside the context, 3.8 GiB, weights and gradients are 3.1: no program that keeps gates for "
+    "backward fits.",
     ("MXNet", "VGG16", 128): "Which algorithm cuDNN found fastest is not known. With FFT in tiles of 32 for the second "
     "convolution, 4.3 GiB, it would be 14.5; with no limit on workspaces, by our speeds, 12.3.",
     (
@@ -243,12 +250,13 @@ _CARD = "its allocator has taken all of the card by then, so that the card's siz
 _GRID_NOTES = {
     "MXNet": "Over 120 pairs of a side from 224 to 299 and a batch from 2 to 256, those that fit; ours in place of what was measured.",
     "TensorFlow": "The same over ten batches at each network's own side. What the allocator takes is far more than its tensors where "
-    "batches are small: the mean is 38 % of batches of 128 and more, 82 % below 32. The paper does not say which it took.",
+    "batches are small: the mean is 38 % of batches of 128 and more, 82 % below 32. The paper does not say which it "
+    "took.",
     "PyTorch": "The same over four batches, 2 to 256, at each network's own side.",
 }
 _NO_SCORES = (
-    "The paper's figure is the same for 128 x 64 and 64 x 128 tokens, and so has no scores, which grow with the length; "
-    "without them ours is 0.97 of it."
+    "The paper's figure is the same for 128 x 64 and 64 x 128 tokens, and so has no scores, which grow with the "
+    "length; without them ours is 0.97 of it."
 )
 
 
@@ -327,14 +335,16 @@ CLAIMS: tuple[Claim, ...] = (
     *map(_inferred_row, sorted(_SHAPES.values(), key=lambda rows: rows[0].source)),
     *(
         _claim("Table 8", f"VGG16 ({batch}), TensorFlow: {category}", _CATEGORIES, "5.2", value, "GB",
-               partial(_category_gb, batch, category), repeats="it is the sum of the two." if category == "total" else "",
+               partial(_category_gb, batch, category),
+               repeats="it is the sum of the two." if category == "total" else "",
                certain=_CARD if (batch, category) == (256, _RESERVED) else "")
         for batch, values in tables.TABLE_8.items() for category, value in values.items()
     ),
     *(
         _claim("Fig. 7", f"Shape Inference, {framework}: mean error, {what}", _GRID, "5.2", value, "%",
                partial(_mean_error_percent, framework), note, bound=bound)
-        for framework, note in _GRID_NOTES.items() for what, value, bound in (("at least", 35.9, ">"), ("at most", 49.1, "<"))
+        for framework, note in _GRID_NOTES.items()
+        for what, value, bound in (("at least", 35.9, ">"), ("at most", 49.1, "<"))
     ),
     *(_memory(row) for row in _ROWS if row.source == "Section 5.2"),
 )  # fmt: skip

@@ -17,8 +17,8 @@ SOFTWARE = Software("2.0", "9.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"})
 """PyTorch 1.2 on CUDA 9: one workspace of 4 MiB a cuBLAS handle, which this environment variable stands for."""
 LSTM_WIDTH = 5120
 LSTM_STEPS = 100
-"""The length of the LSTM's sequences, which the paper does not say: by it, weights, input and both layers' outputs are the
-2.3 GiB of Shape Inference."""
+"""The length of the LSTM's sequences, which the paper does not state. With it, weights, input and both layers' outputs
+are the 2.3 GiB of Shape Inference."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ _TABLE_7: tuple[tuple[int, int, tuple[_Figures, _Figures, _Figures]], ...] = (
     (100, 128, ((21.2, 22.7, 17.3), (18.4, 18.6, 17.3), (20.5, 19.6, 17.3))),
 )
 IMAGE_SIDES = {"VGG16": 224, "ResNet50": 224, "InceptionV3": 299}
-"""Sides of the images. The text says 224 for all; but then all that training InceptionV3 in PyTorch keeps is 6.3 GiB, against
-15.6 measured, and 12.0 with 299, the size that it is made for."""
+"""Sides of the images. The text states 224 for all. But then training InceptionV3 in PyTorch keeps 6.3 GiB in all,
+against 15.6 measured. With 299, the size that it is made for, it keeps 12.0."""
 _LENGTHS = {"LSTM": LSTM_STEPS}
 
 TABLE_8: dict[int, dict[str, float]] = {
@@ -70,8 +70,9 @@ TABLE_8: dict[int, dict[str, float]] = {
     128: {"live tensors": 8.55, "reservation and fragmentation": 8.3 + 0.27, "total": 17.49},
     256: {"live tensors": 15.84, "reservation and fragmentation": 5.16 + 0.13, "total": 21.50},
 }
-"""VGG16 in TensorFlow by batch size: what was measured. Internal fragmentation is added to the allocator's reservation, of which
-it is a thirtieth; the context, 0.37 throughout, is left out, since our figure for a P40 is from there."""
+"""The measured memory of VGG16 in TensorFlow by batch size. Internal fragmentation is added to the allocator's
+reservation, of which it is a thirtieth. The context, 0.37 throughout, is left out, since our figure for a P40 comes
+from there."""
 
 
 def load(framework: str = "PyTorch") -> tuple[TableRow, ...]:

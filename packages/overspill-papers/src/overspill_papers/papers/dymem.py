@@ -149,7 +149,10 @@ def _reduced_percent(lab: Lab) -> float:
 
 
 def _block(lab: Lab, taps: int) -> float:
-    """Computation over communication of the first residual block's convolutions. Forward, with `taps` x `taps`."""
+    """Return computation over communication of the first residual block's convolutions in forward.
+
+    They have `taps` x `taps`.
+    """
     run = lab.run(RESNET_50, f"{BASE}:m")
     graph, device = run.graph, run.device
     seconds = {e.target: e.end_seconds - e.start_seconds for e in run.timeline.events}
@@ -185,7 +188,10 @@ _LINEAR = "For linear networks, VGG-16, and AlexNet, there is not much performan
 _LONGER = "The overlapped time in Dymem is longer than that in the vDNN"
 _90 = "more than 90% of GPU DRAM is required by Inception V4"
 _LAYERS = "the memory usage of CONV, ACT, BN, and POOL layers can account for more than 90% of total usage"
-_1 = "it is not fruitful to offload Dropout, Softmax, and FC layers because they only require less than 1% of the total memory"
+_1 = (
+    "it is not fruitful to offload Dropout, Softmax, and FC layers because they only require less than 1% of the total "
+    "memory"
+)
 _SIZE = "the size of images, 256, is chosen by this row: 5.3 GB at 299, 3.8 at 256, 3.1 at 224."
 _SIZE_32 = "the size of images, 224, is chosen by this row."
 _STEPS = "One iteration requires 190 steps in the forward and backward passes"
@@ -193,44 +199,45 @@ _23 = "there are 23 forward steps and 23 backward steps"
 _COUNTED = "Ours are calls of layers; 83 forward and, as sums and reshapes have no backward of their own, 73 backward."
 _BETA = "We configure beta varying from 100 to 500MB and run ResNet-101 ... Training failure (%) 5, 0.9, 0"
 _EXACT = (
-    "Our iterations repeat exactly, and none fails. Where the link gives 12.8, 11.5, 10, 8 and 6 GB/s from one iteration to the "
-    "next, three attempts fail with 100 MB, one with 300, none with 500."
+    "Our iterations repeat exactly, and none fails. Where the link gives 12.8, 11.5, 10, 8 and 6 GB/s from one "
+    "iteration to the next, three attempts fail with 100 MB, one with 300, none with 500."
 )
 _JOINS = "What is left belongs to sums and concatenations, which the paper does not name."
 _NOTHING = (
-    "The step takes 8.0 GiB with nothing offloaded, as layers release what is used up: vDNN's second pass, which has no "
-    "transfers, while Dymem offloads every layer all the same. Against vDNN_all it is 1.18 times as fast, and 1.10 to 1.33 with "
-    "links of 8 to 24 GB/s and convolutions of 20 to 65 % of peak."
+    "The step takes 8.0 GiB with nothing offloaded, as layers release what is used up: vDNN's second pass, which has "
+    "no transfers, while Dymem offloads every layer all the same. Against vDNN_all it is 1.18 times as fast, and 1.10 "
+    "to 1.33 with links of 8 to 24 GB/s and convolutions of 20 to 65 % of peak."
 )
 _SOME = "vDNN's pass here offloads convolutions' inputs alone; against vDNN_all it would be 1.26 times as fast."
 _ENDS = (
-    "Live bytes are 2307 MB; best fit spreads them over 3207, its own pool over 3561. In backward two generations of fork "
-    "tensors overlap and take turns at the high end, half of which is then empty while the low end is full. The smallest main "
-    "space that training survives, where each end takes the other's holes, is 3246. Counting layers that work in place as no "
-    "reference gives 3286 here, but 21 % more than now on AlexNet."
+    "Live bytes are 2307 MB; best fit spreads them over 3207, its own pool over 3561. In backward two generations of "
+    "fork tensors overlap and take turns at the high end, half of which is then empty while the low end is full. The "
+    "smallest main space that training survives, where each end takes the other's holes, is 3246. Counting layers that "
+    "work in place as no reference gives 3286 here, but 21 % more than now on AlexNet."
 )
 _SAVED = "By live bytes of both it would be 24 %, with both in CNMeM's pool 16 %."
 _CACHE = (
-    "SuperNeurons without recomputation moves outputs of convolutions alone: 5.0 GB of normalised maps and 2.3 GB of joined "
-    "ones stay at its peak, and it takes 10.4 GB. The paper implies 3.5. If every output may leave, it takes 3.2; if the network "
-    "has no batch norm and joined maps may leave too, 3.7."
+    "SuperNeurons without recomputation moves outputs of convolutions alone: 5.0 GB of normalised maps and 2.3 GB of "
+    "joined ones stay at its peak, and it takes 10.4 GB. The paper implies 3.5. If every output may leave, it takes "
+    "3.2; if the network has no batch norm and joined maps may leave too, 3.7."
 )
 _FRAGMENTS = (
     'Both in CNMeM\'s pool, for in linear networks Dymem "falls back to the same best-fit algorithm". All of it is fragments: '
     "the live bytes of both peak at 1082 MB."
 )
 _NO_CONVOLUTION = (
-    "The step's peak, 11.0 GB in the first pooling's backward, has no convolution, and all fast workspaces fit below it: "
-    "budgets that would slow convolutions down end the training first (the same peak with memory-optimal algorithms)."
+    "The step's peak, 11.0 GB in the first pooling's backward, has no convolution, and all fast workspaces fit below "
+    "it: budgets that would slow convolutions down end the training first (the same peak with memory-optimal "
+    "algorithms)."
 )
 _CONV_ONLY = (
-    "vDNN here offloads all layers with memory-optimal algorithms; offloading convolutions' inputs alone with the fastest, "
-    "12.7 % are overlapped."
+    "vDNN here offloads all layers with memory-optimal algorithms; offloading convolutions' inputs alone with the "
+    "fastest, 12.7 % are overlapped."
 )
 _PERFECT = "Perfect overlap would take 45 % off Inception-v4 and 49 % off ResNet-32."
 _WHICH = (
-    "The paper does not say which block or algorithm. Ours is ResNet-50's first with memory-optimal algorithms; with the "
-    "fastest it is 0.81."
+    "The paper does not say which block or algorithm. Ours is ResNet-50's first with memory-optimal algorithms; with "
+    "the fastest it is 0.81."
 )
 _BLOCK = "Computation 25 76 3, Communication 66 68 x"
 
@@ -241,7 +248,8 @@ CLAIMS: tuple[Claim, ...] = (
            bound=">"),
     *(
         _claim("Fig. 8", f"{name}: memory of {what}", quote, "2.3.2", value, "%",
-               partial(_layer_share, setting, kinds), _JOINS if bound == ">" and setting is not VGG_128 else "", bound=bound)
+               partial(_layer_share, setting, kinds), _JOINS if bound == ">" and setting is not VGG_128 else "",
+               bound=bound)
         for name, setting in (("Inception-v4 (128)", INCEPTION), ("ResNet-50 (100)", RESNET_50), ("VGG-16 (128)", VGG_128))
         for what, quote, value, kinds, bound in (
             ("CONV, ACT, BN and POOL", _LAYERS, 90, LARGE, ">"), ("Dropout, Softmax and FC", _1, 1, SMALL, "<"),
@@ -249,7 +257,8 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     _claim("Fig. 12", "Inception-v4 (128): vDNN's memory", _3650, "5.1", 3650, "MB", partial(vdnn_mb, INCEPTION),
            fitted=_SIZE),
-    _claim("Fig. 12", "Inception-v4 (128): Dymem's memory", _3650, "5.1", 2527, "MB", partial(dymem_mb, INCEPTION), _ENDS,
+    _claim("Fig. 12", "Inception-v4 (128): Dymem's memory", _3650, "5.1", 2527, "MB", partial(dymem_mb, INCEPTION),
+        _ENDS,
            repeats="it is what 31 % leave of 3650 MB, by which the size of images is set."),
     _claim("Fig. 12", "Inception-v4 (128): saved of vDNN's memory", _3650, "5.1", 31, "%", _saved_percent, _SAVED),
     _claim("Fig. 12", "Inception-v4 (128): saved of SuperNeurons' memory", _28, "5.1", 28, "%",
@@ -278,7 +287,8 @@ CLAIMS: tuple[Claim, ...] = (
         )
     ),
     *(
-        _claim("Fig. 13", f"{name}: throughput over vDNN's", _LINEAR, "5.2", 1, "x", partial(_speedup, setting, DYNAMIC),
+        _claim("Fig. 13", f"{name}: throughput over vDNN's", _LINEAR, "5.2", 1, "x",
+            partial(_speedup, setting, DYNAMIC),
                aside="1 is no figure of the paper's, which says it in words.")
         for name, setting in (("AlexNet (256)", ALEXNET), ("VGG-16 (128)", VGG_128))
     ),

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 IMAGES = 1 << 32
-"""The batch at which steps are captured: more than any size that has no part of each image, so that the remainder of a size is
-that part of it, and the quotient what each image adds."""
+"""The batch at which steps are captured, larger than any size that does not grow with the batch. So the remainder of a
+size is its constant part, and the quotient the part of each image."""
 HALVINGS = 5
-"""How often the range in which the largest budget lies is halved: to a 32nd of what is between floor and device."""
+"""The number of bisections of the range of the largest budget: to a 32nd of the range between floor and device."""
 
 
 @dataclass(frozen=True)

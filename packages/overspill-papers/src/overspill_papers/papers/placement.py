@@ -33,9 +33,9 @@ ALEXNET, GOOGLENET = f"{__package__}.chainer:alexnet", f"{__package__}.chainer:g
 RESNET, INCEPTION = "resnet50", "inception-resnet-v2"
 ITERATIONS = 3
 TRANSLATED = 20
-"""Words of the sentence that is translated: the paper does not say of which length."""
+"""Words of the translated sentence, whose length the paper does not state."""
 BATCH, MINI_BATCHES, DRAWS = 256, 10, 200
-"""Of seq2seq's training, how many steps Fig. 2c is taken after, and of how many drawn corpora ours is the mean."""
+"""For seq2seq's training: the batch, the steps before Fig. 2c, and the sampled corpora of which ours is the mean."""
 SEARCH = Limits(time_limit_seconds=60.0)
 
 
@@ -114,8 +114,8 @@ def _arena_gb(model: str, batch: int, lab: Lab) -> float:
 _claim = partial(Claim, "placement")
 
 _POOL = (
-    "in the training of AlexNet with 32 mini-batch size, the network-wise memory allocation consumes 1.50 GB device memory "
-    "whereas the pool-based memory allocation does only 1.21 GB"
+    "in the training of AlexNet with 32 mini-batch size, the network-wise memory allocation consumes 1.50 GB device "
+    "memory whereas the pool-based memory allocation does only 1.21 GB"
 )
 _OPTIMA = "the objective function values by the heuristic and CPLEX match (10169344 and 12202496, respectively)"
 _SAME = "the paper gives one number for both."
@@ -125,26 +125,26 @@ _FITS = (
     "(16 GB), whereas the required memory in the original Chainer exceeds the capacity considerably"
 )
 _SMALLER_POOL = (
-    "Ours holds 20.6 MB in Chainer's pool and 15.6 in the arena, beside 102 MB of weights; the paper's would be 29 and 16. "
-    "What the pool keeps beside is not known: on GoogLeNet, of as large maps, ours agrees."
+    "Ours holds 20.6 MB in Chainer's pool and 15.6 in the arena, beside 102 MB of weights; the paper's would be 29 and "
+    "16. What the pool keeps beside is not known: on GoogLeNet, of as large maps, ours agrees."
 )
 _WHICH = (
-    "The paper does not say which Inception-ResNet, nor at what image size; ours is the second, at 299 x 299, and holds what "
-    "backward reads, 13.4 GB."
+    "The paper does not say which Inception-ResNet, nor at what image size; ours is the second, at 299 x 299, and "
+    "holds what backward reads, 13.4 GB."
 )
 _TRANSLATION = (
     "As for the inference, the amount of consumed memory and the running time reduce by 14.6% (Figure 2d) and 23.8%"
 )
 _MOST = "our method not only reduces the memory consumption by up to 49.5%"
 _TWICE = (
-    "Scores of a word split the block of 96 MiB in which weights were gathered, so the pool takes another: that is all. The "
-    "paper's keeps 35 MB more, as cuDNN's workspaces may. Of a sentence of 60 words what it leaves is large enough for scores, "
-    "and nothing would be saved."
+    "Scores of a word split the block of 96 MiB in which weights were gathered, so the pool takes another: that is "
+    "all. The paper's keeps 35 MB more, as cuDNN's workspaces may. Of a sentence of 60 words what it leaves is large "
+    "enough for scores, and nothing would be saved."
 )
 _LENGTHS = (
-    "Of which network is not said; ours is seq2seq's, with 256 sentences of 1 to 49 words, drawn evenly as the corpus's are not "
-    "known. The pool grows whenever a step is larger than all before, so that a run tells little: 29 to 55 % in the middle half "
-    "of 200, none at least, 67 at most. After 20 steps it is 51 % in the mean, after 100 60."
+    "Of which network is not said; ours is seq2seq's, with 256 sentences of 1 to 49 words, drawn evenly as the "
+    "corpus's are not known. The pool grows whenever a step is larger than all before, so that a run tells little: 29 "
+    "to 55 % in the middle half of 200, none at least, 67 at most. After 20 steps it is 51 % in the mean, after 100 60."
 )
 _RESERVE = "what cuDNN's LSTM reserves for backward, six numbers a unit"
 

@@ -266,7 +266,10 @@ def _residual(net: Builder, name: str, x: NodeOutput, branch: NodeOutput) -> Nod
 
 
 def _attention(net: Builder, name: str, x: NodeOutput, width: int, heads: int) -> NodeOutput:
-    """Scores are masked before the softmax, whose result is masked again (`_masked_softmax`)."""
+    """Return attention with scores masked before the softmax.
+
+    The softmax's result is masked again (`_masked_softmax`).
+    """
     query, key, value = (
         net.add(
             "Reshape", f"{name}_{part}_flat",

@@ -32,8 +32,8 @@ SCHEDULE, SCHEDULE_LEAST = Window(every_step=True), Window(every_step=True, memo
 CHUNK_BYTES = 40 * MIB
 BEST_FIT, CHUNKS = PaperPool("pytorch"), PaperPool("chunked", ChunkedConfig(CHUNK_BYTES))
 REMAP_SECONDS = 75e-6
-"""What mapping a chunk takes, all told: assumed, of the order that calls to map, to set access and to unmap 2 MiB take
-(vAttention, arXiv 2405.04437); nothing else runs then, for it synchronises with the GPU (pytorch PR 96995)."""
+"""The time of mapping a chunk, in all: assumed, of the order that calls to map, to set access and to unmap 2 MiB take
+(vAttention, arXiv 2405.04437). Nothing else runs then, since it synchronises with the GPU (pytorch PR 96995)."""
 OUTSIDE_SECONDS = 0.121
 BATCH_STEPS = 32
 """The largest batch is found to within a 32nd."""
@@ -107,7 +107,10 @@ def _fits(setting: LabSetting, policy: str | Policy, pool: PaperPool, lab: Lab) 
 
 
 def _largest(setting: LabSetting, policy: str | Policy, pool: PaperPool, lab: Lab) -> int:
-    """The largest batch at which the step fits the device, in `pool`, to within a 32nd; that of `setting` must fit."""
+    """Return the largest batch at which the step fits the device in `pool`, to within a 32nd.
+
+    The batch of `setting` must fit.
+    """
     low = setting.batch
     while _fits(replace(setting, batch=2 * low), policy, pool, lab):
         low *= 2
@@ -154,20 +157,20 @@ _15 = "we can successfully train the models that are 1.5x, 4x, and 5.3x larger t
 _2X = "Compared to the setting with scheduling alone, our scheduling with VA can train 1.5x to 2x larger models"
 
 _LINK = (
-    "Transfers decide. At 928 a step sends 64 GB out and brings as much back, 2.8 s at the 45 GB/s each way that is assumed, "
-    "where the paper's step takes 2.3 s in all: its link is faster, or it moves less. With 60 GB/s ours are 426 and 349 with "
-    "Schedule at 512 and 928, with VA 363, 321, 308, 303 and 276 at 512 to 1440, and 439, 382, 364, 356 and 322 if mapping cost "
-    "nothing."
+    "Transfers decide. At 928 a step sends 64 GB out and brings as much back, 2.8 s at the 45 GB/s each way that is "
+    "assumed, where the paper's step takes 2.3 s in all: its link is faster, or it moves less. With 60 GB/s ours are "
+    "426 and 349 with Schedule at 512 and 928, with VA 363, 321, 308, 303 and 276 at 512 to 1440, and 439, 382, 364, "
+    "356 and 322 if mapping cost nothing."
 )
 _GIVES_BACK = (
-    "Where memory runs out, PyTorch's allocator gives cached segments back and goes on. In a pool that never does (CNMeM's) "
-    "the largest batch is 1120, the budget at 928 is 10.3 GB, and the baseline's largest batch 168."
+    "Where memory runs out, PyTorch's allocator gives cached segments back and goes on. In a pool that never does "
+    "(CNMeM's) the largest batch is 1120, the budget at 928 is 10.3 GB, and the baseline's largest batch 168."
 )
 _NOT_BACK = "In a pool that never gives memory back to the device, CNMeM's, it is {}."
 _EDGE = "At 112 x 112, a quarter of the paper's 224 x 224, ours is 529."
 _BACKBONE = (
-    "The paper does not name DeepLab's backbone; 2.6 GB an image is three times what ours takes, on a ResNet-101 with output "
-    "stride 16. Ours holds 6 images of 881 x 881."
+    "The paper does not name DeepLab's backbone; 2.6 GB an image is three times what ours takes, on a ResNet-101 with "
+    "output stride 16. Ours holds 6 images of 881 x 881."
 )
 _CALIBRATED = "the device's efficiency and, on the V100, the time outside the GPU are set by this row."
 
@@ -190,7 +193,8 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     *(
         _claim("Table 1", f"ResNet-50 ({batch}), {label}", _TABLE, "5.1", value, "img/s",
-               partial(_images_a_second, batch, pool), _LINK if batch > 256 else "", assumed=_REMAP if pool is CHUNKS else "")
+               partial(_images_a_second, batch, pool), _LINK if batch > 256 else "",
+               assumed=_REMAP if pool is CHUNKS else "")
         for label, row, pool in (("Schedule", _SCHEDULE, BEST_FIT), ("Schedule + VA", _VA, CHUNKS))
         for batch, value in row.items()
     ),

@@ -58,7 +58,10 @@ class Workers:
         return made.result()
 
     def awaited(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function` returns here, tried again until all that it asks for is there."""
+        """Return the result of `function` in this process.
+
+        It is tried again until all results that it requests are available.
+        """
         while True:
             try:
                 return function(*arguments)

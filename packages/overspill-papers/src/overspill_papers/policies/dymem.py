@@ -19,7 +19,8 @@ from overspill.policies.base import Policy
 from overspill_papers.planning.layers import layers_of, offload_step
 
 STAYING = frozenset({LayerType.DROPOUT, LayerType.SOFTMAX, LayerType.LOSS, LayerType.LINEAR})
-"""Layers whose inputs are not selected for offloading (§3.3.2: "Dropout, Softmax, and FC"); softmax comes with the loss."""
+"""Layers whose inputs are not selected for offloading (§3.3.2: "Dropout, Softmax, and FC"); softmax comes with the
+loss."""
 RESIDENT_CONVOLUTIONS = 2
 WORKSPACE_STEP_BYTES = 1 << 20
 BUDGET_LEVELS = 6
@@ -115,9 +116,9 @@ class Planner:
         return transfers, live
 
     def _workspaces(self, live: Positions, size: int) -> dict[int, int]:
-        """The fastest algorithm of each op that fits the memory left.
+        """Return the fastest algorithm that fits the memory left, for each op with a choice.
 
-        Of ops with a choice, in steps of 1 MiB (§4.2).
+        The search has steps of 1 MiB (§4.2).
         """
         found = {}
         for position, step in enumerate(self.program.steps):

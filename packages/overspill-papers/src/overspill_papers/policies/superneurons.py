@@ -18,7 +18,7 @@ from overspill_papers.planning.lru import evictions, smallest, transfers, withou
 EXPENSIVE = (LayerType.CONV, LayerType.LINEAR)
 """Layers that are not recomputed (§3.4); all others are cheap."""
 BY_THE_WAY = 64
-"""What a layer makes that is so many times smaller than what it reads, as batch norm's statistics, is no feature map."""
+"""A layer's output that is so many times smaller than its input, as batch norm's statistics, is no activation."""
 ROOM_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -178,9 +178,9 @@ def layer_peak_bytes(graph: Graph) -> int:
 
 
 def speed_centric_bytes(graph: Graph, segment: RecomputeSegment) -> int:
-    """Bytes of `segment` when recomputed at once, §3.4's memcost.
+    """Return the bytes of `segment` when recomputed at once, §3.4's memcost.
 
-    Its forward and the backward of its last layer.
+    They are of its forward and of its last layer's backward.
     """
     forward = set(segment.dropped)
     readers = {op for t in forward for op in graph.consumers[t] if graph.ops[op].phase is not Phase.FORWARD}

@@ -18,10 +18,10 @@ from overspill.simulate import simulate
 from overspill_papers.planning.layers import Layer, backward_order, layers_of, offload_step
 
 Offloading = Callable[[LayerType], bool]
-"""Which layers' input feature maps leave."""
+"""Selects the layers whose input activations are offloaded."""
 PASSES = ("none", "conv", "all", "conv-slower", "all-slower", "least")
-"""Passes of the dynamic policy (§III-C): what is offloaded, with the fastest algorithms or with slower ones where memory is
-short; the last offloads all, with memory-optimal algorithms."""
+"""Passes of the dynamic policy (§III-C): the offloaded layers, with the fastest algorithms or with slower ones where
+memory is short. The last one offloads all, with memory-optimal algorithms."""
 LEAST = PASSES[-1]
 
 

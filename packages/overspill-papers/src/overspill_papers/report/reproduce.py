@@ -60,7 +60,8 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
         *([""] if remarks else []),
         *([Text(f"*: would agree {paper.without} too.")] if any(result.agrees_anyway for result in found) else []),
         Text(
-            f"Ours are simulated, on {paper.machine} and the step as the paper's framework runs it; nothing was measured."
+            f"Ours are simulated, on {paper.machine} and the step as the paper's framework runs it; nothing was "
+            "measured."
         ),
     ]
     return Group(*parts)

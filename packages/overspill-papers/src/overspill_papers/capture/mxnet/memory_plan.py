@@ -17,7 +17,7 @@ MATCH_RANGE = 16
 """NNVM_EXEC_MATCH_RANGE: a free storage serves a request of up to so many times its size, or of so small a share."""
 ITEM_BYTES = 4
 EXTERNAL = -2
-"""The storage of an entry that lies in an array which the user bound: an argument, a state, a gradient."""
+"""The storage of an entry in an array that the user bound: an argument, a state, a gradient."""
 
 
 class _Storages:
@@ -123,9 +123,9 @@ class MemoryPlan:
         return shared
 
     def _pairs(self, i: int) -> tuple[Pairs, bool]:
-        """Inputs and outputs of node `i` that may share memory.
+        """Return the inputs and outputs of node `i` that may share memory.
 
-        And whether they do even where others read the input.
+        Also return whether they may do so even if other nodes read the input.
         """
         operator = self.step.of[i]
         if operator is None:

@@ -308,7 +308,8 @@ def operator_of(node: Node) -> Operator:
     name = _ALIASES.get(node.op, node.op)
     if name not in OPERATORS:
         raise UnsupportedError(
-            f"{node.name} is an operator {node.op} of MXNet, which is not known here; known: {', '.join(sorted(OPERATORS))}"
+            f"{node.name} is an operator {node.op} of MXNet, which is not known here; known: "
+            f"{', '.join(sorted(OPERATORS))}"
         )
     return OPERATORS[name]
 

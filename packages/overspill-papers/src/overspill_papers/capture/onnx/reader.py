@@ -22,9 +22,12 @@ LABEL = "softmax_label"
 _PLAIN: dict[str, tuple[str, dict[str, str]]] = {
     "Relu": ("Activation", {"act_type": "relu"}), "Sigmoid": ("Activation", {"act_type": "sigmoid"}),
     "Tanh": ("Activation", {"act_type": "tanh"}), "Softplus": ("Activation", {"act_type": "softrelu"}),
-    "LeakyRelu": ("LeakyReLU", {}), "Elu": ("LeakyReLU", {"act_type": "elu"}), "Gelu": ("LeakyReLU", {"act_type": "gelu"}),
-    "Clip": ("LeakyReLU", {}), "HardSigmoid": ("LeakyReLU", {}), "Erf": ("erf", {}), "Sqrt": ("erf", {}), "Pow": ("erf", {}),
-    "Softmax": ("softmax", {}), "LogSoftmax": ("log_softmax", {}), "Add": ("broadcast_add", {}), "Sub": ("broadcast_add", {}),
+    "LeakyRelu": ("LeakyReLU", {}), "Elu": ("LeakyReLU", {"act_type": "elu"}),
+    "Gelu": ("LeakyReLU", {"act_type": "gelu"}),
+    "Clip": ("LeakyReLU", {}), "HardSigmoid": ("LeakyReLU", {}), "Erf": ("erf", {}), "Sqrt": ("erf", {}),
+    "Pow": ("erf", {}),
+    "Softmax": ("softmax", {}), "LogSoftmax": ("log_softmax", {}), "Add": ("broadcast_add", {}),
+    "Sub": ("broadcast_add", {}),
     "Mul": ("broadcast_mul", {}), "Div": ("broadcast_mul", {}), "Dropout": ("Dropout", {}), "Identity": ("_copy", {}),
     "Cast": ("_copy", {}), "Sum": ("ElementWiseSum", {}), "LRN": ("LRN", {}),
 }  # fmt: skip

@@ -27,7 +27,7 @@ ITERATIONS = 2
 """The first tries algorithms, the second runs as all later ones do."""
 _BACKWARD = ("gradients", "gradient_tape")
 TRIAL = "conv_trial"
-"""The family of scratch that is tried and done without where there is no room."""
+"""The family of scratch that is tried, and omitted if memory is short."""
 
 
 @dataclass

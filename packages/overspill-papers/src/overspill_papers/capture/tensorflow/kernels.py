@@ -24,17 +24,21 @@ INPUTS = frozenset({"Placeholder", "_Arg"})
 NOTHING = frozenset({"NoOp", "Assert", "_Retval", "BroadcastGradientArgs", *SHAPES})
 """Ops that make nothing on the device, whatever their outputs are."""
 UPDATES = (
-    "ApplyGradientDescent", "ApplyMomentum", "ApplyAdam", "ApplyRMSProp", "ApplyAdagrad", "ApplyKerasMomentum", "Assign",
+    "ApplyGradientDescent", "ApplyMomentum", "ApplyAdam", "ApplyRMSProp", "ApplyAdagrad", "ApplyKerasMomentum",
+    "Assign",
 )  # fmt: skip
 """Beginnings of the names of ops that update a variable where it is, with `Resource` before them or not."""
 _UNARY = frozenset({
-    "Relu", "Relu6", "Elu", "Selu", "Neg", "Exp", "Log", "Sqrt", "Rsqrt", "Square", "Tanh", "Sigmoid", "Abs", "Reciprocal",
+    "Relu", "Relu6", "Elu", "Selu", "Neg", "Exp", "Log", "Sqrt", "Rsqrt", "Square", "Tanh", "Sigmoid", "Abs",
+    "Reciprocal",
     "Inv", "Erf", "Floor", "Round", "Sign", "Softplus", "LeakyRelu", "BiasAdd", "BiasAddV1", "Softmax", "LogSoftmax",
     "ClipByValue", "FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "ZerosLike", "OnesLike", "Cast",
 })  # fmt: skip
 _BINARY = frozenset({
-    "Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "Maximum", "Minimum", "SquaredDifference", "Pow", "DivNoNan", "ReluGrad",
-    "TanhGrad", "SigmoidGrad", "RsqrtGrad", "SqrtGrad", "InvGrad", "EluGrad", "SoftplusGrad", "Relu6Grad", "LeakyReluGrad",
+    "Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "Maximum", "Minimum", "SquaredDifference", "Pow", "DivNoNan",
+    "ReluGrad",
+    "TanhGrad", "SigmoidGrad", "RsqrtGrad", "SqrtGrad", "InvGrad", "EluGrad", "SoftplusGrad", "Relu6Grad",
+    "LeakyReluGrad",
     "Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "LogicalAnd",
 })  # fmt: skip
 _FIRST_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"})

@@ -24,8 +24,8 @@ OPTIMIZERS = {
     "adagrad": ("Adagrad", {}), "rmsprop": ("RMSprop", {}), "adafactor": ("Adafactor", {}),
 }  # fmt: skip
 _HELP = (
-    "return a Keras model, or a pair of a function that makes a step (as tf.function takes it) and the tf.TensorSpecs of "
-    "its arguments"
+    "return a Keras model, or a pair of a function that makes a step (as tf.function takes it) and the tf.TensorSpecs "
+    "of its arguments"
 )
 
 
@@ -87,8 +87,8 @@ class _Flat:
         for op in graph.get_operations():
             if op.type in _UNROLLED:
                 raise UnsupportedError(
-                    f"{op.name} is a {op.type}, whose number of turns a graph does not say; unroll it (for Keras' recurrent "
-                    "layers: unroll=True)"
+                    f"{op.name} is a {op.type}, whose number of turns a graph does not say; unroll it (for Keras' "
+                    "recurrent layers: unroll=True)"
                 )
             # Arguments are there already; calls are inlined.
             if op.outputs and op.outputs[0].name in place:
@@ -192,7 +192,10 @@ def _step(tensorflow: Any, made: Any, target: str, batch: int, optimizer: str | 
 
 
 def _step_of_model(tensorflow: Any, model: Any, batch: int, optimizer: str | None) -> tuple[Any, list[Any]]:
-    """The training step of a Keras model, with its arguments' specs. Without an optimizer it is its forward pass."""
+    """Return the training step of a Keras model, with its arguments' specs.
+
+    Without an optimizer it is the forward pass.
+    """
     specs = [
         tensorflow.TensorSpec([batch, *tensor.shape[1:]], tensor.dtype) for tensor in model.inputs
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from overspill_papers.papers import plain_place
 from overspill_papers.papers.lab import MIB, Lab
 
 Curve = Mapping[str, float] | Mapping[float, float]
-"""From what is along the axis, a name or a number, to the value there."""
+"""The value at each point of the axis, which is a name or a number."""
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,10 @@ def _over_batches(setting: LabSetting, lab: Lab, *, memory: bool) -> Mapping[str
 
 
 FIGURES = (
-    PaperFigure("Fig. 3", "ResNet-50, Schedule: largest budget and memory used", "batch", "GB", partial(_budgets, BEST_FIT), lines=True),
-    PaperFigure("Fig. 3", "ResNet-50, Schedule + VA: largest budget and memory used", "batch", "GB", partial(_budgets, CHUNKS), lines=True),
+    PaperFigure("Fig. 3", "ResNet-50, Schedule: largest budget and memory used", "batch", "GB",
+        partial(_budgets, BEST_FIT), lines=True),
+    PaperFigure("Fig. 3", "ResNet-50, Schedule + VA: largest budget and memory used", "batch", "GB",
+        partial(_budgets, CHUNKS), lines=True),
     *(
         PaperFigure(where, f"{name}: {what}", "batch", unit, partial(_over_batches, setting, memory=memory), lines=True)
         for where, what, unit, memory in (("Fig. 4", "throughput", "images/s", False), ("Fig. 5", "memory used", "GB", True))

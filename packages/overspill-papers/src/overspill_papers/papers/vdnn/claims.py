@@ -65,14 +65,20 @@ _SHARE = "feature extraction layers ... accounting for 81% of memory usage on Al
 _GPU = "only using up to 4.2 GB of GPU memory and having all remaining 81% to 92% ... reside in CPU memory"
 _NO_LOSS = "vDNNdyn also did not incur any noticeable performance degradations"
 _UNUSED = "leading to 53% to 79% of allocated memory not being used at all at any given time"
-_SIX_FAIL = "fail in training 6 out of the 10 studied DNNs when their memory allocation size (14 GB to 67 GB) exceeds the GPU memory"
+_SIX_FAIL = (
+    "fail in training 6 out of the 10 studied DNNs when their memory allocation size (14 GB to 67 GB) exceeds the GPU "
+    "memory"
+)
 _SIX_SAVED = "reduces the average GPU memory usage of these 6 memory hungry networks by 73% to 98%"
 _SIX_LOST = "Compared to a hypothetical, oracular GPU ..., vDNN incurs 1% to 18% performance overhead"
 _90 = "Similar experiments to VGG-16 (256) result in an average 90% reduction in memory usage at a cost of 18%"
 _ENABLES = (
     "vDNN enables VGG-16 with batch size 256 ... to be trained on a single NVIDIA Titan X GPU card containing 12 GB"
 )
-_ORDER = "the intermediate feature maps and workspace incur an order of magnitude higher memory usage compared to the weights"
+_ORDER = (
+    "the intermediate feature maps and workspace incur an order of magnitude higher memory usage compared to the "
+    "weights"
+)
 _RARELY = "The feature extraction layers rarely saturate the 336 GB/sec of peak memory bandwidth"
 _47 = "vDNN's additional traffic will approximately incur up to a worst-case (16/336) = 4.7% performance overheads"
 _POWER = "vDNNdyn incurs 1% to 7% maximum power overheads"
@@ -91,32 +97,40 @@ def _savings(quote: str, policy: str, label: str, maximum: float, average: float
     )  # fmt: skip
 
 
-_GRADIENTS_ASIDE = "81 % leave 0.2 GB to the classifier, as much as its weights alone take. Without the gradients of weights ours is 76 %."
+_GRADIENTS_ASIDE = (
+    "81 % leave 0.2 GB to the classifier, as much as its weights alone take. Without the gradients of weights ours is "
+    "76 %."
+)
 _RELEASED = (
-    "Five of the six fit the GPU without offloading here, as layers release what is used up, and then save by that alone. "
-    "Were VGG-16 (128), whose baseline takes 15 GB, under vDNN_conv, it would save 53 % instead of 38 %: the mean is 44 %."
+    "Five of the six fit the GPU without offloading here, as layers release what is used up, and then save by that "
+    "alone. Were VGG-16 (128), whose baseline takes 15 GB, under vDNN_conv, it would save 53 % instead of 38 %: the "
+    "mean is 44 %."
 )
 _POOLING = (
     "The most is held in the first pooling's backward, when the search of Fig. 10 has already fetched CONV_02's input: "
-    "three maps of 1.57 GB and two of a quarter. CONV_02's own backward takes 4.9 GB. If poolings start no prefetch that is "
-    "all, dyn still reaches 97.0 % (82.1 % with VGG-16 (256)), and all(m) saves 68.9 % of maximum memory instead of 66.2."
+    "three maps of 1.57 GB and two of a quarter. CONV_02's own backward takes 4.9 GB. If poolings start no prefetch "
+    "that is all, dyn still reaches 97.0 % (82.1 % with VGG-16 (256)), and all(m) saves 68.9 % of maximum memory "
+    "instead of 66.2."
 )
 _POOLING_256 = (
-    "The same pooling: with the classifier's weights, and the gradients of all, 12.2 GB. Either reading below fits, but only "
-    "by bytes handed out: CNMeM scatters them over more than the GPU has, however the paper's came to lie."
+    "The same pooling: with the classifier's weights, and the gradients of all, 12.2 GB. Either reading below fits, "
+    "but only by bytes handed out: CNMeM scatters them over more than the GPU has, however the paper's came to lie."
 )
 _WEIGHT_GRADIENTS = (
     "2.2 GB of it are gradients of weights, which are all there at the end of backward. With each applied, "
     "and gone, as soon as it is made, it is 4.0 GB."
 )
-_DEEPER = "Over the six networks of Fig. 11 alone it is 80.9 %, GoogLeNet's. The four very deep ones, of small batches, leave more."
+_DEEPER = (
+    "Over the six networks of Fig. 11 alone it is 80.9 %, GoogLeNet's. The four very deep ones, of small batches, "
+    "leave more."
+)
 _FITS = (
-    "VGG-16 (128) fits the GPU here with nothing offloaded, as layers release what is used up, and loses nothing. Under "
-    "vDNN_conv it would save 79 % of average memory and lose 2.2 % of throughput."
+    "VGG-16 (128) fits the GPU here with nothing offloaded, as layers release what is used up, and loses nothing. "
+    "Under vDNN_conv it would save 79 % of average memory and lose 2.2 % of throughput."
 )
 _BY_STEPS = (
-    "Average over the memory manager's steps. Weighted by time the long early layers count more, and it would be 85 % for "
-    "all(m), against the same base without the classifier."
+    "Average over the memory manager's steps. Weighted by time the long early layers count more, and it would be 85 % "
+    "for all(m), against the same base without the classifier."
 )
 _TUNED = "the algorithms' relative speeds are set by this figure (costs/convolution.py)."
 _WORKSPACE = "the speed of transforms is set by this figure (costs/convolution.py); all sizes are formulas."
@@ -127,9 +141,9 @@ _ASIDE = (
 )
 
 _WATTS = (
-    "By a model of the board's power (papers/vdnn/power.py) whose constants are assumed, and with everything offloaded, as dyn "
-    "offloads nothing of these here. Transfers take 4 W of 250 at most, and where power is highest there often are none. "
-    "With cores that take all their power in every op it is 0 to 0.7 % instead of 0 to 0.8."
+    "By a model of the board's power (papers/vdnn/power.py) whose constants are assumed, and with everything "
+    "offloaded, as dyn offloads nothing of these here. Transfers take 4 W of 250 at most, and where power is highest "
+    "there often are none. With cores that take all their power in every op it is 0 to 0.7 % instead of 0 to 0.8."
 )
 
 _JOULES = "20 pJ for each bit that a transfer moves"
@@ -142,11 +156,13 @@ CLAIMS: tuple[Claim, ...] = (
     _claim("Fig. 1", "AlexNet (128), baseline", 'required a "mere" 1.1 GB', "I", 1.1, "GB",
            partial(baseline_gb, "alexnet", 128)),
     *(
-        _claim("Fig. 1", f"baseline's memory that is never used at once, {word} of ten networks", _UNUSED, "I", value, "%",
+        _claim("Fig. 1", f"baseline's memory that is never used at once, {word} of ten networks", _UNUSED, "I", value,
+            "%",
                partial(unused_percent, of), note)
         for word, value, of, note in (("least", 53, min, ""), ("most", 79, max, _DEEPER))
     ),
-    _claim("Fig. 1", "networks, of ten, that the baseline cannot train", _SIX_FAIL, "I", 6, "networks", too_large_count),
+    _claim("Fig. 1", "networks, of ten, that the baseline cannot train", _SIX_FAIL, "I", 6, "networks",
+        too_large_count),
     *(
         _claim(where, f"networks that it cannot train: {what}", quote, "I", value, unit,
                partial(of_too_large, of, figure), repeats=repeated)
@@ -156,7 +172,8 @@ CLAIMS: tuple[Claim, ...] = (
         )
     ),
     *(
-        _claim("Fig. 11", f"networks that it cannot train: dyn, {word} saved of average memory", _SIX_SAVED, "I", value, "%",
+        _claim("Fig. 11", f"networks that it cannot train: dyn, {word} saved of average memory", _SIX_SAVED, "I", value,
+            "%",
                partial(of_too_large, of, dynamic_saved_percent), note)
         for word, value, of, note in (("least", 73, min, _FITS), ("most", 98, max, ""))
     ),
@@ -186,7 +203,8 @@ CLAIMS: tuple[Claim, ...] = (
     _claim("Fig. 11", "VGG-16 (256), all(m): memory, of what the GPU has free", _ENABLES, "abstract", 100, "%",
            whole_share, _POOLING_256, bound="<"),
     *(
-        _claim("Fig. 11", f"VGG-16 (256), all(m): memory, of what the GPU has free, {label}", _ENABLES, "abstract", 100, "%",
+        _claim("Fig. 11", f"VGG-16 (256), all(m): memory, of what the GPU has free, {label}", _ENABLES, "abstract", 100,
+            "%",
                compute, bound="<", aside=reading)
         for label, compute, reading in (
             ("gradients applied", partial(whole_share, gradients=False), _APPLIED),
@@ -200,7 +218,8 @@ CLAIMS: tuple[Claim, ...] = (
            partial(pool_gb, VGG_128, NO_SEARCH), aside=_NO_SEARCH),
     _claim("Fig. 12", "VGG-16 (256), all: offloaded", "reaching up to 16 GB of GPU memory savings", "V-A", 16, "GB",
            partial(offloaded_gb, VGG_256, "vdnn-all")),
-    _claim("Fig. 13", "VGG-16 (64): most bandwidth that a convolution takes", _RARELY, "V-B", 336, "GB/s", most_bandwidth,
+    _claim("Fig. 13", "VGG-16 (64): most bandwidth that a convolution takes", _RARELY, "V-B", 336, "GB/s",
+        most_bandwidth,
            bound="<", certain="no op can take more, for its time is at least its bytes over 336 GB/s."),
     _claim("§V-B", "all(p): time that transfers' traffic costs, most of six networks", _47, "V-B", 4.7, "%",
            traffic_percent, bound="<", certain="transfers of 12.8 GB/s are 3.8 % of 336, whatever they do."),
@@ -208,7 +227,8 @@ CLAIMS: tuple[Claim, ...] = (
     _claim("Fig. 14", "dyn: throughput of the baseline's, VGG-16 (256)", _97, "V-C", 82, "%",
            partial(throughput_percent, VGG_256, DYNAMIC), _ASIDE),
     *(
-        _claim("Fig. 14", f"networks that the baseline cannot train, dyn: throughput lost, {word}", _SIX_LOST, "I", value,
+        _claim("Fig. 14", f"networks that the baseline cannot train, dyn: throughput lost, {word}", _SIX_LOST, "I",
+            value,
                "%", partial(of_too_large, of, dynamic_lost_percent), note, repeats=repeated)
         for word, value, of, note, repeated in (
             ("least", 1, min, _FITS, ""), ("most", 18, max, "", "it is what VGG-16 (256)'s 82 % leave."),
@@ -225,7 +245,8 @@ CLAIMS: tuple[Claim, ...] = (
     _claim("§V-D", "all(p): maximum power above the baseline's, least of five networks", _POWER, "V-D", 1, "%",
            partial(power_percent, min), _WATTS, assumed=_JOULES),
     _claim("§V-D", "all(p): maximum power above the baseline's, most of five networks", _POWER, "V-D", 7, "%",
-           partial(power_percent, max), bound="<", certain="by the model transfers take 4 W of 250 at most.", assumed=_JOULES),
+           partial(power_percent, max), bound="<", certain="by the model transfers take 4 W of 250 at most.",
+           assumed=_JOULES),
     _claim("Fig. 15", "VGG-16 (32), baseline", _DEEP, "V-E", 4.9, "GB", partial(baseline_gb, "vgg16-vdnn", 32)),
     _claim("Fig. 15", "VGG-16 (32), baseline, gradients applied", _DEEP, "V-E", 4.9, "GB",
            partial(baseline_gb, "vgg16-vdnn", 32, gradients=False), aside=_APPLIED),

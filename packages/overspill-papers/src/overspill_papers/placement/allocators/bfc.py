@@ -79,7 +79,10 @@ class BfcAllocator(Allocator):
         return self._cut_off(self._take(block), size if splits else block.size)
 
     def _extend(self, size: int, stream: int) -> bool:
-        """Whether a new region of at least `size` bytes was reserved. (Extend): doubling, then 0.9 times as much."""
+        """Return whether a new region of at least `size` bytes was reserved (Extend).
+
+        The size of new regions doubles. If the device lacks memory, 0.9 times as much is tried, again and again.
+        """
         available = (self._limit - self.reserved.now) // STEP_BYTES * STEP_BYTES
         if size > available:
             return False
@@ -102,9 +105,9 @@ class BfcAllocator(Allocator):
         return True
 
     def _release_idle_regions(self, size: int) -> bool:
-        """Whether idle regions were given back to make room.
+        """Return whether freeing regions without live blocks made `size` bytes available.
 
-        For `size` bytes, regions without live blocks (DeallocateFreeRegions).
+        It is DeallocateFreeRegions.
         """
         if not self.config.garbage_collection:
             return False

@@ -86,9 +86,9 @@ class ChunkedAllocator(Allocator):
         yield from self._small.idle()
 
     def usable_bytes(self, request_bytes: int) -> int:
-        """All kept chunks, if they are enough together.
+        """Return the bytes of all kept chunks, if they suffice together.
 
-        They can be combined. For a small request, free blocks.
+        They can be combined. For a small request, return the bytes of free blocks.
         """
         if request_bytes <= self.config.chunk_bytes // SMALL_SHARE:
             return super().usable_bytes(request_bytes)

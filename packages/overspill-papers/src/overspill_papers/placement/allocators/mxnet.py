@@ -17,9 +17,10 @@ LEAST_CUTOFF, LARGEST_CUTOFF = 20, 34
 
 @dataclass(frozen=True)
 class MxnetConfig:
-    """MXNET_GPU_MEM_POOL_TYPE, …_PAGE_SIZE, …_ROUND_LINEAR_CUTOFF, …_RESERVE and MXNET_GPU_MEM_LARGE_ALLOC_ROUND_SIZE.
+    """Settings of MXNet's pools.
 
-    When less than `reserve_percent` of the device would stay free, all kept blocks are given back first.
+    They are MXNET_GPU_MEM_POOL_TYPE, …_PAGE_SIZE, …_ROUND_LINEAR_CUTOFF, …_RESERVE and
+    MXNET_GPU_MEM_LARGE_ALLOC_ROUND_SIZE.
     """
 
     pool_type: Literal["naive", "round"] = "naive"
@@ -27,6 +28,7 @@ class MxnetConfig:
     large_round_bytes: int = 2 << 20
     linear_cutoff: int = 24
     reserve_percent: int = 5
+    """If less of the device would stay free, all kept blocks are freed first."""
 
     def __post_init__(self) -> None:
         if self.pool_type not in ("naive", "round"):

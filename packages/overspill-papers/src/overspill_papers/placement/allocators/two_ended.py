@@ -46,6 +46,7 @@ class TwoEndedConfig:
     """The main space; a smaller device gives all its memory."""
     beta_bytes: int = BETA_BYTES
     grows: bool = True
+    """Whether blocks that do not fit the main space go to the incremental space; otherwise they fail."""
 
     def __post_init__(self) -> None:
         if self.pool_bytes is not None and self.pool_bytes < 0:

@@ -48,7 +48,8 @@ class Mip(Solver):
         pairs = Pieces.of(problem).pairs()
         if len(pairs) > PAIR_LIMIT:
             raise RequestError(
-                f"{len(pairs)} pairs of blocks live together, and the solver 'mip' takes {PAIR_LIMIT}; 'portfolio' takes more"
+                f"{len(pairs)} pairs of blocks live together, and the solver 'mip' takes {PAIR_LIMIT}; 'portfolio' "
+                "takes more"
             )
         # Start from the heuristics' layout.
         start = Portfolio(RESTARTS, exact_blocks=0)._pack(problem, limits)

@@ -10,7 +10,8 @@ from overspill_papers.papers import Counts, Paper, Result
 from overspill_papers.papers.figures import Curve, PaperFigure
 from overspill_papers.report.reproduce import agreement, counted, remark, settled, short_figure
 
-COLUMNS = (Column("what"), Column("paper"), Column("ours"), Column("ratio", Unit.RATIO), Column("agrees"), Column("note"))  # fmt: skip
+COLUMNS = (Column("what"), Column("paper"), Column("ours"), Column("ratio", Unit.RATIO), Column("agrees"),
+    Column("note"))  # fmt: skip
 
 
 def paper_page(paper: Paper, found: Sequence[Result], drawn: Sequence[tuple[PaperFigure, Mapping[str, Curve]]]) -> Page:
@@ -19,7 +20,10 @@ def paper_page(paper: Paper, found: Sequence[Result], drawn: Sequence[tuple[Pape
     sections += [_drawn(figure, curves) for figure, curves in drawn]
     notes = (
         f"Ours are simulated, on {paper.machine}; nothing was measured.",
-        "First come the figures that the paper's text gives. Then what the paper draws, as ours alone: its own bars and curves can only be read off its plots.",
+        (
+            "First come the figures that the paper's text gives. Then what the paper draws, as ours alone: its own "
+            "bars and curves can only be read off its plots."
+        ),
     )
     return Page(paper.title, Verdict(counted(Counts.of(found), paper.without), good=None), tuple(sections), notes)
 
