@@ -57,7 +57,8 @@ def test_plan_of_a_module_leaves_it_as_it_is_and_is_that_of_the_function_that_ma
     one = overspill.plan(model, LARGE, nn.CrossEntropyLoss(), "adamw", budget=1.0, device="t4")
     other = overspill.plan(mlp, lambda: LARGE, nn.CrossEntropyLoss(), "adamw", budget=1.0, device="t4")
     assert one.graph == other.graph
-    assert one.needed_bytes == one.device_bytes <= one.asked_bytes == one.unmanaged_bytes
+    assert one.needed_bytes == one.device_bytes <= one.asked_bytes
+    assert one.unmanaged_bytes <= one.asked_bytes  # what the step takes in the worst case
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -30,7 +30,7 @@ _PAPERS = find_spec("overspill_papers")
 _OURS = tuple(Path(file).parent for file in (overspill.__file__, _PAPERS and _PAPERS.origin) if file)
 _STANDARD = sysconfig.get_path("stdlib")
 # What these call and what fails in it is the model's: building it, calling it, its optimizer.
-_THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compile.py", "runtime/tracker.py", "cli/")
+_THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compiled/compile.py", "runtime/tracker.py", "cli/")
 
 
 @dataclass(frozen=True)
