@@ -201,7 +201,8 @@ def _scripts() -> Iterable[Finding]:
         "print(confine(pathlib.Path(sys.argv[1])))"
     )
     with tempfile.TemporaryDirectory() as scratch:
-        done = subprocess.run([sys.executable, "-c", code, scratch], capture_output=True, text=True, check=False)  # noqa: S603 - our own interpreter
+        # S603: our own interpreter.
+        done = subprocess.run([sys.executable, "-c", code, scratch], capture_output=True, text=True, check=False)  # noqa: S603
     # From the strongest way to the weakest.
     meaning = {
         "overlay": "a script's files are as it wrote them, and gone when it ends",

@@ -24,7 +24,8 @@ def of_source(source: Source, batch: int, optimizer: str | None, setting: Settin
     """
     record = FRAMEWORKS.named(source.framework)(source, optimizer, setting.device)
 
-    def recorded(size: int | None, iterations: int | None) -> Recording:  # noqa: ARG001  # there is one, the same each time
+    # There is one recording, the same each time.
+    def recorded(size: int | None, iterations: int | None) -> Recording:  # noqa: ARG001
         return record(size or batch)
 
     return traced(recorded, source.target, batch, setting, framework=source.framework)

@@ -31,7 +31,8 @@ def compiled_step(
 
     `arguments` converts a batch to the input of `call`. Raises the errors of `write`.
     """
-    from overspill.capture.programs.written_programs import WrittenStep  # noqa: PLC0415 - Inductor takes seconds to import
+    # Inductor takes seconds to import.
+    from overspill.capture.programs.written_programs import WrittenStep  # noqa: PLC0415
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
         module = build().train(trains)

@@ -1,16 +1,17 @@
-"""DNNMem (Gao et al., ESEC/FSE 2020): its measurements and our estimates.
+"""DNNMem (Gao et al., ESEC/FSE 2020): its measurements and our estimates of the same jobs on its P40.
 
-Of the same jobs on its P40. "Real" rows are what NVML read; ours are estimates by each framework's own rules. PyTorch's
-jobs run on a GPU that is not there. MXNet's are symbols (`symbols.py`), TensorFlow's are graphs that a TensorFlow of
-today traced as TensorFlow 1 builds them (`tools/tensorflow_graphs.py`). Shape Inference is the paper's baseline,
-computed by its definition (§5.2): weights, input and the outputs of forward, activations, dropout and sums in place.
+"Real" rows are NVML's readings; ours are estimates by each framework's own rules. PyTorch's jobs run on a virtual GPU.
+MXNet's are symbols (`symbols.py`). TensorFlow's are graphs that a current TensorFlow traced as TensorFlow 1 builds them
+(`tools/tensorflow_graphs.py`). Shape Inference is the paper's baseline, computed by its definition (§5.2): weights,
+input and the outputs of forward, with activations, dropout and sums in place.
 
-Taken where the paper says nothing, once for all rows: `dnnmem_tables.py` and `dnnmem_torch.py` say what of sizes and
-optimizers; batch norm of TensorFlow's networks has fixed statistics and an untrained scale, the only kind that can be "in
-place", as §5.3 says it is there.
+Some settings are assumed where the paper gives none, once for all rows. Those of sizes and optimizers are in
+`dnnmem_tables.py` and `dnnmem_torch.py`. Batch norm of TensorFlow's networks has fixed statistics and an untrained
+scale. Only this kind can be "in place", as §5.3 states.
 
-Without a row: Figs. 8 and 9 and the bars of Figs. 1 and 7, whose measured values the text does not give: it has only DNNMem's
-own errors, which are not ours to meet, and of TensorFlow's batch norm in Fig. 8 that it takes nothing, as it is in place.
+Figs. 8 and 9 and the bars of Figs. 1 and 7 have no row, since the text does not give their measured values. It gives
+only DNNMem's own errors, which are not ours to reproduce. Of TensorFlow's batch norm in Fig. 8 it states that it takes
+nothing, as it is in place.
 """
 
 from __future__ import annotations
@@ -248,10 +249,11 @@ _NOTES: dict[tuple[str, str, int], str] = {
 }
 _CARD = "its allocator has taken all of the card by then, so that the card's size is the answer."
 _GRID_NOTES = {
-    "MXNet": "Over 120 pairs of a side from 224 to 299 and a batch from 2 to 256, those that fit; ours in place of what was measured.",
-    "TensorFlow": "The same over ten batches at each network's own side. What the allocator takes is far more than its tensors where "
-    "batches are small: the mean is 38 % of batches of 128 and more, 82 % below 32. The paper does not say which it "
-    "took.",
+    "MXNet": "Over 120 pairs of a side from 224 to 299 and a batch from 2 to 256, those that fit; ours in place of what "
+    "was measured.",
+    "TensorFlow": "The same over ten batches at each network's own side. What the allocator takes is far more than its "
+    "tensors where batches are small: the mean is 38 % of batches of 128 and more, 82 % below 32. The paper does not say "
+    "which it took.",
     "PyTorch": "The same over four batches, 2 to 256, at each network's own side.",
 }
 _NO_SCORES = (

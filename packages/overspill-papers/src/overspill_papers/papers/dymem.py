@@ -222,8 +222,8 @@ _CACHE = (
     "3.2; if the network has no batch norm and joined maps may leave too, 3.7."
 )
 _FRAGMENTS = (
-    'Both in CNMeM\'s pool, for in linear networks Dymem "falls back to the same best-fit algorithm". All of it is fragments: '
-    "the live bytes of both peak at 1082 MB."
+    'Both in CNMeM\'s pool, for in linear networks Dymem "falls back to the same best-fit algorithm". All of it is '
+    "fragments: the live bytes of both peak at 1082 MB."
 )
 _NO_CONVOLUTION = (
     "The step's peak, 11.0 GB in the first pooling's backward, has no convolution, and all fast workspaces fit below "
@@ -250,7 +250,9 @@ CLAIMS: tuple[Claim, ...] = (
         _claim("Fig. 8", f"{name}: memory of {what}", quote, "2.3.2", value, "%",
                partial(_layer_share, setting, kinds), _JOINS if bound == ">" and setting is not VGG_128 else "",
                bound=bound)
-        for name, setting in (("Inception-v4 (128)", INCEPTION), ("ResNet-50 (100)", RESNET_50), ("VGG-16 (128)", VGG_128))
+        for name, setting in (
+            ("Inception-v4 (128)", INCEPTION), ("ResNet-50 (100)", RESNET_50), ("VGG-16 (128)", VGG_128)
+        )
         for what, quote, value, kinds, bound in (
             ("CONV, ACT, BN and POOL", _LAYERS, 90, LARGE, ">"), ("Dropout, Softmax and FC", _1, 1, SMALL, "<"),
         )

@@ -114,7 +114,8 @@ class _Flat:
             return len(self.ops) - 1
         # Attributes that decide about memory, and the outputs' shapes.
         attrs = {
-            name: _plain(op.get_attr(name)) for name in _KEPT_ATTRS if op.type.startswith("Conv2D") and name in op.node_def.attr
+            name: _plain(op.get_attr(name)) for name in _KEPT_ATTRS
+                if op.type.startswith("Conv2D") and name in op.node_def.attr
         }  # fmt: skip
         if op.type in _LIKE_ITS_INPUT and op.outputs[0].shape.rank is None and inputs:
             made = (self.ops[inputs[0].op].makes[inputs[0].number],)

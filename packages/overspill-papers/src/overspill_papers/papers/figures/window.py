@@ -69,7 +69,9 @@ FIGURES = (
         partial(_budgets, CHUNKS), lines=True),
     *(
         PaperFigure(where, f"{name}: {what}", "batch", unit, partial(_over_batches, setting, memory=memory), lines=True)
-        for where, what, unit, memory in (("Fig. 4", "throughput", "images/s", False), ("Fig. 5", "memory used", "GB", True))
+        for where, what, unit, memory in (
+            ("Fig. 4", "throughput", "images/s", False), ("Fig. 5", "memory used", "GB", True)
+        )
         for name, setting in (("DenseNet", DENSENET), ("Pix2PixHD", PIX2PIX), ("DeepLabv3+", DEEPLAB))
     ),
 )  # fmt: skip
