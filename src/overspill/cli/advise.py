@@ -20,7 +20,7 @@ TrainedOn = Annotated[
 
 @with_job(batch=1)
 def advise(*, job: Job, gpu: TrainedOn, torch: Torch = None, cuda: Cuda = None, json: AsJson = False) -> Outcome:
-    """Try what would make a model fit on a GPU, or take less of it: what each change saves and costs, the cheapest first."""
+    """Try what would make a model fit on a GPU: what each change saves and costs, the cheapest first."""
     begun = time.perf_counter()
     with narrate() as narrator:
         quiet_torch()

@@ -29,8 +29,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable; "
-        "with --script, the script's arguments.",
+        help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or "
+        "package.module:callable; with --script, the script's arguments.",
         show_default=False,
         autocompletion=complete.model,
     ),

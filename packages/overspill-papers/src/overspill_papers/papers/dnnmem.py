@@ -249,11 +249,11 @@ _NOTES: dict[tuple[str, str, int], str] = {
 }
 _CARD = "its allocator has taken all of the card by then, so that the card's size is the answer."
 _GRID_NOTES = {
-    "MXNet": "Over 120 pairs of a side from 224 to 299 and a batch from 2 to 256, those that fit; ours in place of what "
-    "was measured.",
+    "MXNet": "Over 120 pairs of a side from 224 to 299 and a batch from 2 to 256, those that fit; ours in place of "
+    "what was measured.",
     "TensorFlow": "The same over ten batches at each network's own side. What the allocator takes is far more than its "
-    "tensors where batches are small: the mean is 38 % of batches of 128 and more, 82 % below 32. The paper does not say "
-    "which it took.",
+    "tensors where batches are small: the mean is 38 % of batches of 128 and more, 82 % below 32. The paper does not "
+    "say which it took.",
     "PyTorch": "The same over four batches, 2 to 256, at each network's own side.",
 }
 _NO_SCORES = (
