@@ -19,12 +19,12 @@ LAZY_INIT = "_lazy_init"
 
 
 def raw_stream_getter() -> Callable[[int], int] | None:
-    """Return what gives the current stream's address for a device's number, or None in a build without CUDA."""
+    """Return the function from a device's number to its current stream's address, or None in a build without CUDA."""
     return getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def is_history_recorded() -> bool:
-    """Return whether the allocator records what it does."""
+    """Return whether the allocator records its history."""
     return torch._C._cuda_isHistoryEnabled()
 
 
@@ -39,7 +39,7 @@ def end_history() -> None:
 
 
 def history() -> dict[str, Any]:
-    """Return what was recorded, and the segments that are there."""
+    """Return the recorded history, and the current segments."""
     return memory._snapshot()
 
 

@@ -1,4 +1,4 @@
-"""What a DataLoader runs in its workers."""
+"""The functions that a DataLoader runs in its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call reaches a kernel: ops, dispatch keys, modes and what leaves them out."""
+"""How a call reaches a kernel: ops, dispatch keys, modes, and contexts that skip them."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def schema_of(op: Any) -> Any:
 
 
 def close_library(library: torch.library.Library) -> None:
-    """Take back what a library has registered."""
+    """Undo the registrations of a library."""
     library._destroy()
 
 
 def check_elements(value: torch.Tensor, message: str) -> None:
-    """Raise RuntimeError with `message` where a tensor of one element is zero; on a GPU, when it gets there."""
+    """Raise RuntimeError with `message` if a tensor of one element is zero; on a GPU, when the GPU evaluates it."""
     torch._assert_async(value, message)

@@ -108,7 +108,7 @@ def reduce_dtype(group: Any) -> torch.dtype | None:
 
 
 def communicators(group: Any) -> tuple[Any, Any]:
-    """Return what gathers a group's parameters, and what scatters its gradients."""
+    """Return the objects that gather a group's parameters and scatter its gradients."""
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
@@ -165,7 +165,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 class ProcessGroupTargets(NamedTuple):
-    """What a process group is made with."""
+    """The functions that make a process group."""
 
     rendezvous: Target
     make: Target
@@ -197,7 +197,7 @@ def fake_store() -> Any:
 
 
 def bucket_targets() -> tuple[Target, ...]:
-    """Return what makes DistributedDataParallel's buckets: at first, and once it knows the gradients' order."""
+    """Return the makers of DistributedDataParallel's buckets: at first, and once it knows the gradients' order."""
     reducer = dist.Reducer
     return Target(reducer, "__init__"), Target(reducer, "_rebuild_buckets"), Target(dist, "_broadcast_coalesced")
 
@@ -210,7 +210,7 @@ def sync_batch_norm() -> Target:
 
 
 def propagation_targets() -> tuple[Target, Target]:
-    """Return what finds the shape of a DTensor op's result, and how it is sharded."""
+    """Return the functions that find the shape of a DTensor op's result, and how it is sharded."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: PLC0415 - takes a second
 
     names = "_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"
@@ -227,5 +227,5 @@ def fsdp_modules_of_torch() -> list[Any]:
 
 
 def fsdp_functions(modules: Sequence[Any]) -> tuple[Any, Any]:
-    """Return what casts parameters before a gather, and what lists the tensors that FSDP moves to the device."""
+    """Return the functions that cast parameters before a gather, and list the tensors that FSDP moves to the device."""
     return modules[0]._get_param_all_gather_inputs, modules[3]._get_managed_states

@@ -1,4 +1,4 @@
-"""TorchDynamo: what torch.compile traces with. Its import takes a second."""
+"""TorchDynamo, the tracer of torch.compile. Its import takes a second."""
 
 from __future__ import annotations
 

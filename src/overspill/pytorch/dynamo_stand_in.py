@@ -85,7 +85,7 @@ class _StandIn(ModuleType):
             sys.meta_path.remove(self._submodules)
 
     def real(self) -> Any:
-        """The real compiler, imported with torch's own functions in place."""
+        """Return the real compiler, imported with torch's own functions in place."""
         self.give_way()
         with originals(), unset_fake_temporarily():
             return importlib.import_module(_NAME)
@@ -122,7 +122,7 @@ class _Submodules(MetaPathFinder):
         self._stand_in = stand_in
 
     def find_spec(self, fullname: str, _: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """The spec of a submodule, which is most likely imported with the others."""
+        """Return the spec of a submodule, which is most likely imported with the others."""
         if not fullname.startswith(f"{_NAME}.") or fullname == _CONFIG:
             return None
         real = self._stand_in.real()
@@ -139,7 +139,7 @@ class _Imported(Loader):
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The imported module."""
+        """Return the imported module."""
         del spec
         return self._module
 

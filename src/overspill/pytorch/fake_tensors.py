@@ -51,7 +51,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def current_fake_mode() -> Any:
-    """Return the FakeTensorMode that dispatch goes through, or None."""
+    """Return the FakeTensorMode of the current dispatch, or None."""
     return torch._C._get_dispatch_mode(_FAKE)
 
 

@@ -1,4 +1,4 @@
-"""FX graphs: how their text is made, and what their nodes stand for."""
+"""FX graphs: their text, and the meaning of their nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an nn.Module keeps of itself: its tables, its hooks, and how it is called."""
+"""An nn.Module's own state: its tables, its hooks, and how it is called."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Say name by name what a release of PyTorch has moved.
+"""Report name by name what a release of PyTorch has moved.
 
-The names are read from this folder's own source: what its modules import from private modules, and private attributes
-by the type of what they are read from. RELIED_ON adds attributes and settings of PyTorch's objects that others use.
+The names are read from this folder's own source. They are its imports from private modules, and private attributes with
+the type of the object that has them. RELIED_ON adds attributes and settings of PyTorch's objects that other folders
+use.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def is_there(name: Name) -> bool:
 
 @cache
 def _found(path: str) -> Any:
-    """Return a module, or what a module has by a dotted path, or None."""
+    """Return a module, or the object at a dotted path in it, or None."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:

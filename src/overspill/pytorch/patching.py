@@ -22,7 +22,7 @@ class Target(NamedTuple):
 
     @property
     def now(self) -> Any:
-        """What the attribute is at present."""
+        """The attribute's present value."""
         return getattr(self.owner, self.name)
 
 

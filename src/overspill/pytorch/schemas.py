@@ -1,6 +1,6 @@
-"""What an op's schema says of a call: its arguments by their names, and those that it writes.
+"""The arguments of an op's call by its schema: all by name, and those that it writes.
 
-`args` and `kwargs` are what an op is called with, in a dispatch or in an FX node.
+`args` and `kwargs` are those of the call, in a dispatch or in an FX node.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
 
 @cache
 def _written(op: Any) -> tuple[str, ...]:
-    """The names of the arguments that `op` writes in place."""
+    """Return the names of the arguments that `op` writes in place."""
     return tuple(a.name for a in op._schema.arguments if a.is_write)
 
 
 def position_of(op: Any, name: str) -> int | None:
-    """The position of an argument of `op`; None if it has none of this name."""
+    """Return the position of an argument of `op`; None if it has none of this name."""
     return _parameters(op).get(name, (None, None))[0]
 
 
@@ -45,12 +45,12 @@ def node_argument(node: fx.Node, name: str) -> Any:
 
 
 def arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of `op` by their names, defaults included."""
+    """Return all arguments of a call of `op` by their names, defaults included."""
     return {name: argument(op, args, kwargs, name) for name in _parameters(op)}
 
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call of `op` writes in place; none of a callable without a schema."""
+    """Return the arguments that a call of `op` writes in place; none of a callable without a schema."""
     if not isinstance(op, torch._ops.OpOverload):
         return []
     return [argument(op, args, kwargs, name) for name in _written(op)]

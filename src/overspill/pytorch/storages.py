@@ -43,7 +43,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def storage_over(address: int, device: torch.device, nbytes: int) -> UntypedStorage:
-    """Return a storage over memory that somebody else owns, `nbytes` from `address`."""
+    """Return a storage over memory with another owner, `nbytes` from `address`."""
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
