@@ -113,7 +113,7 @@ def communicators(group: Any) -> tuple[Any, Any]:
 
 
 def all_reduce_hook(group: Any) -> Any:
-    """Return what `set_all_reduce_hook` has set, or None."""
+    """Return the hook that `set_all_reduce_hook` has set, or None."""
     return group._all_reduce_hook
 
 

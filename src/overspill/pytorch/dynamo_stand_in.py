@@ -44,7 +44,7 @@ def no_compiler() -> Iterator[None]:
 
 
 def _check(check: Callable[..., None]) -> Callable[..., None]:
-    """`torch._check` without importing symbolic shapes for a plain boolean."""
+    """Run `torch._check` without importing symbolic shapes for a plain boolean."""
 
     def check_with(error_type: Any, condition: Any, message: Any) -> None:
         if condition is not True:

@@ -111,7 +111,7 @@ class _MixedProgram:
         return [1.0, *[0.0] * (len(lower) - 1)], lower, upper
 
     def _rows(self) -> tuple[list[float], list[float], list[int], list[tuple[int, float]]]:
-        """Bounds and terms of every row, and where its terms begin: (2), (3), (4)."""
+        """Return bounds and terms of every row, and where its terms begin: (2), (3), (4)."""
         n, width, size = len(self.size), self.width, self.size
         rows: list[tuple[float, float, list[tuple[int, float]]]] = []
         rows += ((-INFINITY, -size[i], [(1 + i, 1), (0, -1)]) for i in range(n))  # (2)
