@@ -57,11 +57,11 @@ def test_a_reader_sees_the_curve_and_what_holds_it_up(overspill: Overspill) -> N
 
 @pytest.mark.long
 def test_where_no_budget_fits_the_device_the_answer_is_no(overspill: Overspill, tmp_path: Path) -> None:
-    tiny = replace(load_device("t4"), name="tiny", memory_bytes=200 << 20)
+    tiny = replace(load_device("t4"), name="tiny", memory_bytes=150 << 20)
     tiny.save(tmp_path / "tiny.json")
     done = overspill(f"{SWEEP} --gpu tiny.json --points 2 --json")
     assert done.code == done.answer["exit_code"] == 1
-    assert "infeasible: no budget fits the 200.0 MiB of tiny" in done.error
+    assert "infeasible: no budget fits the 150.0 MiB of tiny" in done.error
     assert {row["fits"] for row in done.answer["rows"]} == {False}
 
 

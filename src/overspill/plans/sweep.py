@@ -66,11 +66,17 @@ class Sweep(Reportable):
     device: Device
     unmanaged_device_bytes: int | None = None
     """Bytes that plain PyTorch takes of the card; None if budgets are live bytes."""
+    whole_bytes: int | None = None
+    """The budget of 100 %: what the unmanaged step takes in the worst case; None if that is `unmanaged_bytes`."""
 
     @property
     def unmanaged_bytes(self) -> int:
         """Bytes of the unmanaged step, counted as budgets are."""
         return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
+
+    def share_of(self, budget_bytes: int) -> float:
+        """Return the share by which a budget of so many bytes is requested."""
+        return 1.0 if budget_bytes == self.whole_bytes else budget_bytes / self.unmanaged_bytes
 
     @property
     def frontier(self) -> tuple[SweepPoint, ...]:
@@ -110,7 +116,7 @@ def sweep(
     asked = {str(policy): policy for policy in map(policy_named, policies)}
     # The largest budget is what the unmanaged step takes.
     account = account or Account(device)
-    top = account.unmanaged(graph)
+    top, whole = account.unmanaged(graph), account.most_unmanaged(graph)
     curves = [
         _Curve(name, planner(graph, policy, account, times, best), top, policy.plans_for_budget, progress or _nobody)
         for name, policy in asked.items()
@@ -119,12 +125,12 @@ def sweep(
         curve.begin()
     adaptable = [curve for curve in curves if curve.adapts]
     # Refine where the curves bend.
-    budgets = _refined(adaptable, top, points) if adaptable else []
+    budgets = _refined(adaptable, top, whole, points) if adaptable else []
     for curve in curves:
         curve.budgets = sorted({curve.smallest_bytes, *(budgets if curve.adapts else ())}, reverse=True)
     found = _points(curves, progress or _nobody)
     floors = {curve.policy: curve.floor for curve in curves}
-    return Sweep(tuple(found), floors, unmanaged_peak(graph, device), device, top if account.is_card else None)
+    return Sweep(tuple(found), floors, unmanaged_peak(graph, device), device, top if account.is_card else None, whole)
 
 
 def check_points(points: int) -> None:
@@ -206,14 +212,14 @@ def budget_of_share(thousandths: int, unmanaged_bytes: int) -> int:
     return Budget.parse(f"{thousandths / 10:.1f}%").bytes_of(lambda: unmanaged_bytes, 0, lambda: 0)
 
 
-def _refined(curves: Sequence[_Curve], top: int, points: int) -> list[int]:
+def _refined(curves: Sequence[_Curve], top: int, whole: int, points: int) -> list[int]:
     """Return budgets, all planned, each chosen where the curves are known least.
 
-    They go from the smallest that any of `curves` has up to `top`.
+    They go from the smallest that any of `curves` has up to `whole`, and are shares of `top`.
     """
     budgets: list[int] = []
     low = min(curve.smallest_bytes for curve in curves)
-    wanted: int | None = max(low, top)
+    wanted: int | None = max(low, whole)
     while wanted is not None and len(budgets) < points:
         for curve in curves:
             if wanted not in curve.plans:
@@ -234,7 +240,8 @@ def _least_known(curves: Sequence[_Curve], budgets: Sequence[int], top: int) -> 
         for curve in curves:
             slow, fast = curve.best(less), curve.best(more)
             if slow is not None and fast is not None and fast.needed_bytes > less:
-                middle = budget_of_share(round(THOUSANDTHS * (less + fast.needed_bytes) / 2 / top), top)
+                thousandths = round(THOUSANDTHS * (less + fast.needed_bytes) / 2 / top)
+                middle = budget_of_share(min(thousandths, THOUSANDTHS - 1), top)
                 if less < middle < more:
                     areas[middle] += (fast.needed_bytes - less) * (slow.step_seconds / fast.step_seconds - 1)
     most = max(areas, key=lambda budget: areas[budget], default=None)

@@ -43,7 +43,7 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
     head = {
         "policy": point.policy,
         "budget_bytes": point.budget_bytes,
-        "budget_share": point.budget_bytes / sweep.unmanaged_bytes if sweep.unmanaged_bytes else 1.0,
+        "budget_share": sweep.share_of(point.budget_bytes) if sweep.unmanaged_bytes else 1.0,
         "feasible": point.plan is not None,
         "lower_bound_seconds": point.lower_bound_seconds,
         "error": point.error,

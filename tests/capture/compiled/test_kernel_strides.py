@@ -57,7 +57,8 @@ def of_batch(op: Any, *sizes: int) -> Iterator[tuple[Any, ...]]:
         if op is aten.native_batch_norm_backward.default:
             yield from ((op, g, x, four[0], *four, False, 1e-5, [True] * 3) for g in orders(*sizes))
         else:
-            yield op, x, *four[: 2 if "no_stats" in str(op) else 4], True, 0.1, 1e-5
+            training = () if "no_training" in str(op) else (True,)
+            yield op, x, *four[: 2 if "no_stats" in str(op) else 4], *training, 0.1, 1e-5
 
 
 def of_padded(forward: Any, backward: Any, sizes: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:

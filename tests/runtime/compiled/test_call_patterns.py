@@ -420,3 +420,19 @@ def test_attention_that_leaves_under_inductor_comes_back_in_the_order_it_is_read
     run = train(job, options, steps=2)
     assert run.offloaded_bytes > 0
     assert run.losses == train_plain(job, options, steps=2).losses
+
+
+def test_batch_norm_over_a_transposed_input_in_evaluation() -> None:
+    """The kernel gives another layout than PyTorch's fake one; a view of it would fail."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    model, x = Transposed().eval(), torch.randn(4, 5, 6)
+    with torch.no_grad():
+        assert torch.equal(overspill.compile(model, budget="1GiB")(x), model(x))

@@ -97,6 +97,7 @@ REAL: dict[Any, Callable[[Arguments], Any]] = {
     aten._native_batch_norm_legit_functional.default: _on_cpu("input"),
     aten._native_batch_norm_legit.default: _on_cpu("input"),
     aten._native_batch_norm_legit.no_stats: _on_cpu("input"),
+    aten._native_batch_norm_legit_no_training.default: _on_cpu("input"),
     aten.native_batch_norm.default: _on_cpu("input"),
     aten.native_batch_norm_backward.default: _on_cpu("input"),
     aten.channel_shuffle.default: _on_cpu("self"),
