@@ -430,7 +430,7 @@ def test_batch_norm_over_a_transposed_input_in_evaluation() -> None:
             super().__init__()
             self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 6)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
     model, x = Transposed().eval(), torch.randn(4, 5, 6)
