@@ -89,9 +89,10 @@ def test_sweep_goes_from_the_unmanaged_peak_to_the_smallest_budget() -> None:
     budgets = [point.budget_bytes for point in found.points]
     assert (
         0.98 * found.unmanaged_device_bytes
-        < budgets[0]
-        <= found.unmanaged_device_bytes
-        == found.unmanaged_bytes
+        < found.unmanaged_bytes
+        == found.unmanaged_device_bytes
+        <= budgets[0]
+        == found.whole_bytes
         > found.unmanaged_peak_bytes
     )
     assert budgets[-1] >= found.floors["auto"].nbytes

@@ -27,8 +27,9 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.fixture
-def overspill(capsys: pytest.CaptureFixture[str]) -> Overspill:
-    """Run `overspill` with these arguments, given as words or in one string."""
+def overspill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Overspill:
+    """Run `overspill` with these arguments, given as words or in one string, on a terminal of one width."""
+    monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: str) -> Done:
         words = arguments[0].split() if len(arguments) == 1 else list(arguments)
