@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,11 +45,6 @@ disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 """Context: no mode is active."""
 is_traceable_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor wraps others, as DTensor."""
-
-
-def py_kernels(op: Any) -> dict[Any, Callable[..., Any]]:
-    """Return the kernels of an op that are registered in Python, by key; PyTorch looks here first."""
-    return op.py_kernels
 
 
 def forget_dispatch(op: OpOverload) -> None:
