@@ -131,6 +131,10 @@ class Emitter:
 
     def finish_forward(self, saved: list[fx.Node], handles: list[int]) -> fx.GraphModule:
         """Return the forward graph: its outputs, then the saved tensors, as `add_saved` expects."""
+        return self.finish(*self.forward_results(saved, handles))
+
+    def forward_results(self, saved: list[fx.Node], handles: list[int]) -> tuple[list[Any], list[Any]]:
+        """Return the results of a forward graph, and AOTAutograd's descriptions of them."""
         checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
         unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
         memory = [self.memory] if self.memory is not None and saved else []  # a reference keeps the memory
@@ -140,12 +144,12 @@ class Emitter:
             for n in self.joint.forward_outputs
         ]
         descs = [*self.joint.forward_descs, *(SavedForBackwardsAOTOutput(i) for i in range(len(extra)))]
-        return self._finish([*outputs, *extra], descs)
+        return [*outputs, *extra], descs
 
     def finish_backward(self) -> fx.GraphModule:
         """Return the backward graph, which returns the gradients."""
         outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
-        return self._finish(outputs, self.joint.backward_descs)
+        return self.finish(outputs, self.joint.backward_descs)
 
     def finish_step(
         self, returned: Iterable[fx.Node], persistent: Iterable[fx.Node], stored: frozenset[int]
@@ -153,9 +157,10 @@ class Emitter:
         """Return the graph of a whole step: `returned`, then `persistent` as tensors or handles."""
         tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
         kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
-        return self._finish([*map(self.values.own, returned), *kept], [])
+        return self.finish([*map(self.values.own, returned), *kept], [])
 
-    def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
+    def finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
+        """Return the graph with these outputs, which AOTAutograd describes as `descs`."""
         if self.memory is not None:
             self._call(ops.hold, (self.memory,), "held_arena")
         self.graph.output(tuple(outputs)).meta["desc"] = descs
@@ -183,6 +188,12 @@ class Emitter:
                 self._run_together([self.captured.graph.ops[op] for op in group])
             else:
                 self._emit(instruction.verb, instruction.target)
+
+    def emit_at(self, instructions: Iterable[tuple[int, Instruction]]) -> None:
+        """Emit these instructions, each with its position in the schedule."""
+        for position, instruction in instructions:
+            self.position = position
+            self._emit(instruction.verb, instruction.target)
 
     def _is_end(self, instruction: Instruction) -> bool:
         ops_ = self.captured.graph.ops

@@ -60,17 +60,24 @@ def own_step(optimizer: Optimizer) -> None:
 
 @contextmanager
 def no_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Remove the step hooks of `optimizer`, and of all optimizers, within the context."""
+    """Call no step hooks of `optimizer`, nor of all optimizers, within the context.
+
+    They keep their places in their tables, over which a step may be looping now.
+    """
     tables: list[dict[int, Any]] = [global_step_pre_hooks, global_step_post_hooks]
     tables += [getattr(optimizer, name) for name in STEP_HOOKS if hasattr(optimizer, name)]
     kept = [dict(table) for table in tables]
     for table in tables:
-        table.clear()
+        table.update(dict.fromkeys(table, _nothing))
     try:
         yield
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for a hook."""
 
 
 @contextmanager

@@ -356,7 +356,7 @@ class CaptureOfStep:
         """Return the bytes of the largest gradient that autograd copies for a layout that is not its parameter's."""
         values = dict(zip(self.joint.backward_outputs, self._gradient_values(), strict=True))
         pairs = ((values[made], primal.meta["val"]) for primal, made in self.joint.gradients.items())
-        found = (value for value, of in pairs if isinstance(value, torch.Tensor) and not _lies_as(value, of))
+        found = (value for value, of in pairs if isinstance(value, torch.Tensor) and not lies_as(value, of))
         return max((value.numel() * value.element_size() for value in found), default=0)
 
     def _gradient_values(self) -> Sequence[Any]:
@@ -391,7 +391,7 @@ class CaptureOfStep:
         )  # fmt: skip
 
 
-def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+def lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether autograd keeps a gradient of this layout.
 
     As `obeys_layout_contract` in torch/csrc/autograd/utils/grad_layout_contract.h.

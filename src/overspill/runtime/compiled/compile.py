@@ -26,6 +26,7 @@ from overspill.runtime.parallel import whole_models
 from overspill.runtime.sharding import refuse_compiled
 
 from .backend import backend_of
+from .loop_plans import guards_without
 from .plan_check import plans_needed
 from .session import Session
 
@@ -120,7 +121,8 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         return model
 
     def made() -> Any:  # with a backend of its own, by which Dynamo keeps what it compiles
-        return torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph)
+        options = {"guard_filter_fn": guards_without(session.loop)}
+        return torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph, options=options)
 
     recipe = _Recipe(session.options, model, fullgraph)
     if not isinstance(model, nn.Module):

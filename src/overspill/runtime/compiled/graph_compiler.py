@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -11,9 +12,10 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from overspill.capture.compiled.backward import check_saved_hooks
+from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.compiled.graph import Captured, capture
 from overspill.capture.compiled.joint import JointGraph, copied, device_of, storages
 from overspill.capture.compiled.kernels import eager_kernels
@@ -36,9 +38,11 @@ from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.instrument import run as run_program
 from overspill.runtime.recording.recorder import RunRecorder
+from overspill.runtime.stretches import lower_stretches
 
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
+from .cut_calls import CutCalls
 from .double_backward import compiled_node, refuse_double_backward
 from .partitions import Partitioned
 from .pending_calls import GraphFrame
@@ -72,6 +76,7 @@ class GraphCompiler:
     ) -> None:
         self.module = module
         self.examples = list(examples)
+        self.parameters = {i: weakref.ref(e) for i, e in enumerate(examples) if isinstance(e, nn.Parameter)}
         self._session = session
         self.where = device_of(module.graph)
         self.inputs = describe_inputs(module, examples)
@@ -82,6 +87,8 @@ class GraphCompiler:
         """Positions of the inputs that forward changes in place."""
         self.gradients: JointGradients | None = None
         self.timer: OpTimer | None = None
+        self.calls: CutCalls | None = None
+        """Forward and backward of a step that is cut where the user's code runs."""
         self.fakes: list[Any] = []
         self.autocast: AbstractContextManager[Any] = nullcontext()
 
@@ -210,12 +217,23 @@ class GraphCompiler:
         captured, plan = self._if_only_loss(graph, made)
         # Open the store and lower the plan.
         engine, arena = self._prepared(plan)
-        forward, backward = self._lowered(captured, plan, engine, arena)
+        forward, backward = self._cut(captured, plan, engine) or self._lowered(captured, plan, engine, arena)
         self._again = partial(self._for_layout, engine, arena, forward)
         # Measure op times if asked.
         if self.session.options.profile:
             self.timer = self.session.timer = OpTimer(captured.graph, self.where)
         return forward, backward
+
+    def _cut(self, captured: Captured, plan: Plan, engine: int) -> tuple[fx.GraphModule, ...]:
+        """Return what AOTAutograd is shown of a step that is cut, or nothing if this one is not."""
+        if not isinstance(captured, CapturedCutStep):
+            return ()
+        loop = self.session.loop
+        assert loop.state is not None
+        loop.state.engine, loop.state.engine_number = self.session.engine, engine
+        shown, stretches = lower_stretches(captured, plan.schedule, engine)
+        self.calls = CutCalls(captured, stretches, loop.state, loop.names(captured, self.parameters))
+        return shown
 
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
         """Return the result of `plan`, tried a second time if the budget is infeasible.
@@ -237,11 +255,14 @@ class GraphCompiler:
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
         """Return the session's plan of `graph` and the capture that it uses: whole, or in pieces of rows."""
         divided, may_divide = cache(in_pieces), self.session.options.in_pieces  # the session keeps these, not `self`
+        loop, parameters = self.session.loop, self.parameters
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
             yield capture(joint, *around)
             if may_divide and (other := divided(joint)) is not None:
                 yield capture(other, *around)
+            if (moving := loop.captured(joint, around[0], parameters, around[1])) is not None:
+                yield moving
 
         def how(*given: Any) -> Partitioned[Captured]:
             return Partitioned(captures(*given))
@@ -296,11 +317,12 @@ class GraphCompiler:
         """Plan and lower a forward without backward (evaluation under no_grad)."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
         captured, plan = self._plan(graph)
-        (module,) = self._lowered(captured, plan, *self._prepared(plan))
+        engine, arena = self._prepared(plan)
+        (module,) = self._cut(captured, plan, engine) or self._lowered(captured, plan, engine, arena)
         return self._boxed(module, _inputs)
 
     def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
-        compiled, gradients = self._boxed(module, _inputs), self.gradients
+        compiled, gradients = self._boxed(module, _inputs, number=1), self.gradients
         assert gradients is not None  # there is no backward without a partition
         backwards: dict[Layout | None, Compiled | None] = {None: compiled}
         has_arena = self.has_arena
@@ -324,12 +346,15 @@ class GraphCompiler:
 
         return boxed(run)
 
-    def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
+    def _boxed(
+        self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None, *, number: int = 0
+    ) -> Compiled:
         """Return `module` as a callable that empties its list of arguments.
 
         Otherwise the caller's frame would keep them all alive.
         """
-        program = LoweredProgram(module)
+        calls = self.calls
+        program = LoweredProgram(module) if calls is None else calls.programs[number]
         if self.timer is not None and of is None:
             self.timer.instrument(program)
         session_now = self._session
@@ -343,6 +368,8 @@ class GraphCompiler:
                 tracker.add(args)
             # What autocast casts, it has cast in the graph.
             with DisableAutocast(), tracker or nullcontext():
+                if calls is not None:
+                    return (calls.backward if number else calls.forward)(args, session.begin_graph())
                 return run_program(program, graph, session.begin_graph(), args)
 
         return boxed(run)

@@ -44,6 +44,7 @@ from overspill.runtime.transfer.stores import store_bytes
 
 from .concurrent_plans import C, GraphProblem
 from .graph_plans import GraphPlans
+from .loop_plans import LoopPlans
 from .only_loss import OnlyLosses
 from .pending_calls import GraphFrame, GraphKey, Part, PendingCalls
 from .plan_check import PlanCheck
@@ -85,6 +86,7 @@ class Session(PlannedPeaks):
         # The models and train steps that share the budget.
         self.followed = WeakReferences(parameters, optimizers)
         self._steps: weakref.WeakSet[SessionStep] = weakref.WeakSet()
+        self.loop = LoopPlans(self.followed)
         self._calling = 0  # which model is called, where there are several
         self.watch_calls = PlanCheck(options.on_unplanned)
         # Their plans, and what these are made by.
@@ -318,7 +320,7 @@ class Session(PlannedPeaks):
         if device.type not in self._engines:
             asked = self.options
             self._engines[device.type] = open_engine(asked.store, device, asked.store_dir, checksum=asked.checksum)
-            weakref.finalize(self, self._engines[device.type][0].close_dropped)
+            weakref.finalize(self, _dropped, self._engines[device.type][0], self.loop).atexit = False
         engine, number = self._engines[device.type]
         with disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
             engine.store.reserve(needed)
@@ -340,6 +342,12 @@ class Session(PlannedPeaks):
     def part(self, examples: Sequence[Any]) -> Part:
         """Return the part of the job that a graph on these `examples` is."""
         return self._calling, *(id(e) for e in examples if isinstance(e, nn.Parameter))
+
+
+def _dropped(engine: TransferEngine, loop: LoopPlans) -> None:
+    """Bring back what a session had in the store of `engine`, for whoever still has it, and close that."""
+    loop.dropped(engine)
+    engine.close_dropped()
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

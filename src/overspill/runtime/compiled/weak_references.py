@@ -52,7 +52,7 @@ class WeakReferences:
     def kept_bytes(self) -> int:
         """Return the bytes of parameters, gradients and optimizer state between steps."""
         own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in self.parameters)
-        return own + (optimizer_needs(self._stepping(), self.trained).state_bytes if self.parameters else 0)
+        return own + (optimizer_needs(self.stepping(), self.trained).state_bytes if self.parameters else 0)
 
     def train(self) -> bool:
         """Note which parameters train; return whether some do that did not before."""
@@ -68,14 +68,15 @@ class WeakReferences:
         """Yield the parameters, gradients and optimizer state that exist now, by kind."""
         yield TensorKind.PARAMETER, self.parameters
         yield TensorKind.GRADIENT, [p.grad for p in self.parameters if p.grad is not None]
-        yield TensorKind.OPTIMIZER_STATE, [value for optimizer in self._stepping() for value in state_of(optimizer)]
+        yield TensorKind.OPTIMIZER_STATE, [value for optimizer in self.stepping() for value in state_of(optimizer)]
 
     def updated_by(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` updates any of the parameters."""
         own = {id(p) for p in self.parameters}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
-    def _stepping(self) -> Sequence[Optimizer]:
+    def stepping(self) -> Sequence[Optimizer]:
+        """Return the optimizers that step on the parameters."""
         return self.optimizers if self.optimizers is not None else find_optimizers(self.parameters)
 
 

@@ -172,7 +172,7 @@ class StepState:
         sharded = () if self.sharding is None else self.sharding.parameters  # of which FSDP keeps nothing
         residents, there = self.residency.residents, {}
         for name, parameter in self.parameters.items():
-            parameter.grad = None  # a step makes its own, as after zero_grad()
+            self._drop_gradient(parameter)
             tensor, known = local_of(parameter), residents.get(name)
             if name not in sharded and (known is None or not known.away):
                 there[name] = tensor
@@ -191,6 +191,10 @@ class StepState:
             del residents[name]
         if overlapping := {n: p for n, p in self.parameters.items() if n in self.holders.overlapping}:
             check_order(overlapping, [group for optimizer in self.optimizers for group in optimizer.param_groups])
+
+    def _drop_gradient(self, parameter: nn.Parameter) -> None:
+        """Drop what is there before a step, which makes gradients of its own, as after zero_grad()."""
+        parameter.grad = None
 
     def adopt_optimizers(self) -> None:
         """Notice new parameter groups, settings and state, at the start and before each step.

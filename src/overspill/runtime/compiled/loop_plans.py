@@ -1,0 +1,158 @@
+"""Captures of a compiled model's graphs in which parameters, gradients and optimizer state may move."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from torch import Tensor, nn
+
+from overspill.capture.compiled.cut_step import CapturedCutStep, CaptureOfCutStep
+from overspill.capture.compiled.graph import InputInfo, Surroundings
+from overspill.capture.compiled.joint import JointGraph, storages
+from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, StateInfo
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
+from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
+from overspill.runtime.transfer.engine import TransferEngine, first_line
+
+from .loop_state import LoopState
+from .weak_references import WeakReferences
+
+
+_LOG = logging.getLogger("overspill")
+Parameters = Mapping[int, weakref.ref[nn.Parameter]]
+"""Parameters among the inputs of Dynamo's graph, by position."""
+
+
+class LoopPlans:
+    """Makes the LoopState of a session, and captures graphs around it."""
+
+    def __init__(self, followed: WeakReferences) -> None:
+        self.state: LoopState | None = None
+        self.why_not = ""
+        """Why parameters stay on the device, if they do."""
+        self._followed = followed
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def name(self, module: nn.Module) -> None:
+        """Let parameters of `module` have their names there."""
+        self._modules.add(module)
+
+    def captured(
+        self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings
+    ) -> CapturedCutStep | None:
+        """Return the graph with all that may move, or None if parameters have to stay."""
+        here = [p for ref in parameters.values() if (p := ref()) is not None]
+        with disable_current_modes():
+            state = self._state_of(here)
+        if state is None:
+            return None
+        joint = joint.copied()
+        numbers = _numbers(joint)
+        infos = list(inputs)
+        fixed = {k for n in joint.forward_outputs if hasattr(n, "meta") for k in storages(n)} | joint.mutated_storages
+        ops: list[ParameterUpdate] = []
+        mode = next(v.fake_mode for n in joint.primals if isinstance(v := n.meta.get("val"), FakeTensor))
+        for position, node in enumerate(joint.primals):
+            number = numbers.get(position)
+            if number not in parameters or (parameter := parameters[number]()) is None:
+                continue
+            name = state.name_of(parameter)
+            moves = name in state.residency and fixed.isdisjoint(storages(node))
+            infos[number] = replace(inputs[number], movable=moves and node.meta["val"].is_contiguous())
+            if joint.backward_outputs and state.trains(name):
+                ops.append(_update(state, name, position, mode))
+        rest = state.rest_bytes()
+        return CaptureOfCutStep(
+            joint, infos, GradientOps(tuple(ops)), replace(around, optimizer_state_bytes=rest, update_bytes=0)
+        ).build()
+
+    def names(self, captured: CapturedCutStep, parameters: Parameters) -> dict[int, str]:
+        """Return the names of the residents of a captured graph, by tensor."""
+        assert self.state is not None
+        state, joint = self.state, captured.joint
+        numbers = _numbers(joint)
+        found: dict[int, str] = {}
+        for position, node in enumerate(captured.given):
+            number = numbers.get(position)
+            if number not in parameters or (parameter := parameters[number]()) is None:
+                continue
+            name = state.name_of(parameter)
+            if captured.moves(node):
+                found[captured.tensor_of[storages(node)[0]]] = name
+            for path, of in zip(state.owned[name].leaves if name in state.owned else (), captured.states.get(position, ()),
+                                strict=False):  # fmt: skip
+                found[captured.tensor_of[storages(of)[0]]] = f"{name}.{path}"
+        return found
+
+    def _state_of(self, here: Sequence[nn.Parameter]) -> LoopState | None:
+        """Return the state that knows all parameters `here`."""
+        if self.state is not None:
+            if all(p in self.state for p in here):
+                return self.state
+            self.close()
+        parameters = {id(p): p for p in (*self._followed.parameters, *here) if isinstance(p, nn.Parameter)}
+        names = {id(p): n for module in self._modules for n, p in module.named_parameters()}
+        named = {names.get(key, f"parameter {i}"): p for i, (key, p) in enumerate(parameters.items())}
+        try:
+            self.state = LoopState(named, self._followed.stepping())
+            if found := next((of for of in self.state.updates if of.at_once), None):
+                raise UnsupportedError(f"{type(found.optimizer).__name__} updates all parameters in one call")
+        except (RequestError, UnsupportedError) as error:
+            self.why_not = str(error)
+            self.state = None
+        return self.state
+
+    def close(self) -> None:
+        """Bring everything back. Raises StoreError."""
+        if self.state is not None:
+            self.state.gate.alone(self.state.synchronize)
+            self.state.release()
+            self.state = None
+
+    def dropped(self, engine: TransferEngine) -> None:
+        """Bring back what is in the store of `engine`, after the session is gone; say so if that fails."""
+        if self.state is None or self.state.engine is not engine or self.state.gate.is_forked:
+            return
+        try:
+            with disable_current_modes(), no_python_dispatcher():
+                self.close()
+        except (OverspillError, RuntimeError) as error:
+            _LOG.warning(
+                "a compiled model was dropped and could not bring everything back; what is lost reads as NaN: %s",
+                first_line(error),
+            )
+
+
+def _numbers(joint: JointGraph) -> dict[int, int]:
+    """Return the number of Dynamo's input for each primal that is one input."""
+    return {i: desc.idx for i, n in enumerate(joint.primals) if hasattr(desc := n.meta.get("desc"), "idx")}
+
+
+def _update(state: LoopState, name: str, position: int, mode: FakeTensorMode) -> ParameterUpdate:
+    owned, planned, like = state.owned[name], state.planned(name), state.like(name)
+    with mode:
+        leaves = tuple(StateInfo(path, owned.spec(path, planned).empty()) for path in owned.leaves)
+    with disable_current_modes():
+        workspace, elementwise = owned.updates.workspace_bytes(like, owned), owned.updates.is_elementwise(like)
+    return ParameterUpdate(position, owned.run, leaves, workspace, elementwise, not owned.updates.groups)
+
+
+
+def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:
+    """Return a filter of Dynamo's guards that drops those on tensors which may be away.
+
+    While it is away, a parameter is of another class, with other strides. `LoopPlans` notices changes itself.
+    """
+    known = weakref.ref(loop)
+
+    def wanted(entries: Sequence[Any]) -> list[bool]:
+        state = None if (alive := known()) is None else alive.state
+        if state is None:
+            return [True] * len(entries)
+        return [not (isinstance(e.value, Tensor) and e.value in state) for e in entries]
+
+    return wanted

@@ -1,0 +1,109 @@
+"""Tensors that outlive a call of a compiled model: parameters and optimizer state, which a budget may take away.
+
+The user's loop reads and steps whenever it likes, on its own objects. Each tensor that is away has a guard of its own:
+a use of its values brings back that one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from overspill.models.step import StepLoss
+from overspill.pytorch.modules import PARAMETERS
+from overspill.runtime.reachable import tensors_in
+from overspill.runtime.step.away import GUARDS, hide
+from overspill.runtime.step.gate import Reading
+from overspill.runtime.step.residency import Guarded
+from overspill.runtime.step.state import StepState
+from overspill.runtime.step.updates import OptimizerUpdates
+
+
+class TensorGuard:
+    """Brings one tensor back before its values are used."""
+
+    def __init__(self, state: LoopState, name: str) -> None:
+        self._state = state
+        self._name = name
+
+    def fetch(self, *, loops: bool = False) -> Reading | None:
+        """Bring the tensor back for a use; with `loops`, return a Reading if the thread is not that of the calls."""
+        state, name = self._state, self._name
+        if not state.residency[name].away:
+            return None
+        return state.gate.read(lambda: state.bring([name]), loops=loops)
+
+
+class LoopState(StepState):
+    """Parameters of a compiled model by name, and the state that optimizers have of them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Create the state. Raises RequestError or UnsupportedError for what cannot leave the device."""
+        held = nn.Module()
+        held.__dict__[PARAMETERS].update(parameters)  # a name may have dots here
+        super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
+        self.tensor_guards: dict[str, TensorGuard] = {}
+        self.take_hold()
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self.names
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, as of the residents."""
+        return self.names[id(parameter)]
+
+    def take_hold(self) -> None:
+        """Adopt parameters and optimizer state."""
+        self.adopt_optimizers()
+        self.adopt_parameters()
+
+    def look(self) -> None:
+        """Notice what the user has changed since the last call."""
+        self.residency.take_over(self.residency.residents)
+        self.adopt_optimizers()
+        self.adopt_parameters()
+        self.guard()
+
+    def guard(self) -> None:
+        """Give each resident a guard."""
+        for name, resident in self.residency.residents.items():
+            guard = self.tensor_guards.get(name)
+            if guard is None:
+                guard = self.tensor_guards[name] = TensorGuard(self, name)
+            GUARDS[id(resident.tensor)] = guard
+            if resident.away:
+                hide(resident.tensor)
+
+    def arm(self) -> None:
+        """Give optimizers the state of parameters as it is now."""
+        self.guard()
+        for name, owned in self.owned.items():
+            if owned.content:
+                owned.updates.optimizer.state[self.parameters[name]] = owned.content
+
+    def _drop_gradient(self, parameter: nn.Parameter) -> None:
+        """Leave gradients to the user's loop."""
+
+    def _guard_modules(self) -> None:
+        """Leave the user's modules as they are."""
+
+    def _is_known(self, state: dict[str, Any], name: str, owned: Any) -> bool:
+        """Return whether `state` is the dictionary that an update left, with unchanged tensors."""
+        return state is owned.content and all(
+            owned.resident(path).tensor is tensor for path, tensor in tensors_in(state).items() if path in owned.leaves
+        )
+
+    def _unguard_state(self, name: str, updates: OptimizerUpdates, guard: Guarded) -> None:
+        """Leave the dictionary as it is."""
+
+    def release(self) -> None:
+        """Remove the guards."""
+        for name in self.tensor_guards:
+            if name in self.residency:
+                GUARDS.pop(id(self.residency[name].tensor), None)
+        self.tensor_guards.clear()
+
+
