@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch._dynamo
+import torch._dynamo.callback
 import torch._dynamo.config
 import torch._dynamo.eval_frame
 import torch._dynamo.exc
@@ -60,6 +61,8 @@ IDENTITY = (
     Target(getattr(torch._dynamo.variables, "object_protocol", None), "vt_identity_compare"),
 )
 """What `is` gives; since 2.12, and in the second module since 2.13."""
+compilation = torch._dynamo.callback.callback_handler
+"""Calls back when a compilation starts and ends."""
 DUPLICATE = Target(torch._dynamo.variables.builder, "make_dupe_guard")
 """The guard on an object that is read at two places."""
 APPLY_FUNCTION = Target(torch._dynamo.variables.AutogradFunctionVariable, "call_apply")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,23 @@ CLASS = Target(torch._subclasses, "FakeTensor")
 GPU_CONTEXT = Target(torch._subclasses.fake_tensor, "init_gpu_context")
 """What starts CUDA for a fake tensor on a GPU."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+FROM_TENSOR = Target(FakeTensorMode, "from_tensor")
+"""What makes the fake of a real tensor."""
+
+
+def fake_parameter(mode: FakeTensorMode, parameter: Tensor, empty: Callable[[], Tensor]) -> FakeTensor:
+    """Return the fake of `parameter` in `mode`, of the layout that `empty()` has there; always the same one."""
+    converter = mode.fake_tensor_converter
+    if (known := converter._get_memo(parameter)) is not None:
+        return known
+    with mode:
+        fake: Any = empty().requires_grad_(parameter.requires_grad)
+    fake._is_param = isinstance(parameter, torch.nn.Parameter)
+    converter.set_tensor_memo(parameter, fake)
+    found: FakeTensor = fake
+    return found
 
 
 def current_fake_mode() -> Any:

@@ -59,6 +59,10 @@ class Stretch:
     before: dict[int, Place]
 
 
+Lowered = tuple[tuple[fx.GraphModule, ...], tuple[Stretch, ...]]
+"""What AOTAutograd is shown, and the stretches: of forward and backward, or of forward alone."""
+
+
 class _Walk:
     """Follows the places of tensors through a schedule."""
 
@@ -113,9 +117,11 @@ class _Walk:
 
 
 def parts_of(graph: Graph, schedule: Schedule) -> list[Part]:
-    """Return the parts of forward, backward and update."""
+    """Return the parts of forward, backward and update; of forward alone in inference."""
     first, _ = split(graph, schedule)
-    numbered = list(enumerate(schedule.instructions))
+    numbered, walk = list(enumerate(schedule.instructions)), _Walk(graph, schedule)
+    if all(op.phase is Phase.FORWARD for op in graph.ops):
+        return [walk.part(numbered, last=True)]
     runs = (
         i for i, x in numbered
         if x.verb is Verb.RECOMPUTE or (x.verb is Verb.RUN and graph.ops[x.target].phase is not Phase.UPDATE)
@@ -123,7 +129,6 @@ def parts_of(graph: Graph, schedule: Schedule) -> list[Part]:
     second = max(runs, default=-1) + 1
     while second < len(numbered) and numbered[second][1].verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.FREE):
         second += 1
-    walk = _Walk(graph, schedule)
     return [
         walk.part(numbered[: len(first)], last=False), walk.part(numbered[len(first) : second], last=False),
         walk.part(numbered[second:], last=True),
@@ -187,9 +192,9 @@ class _Lowering:
                 values.append(emitter.handles[tensor])
         return tuple(gives), values
 
-    def lowered(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], tuple[Stretch, Stretch]]:
+    def lowered(self) -> Lowered:
         captured, joint = self.captured, self.captured.joint
-        first, second, _ = self.parts
+        first, *later = self.parts
         # Forward: the model's inputs, then residents; outputs, what backward needs, then residents.
         forward = self.emitter(0, backward=False)
         plain = [i for i, node in enumerate(captured.given) if not captured.moves(node)]
@@ -197,13 +202,16 @@ class _Lowering:
             forward.add_placeholder(captured.given[position])
         takes, lent = self.take(forward, first)
         forward.emit_at(first.instructions)
-        saved, handles = self._crossing(second, forward)
+        saved, handles = self._crossing(later[0], forward) if later else ([], [])
         outputs, descs = forward.forward_results(saved, handles)
         gives, values = self.give(forward, first, takes, lent)
         module = forward.finish([*outputs, *values], descs)
         fore = Stretch(module, tuple(plain), takes, gives, lent, first.before)
+        shown = _signature(fore.module, [n.meta for n in captured.given], plain, len(outputs), descs)
+        if not later:
+            return (shown,), (fore,)
         # Backward: what forward has saved, gradients of outputs, then residents; gradients, then residents.
-        backward = self.emitter(1, backward=True)
+        second, backward = later[0], self.emitter(1, backward=True)
         backward.add_saved(saved, handles, forward)
         for node in joint.tangents:
             backward.add_placeholder(node)
@@ -214,15 +222,10 @@ class _Lowering:
         gives, values = self.give(backward, second, takes, lent)
         module = backward.finish([*made, *values], joint.backward_descs)
         back = Stretch(module, tuple(range(count)), takes, gives, lent, second.before)
-        # What AOTAutograd sees: programs of the same inputs and results, without the residents.
-        shown = (
-            _signature(fore.module, [n.meta for n in captured.given], plain, len(outputs), descs),
-            _signature(
-                back.module, [n.meta for n in _inputs(back.module)[:count]], range(count), len(made),
-                joint.backward_descs, [n.meta if isinstance(n, fx.Node) else {} for n in joint.backward_outputs],
-            ),
-        )  # fmt: skip
-        return shown, (fore, back)
+        metas = [n.meta if isinstance(n, fx.Node) else {} for n in joint.backward_outputs]
+        given = [n.meta for n in _inputs(back.module)[:count]]
+        shown_back = _signature(back.module, given, range(count), len(made), joint.backward_descs, metas)
+        return (shown, shown_back), (fore, back)
 
     def _crossing(self, backward: Part, forward: Emitter) -> tuple[list[fx.Node], list[int]]:
         """Return what backward needs of forward, without residents: roots on the device, and tensors as handles."""
@@ -283,7 +286,7 @@ def _signature(
 
 def lower_stretches(
     captured: CapturedCutStep, schedule: Schedule, engine: int, arena: Arena = NO_ARENA
-) -> tuple[tuple[fx.GraphModule, fx.GraphModule], tuple[Stretch, Stretch]]:
+) -> Lowered:
     """Return what AOTAutograd is shown of forward and backward, and the stretches that carry out `schedule`.
 
     Transfers go through engine number `engine`.

@@ -66,6 +66,8 @@ class CaptureOfCutStep(CaptureOfWholeStep):
     _add_write_back = CaptureOfStep._add_write_back  # AOTAutograd writes back, behind forward
 
     def _add_gradients_and_update(self) -> None:
+        if not self.joint.backward_outputs:
+            return
         shared = Counter(key for n in self.joint.backward_outputs if isinstance(n, fx.Node) for key in storages(n))
         gradients = {self.input_nodes.index(primal): node for primal, node in self.joint.gradients.items()}
         updated = {update.parameter for update in self.updates}

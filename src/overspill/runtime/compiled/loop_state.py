@@ -6,20 +6,29 @@ a use of its values brings back that one alone.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.models.step import StepLoss
+from overspill.pytorch.dynamo import compilation
+from overspill.pytorch.fake_tensors import FROM_TENSOR, FakeTensor, FakeTensorMode, fake_parameter
 from overspill.pytorch.modules import PARAMETERS
+from overspill.pytorch.patching import patched
 from overspill.runtime.reachable import tensors_in
-from overspill.runtime.step.away import GUARDS, hide
+from overspill.runtime.step.away import GUARDS, hide, show
 from overspill.runtime.step.gate import Reading
-from overspill.runtime.step.residency import Guarded
+from overspill.runtime.step.residency import Guarded, Resident
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
+
+
+_STATES: weakref.WeakSet[LoopState] = weakref.WeakSet()
 
 
 class TensorGuard:
@@ -37,6 +46,11 @@ class TensorGuard:
         return state.gate.read(lambda: state.bring([name]), loops=loops)
 
 
+    def resident(self) -> Resident:
+        """Return the resident of the tensor."""
+        return self._state.residency[self._name]
+
+
 class LoopState(StepState):
     """Parameters of a compiled model by name, and the state that optimizers have of them."""
 
@@ -47,6 +61,8 @@ class LoopState(StepState):
         super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
         self.tensor_guards: dict[str, TensorGuard] = {}
         self.take_hold()
+        _STATES.add(self)
+        _trace_what_is_away()
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.names
@@ -107,3 +123,35 @@ class LoopState(StepState):
         self.tensor_guards.clear()
 
 
+def states() -> list[LoopState]:
+    """Return all that are alive."""
+    return list(_STATES)
+
+
+@cache
+def _trace_what_is_away() -> None:
+    """Let torch.compile see tensors that are away as they are when they are there, from now on."""
+
+    def from_tensor(mode: FakeTensorMode, tensor: Tensor, **how: Any) -> FakeTensor:
+        guard = GUARDS.get(id(tensor))
+        if not isinstance(guard, TensorGuard) or not guard.resident().away:
+            return plain(mode, tensor, **how)
+        return fake_parameter(mode, tensor, guard.resident().spec.empty)
+
+    plain, context = FROM_TENSOR.now, ExitStack()
+
+    def begin(_: Any) -> None:
+        context.enter_context(patched([(*FROM_TENSOR, from_tensor)]))
+        for state in states():
+            for resident in state.residency.residents.values():
+                show(resident.tensor)
+
+    def end(_: Any) -> None:
+        context.close()
+        for state in states():
+            for resident in state.residency.residents.values():
+                if resident.away:
+                    hide(resident.tensor)
+
+    compilation.register_start_callback(begin)
+    compilation.register_end_callback(end)
