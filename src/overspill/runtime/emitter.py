@@ -10,7 +10,7 @@ tangents.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +71,7 @@ class Emitter:
         self.handles: dict[int, fx.Node] = {}
         self.arriving: dict[int, fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}
+        self.returned_later: Container[fx.Node] = ()
         # Updates that are merged into one call.
         self.groups: dict[int, tuple[int, ...]] = {}
         self.together: Together | None = None
@@ -250,7 +251,9 @@ class Emitter:
             handed = {WRITE_BACK: self.joint.write_backs.values(), GRADIENTS: self.joint.backward_outputs}.get(
                 op.name, ()
             )
-            self.returned.update({n: self.values.own(n) for n in handed if isinstance(n, fx.Node)})
+            self.returned.update(
+                {n: self.values.own(n) for n in handed if isinstance(n, fx.Node) and n not in self.returned_later}
+            )
             return
         does = Verb.RUN, op.id
         new = self._copy(node, does)

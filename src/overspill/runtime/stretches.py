@@ -212,6 +212,7 @@ class _Lowering:
             return (shown,), (fore,)
         # Backward: what forward has saved, gradients of outputs, then residents; gradients, then residents.
         second, backward = later[0], self.emitter(1, backward=True)
+        backward.returned_later = frozenset(captured.made.values())
         backward.add_saved(saved, handles, forward)
         for node in joint.tangents:
             backward.add_placeholder(node)

@@ -72,7 +72,7 @@ class CaptureOfCutStep(CaptureOfWholeStep):
         gradients = {self.input_nodes.index(primal): node for primal, node in self.joint.gradients.items()}
         updated = {update.parameter for update in self.updates}
         for position, node in gradients.items():
-            if False and position in updated and self._may_move(self.input_nodes[position], node, shared):
+            if position in updated and self._may_move(self.input_nodes[position], node, shared):
                 self.made[position] = node
         self._hand_out(gradients)
         for update in self.updates:
@@ -86,11 +86,11 @@ class CaptureOfCutStep(CaptureOfWholeStep):
             )  # fmt: skip
 
     def _may_move(self, parameter: fx.Node, gradient: fx.Node, shared: Counter[int]) -> bool:
-        """Return whether a gradient is a tensor of its own, laid out as autograd keeps it."""
+        """Return whether a gradient has memory of its own, laid out as autograd keeps it."""
         (key,) = storages(gradient)
         value = gradient.meta["val"]
         return (
-            self.joint.roots.get(key) == [gradient]
+            len(self.joint.roots.get(key, ())) == 1
             and shared[key] == 1
             and self.tensors[self.tensor_of[key]].kind is TensorKind.GRADIENT
             and value.nbytes == value.untyped_storage().nbytes()

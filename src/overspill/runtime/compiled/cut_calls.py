@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,16 +18,12 @@ from overspill.pytorch.dispatch import disable_current_modes
 from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
+from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Spec
 from overspill.runtime.stretches import Place, Stretch
 
 from .loop_state import LoopState
-
-try:
-    from .stored_gradient import StoredGradient
-except ModuleNotFoundError:
-    class StoredGradient(Tensor):
-        pass
+from .stored_gradient import StoredGradient
 
 
 class CutCalls:
@@ -61,10 +58,12 @@ class CutCalls:
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the gradients; those that leave the device are in the store."""
         made = self._run(1, args, recorder)
-        return [
-            StoredGradient(one, spec, self._state.engine) if spec is not None and _is_handle(one, spec) else one
-            for one, spec in zip(made, self._gradients, strict=True)
-        ]
+        engine = self._state.engine
+        assert engine is not None
+        for position, (one, spec) in enumerate(zip(made, self._gradients, strict=True)):
+            if spec is not None and _is_handle(one, spec):
+                made[position] = StoredGradient(engine.view(one, spec.size, spec.stride, spec.dtype), spec, engine)
+        return made
 
     def _run(self, number: int, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         return self._state.gate.alone(lambda: self._carry_out(number, args, recorder))
@@ -159,23 +158,30 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
             continue
         gradient, parameter.grad = parameter.grad, None
         done.append((parameter, gradient))
-        lent = gradient.take() if isinstance(gradient, StoredGradient) else gradient
-        names = [n for n in (name, *owned.residents()) if n in state.residency]
-        away = [n for n in names if state.residency[n].away]
-        state.residency.bring(names, engine)
-        data = state.residency[name].take() if name in state.residency else parameter.data
-        given = [owned.resident(path).take() for path in owned.leaves]
-        owned.run(data, lent, None, *given)
-        if name in state.residency:
-            state.residency[name].put(data)
-        for path, tensor in zip(owned.leaves, given, strict=True):
-            owned.resident(path).put(tensor)
-        del data, given, lent, gradient
-        state.guard()
-        state.residency.send(away, engine)
+        with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
+            _update_one(state, owned, lent)
     updates.finish()
     state.arm()
     return done
+
+
+def _update_one(state: LoopState, owned: ParameterState, gradient: Tensor) -> None:
+    """Update one parameter; what was away goes back to the store."""
+    engine, name = state.engine, owned.name
+    assert engine is not None
+    names = [n for n in (name, *owned.residents()) if n in state.residency]
+    away = [n for n in names if state.residency[n].away]
+    state.residency.bring(names, engine)
+    data = state.residency[name].take() if name in state.residency else state.parameters[name].data
+    given = [owned.resident(path).take() for path in owned.leaves]
+    owned.run(data, gradient, None, *given)
+    if name in state.residency:
+        state.residency[name].put(data)
+    for path, tensor in zip(owned.leaves, given, strict=True):
+        owned.resident(path).put(tensor)
+    del data, given
+    state.guard()
+    state.residency.send(away, engine)
 
 
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

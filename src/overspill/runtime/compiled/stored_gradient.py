@@ -14,7 +14,7 @@ Limits:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from typing import Any, Self
 
@@ -118,6 +118,10 @@ class StoredGradient(Tensor):
         real = self._content.take()
         self._show(real)
         return real
+
+    def read(self) -> AbstractContextManager[Tensor]:
+        """Give its values to a reader for the time of the block. Raises StoreError, and OverspillError if empty."""
+        return self._content.read()
 
     def give_up(self) -> tuple[Tensor, tuple[Factor, ...]]:
         """Return its handle, and by what its bytes have to be multiplied; it is empty from then on.

@@ -149,6 +149,12 @@ class TransferEngine:
         self._table[alive.key] = stored
         return handle
 
+    def view(self, handle: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Let the storage of `handle` come back with another layout of the same bytes, and return the handle."""
+        stored = self._table[handle.data_ptr()]
+        stored.size, stored.stride, stored.offset, stored.dtype = size, stride, 0, dtype
+        return handle
+
     def await_offload(self, handle: Tensor, source: Tensor | None = None) -> None:
         """Wait until the copy of `handle` is done.
 
