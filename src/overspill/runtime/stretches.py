@@ -54,6 +54,8 @@ class Stretch:
     """Tensors taken behind these; one that is in BOTH places is two inputs, the tensor first."""
     gives: tuple[tuple[int, Place], ...]
     """Tensors given back behind the results for the caller, likewise."""
+    own: int
+    """How many results are for the caller."""
     lent: tuple[int, ...]
     """Tensors among `takes` that stay as they are, and are not given back."""
     before: dict[int, Place]
@@ -206,7 +208,7 @@ class _Lowering:
         outputs, descs = forward.forward_results(saved, handles)
         gives, values = self.give(forward, first, takes, lent)
         module = forward.finish([*outputs, *values], descs)
-        fore = Stretch(module, tuple(plain), takes, gives, lent, first.before)
+        fore = Stretch(module, tuple(plain), takes, gives, len(outputs), lent, first.before)
         shown = _signature(fore.module, [n.meta for n in captured.given], plain, len(outputs), descs)
         if not later:
             return (shown,), (fore,)
@@ -222,7 +224,7 @@ class _Lowering:
         made = [self._gradient(backward, second, node) for node in joint.backward_outputs]
         gives, values = self.give(backward, second, takes, lent)
         module = backward.finish([*made, *values], joint.backward_descs)
-        back = Stretch(module, tuple(range(count)), takes, gives, lent, second.before)
+        back = Stretch(module, tuple(range(count)), takes, gives, len(made), lent, second.before)
         metas = [n.meta if isinstance(n, fx.Node) else {} for n in joint.backward_outputs]
         given = [n.meta for n in _inputs(back.module)[:count]]
         shown_back = _signature(back.module, given, range(count), len(made), joint.backward_descs, metas)

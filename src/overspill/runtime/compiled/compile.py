@@ -27,6 +27,7 @@ from overspill.runtime.sharding import refuse_compiled
 
 from .backend import backend_of
 from .loop_plans import guards_without
+from .loop_state import trace_what_is_away
 from .plan_check import plans_needed
 from .session import Session
 
@@ -208,6 +209,7 @@ class _Call:
         # Call the model, then check that planned graphs ran.
         if (call := self._calls.get(settings := kernel_settings())) is None:
             call = self._calls[settings] = self._make()
+        trace_what_is_away()
         watch = self.overspill.watch_calls
         before = watch.graphs_run
         with whole_models(), plans_needed(self.overspill.options.backend):

@@ -22,7 +22,7 @@ from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Spec
 from overspill.runtime.stretches import Place, Stretch
 
-from .loop_state import LoopState
+from .loop_state import LoopState, trace_what_is_away
 from .stored_gradient import StoredGradient
 
 
@@ -50,9 +50,15 @@ class CutCalls:
                 None if value is None else Spec(value.size(), value.stride(), value.dtype, device)
             )
 
+    @property
+    def fore(self) -> Stretch:
+        """The stretch of forward."""
+        return self._stretches[0]
+
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the results for the caller, and what backward needs."""
         self._state.gate.alone(self._state.look)
+        trace_what_is_away()
         return self._run(0, args, recorder)
 
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
@@ -95,8 +101,7 @@ class CutCalls:
         except BaseException:
             self._take_back(run, stretch)
             raise
-        own = len(results) - sum(1 + (place is Place.BOTH) for _, place in stretch.gives)
-        made, rest = results[:own], iter(results[own:])
+        made, rest = results[: stretch.own], iter(results[stretch.own :])
         results.clear()
         for tensor, place in stretch.gives:
             resident = residents[self._names[tensor]]

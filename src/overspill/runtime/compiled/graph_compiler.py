@@ -22,7 +22,7 @@ from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.functions import compile_functions
-from overspill.core import Graph
+from overspill.core import Graph, Schedule
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.planning.carried_over import carried_over
@@ -235,6 +235,21 @@ class GraphCompiler:
         self.calls = CutCalls(captured, stretches, loop.state, loop.names(captured, self.parameters))
         return shown
 
+    def _cut_again(self, captured: CapturedCutStep, schedule: Schedule, engine: int) -> Compiled | None:
+        """Return another backward of a step that is cut, or None if its forward saves something else."""
+        loop, calls = self.session.loop, self.calls
+        assert calls is not None
+        assert loop.state is not None
+        _, (again, backward) = lower_stretches(captured, schedule, engine)
+        outputs, ends = len(captured.joint.forward_outputs), (again.own, calls.fore.own)
+        if not takes_what_is_saved(backward.module, again.module, calls.fore.module, outputs, ends):
+            return None
+        saved = calls.fore.own - outputs
+        plain = tuple(range(saved + len(captured.joint.tangents)))
+        stretches = again, replace(backward, plain=plain)
+        others = CutCalls(captured, stretches, loop.state, loop.names(captured, self.parameters))
+        return self._runs(others, 1)
+
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
         """Return the result of `plan`, tried a second time if the budget is infeasible.
 
@@ -302,7 +317,13 @@ class GraphCompiler:
         limit = NO_LIMIT_BYTES if self.gradients.are_more(layout) else plan.schedule.budget_bytes
         followed, places = replace(plan.schedule, budget_bytes=limit), arena
         for captured in self.session.captured_again(self.planned, found[0]):
+            if isinstance(captured, CapturedCutStep) is (self.calls is None):
+                continue
             if (schedule := carried_over(followed, plan.graph, captured.graph)) is None:
+                continue
+            if isinstance(captured, CapturedCutStep):
+                if (run := self._cut_again(captured, schedule, engine)) is not None:
+                    return run
                 continue
             if arena.take is not None and schedule.instructions != plan.schedule.instructions:
                 # Forward's blocks lie where its own backward has room beside them: what is new lies outside.
@@ -353,13 +374,24 @@ class GraphCompiler:
 
         Otherwise the caller's frame would keep them all alive.
         """
-        calls = self.calls
-        program = LoweredProgram(module) if calls is None else calls.programs[number]
+        if self.calls is not None:
+            return self._runs(self.calls, number)
+        program = LoweredProgram(module)
         if self.timer is not None and of is None:
             self.timer.instrument(program)
-        session_now = self._session
         assert self.planned is not None  # the partition, or the inference, has been asked for
         graph = self.planned.plan.graph if of is None else of
+        return self._watched_run(lambda session, args: run_program(program, graph, session.begin_graph(), args))
+
+    def _runs(self, calls: CutCalls, number: int) -> Compiled:
+        """Return forward or backward, by `number`, of a step that is cut."""
+        if self.timer is not None and calls is self.calls:
+            self.timer.instrument(calls.programs[number])
+        how = calls.backward if number else calls.forward
+        return self._watched_run(lambda session, args: how(args, session.begin_graph()))
+
+    def _watched_run(self, how: Callable[[Session, list[Any]], Any]) -> Compiled:
+        session_now = self._session
 
         def run(args: list[Any]) -> Any:
             session = session_now()
@@ -368,9 +400,7 @@ class GraphCompiler:
                 tracker.add(args)
             # What autocast casts, it has cast in the graph.
             with DisableAutocast(), tracker or nullcontext():
-                if calls is not None:
-                    return (calls.backward if number else calls.forward)(args, session.begin_graph())
-                return run_program(program, graph, session.begin_graph(), args)
+                return how(session, args)
 
         return boxed(run)
 

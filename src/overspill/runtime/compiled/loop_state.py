@@ -7,9 +7,9 @@ a use of its values brings back that one alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class LoopState(StepState):
         self.tensor_guards: dict[str, TensorGuard] = {}
         self.take_hold()
         _STATES.add(self)
-        _trace_what_is_away()
+        trace_what_is_away()
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.names
@@ -128,30 +128,33 @@ def states() -> list[LoopState]:
     return list(_STATES)
 
 
-@cache
-def _trace_what_is_away() -> None:
-    """Let torch.compile see tensors that are away as they are when they are there, from now on."""
+def trace_what_is_away() -> None:
+    """Let torch.compile see tensors that are away as they are when they are there, until it is reset."""
+    if _begin not in compilation.start_callbacks:
+        compilation.register_start_callback(_begin)
+        compilation.register_end_callback(_end)
 
-    def from_tensor(mode: FakeTensorMode, tensor: Tensor, **how: Any) -> FakeTensor:
-        guard = GUARDS.get(id(tensor))
-        if not isinstance(guard, TensorGuard) or not guard.resident().away:
-            return plain(mode, tensor, **how)
-        return fake_parameter(mode, tensor, guard.resident().spec.empty)
 
-    plain, context = FROM_TENSOR.now, ExitStack()
+_TRACING = ExitStack()
 
-    def begin(_: Any) -> None:
-        context.enter_context(patched([(*FROM_TENSOR, from_tensor)]))
-        for state in states():
-            for resident in state.residency.residents.values():
-                show(resident.tensor)
 
-    def end(_: Any) -> None:
-        context.close()
-        for state in states():
-            for resident in state.residency.residents.values():
-                if resident.away:
-                    hide(resident.tensor)
+def _begin(_: Any) -> None:
+    _TRACING.enter_context(patched([(*FROM_TENSOR, partialmethod(_from_tensor, FROM_TENSOR.now))]))
+    for state in states():
+        for resident in state.residency.residents.values():
+            show(resident.tensor)
 
-    compilation.register_start_callback(begin)
-    compilation.register_end_callback(end)
+
+def _end(_: Any) -> None:
+    _TRACING.close()
+    for state in states():
+        for resident in state.residency.residents.values():
+            if resident.away:
+                hide(resident.tensor)
+
+
+def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor: Tensor, **how: Any) -> FakeTensor:
+    guard = GUARDS.get(id(tensor))
+    if not isinstance(guard, TensorGuard) or not guard.resident().away:
+        return plain(mode, tensor, **how)
+    return fake_parameter(mode, tensor, guard.resident().spec.empty)

@@ -207,8 +207,16 @@ def _describe(node: fx.Node) -> None:
             node.meta["val"] = node.target(*args, **kwargs)
 
 
-def takes_what_is_saved(backward: fx.GraphModule, again: fx.GraphModule, forward: fx.GraphModule, outputs: int) -> bool:
+def takes_what_is_saved(
+    backward: fx.GraphModule,
+    again: fx.GraphModule,
+    forward: fx.GraphModule,
+    outputs: int,
+    ends: tuple[int | None, int | None] = (None, None),
+) -> bool:
     """Make `backward` take all tensors that `forward` saves after its `outputs`; return whether it can.
+
+    What `again` and `forward` return from the positions `ends` on is not for backward.
 
     Its own forward, `again`, may save fewer. False if the two do not call the same ops on the same arguments, or
     `backward` needs more than is saved.
@@ -220,7 +228,7 @@ def takes_what_is_saved(backward: fx.GraphModule, again: fx.GraphModule, forward
     def returned(module: fx.GraphModule) -> list[str]:
         return [str(value) for value in module.graph.find_nodes(op="output")[0].args[0]]
 
-    theirs, ours = returned(forward), returned(again)
+    theirs, ours = returned(forward)[: ends[1]], returned(again)[: ends[0]]
     if spelled(again) != spelled(forward) or ours[:outputs] != theirs[:outputs]:
         return False
     # Its inputs in the order of what is saved, which follows from the order of backward's ops.
