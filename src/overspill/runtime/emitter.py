@@ -90,6 +90,10 @@ class Emitter:
         """Return the captured nodes from which views of `tensor` are made."""
         return self._roots.get(tensor, [])
 
+    def known_as(self, tensor: int, node: fx.Node) -> None:
+        """Let a tensor of the plan be this captured node alone, of which other nodes of this graph are made."""
+        self._roots[tensor] = [node]
+
     # -- inputs and outputs
 
     def add_placeholder(self, node: fx.Node) -> None:

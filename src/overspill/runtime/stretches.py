@@ -59,6 +59,8 @@ class Stretch:
     lent: tuple[int, ...]
     """Tensors among `takes` that stay as they are, and are not given back."""
     before: dict[int, Place]
+    gradients: tuple[tuple[int, Place], ...] = ()
+    """For the update: the gradients that it takes, by the position of the parameter, in front of `takes`."""
 
 
 Lowered = tuple[tuple[fx.GraphModule, ...], tuple[Stretch, ...]]
@@ -150,7 +152,7 @@ class _Lowering:
         }
         """The input that each resident is."""
 
-    def emitter(self, number: int, *, backward: bool) -> Emitter:
+    def emitter(self, *, backward: bool) -> Emitter:
         return Emitter(self.captured, self.engine, backward=backward, arena=self.arena)
 
     def touched(self, part: Part) -> dict[int, None]:
@@ -198,7 +200,7 @@ class _Lowering:
         captured, joint = self.captured, self.captured.joint
         first, *later = self.parts
         # Forward: the model's inputs, then residents; outputs, what backward needs, then residents.
-        forward = self.emitter(0, backward=False)
+        forward = self.emitter(backward=False)
         plain = [i for i, node in enumerate(captured.given) if not captured.moves(node)]
         for position in plain:
             forward.add_placeholder(captured.given[position])
@@ -213,7 +215,7 @@ class _Lowering:
         if not later:
             return (shown,), (fore,)
         # Backward: what forward has saved, gradients of outputs, then residents; gradients, then residents.
-        second, backward = later[0], self.emitter(1, backward=True)
+        second, backward = later[0], self.emitter(backward=True)
         backward.returned_later = frozenset(captured.made.values())
         backward.add_saved(saved, handles, forward)
         for node in joint.tangents:
@@ -228,7 +230,25 @@ class _Lowering:
         metas = [n.meta if isinstance(n, fx.Node) else {} for n in joint.backward_outputs]
         given = [n.meta for n in _inputs(back.module)[:count]]
         shown_back = _signature(back.module, given, range(count), len(made), joint.backward_descs, metas)
-        return (shown, shown_back), (fore, back)
+        return (shown, shown_back), (fore, back, self._update(later[1]))
+
+    def _update(self, part: Part) -> Stretch:
+        """Lower the update: it takes gradients of parameters, then residents, and returns these."""
+        captured, emitter = self.captured, self.emitter(backward=False)
+        gradients = []
+        for position, node in captured.read.items():
+            tensor = captured.tensor_of[storages(node)[0]]
+            place = part.before.get(tensor, Place.DEVICE)
+            gradients.append((position, place))
+            emitter.known_as(tensor, node)
+            if place is not Place.STORE:
+                emitter.add_placeholder(node)
+            if place is not Place.DEVICE:
+                emitter.add_handle(tensor)
+        takes, lent = self.take(emitter, part)
+        emitter.emit_at(part.instructions)
+        gives, values = self.give(emitter, part, takes, lent)
+        return Stretch(emitter.finish(values, []), (), takes, gives, 0, lent, part.before, tuple(gradients))
 
     def _crossing(self, backward: Part, forward: Emitter) -> tuple[list[fx.Node], list[int]]:
         """Return what backward needs of forward, without residents: roots on the device, and tensors as handles."""

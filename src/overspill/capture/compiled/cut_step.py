@@ -31,6 +31,8 @@ class CapturedCutStep(Captured):
     """Gradients that may move, as backward makes them, by the position of the parameter."""
     read: dict[int, fx.Node]
     """Gradients as updates read them, by the position of the parameter."""
+    accumulates: bool
+    """Whether gradients of before are there when forward begins."""
     states: dict[int, list[fx.Node]]
     """The optimizer state of each updated parameter, by the position of the parameter."""
 
@@ -55,7 +57,7 @@ class CaptureOfCutStep(CaptureOfWholeStep):
         found = CaptureOfStep.build(self)
         return CapturedCutStep(
             found.graph, found.joint, found.nodes, found.tensor_of, self.given, self.updates, self.made,
-            self.read, self.states,
+            self.read, self.surroundings.accumulates, self.states,
         )  # fmt: skip
 
     @property
@@ -114,9 +116,16 @@ class CaptureOfCutStep(CaptureOfWholeStep):
         stay = tuple(t for t in self._ids({k for k in self.grads if k in self.tensor_of}) if t not in leave)
         for tensor in stay:
             self.tensors[tensor] = replace(self.tensors[tensor], movable=False)
+        # Gradients of before are added to, one after another, behind backward: the store has those that move.
+        sizes = [self.tensors[t].nbytes for t in leave]
+        again = 2 * max(sizes, default=0) if self.surroundings.accumulates else 0
+        kept: tuple[int, ...] = ()
+        if self.surroundings.accumulates and stay:
+            nbytes = sum(self.tensors[t].nbytes for t in stay)
+            kept = (self._add_tensor(nbytes, TensorKind.GRADIENT, "accumulated gradients", persistent=True),)
         tangents = () if TANGENTS_ARE_GIVEN else self._ids({k for n in self.joint.given_tangents for k in storages(n)})
-        reads = tuple(dict.fromkeys((*stay, *tangents, *self.pending)))
+        reads = tuple(dict.fromkeys((*stay, *tangents, *kept, *self.pending)))
         self._add_op(
-            GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, (),
-            workspace_bytes=self._relaid_bytes() if len(leave) < len(gradients) else 0,
+            GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, kept,
+            workspace_bytes=max(again, self._relaid_bytes() if len(leave) < len(gradients) else 0),
         )  # fmt: skip

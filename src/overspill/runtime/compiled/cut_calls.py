@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,42 +12,45 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
-from overspill.capture.compiled.joint import storages
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.parameter_state import ParameterState
-from overspill.runtime.step.residency import Spec
+from overspill.runtime.step.residency import Spec, is_dense
 from overspill.runtime.stretches import Place, Stretch
+from overspill.runtime.transfer.engine import TransferEngine
 
-from .loop_state import LoopState, trace_what_is_away
+from .loop_state import LoopState, states, trace_what_is_away
 from .stored_gradient import StoredGradient
 
 
 class CutCalls:
-    """Forward and backward of one planned graph, whose residents are in a LoopState."""
+    """The stretches of one planned graph: forward, backward and update. `state` has its residents.
+
+    `residents` are their names by tensor, `owners` the names of parameters by their position among the inputs.
+    """
 
     def __init__(
-        self, captured: CapturedCutStep, stretches: Sequence[Stretch], state: LoopState, names: dict[int, str]
+        self,
+        captured: CapturedCutStep,
+        stretches: Sequence[Stretch],
+        state: LoopState,
+        residents: dict[int, str],
+        owners: dict[int, str],
     ) -> None:
         self._graph = captured.graph
         self._state = state
         self._stretches = stretches
-        _STATES.add(state)
+        self._names = residents
+        self._accumulates = captured.accumulates
         self.programs = [LoweredProgram(stretch.module) for stretch in stretches]
-        self._names = names
-        """Of residents, by tensor."""
-        specs = {
-            captured.tensor_of[storages(made)[0]]: made.meta["val"] for made in captured.made.values()
-        }
-        self._gradients: list[Spec | None] = []
-        for node in captured.joint.backward_outputs:
-            value = specs.get(captured.tensor_of[storages(node)[0]]) if isinstance(node, fx.Node) else None
-            device = captured.joint.device
-            self._gradients.append(
-                None if value is None else Spec(value.size(), value.stride(), value.dtype, device)
-            )
+        # Gradients: how autograd gets those that leave, and which parameters the update is of.
+        device = captured.joint.device
+        self._specs = {position: _spec(node.meta["val"], device) for position, node in captured.made.items()}
+        by_node = {node: self._specs[position] for position, node in captured.made.items()}
+        self._returned = [by_node.get(n) if isinstance(n, fx.Node) else None for n in captured.joint.backward_outputs]
+        self._updated = {position: owners[position] for position in captured.read}
 
     @property
     def fore(self) -> Stretch:
@@ -57,19 +59,72 @@ class CutCalls:
 
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the results for the caller, and what backward needs."""
-        self._state.gate.alone(self._state.look)
+        state = self._state
+        state.gate.alone(state.look)
         trace_what_is_away()
+        if self._accumulates:
+            self._put_gradients_away()
         return self._run(0, args, recorder)
 
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the gradients; those that leave the device are in the store."""
         made = self._run(1, args, recorder)
-        engine = self._state.engine
-        assert engine is not None
-        for position, (one, spec) in enumerate(zip(made, self._gradients, strict=True)):
+        engine = self._engine
+        for position, (one, spec) in enumerate(zip(made, self._returned, strict=True)):
             if spec is not None and _is_handle(one, spec):
                 made[position] = StoredGradient(engine.view(one, spec.size, spec.stride, spec.dtype), spec, engine)
+        self._state.latest = self
         return made
+
+    def updates(self, optimizer: Optimizer) -> bool:
+        """Return whether the planned update is all that a step of `optimizer` is to do now."""
+        state = self._state
+        if len(self._stretches) < 3 or any(state.owned[n].updates.optimizer is not optimizer for n in self._updated.values()):
+            return False
+        there = {name for name, p in state.parameters.items() if _is_there(p.grad)}
+        return there == set(self._updated.values())
+
+    def update(self, recorder: RunRecorder | None) -> None:
+        """Update all parameters."""
+        args: list[Any] = []
+        owned = [self._state.owned[name] for name in self._updated.values()]
+        try:
+            for position, place in self._stretches[2].gradients:
+                args += self._gradient(position, place)
+            self._run(2, args, recorder)
+        finally:
+            for one in owned:
+                one.factors = ()
+
+    def _gradient(self, position: int, place: Place) -> list[Any]:
+        """Return the gradient of a parameter as the update takes it; its memory on the device is the update's."""
+        name = self._updated[position]
+        parameter, engine = self._state.parameters[name], self._engine
+        gradient = parameter.grad
+        assert gradient is not None
+        if place is Place.DEVICE:
+            data = gradient.take() if isinstance(gradient, StoredGradient) else gradient
+            parameter.grad = StoredGradient.spent(Spec.of(data))
+            return [data]
+        if not (isinstance(gradient, StoredGradient) and gradient.is_stored):
+            data = gradient.take() if isinstance(gradient, StoredGradient) else gradient
+            gradient = parameter.grad = StoredGradient.of(data.detach(), engine)
+        handle, self._state.owned[name].factors = gradient.lend()
+        return [handle]
+
+    def _put_gradients_away(self) -> None:
+        """Send the gradients of before to the store, so far as those of this graph may leave."""
+        for position in self._specs:
+            parameter = self._state.parameters[self._updated[position]]
+            gradient = parameter.grad
+            if gradient is not None and not isinstance(gradient, StoredGradient) and _owns_memory(gradient):
+                parameter.grad = StoredGradient.of(gradient, self._engine)
+
+    @property
+    def _engine(self) -> TransferEngine:
+        engine = self._state.engine
+        assert engine is not None
+        return engine
 
     def _run(self, number: int, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         return self._state.gate.alone(lambda: self._carry_out(number, args, recorder))
@@ -77,56 +132,58 @@ class CutCalls:
     def _carry_out(self, number: int, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         stretch, program, state = self._stretches[number], self.programs[number], self._state
         residents = state.residency.residents
+        # Residents to where the stretch begins; then they are the program's.
         with disable_current_modes():
             self._settle(stretch)
-        given = [args[position] for position in stretch.plain]
+        given = [args[position] for position in stretch.plain] if stretch.plain else list(args)
         args.clear()
+        count = len(given)
         for tensor, place in stretch.takes:
             resident = residents[self._names[tensor]]
             if tensor in stretch.lent:
                 given.append(resident.here)
-            elif place is Place.DEVICE:
+                continue
+            if place is not Place.STORE:
                 given.append(resident.take())
-            elif place is Place.STORE:
+            if place is not Place.DEVICE:
                 given.append(resident.take_handle())
-            else:
-                given += [resident.take(), resident.take_handle()]
+        told = None
         if recorder is not None:
             recorder.given(self._graph, program.held, given)
-        told = None if recorder is None else instrumented(program, self._graph, recorder)
+            told = instrumented(program, self._graph, recorder)
         run = ProgramRun(program, given)
         del given
         try:
             results = list(run.go_on(state.gate.may_go_on, told))
         except BaseException:
-            self._take_back(run, stretch)
+            self._take_back(run, stretch, count)
             raise
+        # Back with them.
         made, rest = results[: stretch.own], iter(results[stretch.own :])
         results.clear()
         for tensor, place in stretch.gives:
             resident = residents[self._names[tensor]]
-            if place is not Place.STORE:
-                resident.put(next(rest))
             if place is Place.STORE:
                 resident.stored(next(rest))
-            elif place is Place.BOTH:
-                data, resident.handle = resident.take(), next(rest)
-                resident.hidden = data
+            else:
+                resident.put(next(rest))
+                if place is Place.BOTH:
+                    data, resident.handle = resident.take(), next(rest)
+                    resident.hidden = data
         return made
 
     def _settle(self, stretch: Stretch) -> None:
         """Move all residents to where the plan has them as the stretch begins."""
-        residency, engine = self._state.residency, self._state.engine
-        assert engine is not None
+        residency, engine = self._state.residency, self._engine
         places = {self._names[t]: place for t, place in stretch.before.items() if t in self._names}
         residency.send((name for name, place in places.items() if place is Place.STORE), engine)
         taken = [(self._names[t], place) for t, place in stretch.takes]
         residency.bring((name for name, place in taken if place is Place.DEVICE), engine)
         residency.copy([name for name, place in taken if place is Place.BOTH], engine)
 
-    def _take_back(self, run: ProgramRun, stretch: Stretch) -> None:
-        """Give residents back what a run that an error stopped has of them."""
-        first, positions = len(stretch.plain), {}
+    def _take_back(self, run: ProgramRun, stretch: Stretch, first: int) -> None:
+        """Give residents back what a run that an error stopped has of them; they begin at its input `first`."""
+        positions = {}
         for tensor, place in stretch.takes:
             if tensor not in stretch.lent:
                 positions[first] = self._names[tensor]
@@ -139,6 +196,19 @@ class CutCalls:
                 resident.put(value)
 
 
+def _spec(value: Tensor, device: torch.device) -> Spec:
+    return Spec(value.size(), value.stride(), value.dtype, device)
+
+
+def _is_there(gradient: Tensor | None) -> bool:
+    return gradient is not None and not (isinstance(gradient, StoredGradient) and gradient.is_spent)
+
+
+def _owns_memory(gradient: Tensor) -> bool:
+    """Return whether a gradient is no view of larger memory, such as a bucket of DistributedDataParallel."""
+    return type(gradient) is Tensor and gradient.nbytes == gradient.untyped_storage().nbytes() and is_dense(gradient)
+
+
 def _is_handle(made: Tensor, spec: Spec) -> bool:
     return made.dtype is not spec.dtype or made.device != spec.device or made.size() != spec.size
 
@@ -146,27 +216,26 @@ def _is_handle(made: Tensor, spec: Spec) -> bool:
 # -- updates
 
 def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Update what `optimizer` has of a model, parameter by parameter; return these with their gradients."""
-    updates = next((of for of in state.updates if of.optimizer is optimizer), None)
-    if updates is None:
-        return []
+    """Do a step of `optimizer` on the parameters of `state`; return these with their gradients, which it has used."""
+    updates = next(of for of in state.updates if of.optimizer is optimizer)
     state.look()
     if updates.at_once:
         state.synchronize()
         return []
-    done = []
-    engine = state.engine
-    assert engine is not None
-    for name, owned in state.owned.items():
-        parameter = state.parameters[name]
-        if owned.updates is not updates or parameter.grad is None:
-            continue
-        gradient, parameter.grad = parameter.grad, None
-        done.append((parameter, gradient))
-        with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
-            _update_one(state, owned, lent)
+    if state.latest is not None and state.latest.updates(optimizer):
+        state.latest.update(None)
+    else:
+        for name, owned in state.owned.items():
+            gradient = state.parameters[name].grad
+            if owned.updates is updates and gradient is not None:
+                with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
+                    _update_one(state, owned, lent)
     updates.finish()
     state.arm()
+    done = [(p, p.grad) for n, p in state.parameters.items() if n in state.owned and p.grad is not None
+            and state.owned[n].updates is updates]  # fmt: skip
+    for parameter, _ in done:
+        parameter.grad = None
     return done
 
 
@@ -191,18 +260,16 @@ def _update_one(state: LoopState, owned: ParameterState, gradient: Tensor) -> No
 
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what `optimizer` is asked to do, for the models whose state may be away; what is left it does itself."""
-    states = [state for state in list(_STATES) if any(of.optimizer is optimizer for of in state.updates)]
-    if not states:
+    states_ = [state for state in states() if any(of.optimizer is optimizer for of in state.updates)]
+    if not states_:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    for state in states:
-        kept = state.gate.alone(lambda state=state: update(state, optimizer))
-        if kept:
-            _STEPPING.setdefault(id(optimizer), []).extend(kept)
+    for state in states_:
+        _STEPPING.setdefault(id(optimizer), []).extend(update(state, optimizer))
     return None if closure is None else ((optimizer, lambda: loss), {})
 
 
@@ -211,7 +278,6 @@ def _step_ends(optimizer: Optimizer, *_: Any) -> None:
         parameter.grad = gradient
 
 
-_STATES: weakref.WeakSet[LoopState] = weakref.WeakSet()
 _STEPPING: dict[int, list[tuple[Tensor, Tensor]]] = {}
 """Gradients that are hidden from an optimizer whose step is under way, by its identity: they have been used."""
 register_optimizer_step_pre_hook(_step_begins)

@@ -232,7 +232,7 @@ class GraphCompiler:
         assert loop.state is not None
         loop.state.engine, loop.state.engine_number = self.session.engine, engine
         shown, stretches = lower_stretches(captured, plan.schedule, engine)
-        self.calls = CutCalls(captured, stretches, loop.state, loop.names(captured, self.parameters))
+        self.calls = CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
         return shown
 
     def _cut_again(self, captured: CapturedCutStep, schedule: Schedule, engine: int) -> Compiled | None:
@@ -247,7 +247,7 @@ class GraphCompiler:
         saved = calls.fore.own - outputs
         plain = tuple(range(saved + len(captured.joint.tangents)))
         stretches = again, replace(backward, plain=plain)
-        others = CutCalls(captured, stretches, loop.state, loop.names(captured, self.parameters))
+        others = CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
         return self._runs(others, 1)
 
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:

@@ -70,23 +70,23 @@ class LoopPlans:
             joint, infos, GradientOps(tuple(ops)), replace(around, optimizer_state_bytes=rest, update_bytes=0)
         ).build()
 
-    def names(self, captured: CapturedCutStep, parameters: Parameters) -> dict[int, str]:
-        """Return the names of the residents of a captured graph, by tensor."""
+    def names(self, captured: CapturedCutStep, parameters: Parameters) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the names of the residents of a captured graph, by tensor, and of parameters, by position."""
         assert self.state is not None
-        state, joint = self.state, captured.joint
-        numbers = _numbers(joint)
-        found: dict[int, str] = {}
+        numbers = _numbers(captured.joint)
+        residents: dict[int, str] = {}
+        owners: dict[int, str] = {}
         for position, node in enumerate(captured.given):
             number = numbers.get(position)
             if number not in parameters or (parameter := parameters[number]()) is None:
                 continue
-            name = state.name_of(parameter)
+            owners[position] = name = self.state.name_of(parameter)
             if captured.moves(node):
-                found[captured.tensor_of[storages(node)[0]]] = name
-            for path, of in zip(state.owned[name].leaves if name in state.owned else (), captured.states.get(position, ()),
-                                strict=False):  # fmt: skip
-                found[captured.tensor_of[storages(of)[0]]] = f"{name}.{path}"
-        return found
+                residents[captured.tensor_of[storages(node)[0]]] = name
+            if states := captured.states.get(position):
+                for path, of in zip(self.state.owned[name].leaves, states, strict=True):
+                    residents[captured.tensor_of[storages(of)[0]]] = f"{name}.{path}"
+        return residents, owners
 
     def _state_of(self, here: Sequence[nn.Parameter]) -> LoopState | None:
         """Return the state that knows all parameters `here`."""

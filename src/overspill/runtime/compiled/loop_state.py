@@ -59,6 +59,8 @@ class LoopState(StepState):
         held = nn.Module()
         held.__dict__[PARAMETERS].update(parameters)  # a name may have dots here
         super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
+        self.latest: Any = None
+        """The calls whose backward ran last, which have a plan of the update."""
         self.tensor_guards: dict[str, TensorGuard] = {}
         self.take_hold()
         _STATES.add(self)

@@ -44,6 +44,8 @@ class ParameterState:
         self.seen: tuple[Any, ...] = ()
         self.shown: tuple[Any, ...] = ()
         """The content's values when the user's optimizer got a guarded dictionary of them, and the values in that."""
+        self.factors: tuple[float | Tensor, ...] = ()
+        """What the gradient has to be multiplied by first, one factor after another."""
         self.outgrown = False
         """Whether the optimizer has made state that is not planned."""
 
@@ -109,6 +111,8 @@ class ParameterState:
 
         `scale` multiplies its gradient. `state` has the order of `leaves`.
         """
+        for factor in self.factors:
+            gradient.mul_(factor)
         self.updates.update(self, parameter, gradient, scale, *state)
 
 
