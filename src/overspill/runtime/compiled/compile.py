@@ -28,6 +28,7 @@ from overspill.runtime.sharding import refuse_compiled
 from .backend import backend_of
 from .plan_check import plans_needed
 from .session import Session
+from .step_check import watch_method
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -190,6 +191,7 @@ class _Call:
         if isinstance(recipe.model, nn.Module):
             self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
         session.renewal.at_calls = True
+        watch_method(self, recipe.model, session.watch_calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a part of what is compiled around it, and of its plans
