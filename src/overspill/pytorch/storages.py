@@ -66,6 +66,17 @@ def as_subclass(kind: type[Tensor], data: Tensor, requires_grad: bool = False, *
     return Tensor._make_subclass(kind, data, requires_grad, **how)
 
 
+def wrapper_of(
+    kind: type[Tensor], size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return an instance of `kind` without memory of its own; a kernel that asks for that memory raises."""
+    wrapper = torch.Tensor._make_wrapper_subclass(
+        kind, size, strides=stride, dtype=dtype, device=device, storage_size=0
+    )
+    raise_on_access(wrapper)
+    return wrapper
+
+
 def rebuilt_parameter(data: Tensor, requires_grad: bool) -> tuple[Any, tuple[Any, ...]]:
     """Return the function by which an unpickled parameter is made, and its arguments."""
     return torch._utils._rebuild_parameter, (data, requires_grad, OrderedDict())
