@@ -1,11 +1,13 @@
 """Whatever a program does with a gradient in the store, it gets the bits of a plain gradient."""
 
+import contextlib
 import copy
 import gc
 import io
 import math
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -59,8 +61,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def sends(engine: TransferEngine) -> Callable[[Tensor], None]:
     def send(parameter: Tensor) -> None:
-        if not isinstance(parameter.grad, StoredGradient) and not parameter.grad.requires_grad:
-            parameter.grad = StoredGradient.of(parameter.grad, engine)
+        if not isinstance(parameter.grad, StoredGradient):
+            with contextlib.suppress(ValueError):  # of buckets, and of `create_graph`
+                parameter.grad = StoredGradient.of(parameter.grad, engine)
 
     return send
 
@@ -95,7 +98,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {}
-STAY = {"flat", "view_write", "index_write", "lightning_norm", "numpy_sum", "numpy_write", "data_ptr", "storage", "dlpack", "numpy_array", "transpose_", "map_", "apply_", "numpy_dlpack", "data_set", "item"}  # fmt: skip
+STAY = {"flat", "view_write", "index_write", "numpy_sum", "numpy_write", "data_ptr", "storage", "dlpack", "numpy_array", "transpose_", "map_", "apply_", "numpy_dlpack", "data_set", "item", "to_double"}  # fmt: skip
 """Uses after which a gradient is on the device for good."""
 
 
@@ -497,6 +500,39 @@ def inference(m, x):
 
 
 @use
+def tensor_of_it(m, x):
+    with warnings.catch_warnings(action="ignore"):
+        return torch.tensor(m[0].weight.grad), torch.Tensor(m[2].bias.grad)
+
+
+@use
+def to_the_same_device(m, x):
+    return m.to("cpu")[0].weight.grad
+
+
+@use
+def to_double(m, x):
+    m.double()
+    return [p.grad + 1 for p in m.parameters()]
+
+
+@use
+def lightning_grad_norm(m, x):
+    norms = {name: p.grad.data.norm(2) for name, p in m.named_parameters()}
+    return [*norms.values(), torch.tensor([*norms.values()]).norm(2)]
+
+
+@use
+def vmapped(m, x):
+    return torch.vmap(lambda row: row.sin().sum())(m[0].weight.grad)
+
+
+@use
+def compiled_function(m, x):
+    return torch.compile(lambda g: (g * 2).sum(), backend="aot_eager")(m[0].weight.grad)
+
+
+@use
 def hooks(m, x):
     seen = []
     m[0].weight.register_hook(lambda g: seen.append(float(g.sum())) or g * 2)
@@ -857,6 +893,7 @@ class Products(nn.Module):
         return ReturnsStored.apply(ReturnsStored.apply(x, self.w, self.engine), self.v, self.engine)
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("parallel", [None, False, True], ids=["one process", "copied buckets", "views of buckets"])
 def test_backward_may_return_stored_gradients(parallel: bool | None, engine: TransferEngine) -> None:
     outcomes = []
@@ -867,23 +904,54 @@ def test_backward_may_return_stored_gradients(parallel: bool | None, engine: Tra
             parameter.register_hook(lambda g, fired=fired: fired.append(float(g.sum())))
             parameter.register_post_accumulate_grad_hook(lambda p, fired=fired: fired.append(float(p.grad.sum())))
         if parallel is not None:
-            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        try:
-            if parallel is not None:
-                called = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=parallel)
-            for scale in (1, 2):
-                called(numbers(4, 8) * scale).square().sum().backward()
-                stays = of is None or parallel
-                assert all(isinstance(g, StoredGradient) and g.is_stored for g in gradients(model)) != stays
-                for parameter in model.parameters() if stays and of is not None else ():
-                    with pytest.raises(ValueError, match="another tensor"):
-                        StoredGradient.of(parameter.grad, engine)
-        finally:
-            if parallel is not None:
-                torch.distributed.destroy_process_group()
+            called = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=parallel)
+        for scale in (1, 2):
+            called(numbers(4, 8) * scale).square().sum().backward()
+            stays = of is None or parallel
+            assert all(isinstance(g, StoredGradient) and g.is_stored for g in gradients(model)) != stays
+            for parameter in model.parameters() if stays and of is not None else ():
+                with pytest.raises(ValueError, match="another tensor"):
+                    StoredGradient.of(parameter.grad, engine)
         outcomes.append((fired, gradients(model)))
     assert same(*outcomes)
     assert len(fired) == 8
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("views", [False, True])
+def test_distributed_data_parallel_and_no_sync(views: bool, engine: TransferEngine) -> None:
+    outcomes = []
+    for of in (None, engine):
+        model, x = trained(of)
+        called = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+        model.zero_grad()
+        called(x).square().mean().backward()
+        with called.no_sync():
+            called(x).square().mean().backward()
+        called(x).square().mean().backward()
+        outcomes.append(gradients(model))
+    assert same(*outcomes)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_averaging_by_hand(asynchronous: bool, engine: TransferEngine) -> None:
+    (g,) = stored(engine, (8, 8))
+    work = torch.distributed.all_reduce(g.mul_(2), async_op=asynchronous)
+    assert (work is None) != asynchronous
+    if asynchronous:
+        work.wait()
+    g.div_(4)
+    torch.distributed.broadcast(g, src=0)
+    assert not g.is_stored
+    assert same(g, numbers(8, 8) / 2)
 
 
 def test_autograd_takes_it_over_without_a_transfer(engine: TransferEngine) -> None:

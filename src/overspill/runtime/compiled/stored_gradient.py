@@ -8,6 +8,8 @@ What reaches the memory without an op brings it back for good: a view, `data_ptr
 
 Limits:
 - An op that takes several gradients but is no list op, as `torch.stack`, brings all of them at once.
+- `torch.compile(optimizer.step)` breaks its graph at each gradient, and rounds as its parts do.
+- Collectives of `torch.distributed` bring it back for good.
 - `other.data = gradient` gives `other` no memory, since PyTorch lets nobody know: take the gradient first.
 - In a list with a tensor that is not dense, PyTorch computes norms on CUDA by another kernel than here.
 """
@@ -155,8 +157,12 @@ class StoredGradient(Tensor):
             with args[0]._content.read() as value:
                 return function(value, *args[1:], **kwargs)
         if function == _SET_DATA and isinstance(args[0], cls):
-            value = args[1].take() if isinstance(args[1], cls) else args[1]
-            return args[0]._become(value.detach())
+            target, value = args
+            if not isinstance(value, cls):
+                target._become(value.detach())
+            elif value._content is not target._content:  # as it is in `model.to(device)` on that device
+                target._become(value.take().detach())
+            return None
         if function == _SET_DATA or (function in _REACH_MEMORY and not is_description()):
             args = tree_map_only(StoredGradient, StoredGradient.take, args)
         with DisableTorchFunctionSubclass():
@@ -220,8 +226,12 @@ def _sharing(op: Any, gradient: StoredGradient) -> StoredGradient | None:
     if op is aten.detach_.default:
         return gradient
     if op is aten.detach.default or op is aten.alias.default:
-        gradient._content.check()
-        return gradient._over(gradient._content)
+        content = gradient._content
+        content.check()
+        other = gradient._over(content)
+        if content.real is not None:
+            other._show(content.real)
+        return other
     return None
 
 
@@ -340,7 +350,7 @@ def _after(
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and id(leaf) not in same]
     reached = {storage_key(leaf) for leaf in results if has_storage(leaf)}
     for content, data in brought.items():
-        if storage_key(data) in reached or schema_of(op) is None:
+        if storage_key(data) in reached or _may_keep(op):
             content.stay(data)  # it may be written through the view
         elif content in written:
             transfers.leave(content, data)
@@ -348,6 +358,13 @@ def _after(
         for face in objects if content.real is not None else ():
             face._show(content.real)
     return tree_map(lambda leaf: same.get(id(leaf), leaf), result)
+
+
+@cache
+def _may_keep(op: Any) -> bool:
+    """Return whether an op may write to a tensor later, as collectives do, or without saying so."""
+    schema = schema_of(op)
+    return schema is None or schema.name.startswith("c10d::")
 
 
 def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
