@@ -36,14 +36,14 @@ def working_folder() -> Iterator[str]:
 
 
 def trained_by_sft(line: Line, model: nn.Module, folder: str, **how: Any) -> Trained:
-    """Supervised fine-tuning, by TRL's own forward over the model's."""
+    """Supervised fine-tuning, by TRL's own forward over the model's; each batch is padded, as `rows` are."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    texts = [row["input_ids"][: LENGTH - index % 5].tolist() for index, row in enumerate(rows(16))]
+    texts = [row["input_ids"][: LENGTH - 1 - index % 4].tolist() for index, row in enumerate(rows(16))]
     data = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in texts])
     arguments = SFTConfig(
-        output_dir=folder, max_length=64, gradient_checkpointing=False, label_names=["labels"],
+        output_dir=folder, max_length=64, pad_to_multiple_of=LENGTH, gradient_checkpointing=False, label_names=["labels"],
         dataset_kwargs={"skip_prepare_dataset": True}, **SETTINGS,
     )  # fmt: skip
     trainer = SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), **how)
