@@ -1087,9 +1087,11 @@ def test_threads_use_the_same_gradients(engine: TransferEngine) -> None:
         ends.wait(timeout=60)
         for _ in range(50):
             target.add_(source)
-            target.sub_(source)
+            torch._foreach_sub_([target, source], 1.0)
         ends.wait(timeout=60)
 
+    one.zero_()
+    other.zero_()
     threads = [threading.Thread(target=add, args=pair, daemon=True) for pair in ((one, other), (other, one))]
     for thread in threads:
         thread.start()
@@ -1098,6 +1100,25 @@ def test_threads_use_the_same_gradients(engine: TransferEngine) -> None:
     for thread in threads:
         thread.join()
     assert all(math.isfinite(g.sum()) and g.is_stored for g in (one, other))
+
+
+@on_threads
+def test_what_another_thread_changes_while_it_arrives_is_brought_again(
+    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = stored(engine, (50,), (50,))
+    offload = engine.offload
+
+    def offloads(source: Tensor) -> Tensor:
+        monkeypatch.setattr(engine, "offload", offload)
+        thread = threading.Thread(target=other.zero_)
+        thread.start()
+        thread.join(timeout=60)
+        return offload(source)
+
+    monkeypatch.setattr(engine, "offload", offloads)
+    torch._foreach_add_([one, other], 1.0)
+    assert same([one, other], [numbers(50) + 1, torch.ones(50)])
 
 
 @on_threads
