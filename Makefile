@@ -7,7 +7,7 @@ RECIPES := $(VENV)/.recipes
 DOCS := $(VENV)/.docs
 PAPERS := packages/overspill-papers
 
-.PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions jobs-libraries scripts-libraries gpu-wheels clean
+.PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions jobs-libraries loops-libraries scripts-libraries gpu-wheels clean
 
 demo: $(READY)  ## train a small model in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill demo
@@ -88,6 +88,21 @@ $(JOBS)/.ready: $(READY)
 	  psutil==7.2.2 segmentation_models_pytorch==0.6.0 timm==1.0.31 torch_geometric==2.8.1 torchvision==0.28.0 xxhash==4.1.0 \
 	  lion_pytorch==0.2.5 prodigyopt==1.1.2 pytorch_optimizer==4.1.0 schedulefree==1.4.1 \
 	  requests==2.34.2 urllib3==2.8.0 idna==3.20 certifi==2026.10.19.post1 charset_normalizer==3.5.3
+	touch $@
+
+# The libraries that some of bench/loops.py's loops are of, beside the environment, whose torch stays.
+LOOPS := $(DEFINITIONS)/loops
+loops-libraries: $(LOOPS)/.ready  ## what bench/loops.py's loops are of, besides transformers, accelerate and peft
+
+$(LOOPS)/.ready: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(LOOPS) \
+	  bitsandbytes==0.50.2 datasets==5.2.0 diffusers==0.42.1 lightning==2.6.6 pytorch_optimizer==4.1.0 schedulefree==1.4.1 \
+	  sentence_transformers==6.2.0 trl==1.16.0 \
+	  aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrs==26.1.0 certifi==2026.10.19.post1 charset_normalizer==3.5.3 \
+	  cloudpickle==3.1.3 dill==0.4.1 frozenlist==1.8.0 httpx==0.28.1 idna==3.20 joblib==1.6.0 lightning_utilities==0.15.3 \
+	  multidict==7.2.1 multiprocess==0.70.19 narwhals==2.29.0 pandas==3.1.1 pillow==13.0.0 propcache==0.5.4 pyarrow==26.0.1 \
+	  python_dateutil==4.0.0 pytz==2026.6 requests==2.34.2 scikit_learn==1.9.1 scipy==1.17.1 six==1.17.0 threadpoolctl==3.8.0 \
+	  torchmetrics==1.9.0 tzdata==2026.6 urllib3==2.8.0 xxhash==4.1.0 yarl==1.25.1
 	touch $@
 
 # What the scripts of bench/scripts.py import besides.

@@ -18,6 +18,7 @@ import overspill
 import overspill.callbacks
 from overspill.core.units import parse_bytes
 from overspill.errors import OverspillError
+from overspill.runtime.compiled.named_backend import session_with
 from overspill.runtime.reachable import same_bits
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forget_compiled_code")]
@@ -116,6 +117,22 @@ def test_trainer_takes_a_model_that_pytorchs_own_door_has_compiled(tmp_path: Pat
     arguments = {"lora": True, "gradient_accumulation_steps": 2}
     plain = hf_train(tmp_path, how=None, budget=1.0, **arguments)
     assert same(plain, hf_train(tmp_path, how="door", budget="64MiB", **arguments))
+
+
+def test_what_pytorchs_own_door_has_compiled_stays_in_force_where_a_trainer_replaces_the_forward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    options = {"budget": "64MiB", "store": "host"}
+    model.compile(backend="overspill", options=options)
+    before = model.forward
+    model.forward = lambda x: before(x).square().mean()
+    inputs = torch.randn(512, 64)
+    loss = model(inputs)
+    loss.backward()
+    session = session_with(options)
+    assert session is not None
+    assert [plan.budget_bytes for plan in session.plans] == [64 << 20]
+    assert torch.equal(loss, model.forward(inputs))
 
 
 def test_accelerates_list_of_backends_does_not_have_ours(tmp_path: Path) -> None:

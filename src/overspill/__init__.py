@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .estimation.api import estimate
     from .runtime.compiled.compile import compile  # noqa: A004
     from .runtime.compiled.session import Session
+    from .runtime.graph_plan import plan_graph
     from .runtime.step.train_step import train_step
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "load_device",
     "pack",
     "plan",
+    "plan_graph",
     "record",
     "sweep",
     "train_step",
@@ -59,6 +61,7 @@ _LAZY = {
     "load_device": "overspill.devices",
     "pack": "overspill.api",
     "plan": "overspill.api",
+    "plan_graph": "overspill.runtime.graph_plan",
     "record": "overspill.callbacks.recording",
     "sweep": "overspill.api",
     "train_step": "overspill.runtime.step.train_step",

@@ -61,7 +61,7 @@ def test_no_larger_plan_is_looked_for_where_the_least_takes_far_more_than_the_ro
         graph = SimpleNamespace(tensors=(), ops=())
         return SimpleNamespace(peak_bytes=live, taken_bytes=2 * live, unmanaged_peak_bytes=4000, graph=graph)
 
-    assert Fit(make, Doubling(DEVICE), DEVICE.context_bytes + room)._fastest() is None
+    assert Fit(make, Doubling(DEVICE), DEVICE.context_bytes + room)._fastest(on_host=False) is None
     assert (min(asked), len(asked)) == (1000, 1 + larger)
 
 
@@ -101,7 +101,8 @@ def test_what_fits_as_it_is_is_planned_once_and_no_size_is_planned_for_thrice() 
     assert max(Counter(asked).values()) <= 2  # with little effort, and with all
 
 
-def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_card_that_is_named_does() -> None:
+def weights_in_turn() -> Graph:
+    """A whole step of twelve weights of 64 MiB, of which each op reads one."""
     build = Build()
     weights = [build.tensor(64 * MIB, TensorKind.PARAMETER, persistent=True) for _ in range(12)]
     build.tensors = [replace(weight, movable=True) for weight in build.tensors]  # as in a whole step
@@ -110,7 +111,11 @@ def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_
         made = build.tensor(MIB)
         build.op([value, weight], [made], flops=10**9)
         value = made
-    graph = replace(build.graph(), whole_step=True)
+    return replace(build.graph(), whole_step=True)
+
+
+def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_card_that_is_named_does() -> None:
+    graph, card = weights_in_turn(), replace(CARD, model_on_host=False)
     asked: list[int] = []
 
     def make(live: int) -> Plan:
@@ -119,9 +124,48 @@ def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_
 
     with pytest.raises(InfeasibleBudget) as refused:
         # Live bytes may be fewer: weights that are away while others work.
-        fit(make, CARD, CARD.context_bytes + 300 * MIB)
+        fit(make, card, card.context_bytes + 300 * MIB)
     assert len(asked) <= 3
-    assert planned(refused.value.floor_bytes, graph=graph).device_budget_bytes == refused.value.floor_bytes
+    assert planned(refused.value.floor_bytes, card, graph).device_budget_bytes == refused.value.floor_bytes
+
+
+@pytest.mark.parametrize("solver", [None, DEFAULT])
+def test_a_model_larger_than_the_card_begins_on_the_host_and_no_moment_has_all_of_it(solver: str | None) -> None:
+    graph = weights_in_turn()
+    graph = replace(graph, ops=tuple(replace(op, given=op.writes) for op in graph.ops))
+    card = replace(CARD, solver=solver)
+    whole = card.context_bytes + 800 * MIB
+    assert not planned(whole, card, graph).model_on_host
+    plan = planned(card.context_bytes + 300 * MIB, card, graph)
+    assert plan.model_on_host
+    assert plan.device_bytes is not None
+    assert plan.device_bytes <= card.context_bytes + 300 * MIB
+    begun = events_of(graph, plan.schedule, (), places=plan.places, model_on_host=True)
+    assert begun.peak_requested_bytes < 300 * MIB
+    assert events_of(graph, plan.schedule, (), places=plan.places).peak_requested_bytes > 12 * 64 * MIB
+    # The least that an error names works too, and is of such a plan.
+    with pytest.raises(InfeasibleBudget) as refused:
+        planned(card.context_bytes + 10 * MIB, card, graph)
+    assert planned(refused.value.floor_bytes, card, graph).model_on_host
+
+
+def test_weights_that_stay_between_steps_come_from_the_host_before_the_first() -> None:
+    build = Build()
+    x = build.tensor(50, TensorKind.INPUT, persistent=True)
+    stays, leaves = (build.tensor(n, TensorKind.PARAMETER, persistent=True) for n in (100, 5000))
+    build.op([x, stays, leaves], [build.tensor(7000)])
+    tensors = tuple(replace(t, movable=t.kind is TensorKind.PARAMETER) for t in build.graph().tensors)
+    graph = replace(build.graph(), tensors=tensors, whole_step=True)
+    done = replace(schedule((Verb.PREFETCH, leaves), (Verb.RUN, 0)), stored=(leaves,))
+
+    def sizes(places: Places | None) -> list[int]:
+        found = events_of(graph, done, steps=1, places=places, model_on_host=True)
+        return [n for n in found.nbytes.tolist() if n]
+
+    assert sizes(None) == [50, 100, 5000, 7000]
+    inside = Places({(stays, 0): 0, (leaves, 0): 100}, 5100, 7050, between={stays: 0})
+    assert sizes(inside) == [50, 5100, 7000]
+    assert sizes(replace(inside, offsets={(leaves, 0): 0}, between={})) == [50, 5100, 100, 7000]
 
 
 @pytest.mark.long

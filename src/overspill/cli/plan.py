@@ -138,6 +138,7 @@ def _feasible(
         "offloaded_bytes": made.offloaded_bytes,
         "stored_bytes": sum(stored_by_kind(made).values()),
         "host_bytes": store_bytes(made),
+        "model_on_host": made.model_on_host,
         "recomputed_flops": made.recomputed_flops,
         "recomputed_ops": made.recomputed_ops,
         "step_seconds": made.step_seconds,
@@ -185,7 +186,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
     """
     unknown = (
         "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes",
-        "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes",
+        "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes", "model_on_host",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds",
         "gap", "exposed_transfer_seconds", "communication_seconds", "exposed_communication_seconds",
         "recomputing_seconds", "plan_seconds",

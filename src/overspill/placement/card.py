@@ -111,6 +111,11 @@ class Card(Account):
         """The account with an arena; if the user did not require one, also the account without."""
         return (self,) if self.always or self.solver is None else (self, self.alone)
 
+    @property
+    def beginnings(self) -> tuple[bool, ...]:
+        """Whether the model may begin in host memory: on the card, if that fits and the user does not say."""
+        return (False, True) if self.model_on_host is None else (self.model_on_host,)
+
     def reserved_bytes(self, plan: Plan) -> int:
         """Return the most that the allocator takes from the device for `plan`, over the plan's first steps.
 
@@ -130,7 +135,7 @@ class Card(Account):
         for share, backwards, used in [*orders, (SHARES[-1], False, True)]:
             events = events_of(
                 plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups,
-                backwards=backwards, places=plan.places, used=used,
+                backwards=backwards, places=plan.places, used=used, model_on_host=plan.model_on_host,
             )  # fmt: skip
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)

@@ -32,16 +32,20 @@ def events_of(
     backwards: bool = False,
     places: Places | None = None,
     used: bool = False,
+    model_on_host: bool = False,
 ) -> Events:
     """Return the allocations and frees of the first `steps` of `schedule`, in order.
 
-    They begin with the model and its batch on an empty device. Handles of libraries are made at the first matrix
+    They begin with the model and its batch on an empty device, or with the `model_on_host`, from where the weights come
+    that the schedule has on the device between steps. Handles of libraries are made at the first matrix
     product of a thread, of `handle_bytes` each, and stay; on a `used` device they exist before. Convolutions take a
     `share` of their workspaces. The updates of each of `groups` have their temporaries at once, except the first time,
     which makes the state. Ops allocate their results in order, except those in BACKWARDS; or all `backwards`, with
     their workspaces first. Tensors in `places` are in an arena, which is one block.
     """
-    run = _Run(graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards)
+    run = _Run(
+        graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards, model_on_host=model_on_host
+    )
     if used:
         for thread in THREADS[: 1 if graph.whole_step else 2]:
             run.take(thread, run.handle_bytes)
@@ -61,8 +65,10 @@ class _Run:
         places: Places | None,
         *,
         backwards: bool,
+        model_on_host: bool,
     ) -> None:
         self.backwards = backwards
+        self.model_on_host = model_on_host
         self.places = places
         self.position = -1  # before the first step
         self.graph = graph
@@ -84,7 +90,7 @@ class _Run:
         for_calls = self.places is not None and not self.graph.whole_step
         if for_calls:
             self.take_arena()
-        present = there_before(self.graph)
+        present = there_before(self.graph, model_on_host=self.model_on_host)
         for tensor in sorted(present, key=lambda t: t.kind is TensorKind.INPUT):  # the model is there before its batch
             self.take_tensor(tensor.id)
         for stored in self.schedule.stored:
@@ -95,6 +101,7 @@ class _Run:
             self.rows.append((EMPTY, self.blocks, 0, 0))
             self.blocks += 1
             self.take_arena()
+        self.take_model()
         if self.graph.whole_step:  # which makes the state itself, and not before it knows where it is to be
             self.take_state()
         for number in range(steps):
@@ -183,6 +190,12 @@ class _Run:
         """Allocate library workspaces at a thread's first matrix product."""
         if op.name in MATRIX_PRODUCTS and thread not in self.live:
             self.take(thread, self.handle_bytes)
+
+    def take_model(self) -> None:
+        """Allocate what comes from the host for the first step, and stays between steps."""
+        for tensor in there_before(self.graph):
+            if tensor.id not in self.schedule.stored:
+                self.take_tensor(tensor.id)
 
     def take_state(self) -> None:
         """Allocate the optimizer's state, the first time: for each parameter the tensors of its size."""

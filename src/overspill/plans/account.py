@@ -27,6 +27,8 @@ class Account:
     """Bytes that the machine can give now; None: all that the device has."""
     estimated_bytes: int | None = None
     """The estimate of the card bytes that plain PyTorch takes for the job; None: those of the captured graph."""
+    model_on_host: bool | None = None
+    """Whether the model is in host memory before the first step; None: only if it does not fit on the device."""
 
     @property
     def placed_by(self) -> str | None:
@@ -72,6 +74,11 @@ class Account:
     def alternatives(self) -> tuple[Account, ...]:
         """The accounts that a search for the fastest plan tries, in order."""
         return (self,)
+
+    @property
+    def beginnings(self) -> tuple[bool, ...]:
+        """Whether the model may begin in host memory: the possible answers, in the order in which plans try them."""
+        return (bool(self.model_on_host),)
 
     # -- what a plan takes
 

@@ -87,7 +87,11 @@ class Fit:
             with at_effort(effort):
                 return make(live_bytes)
 
-        self._searches = [_Search(made, way, self._tensor_bytes, self._effort) for way in account.alternatives]
+        def searches(*, on_host: bool) -> list[_Search]:
+            ways = account.alternatives
+            return [_Search(made, way, self._tensor_bytes, self._effort, on_host=on_host) for way in ways]
+
+        self._searches = {on_host: searches(on_host=on_host) for on_host in account.beginnings}
 
     @cached_property
     def hoped(self) -> Plan | None:
@@ -101,9 +105,12 @@ class Fit:
         """Return the plan. Raises InfeasibleBudget."""
         if self._account.placed_by is None:
             return self._at_first()
-        found = self._fastest() if self._may_fit() else None
+        tried = (self._fastest(on_host=on_host) for on_host in self._beginnings)
+        found = next(filter(None, tried), None)
         if found is None:
-            floors = [search.from_floor(alone=not self._may_fit()) for search in self._searches]
+            *_, fewest_there = self._beginnings
+            alone = not self._may_fit(on_host=fewest_there)
+            floors = [search.from_floor(alone=alone) for search in self._searches[fewest_there]]
             found, fewest, cause = min(floors, key=lambda floor: floor[0].taken_bytes)
             if found.taken_bytes > self._tensor_bytes:
                 raise self._account.refusal(self._budget_bytes, found, fewest, cause)
@@ -111,25 +118,37 @@ class Fit:
         return replace(charged, plan_seconds=time.perf_counter() - self._begun)
 
     def _at_first(self) -> Plan:
+        first, *_ = next(iter(self._searches.values()))
         if self._account.placed_by is None:
-            return self._searches[0].made(self._tensor_bytes, self._effort)
-        return self._searches[0].made(self._searches[0].first_bytes, FIRST_EFFORT * self._effort)
+            return first.made(self._tensor_bytes, self._effort)
+        return first.made(first.first_bytes, FIRST_EFFORT * self._effort)
 
-    def _may_fit(self) -> bool:
-        """Return whether the model and its batch, on the device before the first step, leave anything to search for."""
+    @cached_property
+    def _beginnings(self) -> tuple[bool, ...]:
+        """Whether the model begins in host memory: the answers to search for, in order."""
+        if self.hoped is None:  # no plan is expected to fit, and the search finds out why
+            return self._account.beginnings[-1:]
+        return self._account.beginnings if _may_leave(self.hoped.graph) else self._account.beginnings[:1]
+
+    def _may_fit(self, *, on_host: bool) -> bool:
+        """Return whether what is on the device before the first step leaves anything to search for."""
         if self.hoped is None:
-            return True  # the search finds out why
-        return sum(t.nbytes for t in there_before(self.hoped.graph)) <= self._tensor_bytes
+            return True
+        return sum(t.nbytes for t in there_before(self.hoped.graph, model_on_host=on_host)) <= self._tensor_bytes
 
-    def _fastest(self) -> Plan | None:
+    def _fastest(self, *, on_host: bool) -> Plan | None:
         """Return the fastest plan found that fits; the next placement is tried only if this one costs much."""
         found: list[Plan] = []
-        for search in self._searches:
+        for number, search in enumerate(self._searches[on_host] if self._may_fit(on_host=on_host) else (), 1):
             if (plan := search.fastest()) is not None:
                 found.append(plan)
                 if plan.taken_bytes <= LOOSE * plan.peak_bytes or plan.slowdown <= NEAR:
                     break
                 if self.hoped is not None and plan.step_seconds <= GAIN * self.hoped.step_seconds:
+                    break
+                # If the same plan does not fit in the other way, only slower ones of fewer live bytes may.
+                others = self._account.alternatives[number:]
+                if all(other.placed(replace(plan, places=None)).taken_bytes > self._tensor_bytes for other in others):
                     break
         return min(found, key=lambda plan: plan.step_seconds, default=None)
 
@@ -137,8 +156,11 @@ class Fit:
 class _Search:
     """Plans for `tensor_bytes`, each placed as `account` does; `made` makes them, with an effort."""
 
-    def __init__(self, made: Callable[[int, float], Plan], account: Account, tensor_bytes: int, effort: float) -> None:
+    def __init__(
+        self, made: Callable[[int, float], Plan], account: Account, tensor_bytes: int, effort: float, *, on_host: bool
+    ) -> None:
         self.made = made
+        self._on_host = on_host
         self._account = account
         self._bytes = tensor_bytes
         self._full, self._little = effort, FIRST_EFFORT * effort
@@ -214,13 +236,25 @@ class _Search:
 
     def _at(self, live_bytes: int, effort: float) -> Plan:
         if (live_bytes, effort) not in self._tried:
-            self._tried[live_bytes, effort] = self._account.placed(self.made(live_bytes, effort))
+            plan = self.made(live_bytes, effort)
+            if self._on_host and _may_leave(plan.graph):
+                plan = replace(plan, model_on_host=True)
+            self._tried[live_bytes, effort] = self._account.placed(plan)
         return self._tried[live_bytes, effort]
 
 
-def there_before(graph: Graph) -> list[Tensor]:
-    """Return the tensors on the device before the first step: the model and its batch."""
-    return [t for t in graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
+def there_before(graph: Graph, *, model_on_host: bool = False) -> list[Tensor]:
+    """Return the tensors on the device before the first step: the model and its batch.
+
+    With the `model_on_host`, these are the batch and what no schedule takes off the device.
+    """
+    present = (t for t in graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE)
+    return [t for t in present if not (model_on_host and t.movable and t.kind is not TensorKind.INPUT)]
+
+
+def _may_leave(graph: Graph) -> bool:
+    """Return whether a schedule of `graph` may have parts of the model off the device between steps."""
+    return any(t.persistent and t.movable and t.kind is TensorKind.PARAMETER for t in graph.tensors)
 
 
 def least_of(make: Callable[[int], R], asked: int = 1) -> tuple[int, R, str]:

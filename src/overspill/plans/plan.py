@@ -59,6 +59,8 @@ class Plan(Reportable):
     """Seconds of the unmanaged step as PyTorch runs it, if the plan is in pieces of rows or by another partition."""
     places: Places | None = None
     """The planned addresses of blocks in an arena."""
+    model_on_host: bool = False
+    """Whether the model is in host memory before the first step, and on the device only what the plan has there."""
 
     @cached_property
     def lower_bound_seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch._guards
 import torch._subclasses.fake_impls
 import torch._subclasses.fake_tensor
+import torch._subclasses.meta_utils
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,  # an op asked for a value
@@ -86,3 +88,13 @@ def functional_value(tensor: Tensor) -> Tensor:
 def replace_value(tensor: Tensor, value: Tensor) -> None:
     """Give a functional tensor another value."""
     torch._functionalize_replace(tensor, value)
+
+
+def is_description() -> bool:
+    """Return whether PyTorch looks at a real tensor only to describe it to a FakeTensorMode: it reads no memory."""
+    describes = torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor.__code__
+    frame = inspect.currentframe()
+    for _ in range(6):  # some of the frames are ours and Dynamo's
+        if frame is not None and frame.f_code is not describes:
+            frame = frame.f_back
+    return frame is not None and frame.f_code is describes

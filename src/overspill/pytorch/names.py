@@ -49,7 +49,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "skip_tensor_guards_with_matching_dict_tags", "trace_autograd_ops", "use_lamba_guard_for_object_aliasing",
     ),
     "torch._functorch.config": (
-        "activation_memory_budget", "backward_pass_autocast", "bundled_autograd_cache", "donated_buffer",
+        "activation_memory_budget", "backward_pass_autocast", "bundled_autograd_cache", "cse", "donated_buffer",
         "enable_autograd_cache", "force_non_lazy_backward_lowering",
     ),
     "torch._inductor.config": ("fallback_random",),

@@ -24,7 +24,7 @@ FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
     "step_seconds", "slowdown", "compute_seconds", "overlapped_seconds", "exposed_transfer_seconds", "stall_seconds",
     "stall_cause", "fragmentation", "reserved_bytes", "device_bytes", "library_bytes", "allocator_fits",
-    "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
+    "expandable_fits", "peak_op", "peak_tensors", "plan_seconds", "model_on_host",
 )  # fmt: skip
 """The plan's figures in a row; null without a plan."""
 COLUMNS = {
@@ -132,6 +132,7 @@ def row_figures(row: Row, device: Device) -> dict[str, Any]:
         "peak_op": peak.at,
         "peak_tensors": peak_rows(plan.graph, peak),
         "plan_seconds": plan.plan_seconds,
+        "model_on_host": plan.model_on_host,
     }
     return head | {name: figures[name] for name in FIGURES}
 
@@ -305,6 +306,9 @@ def remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
                 f"PyTorch's caching allocator runs out of memory on {device.name} under {', '.join(names)}; "
                 f"with expandable_segments:True it {verdict}."
             )
+    on_host = [row["policy"] for row in rows if row["model_on_host"]]
+    if on_host:
+        found.append(f"The model does not fit on the card under {', '.join(on_host)}, and begins on the CPU.")
     chosen = [f"{row['policy']} {name} {value}" for row in rows for name, value in row["chosen"].items()]
     found += [f"Chosen by policies themselves: {', '.join(chosen)}."] if chosen else []
     found += [f"{row['policy']} {row['note']}." for row in rows if row["note"] is not None]

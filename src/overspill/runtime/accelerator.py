@@ -247,15 +247,20 @@ class MemoryHistory:
 # -- host memory that copies run beside compute from
 
 
+READ_ONLY_PAGES = 8
+"""`cudaHostRegisterReadOnly` of CUDA's driver_types.h."""
+
+
 class PageLock:
     """Locks and unlocks pages of host memory for the accelerator."""
 
-    def lock(self, chunk: Tensor) -> int:
-        """Lock a chunk; return 0, or the error number of the device.
+    def lock(self, chunk: Tensor, *, read_only: bool = False) -> int:
+        """Lock a chunk, which the device may only read if `read_only`; return 0, or the error number of the device.
 
         The error is cleared as the device's last error.
         """
-        status = int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0))
+        flags = READ_ONLY_PAGES if read_only else 0
+        status = int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, flags))
         if status != 0:
             self.clear_error()
         return status

@@ -63,6 +63,8 @@ def _planned(job: Job, estimate: Estimate) -> Advice | None:
 
 def _as_advice(plan: Plan, what: str) -> Advice:
     cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; the same numbers"
+    if plan.model_on_host:
+        what = f"{what}, the model on the CPU"
     needed = plan.device_bytes
     return Advice(
         what, cost, Price.TIME, needed, needed, fits=True, step_seconds=plan.step_seconds, slowdown=plan.slowdown,

@@ -5,9 +5,12 @@ The Device of this CPU is as calibrated; that of a GPU is from its data file.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import cast
 
 import torch
+from torch import nn
 
 from overspill.core import Device
 from overspill.core.device import ABSENT
@@ -100,6 +103,32 @@ def device_named(asked: str | Device | None, where: torch.device) -> Device:
     if isinstance(asked, Device):
         return asked
     return load_device(asked) if asked is not None else device_noun(where)
+
+
+def gpu_named(asked: str | torch.device | Device | None, model: nn.Module) -> torch.device | None:
+    """Return the GPU that `asked` names as torch does, or None if it is a device to plan for, or `model` is there.
+
+    Raises RequestError where PyTorch has no such GPU.
+    """
+    if not _is_of_torch(asked):
+        return None
+    where = torch.device(str(asked))
+    if where.type != "cuda":
+        return None
+    count = torch.cuda.device_count()
+    if (where.index or 0) >= count:
+        raise RequestError(f"device={str(where)!r}: PyTorch has {count} GPUs here; leave it out to train on the CPU")
+    where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+    return None if all(parameter.device == where for parameter in model.parameters()) else where
+
+
+def planned_for(asked: str | torch.device | Device | None) -> str | Device | None:
+    """Return the device to plan for; None if `asked` names where tensors are, or are to be."""
+    return None if _is_of_torch(asked) else cast(str | Device | None, asked)
+
+
+def _is_of_torch(asked: str | torch.device | Device | None) -> bool:
+    return isinstance(asked, torch.device) or (isinstance(asked, str) and bool(re.fullmatch(r"cuda(:\d+)?", asked)))
 
 
 def account_of(

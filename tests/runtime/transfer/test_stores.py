@@ -31,8 +31,10 @@ class FakePages(PageLock):
         self.status = status
         self.locked: dict[int, int] = {}
         self.calls: list[str] = []
+        self.read_only = False
 
-    def lock(self, chunk: Tensor) -> int:
+    def lock(self, chunk: Tensor, *, read_only: bool = False) -> int:
+        self.read_only = read_only
         self.calls.append("lock")
         if self.status == 0:
             self.locked[chunk.data_ptr()] = chunk.numel()
@@ -316,3 +318,68 @@ def test_a_store_that_cannot_be_is_refused_with_what_can(
     with pytest.raises(RequestError) as caught:
         make_store(name, device, directory)
     assert message in str(caught.value)
+
+
+def test_a_tensor_that_is_held_is_read_from_where_it_is(store: Store) -> None:
+    given = torch.arange(3 * PAGE_BYTES, dtype=torch.float32).view(3, -1)
+    part = given[1:2]  # of larger memory, as each weight of a mapped file
+    slot = store.hold(part)
+    given += 1
+    into = torch.empty(part.nbytes, dtype=torch.uint8)
+    store.fetch(slot, into)
+    assert torch.equal(into.view(torch.float32), part.view(-1))
+    assert (store.used_bytes, store.capacity_bytes) == (0, 0)
+    store.release(slot)
+    store.let_go()
+    assert store.allocate(part.nbytes).offset == 0
+
+
+def test_pages_of_held_tensors_are_locked_once_a_storage_until_the_last_has_left() -> None:
+    pages = FakePages()
+    store = PinnedStore(pages)
+    whole = torch.arange(4 * PAGE_BYTES, dtype=torch.uint8)
+    slots = [store.hold(part) for part in whole.split(PAGE_BYTES)]
+    assert pages.locked == {whole.data_ptr(): whole.nbytes}
+    assert [store._address(slot) for slot in slots] == [part.data_ptr() for part in whole.split(PAGE_BYTES)]
+    for slot in slots[:-1]:
+        store.release(slot)
+    store.let_go()
+    assert pages.calls == ["lock"]
+    store.release(slots[-1])
+    assert pages.calls == ["lock"]  # a copy may be under way
+    store.let_go()
+    assert pages.calls == ["lock", "unlock"]
+    store.hold(whole)
+    store.close()
+    assert not pages.locked
+
+
+def test_memory_that_pytorch_did_not_allocate_is_locked_to_be_read(tmp_path: Path) -> None:
+    pages = FakePages()
+    store = PinnedStore(pages)
+    store.hold(torch.ones(PAGE_BYTES, dtype=torch.uint8))
+    assert not pages.read_only
+    (tmp_path / "weights").write_bytes(bytes(PAGE_BYTES))
+    mapped = torch.from_file(str(tmp_path / "weights"), size=PAGE_BYTES, dtype=torch.uint8)
+    store.hold(mapped)
+    assert pages.read_only
+    store.close()
+
+
+def test_what_cannot_be_locked_where_it_is_is_copied_to_memory_that_can() -> None:
+    class Small(FakePages):
+        """Refuses what the store does not allocate."""
+
+        def lock(self, chunk: Tensor, *, read_only: bool = False) -> int:
+            return 1 if chunk.data_ptr() == given.data_ptr() else super().lock(chunk, read_only=read_only)
+
+    given = some_bytes(2 * PAGE_BYTES)
+    store = PinnedStore(Small())
+    slot = store.hold(given)
+    into = torch.empty_like(given)
+    store.fetch(slot, into)
+    assert torch.equal(into, given)
+    assert store.used_bytes == given.nbytes
+    store.release(slot)
+    assert store.used_bytes == 0
+    store.close()

@@ -30,6 +30,7 @@ from .loop_plans import guards_without
 from .loop_state import trace_what_is_away
 from .plan_check import plans_needed
 from .session import Session
+from .step_check import watch_method
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -193,6 +194,7 @@ class _Call:
         if isinstance(recipe.model, nn.Module):
             self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
         session.renewal.at_calls = True
+        watch_method(self, recipe.model, session.watch_calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a part of what is compiled around it, and of its plans

@@ -25,7 +25,7 @@ class Content:
     It is *stored* while it has a handle, on the device while it is `real`, and empty without either.
     """
 
-    __slots__ = ("added_to", "engine", "factors", "handle", "lock", "real", "spec")
+    __slots__ = ("added_to", "engine", "factors", "handle", "leaving", "lock", "real", "spec")
 
     def __init__(self, spec: Spec, engine: TransferEngine | None) -> None:
         self.spec = spec
@@ -33,6 +33,8 @@ class Content:
         """None if it is on the device from the start."""
         self.handle: Tensor | None = None
         """The handle of its bytes in the store."""
+        self.leaving: Tensor | None = None
+        """The gradient while its bytes are on their way to the store."""
         self.factors: tuple[Factor, ...] = ()
         """By what the stored bytes have to be multiplied, in this order."""
         self.real: Tensor | None = None
@@ -52,8 +54,30 @@ class Content:
         if self.handle is None and self.real is None:
             raise OverspillError("this gradient is gone: the update of its parameter has used it up")
 
+    def leave(self, data: Tensor) -> None:
+        """Start to send `data` as its bytes, which `settle` ends. Raises StoreError; then it stays on the device."""
+        assert self.engine is not None
+        self.stay(data)  # the old bytes go first, so that their slot is used again
+        self.handle = self.engine.offload(data)
+        self.real, self.leaving = None, data
+
+    def settle(self) -> None:
+        """Wait until its bytes are in the store. Raises StoreError; then it stays on the device."""
+        with self.lock:
+            if self.leaving is None:
+                return
+            assert self.engine is not None
+            assert self.handle is not None
+            try:
+                self.engine.await_offload(self.handle, self.leaving)
+            except BaseException:
+                self.stay(self._multiplied(self.leaving))
+                raise
+            self.leaving = None
+
     def start(self) -> Tensor:
         """Start to bring it, and return the memory for it. Raises StoreError."""
+        self.settle()
         assert self.handle is not None
         assert self.engine is not None
         with torch.inference_mode(False):  # what stays is changed outside of it too
@@ -67,6 +91,9 @@ class Content:
         """Wait for the memory from `start`, and return the gradient in it. Raises StoreError."""
         assert self.engine is not None
         self.engine.await_prefetch(data)
+        return self._multiplied(data)
+
+    def _multiplied(self, data: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             for factor in self.factors:
                 data.mul_(factor)
@@ -74,8 +101,19 @@ class Content:
 
     def stay(self, data: Tensor) -> Tensor:
         """Keep `data` on the device for good, and return it."""
-        self.real, self.handle, self.factors = data, None, ()
+        self.real, self.handle, self.leaving, self.factors = data, None, None, ()
         return data
+
+    def give_up(self) -> tuple[Tensor, tuple[Factor, ...]]:
+        """Hand over its handle and factors; it is empty then. Raises OverspillError if it is not stored."""
+        with self.lock:
+            self.check()
+            self.settle()
+            if self.handle is None:
+                raise OverspillError("this gradient is on the device; call take() instead of give_up()")
+            given = self.handle, self.factors
+            self.handle, self.factors = None, ()
+        return given
 
     def take(self) -> Tensor:
         """Bring it for good. Raises StoreError, and OverspillError if it is empty."""
@@ -105,16 +143,20 @@ class GradientTransfers:
 
     def __init__(self) -> None:
         self._arriving: dict[Content, tuple[Tensor, Tensor]] = {}
-        self._leaving: list[tuple[Content, Tensor, Tensor]] = []
+        self._leaving: list[Content] = []
 
     def start(self, contents: Iterable[Content]) -> None:
-        """Start to bring the stored ones. Raises StoreError."""
+        """Start to bring the stored ones, but for those that another thread uses. Raises StoreError."""
         for content in contents:
-            if content not in self._arriving and (handle := content.handle) is not None:
-                self._arriving[content] = handle, content.start()
+            if content not in self._arriving and content.lock.acquire(blocking=False):  # waiting, two might for ever
+                try:
+                    if (handle := content.handle) is not None:
+                        self._arriving[content] = handle, content.start()
+                finally:
+                    content.lock.release()
 
     def arrive(self, content: Content) -> Tensor:
-        """Return the gradient, on the device. Raises StoreError."""
+        """Return the gradient, on the device; its lock is held. Raises StoreError."""
         handle, data = self._arriving.pop(content, (None, None))
         if data is not None and handle is not content.handle:  # it has changed since
             _cancel(content, data)
@@ -122,29 +164,19 @@ class GradientTransfers:
         return content.arrived(content.start() if data is None else data)
 
     def leave(self, content: Content, data: Tensor) -> None:
-        """Start to send `data` as the gradient's bytes. Raises StoreError; then it stays on the device."""
-        assert content.engine is not None
-        content.stay(data)  # the old bytes go first, so that their slot is used again
-        handle = content.engine.offload(data)
-        content.handle, content.real = handle, None
-        self._leaving.append((content, handle, data))
+        """Start to send `data` as the gradient's bytes; its lock is held. Raises StoreError."""
+        content.leave(data)
+        self._leaving.append(content)
 
-    def finish_leaving(self) -> None:
-        """Wait for those that leave. Raises StoreError; what could not be written stays on the device."""
+    def settle(self) -> None:
+        """Wait for those that leave; no lock is held. Raises StoreError; what could not be written is on the device."""
         while self._leaving:
-            content, handle, data = self._leaving.pop()
-            assert content.engine is not None
-            try:
-                content.engine.await_offload(handle, data)
-            except BaseException:
-                content.stay(data)
-                raise
+            self._leaving.pop().settle()
 
     def close(self) -> None:
         """Finish those that leave, and cancel those that nobody has waited for."""
         try:
-            while self._leaving:
-                self.finish_leaving()
+            self.settle()
         finally:
             while self._arriving:
                 content, (_, data) = self._arriving.popitem()

@@ -240,7 +240,7 @@ class GraphCompiler:
         loop, calls = self.session.loop, self.calls
         assert calls is not None
         assert loop.state is not None
-        _, (again, backward) = lower_stretches(captured, schedule, engine)
+        _, (again, backward, _) = lower_stretches(captured, schedule, engine)
         outputs, ends = len(captured.joint.forward_outputs), (again.own, calls.fore.own)
         if not takes_what_is_saved(backward.module, again.module, calls.fore.module, outputs, ends):
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,15 +22,22 @@ from overspill.core.errors import UnplannedError
 from overspill.pytorch.dynamo import OptimizedModule, TorchCompileWrapper, innermost_backend
 from overspill.pytorch.modules import COMPILED_CALL, ORIGINAL
 
-from .backend import overspill_backend, was_asked_for_plans
+from .backend import _SESSIONS, overspill_backend, was_asked_for_plans
+from .session import Session
 
-__all__ = ["overspill_backend"]
+__all__ = ["overspill_backend", "session_with"]
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped since
 _waiting: weakref.WeakKeyDictionary[nn.Module, dict[str, Any] | None] = weakref.WeakKeyDictionary()
 """Models compiled with this backend that have no plan yet, with their options."""
 _planned: weakref.WeakKeyDictionary[type, list[dict[str, Any] | None]] = weakref.WeakKeyDictionary()
 """Classes of models that had a plan, with the options of each such model."""
+
+
+def session_with(options: Mapping[str, Any]) -> Session | None:
+    """Return the session of the torch.compile calls that have this very `options` object; None before the first one."""
+    known = _SESSIONS.get(id(options))
+    return None if known is None else known[1]()
 
 
 def look_for_plans(optimizer: Optimizer, *_: Any) -> None:

@@ -34,15 +34,15 @@ from .dynamo_gaps import OF_EAGER, OWN_BACKWARD, PATCHES
 
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
-_WARN = "or pass on_unplanned='warn' to train without the promise"
+WARN_INSTEAD = "or pass on_unplanned='warn' to train without the promise"
 CURES = {
     r"depends on input Tensor data|Data dependent operator": (
         "let no shape or branch in a loop follow from values (experts by masks or grouped products, "
-        f"torch.nn.functional.grouped_mm), {_WARN}"
+        f"torch.nn.functional.grouped_mm), {WARN_INSTEAD}"
     ),
-    r"sparse Tensor": f"let it be dense, {_WARN}",
-    r"[Rr]andom\.": f"draw with torch, or before the call, {_WARN}",
-    "": f"take the rest out of the model, or use overspill.train_step, {_WARN}",
+    r"sparse Tensor": f"let it be dense, {WARN_INSTEAD}",
+    r"[Rr]andom\.": f"draw with torch, or before the call, {WARN_INSTEAD}",
+    "": f"take the rest out of the model, or use overspill.train_step, {WARN_INSTEAD}",
 }
 """The remedies by patterns of the reason. `train_step` does not support the cases before the last."""
 SAID = ("graph_break", "unimplemented")
@@ -109,11 +109,15 @@ _SKIPPED = re.compile(r"frame skipped: .* \((.*) line (\d+)\)")
 class PlanCheck:
     """Checks after each call that it ran by plans.
 
+    Steps of optimizers are checked by `step_check`.
+
     `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward.
     """
 
     def __init__(self, on_unplanned: str) -> None:
         self.graphs_run = self.backwards_run = 0
+        self.is_over = False
+        """Whether the models train on without plans, by the user's wish."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._warns = on_unplanned == "warn"
         self._said_before = {kind: Counter(counters[kind]) for kind in SAID}
@@ -132,7 +136,7 @@ class PlanCheck:
         if self.graphs_run == before:
             if _computed(args, kwargs, result):
                 reason = self._reason()
-                self._tell(f"{model} ran without a plan: {reason}; {_cure(reason)}")
+                self.tell(f"{model} ran without a plan: {reason}; {_cure(reason)}")
             return
         # Dynamo decides at compile time: each compilation is checked once.
         now = (counters["frames"]["total"], torch.is_grad_enabled())
@@ -143,30 +147,29 @@ class PlanCheck:
         kept = _kept_outside(args, kwargs, result)
         if (nbytes := sum(kept.values())) > room_bytes():
             what, verb = ", ".join(sorted(kept)[:3]), "keeps" if len(kept) == 1 else "keep"
-            self._tell(
+            self.tell(
                 f"a part of {model} ran without a plan, and what it keeps does not fit beside the plans ({what} {verb} "
                 f"{format_bytes(nbytes)} for backward): {(reason := self._reason())}; set it aside with "
                 f"reserve='{nbytes}', or {_cure(reason)}"
             )
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Raise UnplannedError, or warn once, if gradients come from no planned backward.
+    def unplanned_steps(self, optimizer: Optimizer) -> int:
+        """Return how many steps in a row, the coming one included, `optimizer` takes with no planned backward before.
 
-        It is called before `optimizer` steps, and raises only at the second such step in a row. The first may only make
-        its state, as when a checkpoint is loaded.
+        0 if one ran since its last step.
         """
         before, unplanned = self._steps.get(optimizer, (0, 0))
-        unplanned = unplanned + 1 if before == self.backwards_run else 0
-        self._steps[optimizer] = self.backwards_run, unplanned
-        if unplanned > 1:
-            self._tell(
-                "the model is trained without a plan: two optimizer steps in a row follow from no call of it; where a "
-                "part of it is called (compiled.model(...)), compile the function that does so: "
-                "overspill.compile(loss_fn), or overspill.train_step, or pass on_unplanned='warn' to train without "
-                "the promise"
-            )
+        if before == self.backwards_run:
+            return unplanned + 1
+        self._steps[optimizer] = self.backwards_run, 0
+        return 0
 
-    def _tell(self, message: str) -> None:
+    def note_unplanned(self, optimizer: Optimizer, count: int) -> None:
+        """Note the unplanned steps in a row, the coming one included."""
+        self._steps[optimizer] = self.backwards_run, count
+
+    def tell(self, message: str) -> None:
+        """Raise UnplannedError, or warn once for each message."""
         if not self._warns:
             raise UnplannedError(message)
         if message not in self._warned:

@@ -50,6 +50,7 @@ from .pending_calls import GraphFrame, GraphKey, Part, PendingCalls
 from .plan_check import PlanCheck
 from .planned import Planned, SessionStep
 from .renewal import Renewal
+from .step_check import check_step
 from .weak_references import WeakReferences
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -351,9 +352,8 @@ def _dropped(engine: TransferEngine, loop: LoopPlans) -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for session in list(_SESSIONS):
-        if session.gradients_are_kept() and session.followed.updated_by(optimizer):
-            session.watch_calls.check_step(optimizer)
+    if not torch.compiler.is_compiling():
+        check_step(optimizer, {s.watch_calls: (s.followed, s._plans.planned) for s in list(_SESSIONS)})
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -8,6 +8,9 @@ What reaches the memory without an op brings it back for good: a view, `data_ptr
 
 Limits:
 - An op that takes several gradients but is no list op, as `torch.stack`, brings all of them at once.
+- `torch.compile(optimizer.step)` breaks its graph at each gradient, and rounds as its parts do.
+- Collectives of `torch.distributed` bring it back for good.
+- `other.data = gradient` gives `other` no memory, since PyTorch lets nobody know: take the gradient first.
 - In a list with a tensor that is not dense, PyTorch computes norms on CUDA by another kernel than here.
 """
 
@@ -21,8 +24,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from overspill.core.errors import OverspillError
-from overspill.pytorch.dispatch import DisableTorchFunctionSubclass, schema_of
+from overspill.pytorch.dispatch import DisableTorchDispatch, DisableTorchFunctionSubclass, schema_of
+from overspill.pytorch.fake_tensors import is_description
 from overspill.pytorch.optimizers import foreach_types
 from overspill.pytorch.schemas import argument, arguments, written_arguments
 from overspill.pytorch.storages import has_storage, storage_key, wrapper_of
@@ -92,6 +95,8 @@ class StoredGradient(Tensor):
         """
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise ValueError("only plain dense tensors can be stored as gradients")
+        if tensor.requires_grad:
+            raise ValueError("a gradient through which a backward may go cannot be stored")
         if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.nbytes or not is_dense(tensor):
             raise ValueError("a gradient within the memory of another tensor cannot be stored")
         handle = engine.offload(tensor)
@@ -119,28 +124,17 @@ class StoredGradient(Tensor):
         self._show(real)
         return real
 
-    def read(self) -> AbstractContextManager[Tensor]:
-        """Give its values to a reader for the time of the block. Raises StoreError, and OverspillError if empty."""
-        return self._content.read()
-
     def give_up(self) -> tuple[Tensor, tuple[Factor, ...]]:
         """Return its handle, and by what its bytes have to be multiplied; it is empty from then on.
 
         Multiply by one factor after another, in their order, for the same bits. Raises OverspillError if it is not
         stored.
         """
-        content = self._content
-        with content.lock:
-            content.check()
-            if content.handle is None:
-                raise OverspillError("this gradient is on the device; call take() instead of give_up()")
-            given = content.handle, content.factors
-            content.handle, content.factors = None, ()
-        return given
+        return self._content.give_up()
 
     def _show(self, real: Tensor) -> None:
         """Share the memory of `real`, for code below PyTorch's dispatcher."""
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass(), DisableTorchDispatch():
             if storage_key(self) != storage_key(real):
                 _SET_DATA(self, real)
 
@@ -148,10 +142,11 @@ class StoredGradient(Tensor):
         """Be another tensor from now on; other objects over the same content keep theirs."""
         self._content = Content(Spec.of(real), None)
         self._content.stay(real)
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass(), DisableTorchDispatch():
             _SET_DATA(self, real)
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -162,14 +157,19 @@ class StoredGradient(Tensor):
             with args[0]._content.read() as value:
                 return function(value, *args[1:], **kwargs)
         if function == _SET_DATA and isinstance(args[0], cls):
-            value = args[1].take() if isinstance(args[1], cls) else args[1]
-            return args[0]._become(value.detach())
-        if function in _REACH_MEMORY or function == _SET_DATA:
+            target, value = args
+            if not isinstance(value, cls):
+                target._become(value.detach())
+            elif value._content is not target._content:  # as it is in `model.to(device)` on that device
+                target._become(value.take().detach())
+            return None
+        if function == _SET_DATA or (function in _REACH_MEMORY and not is_description()):
             args = tree_map_only(StoredGradient, StoredGradient.take, args)
         with DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an op."""
         del types
@@ -188,7 +188,7 @@ class StoredGradient(Tensor):
         try:
             if _takes_lists(op):
                 return _one_by_one(op, arguments(op, args, kwargs), transfers)
-            if op in _PRODUCTS and _multiplied_later(first, args[1]):
+            if op in _PRODUCTS and _multiplied_later(op, first, args[1]):
                 return first
             return _run(op, args, kwargs, transfers)
         finally:
@@ -206,6 +206,11 @@ class StoredGradient(Tensor):
         with self._content.read() as value:
             return value.__reduce_ex__(protocol)
 
+    def __format__(self, spec: str) -> str:
+        """Format it as a plain tensor."""
+        with self._content.read() as value:
+            return format(value, spec)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Print it as a plain tensor."""
         with self._content.read() as value:
@@ -221,8 +226,12 @@ def _sharing(op: Any, gradient: StoredGradient) -> StoredGradient | None:
     if op is aten.detach_.default:
         return gradient
     if op is aten.detach.default or op is aten.alias.default:
-        gradient._content.check()
-        return gradient._over(gradient._content)
+        content = gradient._content
+        content.check()
+        other = gradient._over(content)
+        if content.real is not None:
+            other._show(content.real)
+        return other
     return None
 
 
@@ -235,14 +244,16 @@ def _added_already(target: Tensor, gradient: StoredGradient, *, alpha: Any = 1) 
     return target
 
 
-def _multiplied_later(gradient: Any, factor: Any) -> bool:
-    """Let a product in place wait, if PyTorch would accept it and the gradient is stored."""
+def _multiplied_later(op: Any, gradient: Any, factor: Any) -> bool:
+    """Let a product in place wait, if it is one for sure that `mul_` can compute then with the same bits."""
     if not isinstance(gradient, StoredGradient) or not gradient.dtype.is_floating_point:
         return False
     if type(factor) is Tensor:
         here = factor.device in (gradient.device, torch.device("cpu"))
         return here and not factor.dim() and not factor.is_complex() and gradient._content.multiply(factor)
-    return isinstance(factor, int | float) and gradient._content.multiply(factor)
+    # Of half precision, a kernel for lists rounds a number in another way than `mul_`.
+    exact = op is not aten._foreach_mul_.Scalar or gradient.dtype in (torch.float32, torch.float64)
+    return exact and isinstance(factor, int | float) and gradient._content.multiply(factor)
 
 
 @cache
@@ -264,10 +275,10 @@ def _one_by_one(op: Any, given: dict[str, Any], transfers: GradientTransfers) ->
     alone = [i for i in range(count) if any(_is_away(values[i]) for values in lists if len(values) == count)]
     plain = [i for i in range(count) if i not in set(alone)]
     if (factor := _PRODUCTS.get(op)) is not None:
-        alone = [i for i in alone if not _multiplied_later(given["self"][i], given[factor])]
+        alone = [i for i in alone if not _multiplied_later(op, given["self"][i], given[factor])]
     parts = [part for part in (plain, *([i] for i in alone)) if part]
     results: dict[int, Any] = {}
-    for part, following in zip(parts, [*parts[1:], []], strict=True):
+    for part, following in zip(parts, [*parts[1:], []], strict=False):
         result = _run(op, (), _arguments_of(part, given, count), transfers, _arguments_of(following, given, count))
         if schema_of(op).returns:
             results |= zip(part, result, strict=True)
@@ -303,6 +314,7 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any], transfers: GradientTransfer
     faces = _contents((args, kwargs))
     written = _contents(_written(op, args, kwargs))
     unread = _unread(op, args, kwargs, faces)
+    transfers.settle()
     with ExitStack() as locks:
         for content in faces:
             locks.enter_context(content.lock)
@@ -312,7 +324,6 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any], transfers: GradientTransfer
         data = {content: content.real for content in faces} | {
             content: content.spec.empty() if content is unread else transfers.arrive(content) for content in brought
         }
-        transfers.finish_leaving()
         if op not in _OVERWRITING:
             transfers.start(content for content in _contents(following) if content not in faces)
         args, kwargs = tree_map_only(StoredGradient, lambda gradient: data[gradient._content], (args, kwargs))
@@ -339,7 +350,7 @@ def _after(
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and id(leaf) not in same]
     reached = {storage_key(leaf) for leaf in results if has_storage(leaf)}
     for content, data in brought.items():
-        if storage_key(data) in reached or schema_of(op) is None:
+        if storage_key(data) in reached or _may_keep(op):
             content.stay(data)  # it may be written through the view
         elif content in written:
             transfers.leave(content, data)
@@ -347,6 +358,13 @@ def _after(
         for face in objects if content.real is not None else ():
             face._show(content.real)
     return tree_map(lambda leaf: same.get(id(leaf), leaf), result)
+
+
+@cache
+def _may_keep(op: Any) -> bool:
+    """Return whether an op may write to a tensor later, as collectives do, or without saying so."""
+    schema = schema_of(op)
+    return schema is None or schema.name.startswith("c10d::")
 
 
 def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:

@@ -233,9 +233,8 @@ def check_same_places(known: Mapping[str, Tensor], now: Mapping[str, Tensor]) ->
             raise RequestError(f"{readable(name)} is not the parameter that the step was made for, but {was}; {again}")
 
 
-def check_unchanged(name: str, parameter: Tensor, known: Spec) -> None:
+def check_unchanged(name: str, now: Spec, known: Spec) -> None:
     """Raise RequestError if the shape, dtype or device of a parameter has changed."""
-    now = Spec.of(parameter)
     if (now.dtype, now.device, now.size) != (known.dtype, known.device, known.size):
         raise RequestError(
             f"{readable(name)} was {_brief(known)} and is now {_brief(now)}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 
 import torch
@@ -20,10 +20,12 @@ def settle(
     between: Mapping[str, int],
     engine: TransferEngine,
     where: torch.device,
+    copied: Container[str] = (),
 ) -> None:
     """Make an arena of `nbytes` that holds the tensors `between` at these offsets, and no others.
 
-    Tensors at other places go to the store first, so that the arena fits. Raises StoreError.
+    Those `copied` are in the store too. Tensors at other places go to the store first, so that the arena fits. Raises
+    StoreError.
     """
     if not nbytes and not arena.nbytes:
         return
@@ -41,11 +43,13 @@ def settle(
         arena.renew(nbytes, where)
     if between:
         into = {name: partial(kept_storage_at, arena.taken(), offset) for name, offset in between.items()}
-        residency.bring((name for name in into if residency[name].here is None), engine, into)
+        coming = (name for name in into if residency[name].here is None)
+        residency.bring(coming, engine, into, copied=copied)
 
 
 def leave(residency: Residency, arena: StepArena, engine: TransferEngine, where: torch.device) -> None:
     """Free the arena; tensors in it get memory of their own. Raises StoreError."""
     inside = [name for name, of in residency.residents.items() if of.here is not None and arena.holds(of.here)]
     settle(residency, arena, 0, {}, engine, where)
-    residency.bring(inside, engine)
+    if residency.from_host_to is None:  # otherwise they are read from the store, into host memory
+        residency.bring(inside, engine)

@@ -105,6 +105,8 @@ class MicrobatchRunner:
         call.compiled, call.run = compiled, ProgramRun(compiled.program, args)
 
     def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
+        if self._state.from_host:
+            self._state.residency.hold(engine)
         idle = {name for name in compiled.idle if self._state.residency[name].here is not None}
         residency, apart = self._state.residency, self._state.holders.apart
         while apart:  # one at a time, for the memory that they are parts of is free when the last has left
@@ -114,7 +116,10 @@ class MicrobatchRunner:
             give_back()  # a model may have been built where the heap keeps what it frees
         places = compiled.plan.places
         nbytes = 0 if places is None else places.arena_bytes
-        settle(self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where)
+        settle(
+            self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where,
+            compiled.copied,
+        )  # fmt: skip
         here = [name for name in compiled.moving if name not in compiled.stored]
         self._state.residency.bring((name for name in here if name not in compiled.copied), engine)
         self._state.residency.copy(compiled.copied, engine)

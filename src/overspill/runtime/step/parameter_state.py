@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from overspill.pytorch.storages import storage_key
 from overspill.runtime.reachable import replace_in, tensors_in
 
+from .from_host import as_on_host
 from .learned import Leaves, Needs, moves
 from .residency import Residency, Resident, Spec
 
@@ -64,7 +65,7 @@ class ParameterState:
         for path, tensor in found.items():
             if path in known and before is not None and before.resident(path).tensor is tensor:
                 there[path] = known[path]
-            elif moves(tensor, like, shared):
+            elif moves(tensor, as_on_host(like) if self.residency.is_on_host(tensor) else like, shared):
                 there[path] = (
                     tensor.dtype,
                     Spec.of(tensor) if tensor.shape != like.shape or not self.updates.groups else None,

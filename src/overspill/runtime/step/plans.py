@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -429,7 +429,8 @@ class StepPlans:
 
     def _account(self) -> Account:
         where = self.state.where
-        return account_of(self.options, device_named(self.options.device, where), where)
+        account = account_of(self.options, device_named(self.options.device, where), where)
+        return replace(account, model_on_host=self.state.from_host)
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:

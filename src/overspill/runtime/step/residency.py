@@ -12,8 +12,8 @@ the tensor by any other reference (`away.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -107,14 +107,16 @@ class Alias:
         """Make the tensor a view of `data`, unless it was given other data."""
         if isinstance(tensor := self.tensor(), Away):
             show(tensor)
-            tensor.data = self._spec.within(data.untyped_storage(), data.storage_offset() + self._offset)
+            spec = replace(self._spec, device=data.device)
+            tensor.data = spec.within(data.untyped_storage(), data.storage_offset() + self._offset)
 
 
 class Resident:
     """One tensor that outlives the step, on the device or in the store.
 
     `handle` is that of the copy in the store while the tensor is away. A *blank* resident has no bytes yet, on the
-    device or in the store: optimizer state before the first step.
+    device or in the store: optimizer state before the first step. The tensor of one `on_host` has its bytes in host
+    memory, from where the next step takes them: that of a model larger than the device.
     """
 
     def __init__(self, name: str, tensor: Tensor, spec: Spec | None = None) -> None:
@@ -127,6 +129,8 @@ class Resident:
         """Whether the object holds only its placeholder."""
         self.hidden: Tensor | None = None
         """The device's copy of bytes that the store also has, hidden from the user so that both stay equal."""
+        self.on_host = False
+        """Whether the tensor object has its bytes, in host memory."""
         self.aliases: list[Alias] = []
         self._placeholder: Tensor | None = None
 
@@ -149,7 +153,7 @@ class Resident:
                 self._placeholder = self.spec.placeholder()
             tensor.data = self._placeholder
             increment_version(tensor)  # graphs of autograd from before raise, as behind plain updates
-        self.away = True
+        self.away, self.on_host = True, False
         hide(tensor)
 
     @classmethod
@@ -159,8 +163,8 @@ class Resident:
 
     @property
     def here(self) -> Tensor | None:
-        """The data on the device, hidden or not; None if away."""
-        return self.hidden if self.away else self.tensor.data
+        """The data on the device, hidden or not; None if away or on the host."""
+        return self.hidden if self.away or self.on_host else self.tensor.data
 
     def take(self) -> Tensor:
         """Take the data out of the tensor object and return it; it must be on the device."""
@@ -184,7 +188,19 @@ class Resident:
         for alias in self.aliases:
             alias.come_back(data)
         self.handle = self.hidden = None
-        self.away = False
+        self.away = self.on_host = False
+
+    def arrived(self, data: Tensor, *, copied: bool) -> None:
+        """Take the data that came from the store, which still has it if `copied`."""
+        if copied:
+            self.hidden = data
+        else:
+            self.put(data)
+
+    def show(self, data: Tensor) -> None:
+        """Give the tensor object its data in host memory."""
+        self.put(data)
+        self.on_host = True
 
     def blanked(self) -> None:
         """Drop the data, on the device and in the store."""
@@ -202,8 +218,10 @@ class Resident:
 class Residency:
     """All tensors that a step may leave in the store, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, from_host_to: torch.device | None = None) -> None:
+        """Create an empty one; tensors in host memory are on their way to the device `from_host_to`, if given."""
         self.residents: dict[str, Resident] = {}
+        self.from_host_to = from_host_to
 
     def __getitem__(self, name: str) -> Resident:
         return self.residents[name]
@@ -215,8 +233,45 @@ class Residency:
         """Return the resident of `tensor`; create one if the name had another tensor."""
         found = self.residents.get(name)
         if found is None or found.tensor is not tensor:
-            found = self.residents[name] = Resident(name, tensor)
+            found = self.residents[name] = self.resident_of(name, tensor)
         return found
+
+    def resident_of(self, name: str, tensor: Tensor) -> Resident:
+        """Return a new resident of `tensor`, which has its bytes."""
+        made = Resident(name, tensor)
+        made.spec, made.on_host = self.spec_of(tensor), self.is_on_host(tensor)
+        return made
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is one that comes from host memory."""
+        return self.from_host_to is not None and tensor.device.type == "cpu"
+
+    def spec_of(self, tensor: Tensor) -> Spec:
+        """Return the spec that `tensor` has on the device."""
+        spec = Spec.of(tensor)
+        return replace(spec, device=self.from_host_to) if self.is_on_host(tensor) else spec
+
+    def hold(self, engine: TransferEngine) -> None:
+        """Take the tensors in host memory as they are now: from here on they are in the store. Raises StoreError."""
+        engine.store.let_go()
+        for resident in self.residents.values():
+            if resident.on_host and not resident.away:
+                resident.stored(engine.hold(resident.tensor.data, resident.spec.device))
+
+    def show(self, names: Iterable[str], engine: TransferEngine) -> None:
+        """Give these residents, which are in the store, their bytes in host memory.
+
+        Raises StoreError; residents that could not be read stay in the store.
+        """
+        for resident in map(self.residents.__getitem__, names):
+            if resident.hidden is not None:
+                resident.put(resident.hidden)
+            elif resident.handle is not None:
+                try:
+                    data = engine.to_host(resident.handle)
+                except StoreError as error:
+                    raise StoreError(f"{readable(resident.name)}: {error}") from error
+                resident.show(data)
 
     def away(self) -> list[str]:
         """Return the names of all residents whose bytes are in the store, or that are blank."""
@@ -227,17 +282,22 @@ class Residency:
         for resident in map(self.residents.__getitem__, names):
             if resident.away and not isinstance(resident.tensor, Away) and not _is_placeholder(resident.tensor):
                 resident.put(resident.tensor.data)
+                resident.on_host = self.is_on_host(resident.tensor)
+            elif resident.on_host:
+                resident.on_host = self.is_on_host(resident.tensor)
 
     def bring(
         self,
         names: Iterable[str],
         engine: TransferEngine,
         into: Mapping[str, Callable[[int], torch.UntypedStorage]] = MappingProxyType({}),
+        *,
+        copied: Container[str] = (),
     ) -> None:
         """Bring these residents to the device.
 
-        For those in `into`, a function of the number of bytes returns the memory to use; others get fresh memory.
-        Raises StoreError; residents that could not be read stay in the store.
+        For those in `into`, a function of the number of bytes returns the memory to use; others get fresh memory. Those
+        `copied` stay in the store too. Raises StoreError; residents that could not be read stay in the store.
         """
         coming = []
         failure: StoreError | None = None
@@ -259,7 +319,7 @@ class Residency:
                 except StoreError as error:
                     failure = failure or StoreError(f"{readable(resident.name)}: {error}")
                 else:
-                    resident.put(data)
+                    resident.arrived(data, copied=resident.name in copied)
         finally:
             for _, data in coming:
                 engine.cancel(data)
@@ -298,8 +358,9 @@ class Residency:
         Those that are so already are not moved. Raises StoreError.
         """
         lacking = [name for name in names if self.residents[name].hidden is None]
-        self.bring(lacking, engine)
-        going = [(r, engine.offload(r.tensor.data)) for r in map(self.residents.__getitem__, lacking)]
+        self.bring(lacking, engine, copied=lacking)
+        unwritten = [r for r in map(self.residents.__getitem__, lacking) if r.hidden is None]
+        going = [(r, engine.offload(r.tensor.data)) for r in unwritten]
         for resident, handle in going:
             engine.await_offload(handle)
             resident.hidden, resident.handle = resident.take(), handle

@@ -33,6 +33,7 @@ from .checks import (
     check_trained,
     check_unchanged,
 )
+from .from_host import check_on_host, move_buffers, move_state
 from .gate import Gate
 from .parameter_state import ParameterState
 from .residency import Guarded, Residency, Resident, Spec, is_dense, readable
@@ -53,8 +54,18 @@ class StepState:
     All methods are called within `gate`, one thread at a time.
     """
 
-    def __init__(self, module: StepLoss, updates: Sequence[OptimizerUpdates], *, allow_untrained: bool = False) -> None:
-        """Create the state. Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
+    def __init__(
+        self,
+        module: StepLoss,
+        updates: Sequence[OptimizerUpdates],
+        *,
+        from_host_to: torch.device | None = None,
+        allow_untrained: bool = False,
+    ) -> None:
+        """Create the state, of a model in host memory if it steps on the device `from_host_to`.
+
+        Raises RequestError or UnsupportedError for what cannot be part of a planned step.
+        """
         self.gate = Gate()
         self.module = module
         self.updates = tuple(updates)
@@ -68,16 +79,20 @@ class StepState:
         if self.sharding is not None:
             for of in self.updates:
                 check_sharded(of.optimizer, of.groups)
+        if from_host_to is not None:
+            check_on_host(self.parameters, is_sharded=self.sharding is not None)
+            move_buffers(module, from_host_to)
+            move_state((of.optimizer for of in self.updates), from_host_to)
         # Parameters and buffers, as they are now.
         self.structure = Structure(module)
         self.external_tensors: dict[str, Tensor] = {}
         self._buffer_specs = self._specs_of_buffers()
         self.names = {id(p): name for name, p in self.parameters.items()}
-        self.where = next(iter(self.parameters.values())).device
+        self.where = from_host_to or next(iter(self.parameters.values())).device
         # The optimizer's state, and where everything is.
         self.owned: dict[str, ParameterState] = {}
         self.sums: tuple[str, ...] = ()
-        self.residency = Residency()
+        self.residency = Residency(from_host_to)
         self.holders = Holders()
         self.engine: TransferEngine | None = None
         self.engine_number = 0
@@ -86,6 +101,11 @@ class StepState:
         self.state_guards: dict[str, Guarded] = {}
         self.stale = False
         self.advice: Callable[[], str] = str
+
+    @property
+    def from_host(self) -> bool:
+        """Whether the model begins in host memory, and comes back there."""
+        return self.residency.from_host_to is not None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -174,14 +194,15 @@ class StepState:
         for name, parameter in self.parameters.items():
             self._drop_gradient(parameter)
             tensor, known = local_of(parameter), residents.get(name)
-            if name not in sharded and (known is None or not known.away):
+            if known is None:
+                known = self._adopt_parameter(name, tensor)
+            if name not in sharded and (known is None or not (known.away or known.on_host)):
                 there[name] = tensor
             if known is None:
-                if is_dense(tensor):
-                    self.residency.adopt(name, tensor)
-            elif not known.away and Spec.of(tensor) != known.spec:
-                check_unchanged(name, tensor, known.spec)
-                residents[name] = Resident(name, tensor)
+                continue
+            if not known.away and (now := self.residency.spec_of(tensor)) != known.spec:
+                check_unchanged(name, now, known.spec)
+                residents[name] = self.residency.resident_of(name, tensor)
                 self.stale = True
             elif known.tensor is not tensor:  # FSDP has padded it anew
                 self.residency.adopt(name, tensor)
@@ -195,6 +216,14 @@ class StepState:
     def _drop_gradient(self, parameter: nn.Parameter) -> None:
         """Drop what is there before a step, which makes gradients of its own, as after zero_grad()."""
         parameter.grad = None
+
+    def _adopt_parameter(self, name: str, tensor: Tensor) -> Resident | None:
+        """Return the resident of a parameter that has none; None if its strides do not let it move."""
+        if is_dense(tensor):
+            return self.residency.adopt(name, tensor)
+        if self.residency.is_on_host(tensor):
+            tensor.data = tensor.data.to(self.where)
+        return None
 
     def adopt_optimizers(self) -> None:
         """Notice new parameter groups, settings and state, at the start and before each step.
@@ -277,7 +306,8 @@ class StepState:
         fresh = ParameterState(updates, name, parameter, group, content, self.residency)
         self._check_own(name, updates, content)
         away = name in residents and residents[name].away
-        fresh.divide(self.like(name) if away else local_of(parameter), owned if known else None)
+        like = self.like(name) if away or self.from_host else local_of(parameter)
+        fresh.divide(like, owned if known else None)
         fits = owned is not None and owned.leaves == fresh.leaves and owned.settings == fresh.settings
         self.stale = self.stale or not fits
         # What no longer moves comes back for good.
@@ -332,7 +362,8 @@ class StepState:
 
     def spec(self, name: str, parameter: Tensor) -> Spec:
         """Return the spec of `parameter` on the device."""
-        return self.residency[name].spec if name in self.residency else Spec.of(local_of(parameter))
+        known = self.residency.residents.get(name)
+        return self.residency.spec_of(local_of(parameter)) if known is None else known.spec
 
     def planned(self, name: str) -> Spec:
         """Return the spec that plans use for a parameter; if sharded, that of the rank with most rows."""
@@ -488,7 +519,8 @@ class StepState:
             self.residency.take_over(names)
             if found := [name for name in names if self.residency[name].handle is not None]:
                 assert self.engine is not None
-                self.residency.bring(found, self.engine)
+                bring = self.residency.show if self.from_host else self.residency.bring
+                bring(found, self.engine)
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device."""

@@ -27,6 +27,7 @@ from overspill.pytorch.optimizers import note_step
 from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
+from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.peaks import PlannedPeaks
@@ -73,9 +74,13 @@ class TrainStep(PlannedPeaks):
         gradients: GradientOptions,
         processes: OneProcess | None = None,
         *,
+        from_host_to: torch.device | None = None,
         allow_untrained: bool = False,
     ) -> None:
-        """Create a step. Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
+        """Create a step, of a model in host memory if it steps on the device `from_host_to`.
+
+        Raises RequestError or UnsupportedError for what cannot be part of a planned step.
+        """
         for optimizer in optimizers:
             check_optimizer(optimizer)
         self.gradients = gradients
@@ -88,7 +93,9 @@ class TrainStep(PlannedPeaks):
         # The state that outlives steps, and the plans over it.
         clips = gradients.clip_norm is not None
         updates = [OptimizerUpdates(o, clip_value=gradients.clip_value, scales=clips) for o in optimizers]
-        self._state = StepState(StepLoss(model, loss_fn), updates, allow_untrained=allow_untrained)
+        self._state = StepState(
+            StepLoss(model, loss_fn), updates, from_host_to=from_host_to, allow_untrained=allow_untrained
+        )
         sharding = self._state.sharding
         if sharding is not None and options.backend != "eager":
             raise UnsupportedError(
@@ -353,7 +360,7 @@ def train_step(
     store: str | None = None,
     store_dir: str | Path | None = None,
     backend: str = "eager",
-    device: str | Device | None = None,
+    device: str | torch.device | Device | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -389,7 +396,9 @@ def train_step(
         backend: With `inductor`, forward and backward are the programs that Inductor writes of the loss function. The
             numbers are those of a loop with `torch.compile(loss_fn)` and the optimizer, with the chosen partition
             (docs/compiled.md).
-        device: The device to plan for; by default the one that the tensors are on.
+        device: The GPU to train on, as `"cuda"`, of a model that is on the CPU, in memory or mapped from its files.
+            Its weights come when the plan needs them, so it may be larger than the GPU; frozen ones are read from where
+            they are. Or the device to plan for; by default the one that the tensors are on.
         times: Op times that were measured before.
         placement: An allocator or solver within whose peak the plan must stay. `planned`, the default on CUDA, puts
             weights, state and blocks in an arena (docs/placement.md).
@@ -408,9 +417,10 @@ def train_step(
         InfeasibleBudget: At the first call with inputs of a kind, with the smallest budget that works.
         StoreError: In a step, if the store failed; `step.resume()` finishes the step.
     """
+    from_host_to = gpu_named(device, model)
     options = Options(
-        budget, policy, store, store_dir, backend, device, times=times, placement=placement, checksum=checksum,
-        partition=partition,
+        budget, policy, store, store_dir, backend, planned_for(device), times=times, placement=placement,
+        checksum=checksum, partition=partition,
     )  # fmt: skip
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -419,13 +429,13 @@ def train_step(
     if session is None:
         return TrainStep(
             model, loss_fn, optimizers, options, gradients, processes_of(model, process_group),
-            allow_untrained=allow_untrained,
+            from_host_to=from_host_to, allow_untrained=allow_untrained,
         )  # fmt: skip
     options.check_unset()
     # A step of a session shares its budget.
     step = TrainStep(
         model, loss_fn, optimizers, session.options, gradients, processes_of(model, process_group),
-        allow_untrained=allow_untrained,
+        from_host_to=from_host_to, allow_untrained=allow_untrained,
     )  # fmt: skip
     session.add_step(step)
     return step

@@ -28,9 +28,9 @@ class Checksums:
         self._of[slot.chunk, slot.offset] = zlib.crc32(memory_of(source))
         self._store.write(slot, source)
 
-    def read(self, slot: Slot, target: Tensor) -> None:
+    def fetch(self, slot: Slot, target: Tensor) -> None:
         """Fill `target`. Raises StoreError if the bytes differ from those written."""
-        self._store.read(slot, target)
+        self._store.fetch(slot, target)
         expected = self._of.get((slot.chunk, slot.offset))
         if expected is not None and zlib.crc32(memory_of(target)) != expected:
             raise StoreError(

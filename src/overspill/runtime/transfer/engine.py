@@ -17,7 +17,7 @@ from overspill.pytorch.storages import key_of, storage_key
 from overspill.runtime.recording.recorder import RunRecorder
 
 from .checksums import Checksums
-from .lanes import Lane, Noted, Slot, ThreadLane, Ticket
+from .lanes import HeldSlot, Lane, Noted, Slot, ThreadLane, Ticket, bytes_of
 from .stores import Store
 
 _LOG = logging.getLogger("overspill")
@@ -140,6 +140,33 @@ class TransferEngine:
         stored = _Stored(slot, nbytes, size, stride, 0, dtype, device)
         stored.written = True
         return self._handle(stored)
+
+    def hold(self, source: Tensor, device: torch.device) -> Tensor:
+        """Return the handle of a dense tensor in host memory, to be read from there for `device`.
+
+        Raises StoreError.
+        """
+        slot = self.store.hold(source)
+        if self._checksums is not None and not isinstance(slot, HeldSlot):
+            self._checksums.forget(slot)
+        stored = _Stored(slot, source.nbytes, source.size(), source.stride(), 0, source.dtype, device)
+        stored.written = True
+        return self._handle(stored)
+
+    def to_host(self, handle: Tensor) -> Tensor:
+        """Return the tensor of `handle` in host memory: itself if it is held there, otherwise a copy.
+
+        Raises StoreError.
+        """
+        self.await_offload(handle)
+        self._outward.drain()
+        stored = self._table[handle.data_ptr()]
+        if isinstance(stored.slot, HeldSlot):
+            return stored.slot.tensor
+        memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        (self._checksums or self.store).fetch(stored.slot, bytes_of(memory))
+        tensor = torch.empty(0, dtype=stored.dtype, device="cpu")
+        return tensor.set_(memory, stored.offset, stored.size, stored.stride)
 
     def _handle(self, stored: _Stored) -> Tensor:
         handle = torch.empty(1, dtype=torch.int64, device="cpu")
@@ -289,7 +316,7 @@ def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -
         raise RequestError("checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied")
     checksums = Checksums(store)
     return TransferEngine(
-        store, ThreadLane("offload", checksums.write), ThreadLane("prefetch", checksums.read), checksums
+        store, ThreadLane("offload", checksums.write), ThreadLane("prefetch", checksums.fetch), checksums
     )
 
 

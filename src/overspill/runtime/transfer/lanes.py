@@ -37,6 +37,25 @@ class Slot:
     nbytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class HeldSlot(Slot):
+    """The place of a tensor that was in host memory before, and is only read there."""
+
+    tensor: Tensor
+    """The tensor itself, dense."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> HeldSlot:
+        """Return the slot of `tensor`."""
+        return cls(-1, 0, tensor.nbytes, tensor)
+
+    @property
+    def memory(self) -> Tensor:
+        """Its bytes, as a uint8 tensor of one dimension."""
+        begin = self.tensor.storage_offset() * self.tensor.itemsize
+        return bytes_of(self.tensor.untyped_storage())[begin : begin + self.nbytes]
+
+
 Copy = Callable[[Slot, Tensor], None]
 """A store's read or write: of a slot, from or to memory given as a one-dimensional uint8 tensor."""
 
@@ -70,6 +89,9 @@ class Lane(ABC):
 
         `noted` is called when the copy begins and ends.
         """
+
+    def drain(self) -> None:  # noqa: B027 - for a thread's copies the host has waited
+        """Wait on the host until all copies are done that compute waits for."""
 
     @abstractmethod
     def close(self) -> None:
@@ -247,9 +269,11 @@ class StreamLane(Lane):
         """Make later work of the compute stream run after `event`."""
         self._streams.current_stream(self._device).wait_event(event)
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Wait until the stream is idle."""
         self.stream.synchronize()
+
+    close = drain
 
 
 class _StreamTicket:
@@ -288,9 +312,11 @@ class CopyLane(Lane):
             noted.end(self.stream)
         return ticket
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Wait until the stream is idle."""
         self.stream.synchronize()
+
+    close = drain
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:

@@ -32,7 +32,7 @@ from overspill.runtime.accelerator import DeviceStream, PageLock, raw_streams
 from . import host_memory
 from ._copies import can_copy
 from .forks import tell_of_forks
-from .lanes import CopyLane, Lane, Slot, StreamLane, ThreadLane
+from .lanes import CopyLane, HeldSlot, Lane, Slot, StreamLane, ThreadLane, bytes_of
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for a full disk, a used-up quota, or a file of the largest possible size."""
@@ -87,8 +87,25 @@ class Store(ABC):
         """Return one lane each way for transfers from and to `device`."""
         return (  # `write` and `read` as they are when a copy runs
             ThreadLane("offload", lambda slot, source: self.write(slot, source)),  # noqa: PLW0108
-            ThreadLane("prefetch", lambda slot, target: self.read(slot, target)),  # noqa: PLW0108
+            ThreadLane("prefetch", lambda slot, target: self.fetch(slot, target)),  # noqa: PLW0108
         )
+
+    def hold(self, tensor: Tensor) -> Slot:
+        """Return a slot for a dense `tensor` in host memory, whose bytes are read from where they are.
+
+        Raises StoreError where the store must copy them, and they do not fit.
+        """
+        return HeldSlot.of(tensor)
+
+    def let_go(self) -> None:  # noqa: B027 - a thread's copies hold their tensors themselves
+        """Free the tensors that were held and have left."""
+
+    def fetch(self, slot: Slot, target: Tensor) -> None:
+        """Fill `target` (uint8, one dimension) from a slot of the store, or from where a tensor is held."""
+        if isinstance(slot, HeldSlot):
+            ctypes.memmove(target.data_ptr(), slot.memory.data_ptr(), target.numel())
+        else:
+            self.read(slot, target)
 
     @property
     def capacity_bytes(self) -> int:
@@ -124,7 +141,8 @@ class Store(ABC):
 
     def release(self, slot: Slot) -> None:
         """Free `slot`; safe to call anywhere, because it never waits."""
-        self._returned.append(slot)
+        if not isinstance(slot, HeldSlot):
+            self._returned.append(slot)
 
     def _add_chunk(self, nbytes: int) -> None:
         nbytes = whole_pages(nbytes)
@@ -305,7 +323,9 @@ class PinnedStore(HostStore):
         self._pages = pages or PageLock()
         self._addresses: list[int] = []
         self._streams: list[DeviceStream] = []
-        self._end = weakref.finalize(self, _unlock, self._chunks, self._pages, self._streams, os.getpid())
+        self._held = HeldPages(self._pages)
+        self._left: deque[HeldSlot] = deque()
+        self._end = weakref.finalize(self, _unlock, self._chunks, self._held, self._streams, os.getpid())
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
         chunk = super()._allocate_chunk(nbytes)
@@ -324,7 +344,31 @@ class PinnedStore(HostStore):
         self._streams += [lane.stream for lane in lanes]
         return lanes
 
+    def hold(self, tensor: Tensor) -> Slot:
+        """Lock the pages of `tensor` where they are, or copy it if the system refuses."""
+        if tensor.nbytes and self._held.lock(tensor):
+            return HeldSlot.of(tensor)
+        slot = self.allocate(tensor.nbytes)
+        self._part(slot, tensor.nbytes).copy_(HeldSlot.of(tensor).memory)
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Free `slot`; a tensor that is held stays, because a copy of it may be under way."""
+        if isinstance(slot, HeldSlot):
+            self._left.append(slot)
+        super().release(slot)
+
+    def let_go(self) -> None:
+        """Wait for the copies of held tensors that have left, and free these."""
+        if self._left:
+            for stream in self._streams:
+                stream.synchronize()
+            while self._left:
+                self._held.unlock(self._left.popleft().tensor)
+
     def _address(self, slot: Slot) -> int:
+        if isinstance(slot, HeldSlot):
+            return slot.memory.data_ptr()
         return self._addresses[slot.chunk] + slot.offset
 
     def write(self, slot: Slot, source: Tensor) -> None:
@@ -336,22 +380,64 @@ class PinnedStore(HostStore):
         target.copy_(self._part(slot, target.numel()), non_blocking=True)
 
     def _part(self, slot: Slot, nbytes: int) -> Tensor:
+        if isinstance(slot, HeldSlot):
+            return slot.memory
         return self._chunks[slot.chunk][slot.offset : slot.offset + nbytes]
 
     def close(self) -> None:
         """Unlock and free the arena."""
+        self._left.clear()
         self._end()
 
 
-def _unlock(chunks: list[Tensor], pages: PageLock, streams: list[DeviceStream], process: int) -> None:
-    """Unlock and free the arena of a pinned store."""
+class HeldPages:
+    """Page locks of tensors that are held where they are.
+
+    Tensors of one storage, as of a file that is mapped, are locked together.
+    """
+
+    def __init__(self, pages: PageLock) -> None:
+        self.pages = pages
+        self._locked: dict[int, list[Tensor]] = {}
+
+    def lock(self, tensor: Tensor) -> bool:
+        """Lock the pages of the whole storage of `tensor`; return whether they are."""
+        memory = bytes_of(tensor.untyped_storage())
+        if (found := self._locked.get(memory.data_ptr())) is None:
+            # Memory that PyTorch did not allocate may be a file, whose pages would be copied to be written.
+            if self.pages.lock(memory, read_only=not tensor.untyped_storage().resizable()) != 0:
+                return False
+            found = self._locked[memory.data_ptr()] = [memory]
+        found.append(tensor)
+        return True
+
+    def unlock(self, tensor: Tensor) -> None:
+        """Unlock the pages of `tensor` if no other tensor that is held has them."""
+        if (found := self._locked.get(at := tensor.untyped_storage().data_ptr())) is None:
+            return
+        memory, *tensors = found
+        found[1:] = [other for other in tensors if other is not tensor]
+        if len(found) == 1:
+            del self._locked[at]
+            self.pages.unlock(memory)
+
+    def clear(self) -> None:
+        """Unlock all."""
+        for memory, *_ in self._locked.values():
+            self.pages.unlock(memory)
+        self._locked.clear()
+
+
+def _unlock(chunks: list[Tensor], held: HeldPages, streams: list[DeviceStream], process: int) -> None:
+    """Unlock and free the arena of a pinned store, and the tensors that it holds."""
     try:
         if process == os.getpid():  # a forked child has no device
             with contextlib.suppress(RuntimeError):  # of a device that has failed: nothing is under way on it any more
                 for stream in streams:  # of an engine that was dropped, copies may be under way
                     stream.synchronize()
             for chunk in chunks:
-                pages.unlock(chunk)
+                held.pages.unlock(chunk)
+            held.clear()
     finally:
         chunks.clear()
         streams.clear()

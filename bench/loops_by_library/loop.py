@@ -1,0 +1,112 @@
+"""What a training loop is, the registry of all, and the one line that makes it train within a budget.
+
+A loop is a function, written as its user would write it, that builds its model, trains, and returns what it `Trained`.
+Its one argument is a `Line`, by which alone the runs of a loop differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ground_truth.beside import add_directory
+from torch import nn
+from torch.optim import Optimizer
+
+import overspill
+from overspill.runtime.compiled.session import Session
+
+M = TypeVar("M", bound=nn.Module)
+Figures = Sequence[Any]
+"""What a loop logs of a step: its loss, the norm of its gradients."""
+LIBRARIES = "OVERSPILL_LOOPS"
+"""The environment variable that names the folder of `make loops-libraries`, if that is another."""
+
+
+class Line:
+    """The line that a user adds to the loop; without a budget, nothing in its place."""
+
+    def __init__(self, budget: str | int | None, at_line: Callable[[], None] = lambda: None) -> None:
+        self.budget = budget
+        self.sessions: list[Session] = []
+        self._at_line = at_line
+        """Called where the line stands: the model is there, and training has not begun."""
+
+    def forward(self, *models: nn.Module) -> None:
+        """Put `model.forward = overspill.compile(model.forward, budget=…)`; several models share the budget."""
+        self._at_line()
+        if self.budget is None:
+            return
+        if len(models) == 1:
+            models[0].forward = overspill.compile(models[0].forward, budget=self.budget)
+        else:
+            session = overspill.Session(budget=self.budget)
+            for model in models:
+                model.forward = overspill.compile(model.forward, session=session)
+        self.sessions.append(models[0].forward.overspill)
+
+    def module(self, model: M) -> M:
+        """Put `model = overspill.compile(model, budget=…)`."""
+        self._at_line()
+        if self.budget is None:
+            return model
+        compiled = overspill.compile(model, budget=self.budget)
+        self.sessions.append(compiled.overspill)
+        return compiled
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a loop leaves, to be compared."""
+
+    figures: Figures
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    files: Mapping[str, Any] = field(default_factory=dict)
+    """The tensors of each file that it wrote."""
+    others: Sequence[nn.Module] = ()
+    """Models that the line does not stand at; the budget does not count their weights."""
+
+
+Trains = Callable[[Line], Trained]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, the file that it is in, what it is in a few words, and the libraries that it needs besides torch."""
+
+    name: str
+    library: str
+    about: str
+    trains: Trains
+    needs: tuple[str, ...]
+
+    @property
+    def missing(self) -> list[str]:
+        """The libraries that are not there."""
+        add_directory(LIBRARIES, first=False)
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+    def load(self) -> None:
+        """Import the libraries."""
+        for name in self.needs:
+            importlib.import_module(name)
+
+
+LOOPS: dict[str, Loop] = {}
+
+
+def loop(about: str, *, needs: tuple[str, ...] = (), name: str = "") -> Callable[[Trains], Trains]:
+    """Registers a loop under `name`, by default that of its function."""
+
+    def register(trains: Trains) -> Trains:
+        named = name or trains.__name__.replace("_", "-")
+        if named in LOOPS:
+            raise ValueError(f"two loops are named {named}")
+        LOOPS[named] = Loop(named, trains.__module__.rpartition(".")[2], about, trains, needs)
+        return trains
+
+    return register

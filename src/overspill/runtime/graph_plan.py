@@ -1,0 +1,374 @@
+"""`overspill.plan_graph`: the planner alone, for runtimes that take a tag of each node.
+
+PyTorch's partitioner and torchtitan's graph trainer split a joint graph of forward and backward by tags. Here the tags
+come from a plan within a budget.
+
+Known limits: only what the graph holds is counted. Tags cannot recompute a tensor twice, nor drop it between two uses
+in backward, so the smallest budget is above that of `overspill.compile`. Of collectives, only gathers are recomputed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from overspill.capture.compiled.batch_norm import recomputes_without_statistics
+from overspill.capture.compiled.graph import Captured, Surroundings, capture
+from overspill.capture.compiled.joint import JointGraph, copied, device_of, storages
+from overspill.capture.compiled.scratch import reduces_in_place
+from overspill.core import Device, Graph, Op, Phase, TensorKind
+from overspill.core.budget import Budget
+from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.units import format_bytes
+from overspill.plans.fit import fit
+from overspill.plans.plan import Plan, make_plan, unmanaged_peak
+from overspill.policies import Policy
+from overspill.policies.in_core import Liveness
+from overspill.pytorch.functorch import functorch_config
+from overspill.pytorch.node_tags import AC_REGION, BACKWARD, DESCRIPTION, PARTITION, RECOMPUTE
+from overspill.pytorch.trees import tree_leaves
+
+from .hardware import device_named
+from .node_tags import Tag, TagAccount, TaggedStep, fastest_by_recomputing, tagged
+
+GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor, torch.ops._c10d_functional.wait_tensor)
+"""Collectives that may run again: those by which FSDP gathers parameters."""
+SLOWER = 1000
+"""How much slower the link is for a policy whose plan must do without it."""
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Tags of the nodes of a joint graph, and what a step takes that runs by them. Bytes are live ones."""
+
+    tags: Mapping[str, Tag] = field(repr=False)
+    """`save`, `recompute` or `offload` for each node of forward that backward needs, by the node's name.
+
+    A view is made again from what it views, so its tag is `recompute`.
+    """
+    budget_bytes: int
+    peak_bytes: int
+    """The peak of the step by these tags, the graph's inputs and gradients included; it is within the budget."""
+    unmanaged_peak_bytes: int
+    """The peak of the same step with every activation saved."""
+    saved_bytes: int
+    """Bytes of activations that stay on the device from forward to backward."""
+    unmanaged_saved_bytes: int
+    """The same if all are saved."""
+    offloaded_bytes: int
+    """Bytes of activations that go to the host and come back."""
+    slowdown: float
+    """Simulated step time over that of the unmanaged step, if transfers overlap with compute."""
+    module: fx.GraphModule = field(repr=False, compare=False)
+    """The planned graph."""
+    num_fwd_outputs: int = field(repr=False)
+
+    def __str__(self) -> str:
+        """Return the plan in one line."""
+        saved, all_saved, peak, budget = map(
+            format_bytes, (self.saved_bytes, self.unmanaged_saved_bytes, self.peak_bytes, self.budget_bytes)
+        )
+        offloaded = format_bytes(self.offloaded_bytes)
+        return (
+            f"peak {peak} of {budget}; {saved} of {all_saved} saved, {offloaded} offloaded; "
+            f"simulated slowdown: {self.slowdown:.2f}"
+        )
+
+    def tag(self, module: fx.GraphModule | None = None) -> fx.GraphModule:
+        """Set `node.meta["recompute"]` to a `torch.utils.checkpoint.CheckpointPolicy`, and return the graph.
+
+        Tags of the program's own checkpoints are replaced. `MUST_SAVE`, `MUST_RECOMPUTE` and `MUST_CPU_OFFLOAD` are
+        what torchtitan's passes read. PyTorch's partitioner knows the first two.
+
+        Args:
+            module: A graph with the same nodes; None: the planned one.
+
+        Returns:
+            The tagged graph.
+
+        Raises:
+            RequestError: If the graph lacks a node that has a tag.
+            UnsupportedError: If this PyTorch has no policy for offloading.
+        """
+        target = self.module if module is None else module
+        nodes = {node.name: node for node in target.graph.nodes}
+        if missing := next((name for name in self.tags if name not in nodes), None):
+            raise RequestError(f"the graph has no node {missing}, so it is not the one that was planned")
+        policies = {name: _policy(tag) for name, tag in self.tags.items()}
+        for name, node in nodes.items():
+            node.meta.pop(RECOMPUTE, None)
+            node.meta.pop(AC_REGION, None)
+            if name in policies:
+                node.meta[RECOMPUTE] = policies[name]
+        return target
+
+    def partition(self, inputs: Any = (), **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the graphs of forward and backward that PyTorch's min-cut partitioner makes by the tags.
+
+        Args:
+            inputs: The inputs of the joint graph, as a `partition_fn` gets them; the partitioner does not use them.
+            **how: Further arguments that a `partition_fn` gets.
+
+        Returns:
+            The two graphs, for a `partition_fn` of AOTAutograd to return.
+
+        Raises:
+            RequestError: If a tag is `offload`: plan with `offload=False`.
+            UnsupportedError: If the partitioner saves something else than the tags say.
+        """
+        from overspill.pytorch.aot import min_cut_rematerialization_partition  # noqa: PLC0415 - its import takes time
+
+        if Tag.OFFLOAD in self.tags.values():
+            raise RequestError("PyTorch's partitioner does not offload; plan the graph with offload=False")
+        module = self.tag()
+        inputs_of_graph = {node.name for node in module.graph.find_nodes(op="placeholder")}
+        # Equal nodes stay apart, because a tag is one node's; and no other budget has a say.
+        with functorch_config.patch(cse=False, activation_memory_budget=1.0):
+            forward, backward = min_cut_rematerialization_partition(
+                module, inputs, **{**how, "num_fwd_outputs": self.num_fwd_outputs}
+            )
+        taken = (node.name for node in backward.graph.find_nodes(op="placeholder"))
+        for name in taken:
+            if name not in inputs_of_graph and self.tags.get(name) is not Tag.SAVE:
+                raise UnsupportedError(f"PyTorch's partitioner saves {name}, which has the tag {self.tags.get(name)}")
+        return forward, backward
+
+
+def plan_graph(
+    joint_graph: fx.GraphModule,
+    budget: str | float | Budget | None = None,
+    device: str | Device | None = None,
+    *,
+    num_fwd_outputs: int,
+    policy: str | Policy = "auto",
+    offload: bool = True,
+) -> GraphPlan:
+    """Plan a joint graph of forward and backward within `budget`, as tags of its nodes; nothing is run or changed.
+
+    Args:
+        joint_graph: The graph that AOTAutograd passes to a `partition_fn`, or one that `make_fx` traced over a loss and
+            `torch.autograd.grad`, as torchtitan's graph trainer has it. Its nodes have fake tensors as `meta["val"]`.
+        budget: Live bytes of the graph's inputs (parameters among them), activations, temporaries and gradients. A size
+            (`"8GiB"`, or bytes), a share of what the step takes with all activations saved (`0.5`), `"smallest"`, or
+            None for all memory of the device. Subtract what is outside the graph: optimizer state, CUDA context.
+        device: By name, by file, or as a Device; None: the one that the tensors are on.
+        num_fwd_outputs: How many of the graph's outputs are those of forward; they come first.
+        policy: A name that `overspill policies` lists, or a policy.
+        offload: Whether activations may go to the host. Without it, they are saved or recomputed.
+
+    Returns:
+        The GraphPlan.
+
+    Raises:
+        InfeasibleBudget: With the smallest budget that works.
+        RequestError: For a wrong argument.
+        UnsupportedError: For a graph with dynamic shapes, or in which forward and backward alternate.
+    """
+    joint, names = _read(joint_graph, num_fwd_outputs)
+    where = device_of(joint.module.graph)
+    captured = capture(joint, [], Surroundings())
+    graph = _as_run_by_tags(captured)
+    may_leave = _offloadable(captured) if offload else frozenset[int]()
+    asked = device_named(device, where)
+    account = TagAccount(asked if offload else _with_slow_link(asked), may_leave=may_leave)
+    most_bytes = unmanaged_peak(graph, asked)
+    make = partial(make_plan, graph, account.device, policy)
+    by_recomputing = fastest_by_recomputing(account, make, most_bytes)
+
+    def within(nbytes: int) -> Plan:
+        return fit(make, account, nbytes) if offload else by_recomputing(nbytes)
+
+    budget_bytes = account.bytes_of(Budget.parse(budget), graph, within)
+    plan = within(budget_bytes)
+    step = tagged(graph, plan.schedule, may_leave)
+    tags = {names[node]: tag for node, tag in _tags_of_nodes(captured, step).items() if node in names}
+    plain = tagged(graph, Liveness().plan(graph, account.device), ())
+    return GraphPlan(
+        tags,
+        budget_bytes=budget_bytes,
+        peak_bytes=step.peak_bytes,
+        unmanaged_peak_bytes=most_bytes,
+        saved_bytes=_bytes_of(graph, step, Tag.SAVE),
+        unmanaged_saved_bytes=_bytes_of(graph, plain, Tag.SAVE),
+        offloaded_bytes=_bytes_of(graph, step, Tag.OFFLOAD),
+        slowdown=plan.slowdown,
+        module=joint_graph,
+        num_fwd_outputs=num_fwd_outputs,
+    )
+
+
+def _policy(tag: Tag) -> CheckpointPolicy:
+    found: CheckpointPolicy | None = getattr(
+        CheckpointPolicy, {Tag.SAVE: "MUST_SAVE", Tag.RECOMPUTE: "MUST_RECOMPUTE"}.get(tag, "MUST_CPU_OFFLOAD"), None
+    )
+    if found is None:
+        raise UnsupportedError(
+            f"PyTorch {torch.__version__} has no CheckpointPolicy for offloading; plan the graph with offload=False"
+        )
+    return found
+
+
+def _with_slow_link(device: Device) -> Device:
+    """Return `device` with transfers that cost more than any recomputation, so that a policy takes them last."""
+    return replace(
+        device,
+        offload_bytes_per_second=device.offload_bytes_per_second / SLOWER,
+        prefetch_bytes_per_second=device.prefetch_bytes_per_second / SLOWER,
+    )
+
+
+def _bytes_of(graph: Graph, step: TaggedStep, tag: Tag) -> int:
+    return sum(graph.tensors[tensor].nbytes for tensor, its in step.tags.items() if its is tag)
+
+
+# -- reading the graph
+
+
+def _read(module: fx.GraphModule, num_fwd_outputs: int) -> tuple[JointGraph, dict[fx.Node, str]]:
+    """Return the joint graph of a copy of `module`, and the name in `module` of each node of the copy."""
+    if not isinstance(module, fx.GraphModule):
+        raise RequestError(f"plan_graph takes an fx.GraphModule, not a {type(module).__name__}")
+    outputs = tree_leaves(module.graph.find_nodes(op="output")[0].args)
+    if not 0 < num_fwd_outputs < len(outputs):
+        raise RequestError(
+            f"num_fwd_outputs={num_fwd_outputs}, and the graph has {len(outputs)} outputs; those of forward come "
+            "first, then the gradients"
+        )
+    if bare := next((n for n in module.graph.find_nodes(op="placeholder") if "val" not in n.meta), None):
+        raise RequestError(f'input {bare.name} has no meta["val"]; trace the graph with fake tensors')
+    copy = copied(module)
+    names = {ours: node.name for ours, node in zip(copy.graph.nodes, module.graph.nodes, strict=True)}
+    by_aot = DESCRIPTION in copy.graph.find_nodes(op="output")[0].meta
+    if not by_aot:
+        if not any(node.meta.get(BACKWARD) for node in copy.graph.nodes):
+            raise RequestError(
+                f'no node has meta["{BACKWARD}"], which tells those of backward; trace as torchtitan does, or pass the '
+                "joint graph of AOTAutograd"
+            )
+        _describe(copy, len(outputs))
+    joint = JointGraph(copy, num_fwd_outputs)
+    if not by_aot:
+        _check_order(joint)
+    return joint, names
+
+
+def _describe(module: fx.GraphModule, count: int) -> None:
+    """Give a graph of `make_fx` the marks that AOTAutograd gives its joint graphs."""
+    module.graph.find_nodes(op="output")[0].meta[DESCRIPTION] = [f"output {i}" for i in range(count)]
+    for node in module.graph.nodes:
+        if node.meta.get(BACKWARD):
+            node.meta[PARTITION] = "is_backward"
+
+
+def _check_order(joint: JointGraph) -> None:
+    """Raise UnsupportedError if a node of backward comes before one of forward, as with losses in chunks."""
+    forward, marked = set(joint.forward), False
+    for node in joint.module.graph.nodes:
+        marked = marked or bool(node.meta.get(BACKWARD))
+        if marked and node in forward:
+            raise UnsupportedError(
+                f"forward and backward alternate in the graph: {node.name} of forward follows nodes of backward; trace "
+                "the loss in one piece"
+            )
+
+
+def _as_run_by_tags(captured: Captured) -> Graph:
+    """Return the graph as runtimes by tags run it."""
+    graph, joint = captured.graph, captured.joint
+    tensors, ops = list(graph.tensors), [_as_tags_recompute(op, captured.nodes.get(op.id)) for op in graph.ops]
+    # Handles of transfers are Overspill's own.
+    tensors = [replace(t, nbytes=0) if t.kind is TensorKind.WORKSPACE and t.persistent else t for t in tensors]
+    # So is the copy of a loss that a kernel reduces in its own memory: without it, all of that memory stays.
+    for number, node in captured.nodes.items():
+        if reduces_in_place(node):
+            (loss,) = (tensors[captured.tensor_of[key]] for key in storages(node))
+            tensors[loss.id] = replace(loss, nbytes=max(loss.nbytes, ops[number].workspace_bytes))
+            ops[number] = replace(ops[number], workspace_bytes=0)
+    # AOTAutograd's backward holds the gradients that it is given until it ends.
+    given = tuple(captured.tensor_of[key] for node in joint.given_tangents for key in storages(node))
+    last = max((op.id for op in ops if op.phase is Phase.BACKWARD), default=None)
+    if last is not None:
+        ops[last] = replace(ops[last], reads=tuple(dict.fromkeys((*ops[last].reads, *given))))
+    return replace(graph, tensors=tuple(tensors), ops=tuple(ops))
+
+
+def _as_tags_recompute(op: Op, node: fx.Node | None) -> Op:
+    """Return `op` without its checkpoint, with whether other runtimes run `node` again for the same bits."""
+    op = replace(op, checkpoint=0)
+    if node is None or op.phase is not Phase.FORWARD:
+        return op
+    if getattr(node.target, "overloadpacket", None) in GATHERS:
+        return replace(op, recomputable=True, recompute_reads=op.reads, recompute_writes=op.writes)
+    # PyTorch would run batch norm again with statistics that forward has updated.
+    if op.recomputable and recomputes_without_statistics(node):
+        return replace(op, recomputable=False, recompute_reads=(), recompute_writes=())
+    return op
+
+
+def _offloadable(captured: Captured) -> frozenset[int]:
+    """Return the tensors that other runtimes can offload."""
+    roots = captured.joint.roots.items()
+    return frozenset(captured.tensor_of[key] for key, nodes in roots if all(map(_may_leave, nodes)))
+
+
+def _may_leave(node: fx.Node) -> bool:
+    """Return whether other runtimes offload the value of `node`: it is contiguous, and no collective makes it."""
+    value = node.meta["val"]
+    collective = getattr(node.target, "namespace", None) == "_c10d_functional"
+    return isinstance(value, Tensor) and value.is_contiguous() and not collective
+
+
+# -- tags of nodes
+
+
+def _tags_of_nodes(captured: Captured, step: TaggedStep) -> dict[fx.Node, Tag]:
+    """Return the tag of each node that backward reads, directly or to recompute another, and that follows from none.
+
+    Ops that autograd needs for its formulas alone would otherwise be free to run in forward.
+    """
+    joint, tags = captured.joint, dict[fx.Node, Tag]()
+    follows = _following(joint)
+    nodes = [node for node in (*joint.forward, *joint.backward) if node not in follows]
+    wanted = {source for node in follows for source in node.all_input_nodes}
+    wanted |= {node for node in joint.backward_outputs if isinstance(node, fx.Node)}
+    for node in reversed(nodes):
+        if node not in wanted or node.op != "call_function":
+            continue
+        tags[node] = _tag_of(captured, step, node)
+        if tags[node] is Tag.RECOMPUTE or node.target is operator.getitem:
+            wanted.update(node.all_input_nodes)
+    return tags
+
+
+def _following(joint: JointGraph) -> set[fx.Node]:
+    """Return the nodes of backward that runtimes always run there: by their marks, or because a gradient is read."""
+    if not joint.tangents:
+        return {node for node in joint.backward if node.meta.get(BACKWARD)}
+    found: set[fx.Node] = set()
+    given = set(joint.tangents)
+    for node in joint.backward:
+        if not given.isdisjoint(node.all_input_nodes):
+            given.add(node)
+            found.add(node)
+    return found
+
+
+def _tag_of(captured: Captured, step: TaggedStep, node: fx.Node) -> Tag:
+    joint, graph = captured.joint, captured.graph
+    tensors = [captured.tensor_of[key] for key in storages(node) if key in captured.tensor_of]
+    made = [graph.ops[graph.producer[tensor]].phase for tensor in tensors if tensor in graph.producer]
+    if joint.is_view(node) or Phase.BACKWARD in made:
+        return Tag.RECOMPUTE
+    its = {step.tags.get(tensor, Tag.SAVE) for tensor in tensors}
+    if Tag.RECOMPUTE in its:
+        return Tag.RECOMPUTE
+    # Of several results each has a node of its own, with its tag.
+    alone = isinstance(node.meta.get("val"), Tensor)
+    return Tag.OFFLOAD if alone and Tag.OFFLOAD in its else Tag.SAVE
