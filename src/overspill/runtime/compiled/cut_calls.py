@@ -13,6 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.pytorch.dispatch import disable_current_modes
+from overspill.runtime.optimizer_outside import Outside
+from overspill.runtime.optimizer_step import is_own
 from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
@@ -268,17 +270,24 @@ def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    for state in states_:
-        _STEPPING.setdefault(id(optimizer), []).extend(update(state, optimizer))
+    used = [pair for state in states_ for pair in update(state, optimizer)]
+    if used:  # the step that follows finds no gradients, and is to leave no traces outside of parameters' state
+        _STEPPING[id(optimizer)] = used, None if is_own(optimizer) else Outside(optimizer)
     return None if closure is None else ((optimizer, lambda: loss), {})
 
 
 def _step_ends(optimizer: Optimizer, *_: Any) -> None:
-    for parameter, gradient in _STEPPING.pop(id(optimizer), ()):
+    if (found := _STEPPING.pop(id(optimizer), None)) is None:
+        return
+    used, outside = found
+    for parameter, gradient in used:
         parameter.grad = gradient
+    if outside is not None:
+        outside.restore()
 
 
-_STEPPING: dict[int, list[tuple[Tensor, Tensor]]] = {}
-"""Gradients that are hidden from an optimizer whose step is under way, by its identity: they have been used."""
+_STEPPING: dict[int, tuple[list[tuple[Tensor, Tensor]], Outside | None]] = {}
+"""For an optimizer whose step is under way, by its identity: gradients that have been used, which it does not see, and
+what it had outside of the parameters' state."""
 register_optimizer_step_pre_hook(_step_begins)
 register_optimizer_step_post_hook(_step_ends)

@@ -104,6 +104,16 @@ class StoredGradient(Tensor):
         return cls(handle, Spec.of(tensor), engine)
 
     @classmethod
+    def spent(cls, spec: Spec) -> Self:
+        """Return what is left of a gradient whose memory an update has used: only zeros can be written to it."""
+        return cls._over(Content(spec, None))
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether an update has used it up."""
+        return self._content.handle is None and self._content.real is None
+
+    @classmethod
     def _over(cls, content: Content) -> Self:
         spec = content.spec
         face: Self = wrapper_of(cls, spec.size, spec.stride, spec.dtype, spec.device)
@@ -123,6 +133,18 @@ class StoredGradient(Tensor):
         real = self._content.take()
         self._show(real)
         return real
+
+    def read(self) -> AbstractContextManager[Tensor]:
+        """Give its values to a reader for the time of the block. Raises StoreError, and OverspillError if empty."""
+        return self._content.read()
+
+    def lend(self) -> tuple[Tensor, tuple[Factor, ...]]:
+        """Return its handle, which stays its own, and by what its bytes have to be multiplied."""
+        content = self._content
+        content.check()
+        if content.handle is None:
+            raise OverspillError("this gradient is on the device; call take() instead of lend()")
+        return content.handle, content.factors
 
     def give_up(self) -> tuple[Tensor, tuple[Factor, ...]]:
         """Return its handle, and by what its bytes have to be multiplied; it is empty from then on.
