@@ -86,19 +86,23 @@ class CutCalls:
         there = {name for name, p in state.parameters.items() if _is_there(p.grad)}
         return there == set(self._updated.values())
 
-    def update(self, recorder: RunRecorder | None) -> None:
-        """Update all parameters."""
+    def update(self, recorder: RunRecorder | None) -> list[tuple[Tensor, Tensor]]:
+        """Update all parameters; return them with what is left of their gradients."""
         args: list[Any] = []
-        owned = [self._state.owned[name] for name in self._updated.values()]
+        left = []
         try:
             for position, place in self._stretches[2].gradients:
-                args += self._gradient(position, place)
+                args.append(self._gradient(position, place))
+                parameter = self._state.parameters[self._updated[position]]
+                left.append((parameter, parameter.grad))
+                parameter.grad = None
             self._run(2, args, recorder)
         finally:
-            for one in owned:
-                one.factors = ()
+            for name in self._updated.values():
+                self._state.owned[name].factors = ()
+        return left
 
-    def _gradient(self, position: int, place: Place) -> list[Any]:
+    def _gradient(self, position: int, place: Place) -> Tensor:
         """Return the gradient of a parameter as the update takes it; its memory on the device is the update's."""
         name = self._updated[position]
         parameter, engine = self._state.parameters[name], self._engine
@@ -107,12 +111,12 @@ class CutCalls:
         if place is Place.DEVICE:
             data = gradient.take() if isinstance(gradient, StoredGradient) else gradient
             parameter.grad = StoredGradient.spent(Spec.of(data))
-            return [data]
+            return data
         if not (isinstance(gradient, StoredGradient) and gradient.is_stored):
             data = gradient.take() if isinstance(gradient, StoredGradient) else gradient
             gradient = parameter.grad = StoredGradient.of(data.detach(), engine)
         handle, self._state.owned[name].factors = gradient.lend()
-        return [handle]
+        return handle
 
     def _put_gradients_away(self) -> None:
         """Send the gradients of before to the store, so far as those of this graph may leave."""
@@ -224,20 +228,19 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
     if updates.at_once:
         state.synchronize()
         return []
+    done = []
     if state.latest is not None and state.latest.updates(optimizer):
-        state.latest.update(None)
+        done = state.latest.update(None)
     else:
         for name, owned in state.owned.items():
-            gradient = state.parameters[name].grad
-            if owned.updates is updates and gradient is not None:
+            parameter = state.parameters[name]
+            if owned.updates is updates and (gradient := parameter.grad) is not None:
+                done.append((parameter, gradient))
                 with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
                     _update_one(state, owned, lent)
+                parameter.grad = None
     updates.finish()
     state.arm()
-    done = [(p, p.grad) for n, p in state.parameters.items() if n in state.owned and p.grad is not None
-            and state.owned[n].updates is updates]  # fmt: skip
-    for parameter, _ in done:
-        parameter.grad = None
     return done
 
 
@@ -262,7 +265,7 @@ def _update_one(state: LoopState, owned: ParameterState, gradient: Tensor) -> No
 
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what `optimizer` is asked to do, for the models whose state may be away; what is left it does itself."""
-    states_ = [state for state in states() if any(of.optimizer is optimizer for of in state.updates)]
+    states_ = [state for state in states() if state.in_force and any(of.optimizer is optimizer for of in state.updates)]
     if not states_:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer

@@ -43,6 +43,7 @@ from overspill.runtime.stretches import lower_stretches
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
 from .cut_calls import CutCalls
+from .loop_state import bring_for
 from .double_backward import compiled_node, refuse_double_backward
 from .partitions import Partitioned
 from .pending_calls import GraphFrame
@@ -231,6 +232,7 @@ class GraphCompiler:
         loop = self.session.loop
         assert loop.state is not None
         loop.state.engine, loop.state.engine_number = self.session.engine, engine
+        loop.state.in_force = True
         shown, stretches = lower_stretches(captured, plan.schedule, engine)
         self.calls = CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
         return shown
@@ -381,7 +383,12 @@ class GraphCompiler:
             self.timer.instrument(program)
         assert self.planned is not None  # the partition, or the inference, has been asked for
         graph = self.planned.plan.graph if of is None else of
-        return self._watched_run(lambda session, args: run_program(program, graph, session.begin_graph(), args))
+
+        def run(session: Session, args: list[Any]) -> Any:
+            bring_for(args)
+            return run_program(program, graph, session.begin_graph(), args)
+
+        return self._watched_run(run)
 
     def _runs(self, calls: CutCalls, number: int) -> Compiled:
         """Return forward or backward, by `number`, of a step that is cut."""

@@ -151,7 +151,7 @@ def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:
 
     def wanted(entries: Sequence[Any]) -> list[bool]:
         state = None if (alive := known()) is None else alive.state
-        if state is None:
+        if state is None or not state.in_force:
             return [True] * len(entries)
         return [not (isinstance(e.value, Tensor) and e.value in state) for e in entries]
 

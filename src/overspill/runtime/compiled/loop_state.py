@@ -7,7 +7,7 @@ a use of its values brings back that one alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partialmethod
 from typing import Any
@@ -21,7 +21,7 @@ from overspill.pytorch.fake_tensors import FROM_TENSOR, FakeTensor, FakeTensorMo
 from overspill.pytorch.modules import PARAMETERS
 from overspill.pytorch.patching import patched
 from overspill.runtime.reachable import tensors_in
-from overspill.runtime.step.away import GUARDS, hide, show
+from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.gate import Reading
 from overspill.runtime.step.residency import Guarded, Resident
 from overspill.runtime.step.state import StepState
@@ -59,6 +59,8 @@ class LoopState(StepState):
         held = nn.Module()
         held.__dict__[PARAMETERS].update(parameters)  # a name may have dots here
         super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
+        self.in_force = False
+        """Whether a plan moves its tensors."""
         self.latest: Any = None
         """The calls whose backward ran last, which have a plan of the update."""
         self.tensor_guards: dict[str, TensorGuard] = {}
@@ -130,6 +132,13 @@ def states() -> list[LoopState]:
     return list(_STATES)
 
 
+def bring_for(args: Iterable[Any]) -> None:
+    """Bring back parameters among `args`, for a program whose plan has them on the device."""
+    for value in args:
+        if isinstance(value, Away) and (guard := GUARDS.get(id(value))) is not None:
+            guard.fetch()
+
+
 def trace_what_is_away() -> None:
     """Let torch.compile see tensors that are away as they are when they are there, until it is reset."""
     if _begin not in compilation.start_callbacks:
@@ -157,6 +166,7 @@ def _end(_: Any) -> None:
 
 def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor: Tensor, **how: Any) -> FakeTensor:
     guard = GUARDS.get(id(tensor))
-    if not isinstance(guard, TensorGuard) or not guard.resident().away:
+    resident = guard.resident() if isinstance(guard, TensorGuard) else None
+    if resident is None or resident.tensor is not tensor or not resident.away:  # another may have had this identity
         return plain(mode, tensor, **how)
-    return fake_parameter(mode, tensor, guard.resident().spec.empty)
+    return fake_parameter(mode, tensor, resident.spec.empty)
