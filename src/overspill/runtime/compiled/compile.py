@@ -122,6 +122,9 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         model.__dict__["overspill"] = session
         return model
 
+    if isinstance(of := model if isinstance(model, nn.Module) else getattr(model, "__self__", None), nn.Module):
+        session.loop.name(of)
+
     def made() -> Any:  # with a backend of its own, by which Dynamo keeps what it compiles
         options = {"guard_filter_fn": guards_without(session.loop)}
         return torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph, options=options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
+from overspill.core.errors import RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.runtime.optimizer_outside import Outside
 from overspill.runtime.optimizer_step import is_own
@@ -19,7 +22,7 @@ from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.parameter_state import ParameterState
-from overspill.runtime.step.residency import Spec, is_dense
+from overspill.runtime.step.residency import Resident, Spec, is_dense
 from overspill.runtime.stretches import Place, Stretch
 from overspill.runtime.transfer.engine import TransferEngine
 
@@ -62,10 +65,10 @@ class CutCalls:
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the results for the caller, and what backward needs."""
         state = self._state
-        state.gate.alone(state.look)
+        state.gate.alone(state.look if state.is_between else state.begin)
         trace_what_is_away()
-        if self._accumulates:
-            self._put_gradients_away()
+        self._put_gradients_away()
+        state.is_between = len(self._stretches) > 1
         return self._run(0, args, recorder)
 
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
@@ -76,6 +79,7 @@ class CutCalls:
             if spec is not None and _is_handle(one, spec):
                 made[position] = StoredGradient(engine.view(one, spec.size, spec.stride, spec.dtype), spec, engine)
         self._state.latest = self
+        self._state.is_between = False
         return made
 
     def updates(self, optimizer: Optimizer) -> bool:
@@ -119,10 +123,12 @@ class CutCalls:
         return handle
 
     def _put_gradients_away(self) -> None:
-        """Send the gradients of before to the store, so far as those of this graph may leave."""
-        for position in self._specs:
-            parameter = self._state.parameters[self._updated[position]]
+        """Send the gradients of before to the store, but for those of this graph that may not leave."""
+        stay = {name for position, name in self._updated.items() if position not in self._specs}
+        for name, parameter in self._state.parameters.items():
             gradient = parameter.grad
+            if name in stay or name not in self._state.residency:
+                continue
             if gradient is not None and not isinstance(gradient, StoredGradient) and _owns_memory(gradient):
                 parameter.grad = StoredGradient.of(gradient, self._engine)
 
@@ -146,8 +152,8 @@ class CutCalls:
         count = len(given)
         for tensor, place in stretch.takes:
             resident = residents[self._names[tensor]]
-            if tensor in stretch.lent:
-                given.append(resident.here)
+            if tensor in stretch.lent or resident.name in state.in_use:
+                given += self._as_it_stays(resident, place)
                 continue
             if place is not Place.STORE:
                 given.append(resident.take())
@@ -169,7 +175,9 @@ class CutCalls:
         results.clear()
         for tensor, place in stretch.gives:
             resident = residents[self._names[tensor]]
-            if place is Place.STORE:
+            if resident.name in state.in_use:
+                deque(islice(rest, 1 + (place is Place.BOTH)), maxlen=0)
+            elif place is Place.STORE:
                 resident.stored(next(rest))
             else:
                 resident.put(next(rest))
@@ -182,16 +190,27 @@ class CutCalls:
         """Move all residents to where the plan has them as the stretch begins."""
         residency, engine = self._state.residency, self._engine
         places = {self._names[t]: place for t, place in stretch.before.items() if t in self._names}
-        residency.send((name for name, place in places.items() if place is Place.STORE), engine)
+        stay = {*self._state.in_use, *(name for name, place in places.items() if place is not Place.STORE)}
+        residency.send([name for name in residency.residents if name not in stay], engine)
         taken = [(self._names[t], place) for t, place in stretch.takes]
         residency.bring((name for name, place in taken if place is Place.DEVICE), engine)
         residency.copy([name for name, place in taken if place is Place.BOTH], engine)
+
+    def _as_it_stays(self, resident: Resident, place: Place) -> list[Any]:
+        """Return a resident as a stretch takes it, which keeps its memory: the user's code has it too."""
+        data = resident.here
+        assert data is not None
+        if place is Place.DEVICE:
+            return [data]
+        handle = self._engine.offload(data)
+        self._engine.await_offload(handle, data)
+        return [handle] if place is Place.STORE else [data, handle]
 
     def _take_back(self, run: ProgramRun, stretch: Stretch, first: int) -> None:
         """Give residents back what a run that an error stopped has of them; they begin at its input `first`."""
         positions = {}
         for tensor, place in stretch.takes:
-            if tensor not in stretch.lent:
+            if tensor not in stretch.lent and self._names[tensor] not in self._state.in_use:
                 positions[first] = self._names[tensor]
             first += 1 + (place is Place.BOTH)
         for position, (form, value) in run.give_up(positions, self._state.engine).items():
@@ -263,9 +282,23 @@ def _update_one(state: LoopState, owned: ParameterState, gradient: Tensor) -> No
     state.residency.send(away, engine)
 
 
+def _takes_in(state: LoopState, optimizer: Optimizer) -> bool:
+    """Return whether `state` has parameters of `optimizer`, which may be new to it."""
+    if any(of.optimizer is optimizer for of in state.updates):
+        return True
+    if not state.owns_any(optimizer):
+        return False
+    try:
+        state.add(optimizer)
+    except (RequestError, UnsupportedError):
+        state.gate.alone(state.synchronize)
+        return False
+    return True
+
+
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what `optimizer` is asked to do, for the models whose state may be away; what is left it does itself."""
-    states_ = [state for state in states() if state.in_force and any(of.optimizer is optimizer for of in state.updates)]
+    states_ = [state for state in states() if state.in_force and _takes_in(state, optimizer)]
     if not states_:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer

@@ -13,6 +13,7 @@ from overspill.capture.compiled.cut_step import CapturedCutStep, CaptureOfCutSte
 from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, storages
 from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, StateInfo
+from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
@@ -35,11 +36,25 @@ class LoopPlans:
         self.why_not = ""
         """Why parameters stay on the device, if they do."""
         self._followed = followed
+        self._signature: list[Any] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def name(self, module: nn.Module) -> None:
         """Let parameters of `module` have their names there."""
         self._modules.add(module)
+
+    def begin(self) -> bool:
+        """Return whether parameters or optimizers are no longer as plans were made for, before a call of a model."""
+        state = self.state
+        if state is None or not state.in_force:
+            return False
+        before, self._signature = self._signature, _signature(state)
+        if [spec for spec, _ in before] != [spec for spec, _ in self._signature]:
+            self.close()  # of another size or dtype: they get another state
+            return True
+        changed = state.stale or before != self._signature
+        state.stale = False
+        return changed
 
     def captured(
         self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings
@@ -61,13 +76,14 @@ class LoopPlans:
             if number not in parameters or (parameter := parameters[number]()) is None:
                 continue
             name = state.name_of(parameter)
-            moves = name in state.residency and fixed.isdisjoint(storages(node))
+            moves = name in state.residency and name not in state.pinned and fixed.isdisjoint(storages(node))
             infos[number] = replace(inputs[number], movable=moves and node.meta["val"].is_contiguous())
             if joint.backward_outputs and state.trains(name):
                 ops.append(_update(state, name, position, mode))
         rest = state.rest_bytes()
+        state.stale, self._signature = False, _signature(state)
         return CaptureOfCutStep(
-            joint, infos, GradientOps(tuple(ops)), replace(around, optimizer_state_bytes=rest, update_bytes=0)
+            joint, infos, GradientOps(tuple(ops)), _without_residents(around, state, here, rest)
         ).build()
 
     def names(self, captured: CapturedCutStep, parameters: Parameters) -> tuple[dict[int, str], dict[int, str]]:
@@ -125,6 +141,25 @@ class LoopPlans:
                 "a compiled model was dropped and could not bring everything back; what is lost reads as NaN: %s",
                 first_line(error),
             )
+
+
+def _signature(state: LoopState) -> list[Any]:
+    """Return what Dynamo's guards would ask of parameters."""
+    return [((p.shape, p.dtype, p.device), p.requires_grad) for p in state.parameters.values()]
+
+
+def _without_residents(
+    around: Surroundings, state: LoopState, here: Sequence[nn.Parameter], rest_bytes: int
+) -> Surroundings:
+    """Return the bytes around a graph that reads the parameters `here`, with all others in the store meanwhile."""
+    inside = {id(p) for p in here}
+    away = [p for n, p in state.parameters.items() if id(p) not in inside and n in state.residency.residents]
+    less = {
+        TensorKind.PARAMETER: sum(p.nbytes for p in away),
+        TensorKind.GRADIENT: sum(p.nbytes for p in away if p.requires_grad),
+    }
+    outside = tuple((kind, max(0, nbytes - less.get(kind, 0))) for kind, nbytes in around.outside_graph)
+    return replace(around, optimizer_state_bytes=rest_bytes, update_bytes=0, outside_graph=outside)
 
 
 def _numbers(joint: JointGraph) -> dict[int, int]:

@@ -7,11 +7,12 @@ a use of its values brings back that one alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partialmethod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from overspill.pytorch.modules import PARAMETERS
 from overspill.pytorch.patching import patched
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show
+from overspill.runtime.step.checks import check_optimizer
 from overspill.runtime.step.gate import Reading
 from overspill.runtime.step.residency import Guarded, Resident
 from overspill.runtime.step.state import StepState
@@ -41,8 +43,10 @@ class TensorGuard:
     def fetch(self, *, loops: bool = False) -> Reading | None:
         """Bring the tensor back for a use; with `loops`, return a Reading if the thread is not that of the calls."""
         state, name = self._state, self._name
-        if not state.residency[name].away:
+        if name not in state.residency or not state.residency[name].away:
             return None
+        if state.is_between and torch.is_grad_enabled():
+            state.in_use.add(name)
         return state.gate.read(lambda: state.bring([name]), loops=loops)
 
 
@@ -58,9 +62,17 @@ class LoopState(StepState):
         """Create the state. Raises RequestError or UnsupportedError for what cannot leave the device."""
         held = nn.Module()
         held.__dict__[PARAMETERS].update(parameters)  # a name may have dots here
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
         super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
         self.in_force = False
         """Whether a plan moves its tensors."""
+        self.is_between = False
+        """Whether a forward has run whose backward has not."""
+        self.in_use: set[str] = set()
+        """Parameters that the user's code has read meanwhile, of which its own backward may need the values."""
+        self.pinned: set[str] = set()
+        """Parameters that plans are to keep on the device, because the user's code reads them in a step."""
         self.latest: Any = None
         """The calls whose backward ran last, which have a plan of the update."""
         self.tensor_guards: dict[str, TensorGuard] = {}
@@ -70,6 +82,26 @@ class LoopState(StepState):
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.names
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Take in an optimizer that was made later. Raises RequestError or UnsupportedError."""
+        check_optimizer(optimizer)
+        updates = OptimizerUpdates(optimizer)
+        updates.around = self.model_is_there
+        self.updates = (*self.updates, updates)
+        self.stale = True
+
+    def owns_any(self, optimizer: Optimizer) -> bool:
+        """Return whether `optimizer` has any of the parameters."""
+        return any(id(p) in self.names for group in optimizer.param_groups for p in group["params"])
+
+    def begin(self) -> None:
+        """Notice what the user has changed, before a forward."""
+        if new := self.in_use - self.pinned:
+            self.pinned |= new
+            self.stale = True
+        self.in_use.clear()
+        self.look()
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter, as of the residents."""
@@ -109,6 +141,9 @@ class LoopState(StepState):
 
     def _guard_modules(self) -> None:
         """Leave the user's modules as they are."""
+
+    def _check_trained(self, groups: Collection[int]) -> None:
+        """Accept parameters of others: their optimizer updates them itself."""
 
     def _is_known(self, state: dict[str, Any], name: str, owned: Any) -> bool:
         """Return whether `state` is the dictionary that an update left, with unchanged tensors."""

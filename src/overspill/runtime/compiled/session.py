@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -187,8 +188,25 @@ class Session(PlannedPeaks):
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
         return aside + min((plan.asked_bytes - plan.needed_bytes for plan in last), default=0)
 
+    def synchronize(self) -> None:
+        """Bring all parameters and optimizer state back to the device, until the next call."""
+        if (state := self.loop.state) is not None:
+            state.gate.alone(state.synchronize)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold all parameters and optimizer state on the device, and let no other thread step, within the context."""
+        state = self.loop.state
+        reading = None if state is None else state.gate.reading(for_long=True)
+        self.synchronize()
+        try:
+            yield
+        finally:
+            del reading
+
     def close(self) -> None:
-        """Stop the transfer threads and release the store."""
+        """Bring everything back, stop the transfer threads and release the store."""
+        self.loop.close()
         for engine, _ in self._engines.values():
             engine.close()
         self._engines.clear()
@@ -221,6 +239,9 @@ class Session(PlannedPeaks):
         self._calling = model
         if self.plans and torch.is_grad_enabled() and self.followed.train():
             self.renewal.is_asked = True  # those there are do not count its state, which stays when it is frozen again
+            self.renewal.begin_rounds()
+        if self.loop.begin():
+            self.renewal.is_asked = True
             self.renewal.begin_rounds()
         if self.renewal.is_due(len(self.pending)):
             self._plans.renew()

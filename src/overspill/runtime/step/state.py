@@ -5,7 +5,7 @@ Their places, and the guards on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -239,7 +239,7 @@ class StepState:
                         raise RequestError(
                             f"two optimizers have {readable(self.names.get(id(p), 'a parameter'))}; leave it to one"
                         )
-        check_trained(self.parameters, self.names, groups, allow_untrained=self.allow_untrained)
+        self._check_trained(groups)
         # Adopt the state of each parameter whose settings or state have changed.
         settings = {id(group): updates.settings_of(group) for updates, group in groups.values()}
         for name, parameter in self.parameters.items():
@@ -264,6 +264,9 @@ class StepState:
         for updates in self.updates:
             self.stale = self.stale or updates.outgrown
             updates.outgrown = False
+
+    def _check_trained(self, groups: Collection[int]) -> None:
+        check_trained(self.parameters, self.names, groups, allow_untrained=self.allow_untrained)
 
     def _is_known(self, state: dict[str, Any], name: str, owned: ParameterState) -> bool:
         """Return whether `state` is our guard with unchanged values."""
