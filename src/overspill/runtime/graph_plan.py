@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from overspill.capture.compiled.absent_gpu import captured_for
 from overspill.capture.compiled.batch_norm import recomputes_without_statistics
 from overspill.capture.compiled.graph import Captured, Surroundings, capture
 from overspill.capture.compiled.joint import JointGraph, copied, device_of, storages
@@ -169,14 +170,22 @@ def plan_graph(
     Raises:
         InfeasibleBudget: With the smallest budget that works.
         RequestError: For a wrong argument.
-        UnsupportedError: For a graph with dynamic shapes, or in which forward and backward alternate.
+        UnsupportedError: For a graph with dynamic shapes, on a GPU that is not here, or in which forward and backward
+            alternate.
     """
     joint, names = _read(joint_graph, num_fwd_outputs)
     where = device_of(joint.module.graph)
-    captured = capture(joint, [], Surroundings())
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            "the graph's tensors are on a GPU, which this machine does not have; trace it on the CPU, and name the GPU "
+            "as device"
+        )
+    asked = device_named(device, where)
+    # Kernels' workspaces are those of the GPU, also for a graph that was traced on the CPU.
+    with captured_for(asked):
+        captured = capture(joint, [], Surroundings())
     graph = _as_run_by_tags(captured)
     may_leave = _offloadable(captured) if offload else frozenset[int]()
-    asked = device_named(device, where)
     account = TagAccount(asked if offload else _with_slow_link(asked), may_leave=may_leave)
     most_bytes = unmanaged_peak(graph, asked)
     make = partial(make_plan, graph, account.device, policy)
