@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass import (
     remat_using_tags_for_fwd_loss_bwd_graph,
 )
@@ -165,6 +166,13 @@ def test_pytorchs_partitioner_obeys_the_tags_with_the_bits_of_eager(
     assert peaks[0] > peaks[1] > peaks[2]
     assert plan.saved_bytes < plan.unmanaged_saved_bytes
     assert plan.slowdown > 1
+
+
+def test_an_infeasible_budget_reaches_the_caller_of_a_compiled_model() -> None:
+    model, batch = made(mlp)
+    with pytest.raises(BackendCompilerFailed) as error:
+        Runtime(model, budget=1000)(*batch)
+    assert isinstance(error.value.inner_exception, InfeasibleBudget)
 
 
 def traced(model: nn.Module, batch: Batch) -> tuple[fx.GraphModule, list[Tensor]]:
