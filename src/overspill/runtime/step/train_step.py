@@ -314,7 +314,7 @@ class TrainStep(PlannedPeaks):
         return self._state.gate.alone(lambda: self._plans.captures(unpacked(inputs)))
 
     def synchronize(self) -> None:
-        """Bring all parameters and optimizer state back to the device.
+        """Bring all parameters and optimizer state back to the device, or to the CPU if the model began there.
 
         They stay there until the next step.
         """
@@ -322,7 +322,7 @@ class TrainStep(PlannedPeaks):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold all tensors on the device and let no other thread step, within the context.
+        """Hold all tensors where `synchronize` brings them and let no other thread step, within the context.
 
         Use it in a thread that does more with model or optimizer than call their `state_dict()`. Examples: evaluate,
         copy, fork, or save several things that belong together.
