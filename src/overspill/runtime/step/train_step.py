@@ -40,6 +40,7 @@ from overspill.runtime.transfer.engine import TransferEngine
 from .call import StepCall, Underway, dropped, give_back_arena, let_go
 from .captures import StepCaptures
 from .checks import check_inputs, check_optimizer, step_post_hooks
+from .from_host import move_buffers
 from .microbatch import MicrobatchRunner
 from .optimizer_hooks import optimizer_hooks
 from .plans import StepPlans
@@ -346,6 +347,8 @@ class TrainStep(PlannedPeaks):
         if bring_back:
             give_back_arena(self._state, self._plans)  # first, for there may be no room for both
             self._state.synchronize()
+            if self._state.from_host:
+                move_buffers(self._state.module, torch.device("cpu"))
         self._end.detach()
         let_go(self._state, self._plans, self._hooks)
 
