@@ -59,7 +59,7 @@ class SessionBudget:
         kind, account = problem.kind, problem.account
         if not self._limit.is_relative:
             return account.fixed(self._limit)
-        # A relative budget follows from the first training step.
+        # A relative budget follows from training steps.
         captured = problem.captured(replace(room, keep_bytes=None), 0)
         graph = captured.graph
         counted = _Counted(kind.part, len(graph.ops), () if self._limit.smallest else kind.inputs)
