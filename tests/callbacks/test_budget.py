@@ -83,6 +83,7 @@ def budgeted(make: Callable[[Any], Any], budget: str | float = 0.95) -> Ran:
     assert session is not None
     assert {bool(planned.kind.inputs[0]) for planned in session._plans.planned} == {True, False}
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in session.plans)
+    assert session.engine is None, "its store is given back"
     assert getattr(trainer.model.forward, "overspill", None) is None
     return found
 

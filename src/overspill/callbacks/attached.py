@@ -84,10 +84,18 @@ class AttachedForwards:
         )
 
     def detach(self) -> None:
-        """Put the forwards back that were there before, but for those that others have replaced."""
+        """Put the forwards back that were there before, but for those that others have replaced.
+
+        The session gives its store back, unless a replacement may call it.
+        """
+        is_free = True
         for module, before, compiled in self._places:
-            if module.__dict__.get("forward") is compiled:
-                del module.forward
-                if before is not ABSENT:
-                    module.forward = before
+            if module.__dict__.get("forward") is not compiled:
+                is_free = False
+                continue
+            del module.forward
+            if before is not ABSENT:
+                module.forward = before
+        if is_free and self.session is not None:
+            self.session.close()
         self._places.clear()
