@@ -16,7 +16,7 @@ from .models import llama, rows
 HF = ("transformers", "accelerate")
 
 
-def trained_by_trainer(line: Line, model: nn.Module, folder: str, **how: Any) -> Trained:
+def trained_by_trainer(line: Line, model: nn.Module, folder: str, *, by_callback: bool = False, **how: Any) -> Trained:
     """Two micro-batches a step, clipped; the learning rate warms up and falls by a cosine; batches are padded."""
     from transformers import Trainer, TrainingArguments
 
@@ -26,8 +26,10 @@ def trained_by_trainer(line: Line, model: nn.Module, folder: str, **how: Any) ->
         "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "seed": 0, "disable_tqdm": True,
     }  # fmt: skip
     arguments = TrainingArguments(output_dir=folder, **settings | how)
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows(16), eval_dataset=rows(4))
-    line.forward(trainer.model)
+    callbacks = line.callbacks("Budget") if by_callback else None
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows(16), eval_dataset=rows(4), callbacks=callbacks)
+    if not by_callback:
+        line.forward(trainer.model)
     trainer.train()
     return Trained(logged(trainer), [trainer.model], [trainer.optimizer], files_of(Path(folder)))
 
@@ -52,6 +54,12 @@ def trainer(line: Line) -> Trained:
         return trained_by_trainer(line, llama(), folder)
 
 
+@loop("… by the callback", needs=HF)
+def trainer_callback(line: Line) -> Trained:
+    with tempfile.TemporaryDirectory() as folder:
+        return trained_by_trainer(line, llama(), folder, by_callback=True)
+
+
 @loop("… gradient checkpointing", needs=HF)
 def trainer_checkpointed(line: Line) -> Trained:
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +80,7 @@ def trainer_tied(line: Line) -> Trained:
 
 @loop("… evaluates and saves every 2 steps", needs=HF)
 def trainer_saving(line: Line) -> Trained:
-    how = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    how: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     with tempfile.TemporaryDirectory() as folder:
         return trained_by_trainer(line, llama(), folder, **how)
 

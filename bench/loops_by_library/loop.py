@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import overspill
+import overspill.callbacks
 from overspill.runtime.compiled.session import Session
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,9 +32,24 @@ class Line:
 
     def __init__(self, budget: str | int | None, at_line: Callable[[], None] = lambda: None) -> None:
         self.budget = budget
-        self.sessions: list[Session] = []
+        self._holders: list[Any] = []
+        """What has a session, once training has begun."""
         self._at_line = at_line
         """Called where the line stands: the model is there, and training has not begun."""
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions that there are so far."""
+        found = (getattr(holder, "session", holder) for holder in self._holders)
+        return [session for session in found if session is not None]
+
+    def callbacks(self, kind: str) -> list[Any]:
+        """Return the callbacks to give a trainer: `[overspill.callbacks.Budget(…)]`, or another of the kind."""
+        self._at_line()
+        if self.budget is None:
+            return []
+        self._holders.append(getattr(overspill.callbacks, kind)(self.budget))
+        return self._holders[-1:]
 
     def forward(self, *models: nn.Module) -> None:
         """Put `model.forward = overspill.compile(model.forward, budget=…)`; several models share the budget."""
@@ -46,7 +62,7 @@ class Line:
             session = overspill.Session(budget=self.budget)
             for model in models:
                 model.forward = overspill.compile(model.forward, session=session)
-        self.sessions.append(models[0].forward.overspill)
+        self._holders.append(models[0].forward.overspill)
 
     def module(self, model: M) -> M:
         """Put `model = overspill.compile(model, budget=…)`."""
@@ -54,7 +70,7 @@ class Line:
         if self.budget is None:
             return model
         compiled = overspill.compile(model, budget=self.budget)
-        self.sessions.append(compiled.overspill)
+        self._holders.append(compiled.overspill)
         return compiled
 
 

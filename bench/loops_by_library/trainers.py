@@ -35,7 +35,7 @@ def working_folder() -> Iterator[str]:
         yield folder
 
 
-def trained_by_sft(line: Line, model: nn.Module, folder: str, **how: Any) -> Trained:
+def trained_by_sft(line: Line, model: nn.Module, folder: str, *, by_callback: bool = False, **how: Any) -> Trained:
     """Supervised fine-tuning, by TRL's own forward over the model's; each batch is padded, as `rows` are."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -46,8 +46,12 @@ def trained_by_sft(line: Line, model: nn.Module, folder: str, **how: Any) -> Tra
         output_dir=folder, max_length=64, pad_to_multiple_of=LENGTH, gradient_checkpointing=False, label_names=["labels"],
         dataset_kwargs={"skip_prepare_dataset": True}, **SETTINGS,
     )  # fmt: skip
-    trainer = SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), **how)
-    line.forward(trainer.model)
+    callbacks = line.callbacks("Budget") if by_callback else None
+    trainer = SFTTrainer(
+        model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks, **how
+    )
+    if not by_callback:
+        line.forward(trainer.model)
     trainer.train()
     return Trained(logged(trainer), [trainer.model], [trainer.optimizer])
 
@@ -56,6 +60,12 @@ def trained_by_sft(line: Line, model: nn.Module, folder: str, **how: Any) -> Tra
 def sft(line: Line) -> Trained:
     with working_folder() as folder:
         return trained_by_sft(line, llama(), folder)
+
+
+@loop("SFTTrainer, full fine-tuning, by the callback", needs=TRL)
+def sft_callback(line: Line) -> Trained:
+    with working_folder() as folder:
+        return trained_by_sft(line, llama(), folder, by_callback=True)
 
 
 @loop("SFTTrainer, LoRA", needs=(*TRL, "peft"))
@@ -152,8 +162,8 @@ def sentence_transformers(line: Line) -> Trained:
         return Trained(logged(trainer), [trainer.model], [trainer.optimizer])
 
 
-@loop("clips, accumulates 2, a scheduler", needs=("transformers", "lightning"))
-def lightning(line: Line) -> Trained:
+def trained_by_lightning(line: Line, *, by_callback: bool = False) -> Trained:
+    """Clips, accumulates 2, with a scheduler."""
     import lightning as L
     from torch.utils.data import DataLoader
 
@@ -161,7 +171,8 @@ def lightning(line: Line) -> Trained:
         def __init__(self) -> None:
             super().__init__()
             self.net = llama()
-            line.forward(self.net)
+            if not by_callback:
+                line.forward(self.net)
             self.losses: list[float] = []
 
         def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
@@ -179,6 +190,17 @@ def lightning(line: Line) -> Trained:
         trainer = L.Trainer(
             max_epochs=1, accelerator="cpu", gradient_clip_val=0.5, accumulate_grad_batches=2, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+            callbacks=line.callbacks("LightningBudget") if by_callback else None,
         )  # fmt: skip
         trainer.fit(module, DataLoader(rows(16), batch_size=2))
         return Trained(module.losses, [module], trainer.optimizers)
+
+
+@loop("clips, accumulates 2, a scheduler", needs=("transformers", "lightning"))
+def lightning(line: Line) -> Trained:
+    return trained_by_lightning(line)
+
+
+@loop("… by the callback", needs=("transformers", "lightning"))
+def lightning_callback(line: Line) -> Trained:
+    return trained_by_lightning(line, by_callback=True)

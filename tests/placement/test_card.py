@@ -127,6 +127,11 @@ def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_
         fit(make, card, card.context_bytes + 300 * MIB)
     assert len(asked) <= 3
     assert planned(refused.value.floor_bytes, card, graph).device_budget_bytes == refused.value.floor_bytes
+    # With the model on the CPU a smaller card would do, which the error names.
+    (change, *_) = refused.value.changes
+    assert "CPU" in change.what
+    assert change.nbytes < refused.value.floor_bytes
+    assert planned(change.nbytes, replace(card, model_on_host=True), graph).device_budget_bytes == change.nbytes
 
 
 @pytest.mark.parametrize("solver", [None, DEFAULT])

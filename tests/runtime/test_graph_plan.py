@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass import (
     remat_using_tags_for_fwd_loss_bwd_graph,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -166,6 +168,13 @@ def test_pytorchs_partitioner_obeys_the_tags_with_the_bits_of_eager(
     assert plan.slowdown > 1
 
 
+def test_an_infeasible_budget_reaches_the_caller_of_a_compiled_model() -> None:
+    model, batch = made(mlp)
+    with pytest.raises(BackendCompilerFailed) as error:
+        Runtime(model, budget=1000)(*batch)
+    assert isinstance(error.value.inner_exception, InfeasibleBudget)
+
+
 def traced(model: nn.Module, batch: Batch) -> tuple[fx.GraphModule, list[Tensor]]:
     """Loss and gradients in one graph, as torchtitan's graph trainer traces them, and its inputs."""
     parameters = dict(model.named_parameters())
@@ -235,17 +244,25 @@ def test_a_plan_changes_nothing_in_the_graph(step: Step) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_an_infeasible_budget_names_the_smallest_one_which_works(step: Step, *, offload: bool) -> None:
-    module, _ = step
+def test_an_infeasible_budget_names_the_smallest_one_that_works(*, offload: bool) -> None:
+    class Small(nn.Sequential):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return F.mse_loss(super().forward(x), targets)
+
+    torch.manual_seed(0)
+    layers = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)))
+    module, _ = traced(Small(*layers), (torch.randn(256, 64), torch.randn(256, 64)))
     with pytest.raises(InfeasibleBudget, match="by tags") as error:
         overspill.plan_graph(module, 1000, num_fwd_outputs=1, offload=offload)
     floor = error.value.floor_bytes
     plan = overspill.plan_graph(module, floor, num_fwd_outputs=1, offload=offload)
-    assert plan.peak_bytes <= floor == plan.budget_bytes
+    assert plan.peak_bytes == floor == plan.budget_bytes
+    assert (plan.offloaded_bytes > 0) is offload
     with pytest.raises(InfeasibleBudget):
         overspill.plan_graph(module, floor - 1, num_fwd_outputs=1, offload=offload)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one request needs a machine without a GPU")
 def test_a_wrong_request_is_one_line(step: Step) -> None:
     module, _ = step
     with pytest.raises(RequestError, match="num_fwd_outputs=0"):
@@ -261,6 +278,11 @@ def test_a_wrong_request_is_one_line(step: Step) -> None:
     bare.graph.find_nodes(op="placeholder")[0].meta.clear()
     with pytest.raises(RequestError, match="fake tensors"):
         overspill.plan_graph(bare, 0.8, num_fwd_outputs=1)
+    elsewhere = copy.deepcopy(module)
+    with FakeTensorMode():
+        elsewhere.graph.find_nodes(op="placeholder")[0].meta["val"] = torch.empty(4, device="cuda")
+    with pytest.raises(UnsupportedError, match="on a GPU"):
+        overspill.plan_graph(elsewhere, 0.8, "t4", num_fwd_outputs=1)
     other = fx.symbolic_trace(nn.ReLU())
     plan = overspill.plan_graph(module, 0.8, num_fwd_outputs=1)
     with pytest.raises(RequestError, match="has no node"):

@@ -16,6 +16,7 @@ from overspill.core.errors import Amount, InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs.library_ops import CONVOLUTIONS, MATRIX_PRODUCTS
 from overspill.plans.account import Account
+from overspill.plans.fit import may_leave
 from overspill.plans.plan import NO_LIMIT_BYTES, Plan, make_plan
 from overspill.policies.in_core import Liveness
 
@@ -217,11 +218,14 @@ class Card(Account):
 
         They take less than `reserved_bytes` of the allocator.
         """
-        if self.solver is not None or self.pool is not None:
-            return ()
-        found = [(replace(self, solver=DEFAULT, config=CachingConfig()), 'placement="planned"')]
-        if not self.config.expandable_segments:
-            expanding = replace(self.config, expandable_segments=True, max_split_bytes=None)
-            found.append((replace(self, config=expanding), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"))
-        taken = sorted((other.placed(plan).taken_bytes, what) for other, what in found)
+        found: list[tuple[Card, Plan, str]] = []
+        if not plan.model_on_host and may_leave(plan.graph):
+            found.append((self, replace(plan, places=None, model_on_host=True), 'the model on the CPU, device="cuda",'))
+        if self.solver is None and self.pool is None:
+            found.append((replace(self, solver=DEFAULT, config=CachingConfig()), plan, 'placement="planned"'))
+            if not self.config.expandable_segments:
+                expanding = replace(self.config, expandable_segments=True, max_split_bytes=None)
+                setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+                found.append((replace(self, config=expanding), plan, setting))
+        taken = sorted((other.placed(one).taken_bytes, what) for other, one, what in found)
         return tuple(Amount(what, nbytes + self.context_bytes) for nbytes, what in taken if nbytes < reserved_bytes)

@@ -128,7 +128,7 @@ class Fit:
         """Whether the model begins in host memory: the answers to search for, in order."""
         if self.hoped is None:  # no plan is expected to fit, and the search finds out why
             return self._account.beginnings[-1:]
-        return self._account.beginnings if _may_leave(self.hoped.graph) else self._account.beginnings[:1]
+        return self._account.beginnings if may_leave(self.hoped.graph) else self._account.beginnings[:1]
 
     def _may_fit(self, *, on_host: bool) -> bool:
         """Return whether what is on the device before the first step leaves anything to search for."""
@@ -237,7 +237,7 @@ class _Search:
     def _at(self, live_bytes: int, effort: float) -> Plan:
         if (live_bytes, effort) not in self._tried:
             plan = self.made(live_bytes, effort)
-            if self._on_host and _may_leave(plan.graph):
+            if self._on_host and may_leave(plan.graph):
                 plan = replace(plan, model_on_host=True)
             self._tried[live_bytes, effort] = self._account.placed(plan)
         return self._tried[live_bytes, effort]
@@ -252,7 +252,7 @@ def there_before(graph: Graph, *, model_on_host: bool = False) -> list[Tensor]:
     return [t for t in present if not (model_on_host and t.movable and t.kind is not TensorKind.INPUT)]
 
 
-def _may_leave(graph: Graph) -> bool:
+def may_leave(graph: Graph) -> bool:
     """Return whether a schedule of `graph` may have parts of the model off the device between steps."""
     return any(t.persistent and t.movable and t.kind is TensorKind.PARAMETER for t in graph.tensors)
 

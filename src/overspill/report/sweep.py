@@ -14,7 +14,7 @@ from .listing import percent, recomputed
 from .page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
 
 FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops",
-    "recomputed_ops", "fits")  # fmt: skip
+    "recomputed_ops", "model_on_host", "fits")  # fmt: skip
 """The plan's figures in a row; null without a plan."""
 COLUMNS = {
     "policy": Column("policy"),
@@ -62,8 +62,15 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
         "offloaded_bytes": plan.offloaded_bytes,
         "recomputed_flops": plan.recomputed_flops,
         "recomputed_ops": plan.recomputed_ops,
+        "model_on_host": plan.model_on_host,
         "fits": sweep.fits(point),
     }
+
+
+def _on_host(sweep: Sweep) -> list[str]:
+    """Return a note on the budgets at which the model begins on the CPU, if there are any."""
+    budgets = [point.budget_bytes for point in sweep.points if point.plan is not None and point.plan.model_on_host]
+    return [f"Up to {format_bytes(max(budgets))} the model does not fit, and begins on the CPU."] if budgets else []
 
 
 def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
@@ -80,6 +87,7 @@ def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
             "left out."
         ),
         *(() if sweep.unmanaged_device_bytes is None else (OF_CARD,)),
+        *_on_host(sweep),
         *(f"{name}: not below {format_bytes(floor.nbytes)} ({floor.cause})" for name, floor in sweep.floors.items()),
     )
     return Page(name, sweep_verdict(sweep), (_curves(sweep), sweep_table(sweep)), notes)

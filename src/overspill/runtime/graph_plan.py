@@ -9,21 +9,19 @@ in backward, so the smallest budget is above that of `overspill.compile`. Of col
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from overspill.capture.compiled.batch_norm import recomputes_without_statistics
-from overspill.capture.compiled.graph import Captured, Surroundings, capture
-from overspill.capture.compiled.joint import JointGraph, copied, device_of, storages
-from overspill.capture.compiled.scratch import reduces_in_place
-from overspill.core import Device, Graph, Op, Phase, TensorKind
+from overspill.capture.compiled.absent_gpu import captured_for
+from overspill.capture.compiled.graph import Surroundings, capture
+from overspill.capture.compiled.joint import device_of
+from overspill.core import Device, Graph
 from overspill.core.budget import Budget
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.core.units import format_bytes
@@ -32,14 +30,12 @@ from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.policies import Policy
 from overspill.policies.in_core import Liveness
 from overspill.pytorch.functorch import functorch_config
-from overspill.pytorch.node_tags import AC_REGION, BACKWARD, DESCRIPTION, PARTITION, RECOMPUTE
-from overspill.pytorch.trees import tree_leaves
+from overspill.pytorch.node_tags import AC_REGION, RECOMPUTE
 
 from .hardware import device_named
 from .node_tags import Tag, TagAccount, TaggedStep, fastest_by_recomputing, tagged
+from .tagged_graph import as_run_by_tags, offloadable, read_joint, tags_of_nodes
 
-GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor, torch.ops._c10d_functional.wait_tensor)
-"""Collectives that may run again: those by which FSDP gathers parameters."""
 SLOWER = 1000
 """How much slower the link is for a policy whose plan must do without it."""
 
@@ -169,14 +165,22 @@ def plan_graph(
     Raises:
         InfeasibleBudget: With the smallest budget that works.
         RequestError: For a wrong argument.
-        UnsupportedError: For a graph with dynamic shapes, or in which forward and backward alternate.
+        UnsupportedError: For a graph with dynamic shapes, on a GPU that is not here, or in which forward and backward
+            alternate.
     """
-    joint, names = _read(joint_graph, num_fwd_outputs)
+    joint, names = read_joint(joint_graph, num_fwd_outputs)
     where = device_of(joint.module.graph)
-    captured = capture(joint, [], Surroundings())
-    graph = _as_run_by_tags(captured)
-    may_leave = _offloadable(captured) if offload else frozenset[int]()
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            "the graph's tensors are on a GPU, which this machine does not have; trace it on the CPU, and name the GPU "
+            "as device"
+        )
     asked = device_named(device, where)
+    # Kernels' workspaces are those of the GPU, also for a graph that was traced on the CPU.
+    with captured_for(asked):
+        captured = capture(joint, [], Surroundings())
+    graph = as_run_by_tags(captured)
+    may_leave = offloadable(captured) if offload else frozenset[int]()
     account = TagAccount(asked if offload else _with_slow_link(asked), may_leave=may_leave)
     most_bytes = unmanaged_peak(graph, asked)
     make = partial(make_plan, graph, account.device, policy)
@@ -188,7 +192,7 @@ def plan_graph(
     budget_bytes = account.bytes_of(Budget.parse(budget), graph, within)
     plan = within(budget_bytes)
     step = tagged(graph, plan.schedule, may_leave)
-    tags = {names[node]: tag for node, tag in _tags_of_nodes(captured, step).items() if node in names}
+    tags = {names[node]: tag for node, tag in tags_of_nodes(captured, step).items() if node in names}
     plain = tagged(graph, Liveness().plan(graph, account.device), ())
     return GraphPlan(
         tags,
@@ -226,149 +230,3 @@ def _with_slow_link(device: Device) -> Device:
 
 def _bytes_of(graph: Graph, step: TaggedStep, tag: Tag) -> int:
     return sum(graph.tensors[tensor].nbytes for tensor, its in step.tags.items() if its is tag)
-
-
-# -- reading the graph
-
-
-def _read(module: fx.GraphModule, num_fwd_outputs: int) -> tuple[JointGraph, dict[fx.Node, str]]:
-    """Return the joint graph of a copy of `module`, and the name in `module` of each node of the copy."""
-    if not isinstance(module, fx.GraphModule):
-        raise RequestError(f"plan_graph takes an fx.GraphModule, not a {type(module).__name__}")
-    outputs = tree_leaves(module.graph.find_nodes(op="output")[0].args)
-    if not 0 < num_fwd_outputs < len(outputs):
-        raise RequestError(
-            f"num_fwd_outputs={num_fwd_outputs}, and the graph has {len(outputs)} outputs; those of forward come "
-            "first, then the gradients"
-        )
-    if bare := next((n for n in module.graph.find_nodes(op="placeholder") if "val" not in n.meta), None):
-        raise RequestError(f'input {bare.name} has no meta["val"]; trace the graph with fake tensors')
-    copy = copied(module)
-    names = {ours: node.name for ours, node in zip(copy.graph.nodes, module.graph.nodes, strict=True)}
-    by_aot = DESCRIPTION in copy.graph.find_nodes(op="output")[0].meta
-    if not by_aot:
-        if not any(node.meta.get(BACKWARD) for node in copy.graph.nodes):
-            raise RequestError(
-                f'no node has meta["{BACKWARD}"], which tells those of backward; trace as torchtitan does, or pass the '
-                "joint graph of AOTAutograd"
-            )
-        _describe(copy, len(outputs))
-    joint = JointGraph(copy, num_fwd_outputs)
-    if not by_aot:
-        _check_order(joint)
-    return joint, names
-
-
-def _describe(module: fx.GraphModule, count: int) -> None:
-    """Give a graph of `make_fx` the marks that AOTAutograd gives its joint graphs."""
-    module.graph.find_nodes(op="output")[0].meta[DESCRIPTION] = [f"output {i}" for i in range(count)]
-    for node in module.graph.nodes:
-        if node.meta.get(BACKWARD):
-            node.meta[PARTITION] = "is_backward"
-
-
-def _check_order(joint: JointGraph) -> None:
-    """Raise UnsupportedError if a node of backward comes before one of forward, as with losses in chunks."""
-    forward, marked = set(joint.forward), False
-    for node in joint.module.graph.nodes:
-        marked = marked or bool(node.meta.get(BACKWARD))
-        if marked and node in forward:
-            raise UnsupportedError(
-                f"forward and backward alternate in the graph: {node.name} of forward follows nodes of backward; trace "
-                "the loss in one piece"
-            )
-
-
-def _as_run_by_tags(captured: Captured) -> Graph:
-    """Return the graph as runtimes by tags run it."""
-    graph, joint = captured.graph, captured.joint
-    tensors, ops = list(graph.tensors), [_as_tags_recompute(op, captured.nodes.get(op.id)) for op in graph.ops]
-    # Handles of transfers are Overspill's own.
-    tensors = [replace(t, nbytes=0) if t.kind is TensorKind.WORKSPACE and t.persistent else t for t in tensors]
-    # So is the copy of a loss that a kernel reduces in its own memory: without it, all of that memory stays.
-    for number, node in captured.nodes.items():
-        if reduces_in_place(node):
-            (loss,) = (tensors[captured.tensor_of[key]] for key in storages(node))
-            tensors[loss.id] = replace(loss, nbytes=max(loss.nbytes, ops[number].workspace_bytes))
-            ops[number] = replace(ops[number], workspace_bytes=0)
-    # AOTAutograd's backward holds the gradients that it is given until it ends.
-    given = tuple(captured.tensor_of[key] for node in joint.given_tangents for key in storages(node))
-    last = max((op.id for op in ops if op.phase is Phase.BACKWARD), default=None)
-    if last is not None:
-        ops[last] = replace(ops[last], reads=tuple(dict.fromkeys((*ops[last].reads, *given))))
-    return replace(graph, tensors=tuple(tensors), ops=tuple(ops))
-
-
-def _as_tags_recompute(op: Op, node: fx.Node | None) -> Op:
-    """Return `op` without its checkpoint, with whether other runtimes run `node` again for the same bits."""
-    op = replace(op, checkpoint=0)
-    if node is None or op.phase is not Phase.FORWARD:
-        return op
-    if getattr(node.target, "overloadpacket", None) in GATHERS:
-        return replace(op, recomputable=True, recompute_reads=op.reads, recompute_writes=op.writes)
-    # PyTorch would run batch norm again with statistics that forward has updated.
-    if op.recomputable and recomputes_without_statistics(node):
-        return replace(op, recomputable=False, recompute_reads=(), recompute_writes=())
-    return op
-
-
-def _offloadable(captured: Captured) -> frozenset[int]:
-    """Return the tensors that other runtimes can offload."""
-    roots = captured.joint.roots.items()
-    return frozenset(captured.tensor_of[key] for key, nodes in roots if all(map(_may_leave, nodes)))
-
-
-def _may_leave(node: fx.Node) -> bool:
-    """Return whether other runtimes offload the value of `node`: it is contiguous, and no collective makes it."""
-    value = node.meta["val"]
-    collective = getattr(node.target, "namespace", None) == "_c10d_functional"
-    return isinstance(value, Tensor) and value.is_contiguous() and not collective
-
-
-# -- tags of nodes
-
-
-def _tags_of_nodes(captured: Captured, step: TaggedStep) -> dict[fx.Node, Tag]:
-    """Return the tag of each node that backward reads, directly or to recompute another, and that follows from none.
-
-    Ops that autograd needs for its formulas alone would otherwise be free to run in forward.
-    """
-    joint, tags = captured.joint, dict[fx.Node, Tag]()
-    follows = _following(joint)
-    nodes = [node for node in (*joint.forward, *joint.backward) if node not in follows]
-    wanted = {source for node in follows for source in node.all_input_nodes}
-    wanted |= {node for node in joint.backward_outputs if isinstance(node, fx.Node)}
-    for node in reversed(nodes):
-        if node not in wanted or node.op != "call_function":
-            continue
-        tags[node] = _tag_of(captured, step, node)
-        if tags[node] is Tag.RECOMPUTE or node.target is operator.getitem:
-            wanted.update(node.all_input_nodes)
-    return tags
-
-
-def _following(joint: JointGraph) -> set[fx.Node]:
-    """Return the nodes of backward that runtimes always run there: by their marks, or because a gradient is read."""
-    if not joint.tangents:
-        return {node for node in joint.backward if node.meta.get(BACKWARD)}
-    found: set[fx.Node] = set()
-    given = set(joint.tangents)
-    for node in joint.backward:
-        if not given.isdisjoint(node.all_input_nodes):
-            given.add(node)
-            found.add(node)
-    return found
-
-
-def _tag_of(captured: Captured, step: TaggedStep, node: fx.Node) -> Tag:
-    joint, graph = captured.joint, captured.graph
-    tensors = [captured.tensor_of[key] for key in storages(node) if key in captured.tensor_of]
-    made = [graph.ops[graph.producer[tensor]].phase for tensor in tensors if tensor in graph.producer]
-    if joint.is_view(node) or Phase.BACKWARD in made:
-        return Tag.RECOMPUTE
-    its = {step.tags.get(tensor, Tag.SAVE) for tensor in tensors}
-    if Tag.RECOMPUTE in its:
-        return Tag.RECOMPUTE
-    # Of several results each has a node of its own, with its tag.
-    alone = isinstance(node.meta.get("val"), Tensor)
-    return Tag.OFFLOAD if alone and Tag.OFFLOAD in its else Tag.SAVE

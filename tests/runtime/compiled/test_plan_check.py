@@ -233,6 +233,38 @@ def budgets(session: Session) -> set[int]:
     return {plan.budget_bytes for plan in session.plans}
 
 
+def test_a_share_is_of_the_largest_step_and_smaller_ones_are_planned_again() -> None:
+    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    compiled = overspill.compile(model, budget=0.9, store="host")
+    sizes = [256, 1024, 256, 1024, 256, 512, 1024]
+    assert train(compiled, model, sizes) == train(plain, plain, sizes)
+    session = compiled.overspill
+    largest = max(session.plans, key=lambda plan: plan.unmanaged_peak_bytes)
+    assert budgets(session) == {int(0.9 * largest.unmanaged_peak_bytes)}
+    assert len(session.plans) == 3
+    assert not session.renewal.is_asked
+    assert all(p.peak_bytes == p.unmanaged_peak_bytes for p in session.plans if p is not largest), "these fit now"
+
+
+def test_growing_steps_each_raise_a_share() -> None:
+    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    compiled = overspill.compile(model, budget=0.9, store="host")
+    sizes = [256, 320, 384, 448, 512, 576, 640, 704]  # more renewals than there may be for calls that do not settle
+    assert train(compiled, model, sizes) == train(plain, plain, sizes)
+    plan = compiled.overspill.plans[-1]
+    assert plan.budget_bytes == int(0.9 * plan.unmanaged_peak_bytes)
+
+
+def test_steps_of_one_size_are_planned_once_for_a_share() -> None:
+    _, model = twins(lambda: Net(8, *[64] * 6, 8))
+    compiled = overspill.compile(model, budget=0.9, store="host")
+    train(compiled, model, [64])
+    (plan,) = compiled.overspill.plans
+    train(compiled, model, [64] * 3 + [16])
+    assert compiled.overspill.plans[0] is plan
+    assert budgets(compiled.overspill) == {plan.budget_bytes}
+
+
 def test_a_share_is_fixed_by_the_first_training_step_and_holds_for_evaluation_and_a_partial_batch() -> None:
     plain, model = twins(lambda: Net(8, *[64] * 6, 8))
     compiled = overspill.compile(model, budget=0.95, store="host")

@@ -36,7 +36,7 @@ class GraphPlans:
     def __init__(self, options: Options, renewal: Renewal) -> None:
         self.planned: list[Planned] = []
         self.accumulates = False
-        self.budget = SessionBudget(options)
+        self.budget = SessionBudget(options, renewal)
         self.calls = ConcurrentCalls()
         self._renewal = renewal
         self._options = options

@@ -116,8 +116,8 @@ class PlanCheck:
 
     def __init__(self, on_unplanned: str) -> None:
         self.graphs_run = self.backwards_run = 0
-        self.is_over = False
-        """Whether the models train on without plans, by the user's wish."""
+        self.checks_steps = True
+        """Whether each optimizer's steps are checked. A trainer's callback checks them itself."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._warns = on_unplanned == "warn"
         self._said_before = {kind: Counter(counters[kind]) for kind in SAID}

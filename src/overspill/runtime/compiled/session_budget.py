@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart
@@ -15,25 +15,39 @@ from overspill.runtime.options import Options
 
 from .concurrent_plans import GraphProblem, HasGraph, Room, Settlement
 from .pending_calls import Part
+from .renewal import Renewal
 
 _LOG = logging.getLogger("overspill")
+
+
+class _Counted(NamedTuple):
+    """A training graph that the budget is for."""
+
+    part: Part
+    ops: int
+    """How many it has."""
+    inputs: tuple[Any, ...]
+    """Kinds of its inputs; empty where these do not matter."""
 
 
 class SessionBudget:
     """Turns the requested budget into bytes.
 
-    A relative budget is fixed by the first step that trains, and holds for all graphs of the session.
+    A relative budget holds for all graphs of the session. The smallest follows from the first step that trains, a share
+    from the largest step so far: with a larger one, plans that move tensors are made again.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, renewal: Renewal) -> None:
         self._limit = options.limit
+        self._renewal = renewal
         self._fixed: int | None = None
-        self._counted: set[Part] = set()  # the training graphs that it is for: a part, and how many ops
+        self._counted: set[_Counted] = set()
+        self._bytes: dict[_Counted, int] = {}  # of each training graph, also from before its plan was forgotten
         self._settled = 0
         self._live = 0
 
     def forget(self) -> None:
-        """Forget the fixed budget, before its steps are planned again."""
+        """Forget the fixed budget, before its steps are planned again; remember the bytes of each."""
         self._counted.clear()
         self._fixed = None
 
@@ -45,22 +59,35 @@ class SessionBudget:
         kind, account = problem.kind, problem.account
         if not self._limit.is_relative:
             return account.fixed(self._limit)
-        # A relative budget follows from the first training step.
+        # A relative budget follows from training steps.
         captured = problem.captured(replace(room, keep_bytes=None), 0)
         graph = captured.graph
-        counted = (*kind.part, len(graph.ops))
+        counted = _Counted(kind.part, len(graph.ops), () if self._limit.smallest else kind.inputs)
         if counted not in self._counted and kind.inputs[0]:
             # Of several parts of the first step (several models, graph breaks), the one that needs the most counts.
             of_part = self._settled
             if not is_settled:
                 of_part = account.bytes_of(self._limit, graph, lambda nbytes: _planned(problem, captured, nbytes))
-            self._fixed = max(self._fixed or 0, of_part)
-            self._counted.add(counted)
+            self._count(counted, of_part, plans)
         if self._fixed is None:
             # Evaluation before training: nothing is known of the step yet. It may have what it needs.
             known = max((plan.needed_bytes for plan in plans), default=0)
             return max(account.unmanaged(graph), known)
         return self._fixed
+
+    def _count(self, counted: _Counted, nbytes: int, plans: Iterable[Plan]) -> None:
+        """Fix the budget by a graph of `nbytes`, or raise it if the graph's part was planned for smaller inputs."""
+        for other in [o for o in self._bytes if (o.part, o.inputs) == (counted.part, counted.inputs)]:
+            if other not in self._counted:
+                del self._bytes[other]  # what the same inputs took before the plan was forgotten
+        self._bytes[counted] = nbytes
+        of_part = [self._bytes[other] for other in self._bytes if other.part == counted.part]
+        before, self._fixed = self._fixed or 0, max(self._fixed or 0, *of_part)
+        is_larger = self._fixed > before and any(other.part == counted.part for other in self._counted)
+        self._counted.add(counted)
+        if is_larger and any(p.asked_bytes < self._fixed and p.peak_bytes < p.unmanaged_peak_bytes for p in plans):
+            self._renewal.is_asked = True
+            self._renewal.begin_rounds()
 
     def grow(self, problem: GraphProblem[Any], room: Room, error: InfeasibleBudget) -> int:
         """Return the new smallest budget if a graph needs more than those before.

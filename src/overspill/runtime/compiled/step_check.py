@@ -74,7 +74,7 @@ def check_step(optimizer: Optimizer, sessions: OF_SESSION) -> None:
     """
     methods = list(_methods())
     checks = dict.fromkeys([*sessions, *(method.check for _, method in methods)])
-    watched = [check for check in checks if not check.is_over]
+    watched = [check for check in checks if check.checks_steps]
     # Most steps end here: each session has run a backward since.
     unplanned = {check: count for check in watched if (count := check.unplanned_steps(optimizer))}
     if not unplanned:
@@ -95,14 +95,6 @@ def check_step(optimizer: Optimizer, sessions: OF_SESSION) -> None:
         if _any_set(updated, updated.keys() - own) and (replaced is None or check.backwards_run):
             continue
         check.tell(_message(*(replaced or (None, None))))
-
-
-def who_replaced(check: PlanCheck) -> str:
-    """Return what stands in place of a compiled method of the session of `check`, or an empty string.
-
-    It is the module and the qualified name of a function.
-    """
-    return next((shown(method.replacement(m)) for m, method in _methods() if _is_replaced(check, m, method)), "")
 
 
 def shown(function: Any) -> str:

@@ -526,7 +526,10 @@ class StepState:
                 bring(found, self.engine)
 
     def synchronize(self) -> None:
-        """Bring all parameters and optimizer state back to the device."""
+        """Bring all parameters and optimizer state back to the device; to host memory, if the model began there."""
+        if self.from_host and self.engine is not None and not self.advice():
+            residents = self.residency.residents.items()
+            self.residency.send([n for n, of in residents if of.here is not None and n not in self.sums], self.engine)
         self.bring([name for name in self.residency.away() if name not in self.sums])
         if self.sharding is not None:
             with self.gate.opened():

@@ -40,6 +40,7 @@ from overspill.runtime.transfer.engine import TransferEngine
 from .call import StepCall, Underway, dropped, give_back_arena, let_go
 from .captures import StepCaptures
 from .checks import check_inputs, check_optimizer, step_post_hooks
+from .from_host import move_buffers
 from .microbatch import MicrobatchRunner
 from .optimizer_hooks import optimizer_hooks
 from .plans import StepPlans
@@ -314,7 +315,7 @@ class TrainStep(PlannedPeaks):
         return self._state.gate.alone(lambda: self._plans.captures(unpacked(inputs)))
 
     def synchronize(self) -> None:
-        """Bring all parameters and optimizer state back to the device.
+        """Bring all parameters and optimizer state back to the device, or to the CPU if the model began there.
 
         They stay there until the next step.
         """
@@ -322,7 +323,7 @@ class TrainStep(PlannedPeaks):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold all tensors on the device and let no other thread step, within the context.
+        """Hold all tensors where `synchronize` brings them and let no other thread step, within the context.
 
         Use it in a thread that does more with model or optimizer than call their `state_dict()`. Examples: evaluate,
         copy, fork, or save several things that belong together.
@@ -346,6 +347,8 @@ class TrainStep(PlannedPeaks):
         if bring_back:
             give_back_arena(self._state, self._plans)  # first, for there may be no room for both
             self._state.synchronize()
+            if self._state.from_host:
+                move_buffers(self._state.module, torch.device("cpu"))
         self._end.detach()
         let_go(self._state, self._plans, self._hooks)
 

@@ -1,0 +1,28 @@
+"""A model that is larger than its card: in host memory, or mapped from a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.gpu_rehearsal.processes import found_on_card
+
+CARD_BYTES = 256 << 20
+
+
+@pytest.mark.parametrize("how", ["in-memory", "mapped"])
+def test_a_model_larger_than_its_card_is_trained_and_comes_back_to_the_host(how: str, record: Any) -> None:
+    found = found_on_card("small_card", how, card_bytes=CARD_BYTES, copy_limit=1 << 30)
+    record.rows("small_card").append({"how": how} | found)
+    assert found["model_bytes"] > CARD_BYTES - found["context_bytes"] >= found["most_bytes"]
+    assert found["most_bytes"] <= found["reserved_bytes"]
+    assert found["loss_on"] == "cuda:0"
+    # Frozen weights are read from where they are, and nothing waits.
+    assert found["first_bytes_out"] < found["model_bytes"] / 10
+    assert found["bytes_out"] < found["bytes_in"] / 10
+    assert found["bytes_in"] >= found["moved_bytes"]
+    assert (found["syncs"], found["mallocs"]) == (0, 0)
+    assert found["same_when_read"]
+    assert found["same_at_the_end"]
+    assert found["where_they_were"] > 0
+    assert found["at_the_end_on"] == ["cpu"]
