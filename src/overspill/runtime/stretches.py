@@ -61,6 +61,8 @@ class Stretch:
     before: dict[int, Place]
     gradients: tuple[tuple[int, Place], ...] = ()
     """For the update: the gradients that it takes, by the position of the parameter, in front of `takes`."""
+    fixed: tuple[int, ...] = ()
+    """For the update: the positions of parameters that do not move, behind the gradients."""
 
 
 Lowered = tuple[tuple[fx.GraphModule, ...], tuple[Stretch, ...]]
@@ -245,10 +247,13 @@ class _Lowering:
                 emitter.add_placeholder(node)
             if place is not Place.DEVICE:
                 emitter.add_handle(tensor)
+        fixed = tuple(position for position in captured.read if not captured.moves(captured.given[position]))
+        for position in fixed:
+            emitter.add_placeholder(captured.given[position])
         takes, lent = self.take(emitter, part)
         emitter.emit_at(part.instructions)
         gives, values = self.give(emitter, part, takes, lent)
-        return Stretch(emitter.finish(values, []), (), takes, gives, 0, lent, part.before, tuple(gradients))
+        return Stretch(emitter.finish(values, []), (), takes, gives, 0, lent, part.before, tuple(gradients), fixed)
 
     def _crossing(self, backward: Part, forward: Emitter) -> tuple[list[fx.Node], list[int]]:
         """Return what backward needs of forward, without residents: roots on the device, and tensors as handles."""

@@ -118,7 +118,8 @@ class CaptureOfCutStep(CaptureOfWholeStep):
             self.tensors[tensor] = replace(self.tensors[tensor], movable=False)
         # Gradients of before are added to, one after another, behind backward: the store has those that move.
         sizes = [self.tensors[t].nbytes for t in leave]
-        again = 2 * max(sizes, default=0) if self.surroundings.accumulates else 0
+        adds = self.surroundings.accumulates or self.surroundings.sums
+        again = 2 * max(sizes, default=0) if adds else 0
         kept: tuple[int, ...] = ()
         if self.surroundings.accumulates and stay:
             nbytes = sum(self.tensors[t].nbytes for t in stay)

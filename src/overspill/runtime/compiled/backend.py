@@ -160,6 +160,7 @@ def _session_of(options: Mapping[str, Any]) -> Session:
     if unknown := set(options) - names:
         raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(names))}")
     session = Session(Options(**options))
+    session.loop.may_move = False
     _SESSIONS[key] = options, weakref.ref(session, lambda ref: _forget(key, ref))
     if not was_asked_for_plans(options):
         _ASKED.append(options)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -26,7 +28,7 @@ from overspill.runtime.step.residency import Resident, Spec, is_dense
 from overspill.runtime.stretches import Place, Stretch
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .loop_state import LoopState, states, trace_what_is_away
+from .loop_state import LoopState, bring_for, states, trace_what_is_away
 from .stored_gradient import StoredGradient
 
 
@@ -45,10 +47,11 @@ class CutCalls:
         owners: dict[int, str],
     ) -> None:
         self._graph = captured.graph
-        self._state = state
+        self._state_now = weakref.ref(state)
         self._stretches = stretches
         self._names = residents
-        self._accumulates = captured.accumulates
+        self._fixed = {name for name in owners.values() if name not in set(residents.values())}
+        """Parameters of the graph that its plan has on the device."""
         self.programs = [LoweredProgram(stretch.module) for stretch in stretches]
         # Gradients: how autograd gets those that leave, and which parameters the update is of.
         device = captured.joint.device
@@ -58,6 +61,12 @@ class CutCalls:
         self._updated = {position: owners[position] for position in captured.read}
 
     @property
+    def _state(self) -> LoopState:
+        state = self._state_now()
+        assert state is not None  # the session has it, which lives while a model is called or a backward is pending
+        return state
+
+    @property
     def fore(self) -> Stretch:
         """The stretch of forward."""
         return self._stretches[0]
@@ -65,9 +74,12 @@ class CutCalls:
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the results for the caller, and what backward needs."""
         state = self._state
+        if not state.in_force:
+            state.enter()
         state.gate.alone(state.look if state.is_between else state.begin)
         trace_what_is_away()
         self._put_gradients_away()
+        bring_for(args[position] for position in self._stretches[0].plain)
         state.is_between = len(self._stretches) > 1
         return self._run(0, args, recorder)
 
@@ -96,31 +108,47 @@ class CutCalls:
         left = []
         try:
             for position, place in self._stretches[2].gradients:
-                args.append(self._gradient(position, place))
+                args += self._gradient(position, place)
                 parameter = self._state.parameters[self._updated[position]]
                 left.append((parameter, parameter.grad))
                 parameter.grad = None
+            args += [self._state.parameters[self._updated[position]].data for position in self._stretches[2].fixed]
             self._run(2, args, recorder)
         finally:
             for name in self._updated.values():
                 self._state.owned[name].factors = ()
         return left
 
-    def _gradient(self, position: int, place: Place) -> Tensor:
-        """Return the gradient of a parameter as the update takes it; its memory on the device is the update's."""
-        name = self._updated[position]
-        parameter, engine = self._state.parameters[name], self._engine
+    def _gradient(self, position: int, place: Place) -> list[Tensor]:
+        """Return the gradient of a parameter as the update takes it, on the device or by its handle, or both.
+
+        Its memory on the device is the update's. What is left for the loop is in the store, or nothing where the loop
+        is known to drop gradients behind each step.
+        """
+        name, state = self._updated[position], self._state
+        parameter = state.parameters[name]
         gradient = parameter.grad
         assert gradient is not None
-        if place is Place.DEVICE:
+        stored = isinstance(gradient, StoredGradient) and gradient.is_stored
+        if place is Place.DEVICE and state.drops_gradients and not stored:
             data = gradient.take() if isinstance(gradient, StoredGradient) else gradient
             parameter.grad = StoredGradient.spent(Spec.of(data))
-            return data
-        if not (isinstance(gradient, StoredGradient) and gradient.is_stored):
-            data = gradient.take() if isinstance(gradient, StoredGradient) else gradient
-            gradient = parameter.grad = StoredGradient.of(data.detach(), engine)
-        handle, self._state.owned[name].factors = gradient.lend()
-        return handle
+            return [data]
+        data = gradient.take() if isinstance(gradient, StoredGradient) and not stored else gradient.detach()
+        if not isinstance(data, StoredGradient):
+            kept = parameter.grad = _stored(data, self._engine)
+            if kept is data:
+                return [data]
+            if place is Place.DEVICE:
+                return [data]
+        else:
+            kept = gradient
+        handle, factors = kept.lend()
+        if place is Place.STORE:
+            state.owned[name].factors = factors
+            return [handle]
+        with kept.read() as value:
+            return [value] if place is Place.DEVICE else [value, handle]
 
     def _put_gradients_away(self) -> None:
         """Send the gradients of before to the store, but for those of this graph that may not leave."""
@@ -152,7 +180,7 @@ class CutCalls:
         count = len(given)
         for tensor, place in stretch.takes:
             resident = residents[self._names[tensor]]
-            if tensor in stretch.lent or resident.name in state.in_use:
+            if tensor in stretch.lent or state.stays(resident.name):
                 given += self._as_it_stays(resident, place)
                 continue
             if place is not Place.STORE:
@@ -175,7 +203,7 @@ class CutCalls:
         results.clear()
         for tensor, place in stretch.gives:
             resident = residents[self._names[tensor]]
-            if resident.name in state.in_use:
+            if state.stays(resident.name):
                 deque(islice(rest, 1 + (place is Place.BOTH)), maxlen=0)
             elif place is Place.STORE:
                 resident.stored(next(rest))
@@ -190,8 +218,9 @@ class CutCalls:
         """Move all residents to where the plan has them as the stretch begins."""
         residency, engine = self._state.residency, self._engine
         places = {self._names[t]: place for t, place in stretch.before.items() if t in self._names}
-        stay = {*self._state.in_use, *(name for name, place in places.items() if place is not Place.STORE)}
-        residency.send([name for name in residency.residents if name not in stay], engine)
+        stay = {name for name, place in places.items() if place is not Place.STORE} | self._fixed
+        away = [name for name in residency.residents if name not in stay and not self._state.stays(name)]
+        residency.send(away, engine)
         taken = [(self._names[t], place) for t, place in stretch.takes]
         residency.bring((name for name, place in taken if place is Place.DEVICE), engine)
         residency.copy([name for name, place in taken if place is Place.BOTH], engine)
@@ -210,7 +239,7 @@ class CutCalls:
         """Give residents back what a run that an error stopped has of them; they begin at its input `first`."""
         positions = {}
         for tensor, place in stretch.takes:
-            if tensor not in stretch.lent and self._names[tensor] not in self._state.in_use:
+            if tensor not in stretch.lent and not self._state.stays(self._names[tensor]):
                 positions[first] = self._names[tensor]
             first += 1 + (place is Place.BOTH)
         for position, (form, value) in run.give_up(positions, self._state.engine).items():
@@ -223,6 +252,11 @@ class CutCalls:
 
 def _spec(value: Tensor, device: torch.device) -> Spec:
     return Spec(value.size(), value.stride(), value.dtype, device)
+
+
+def _stored(gradient: Tensor, engine: TransferEngine) -> Any:
+    """Return a copy of a gradient in the store, or itself if it is a part of larger memory."""
+    return StoredGradient.of(gradient, engine) if _owns_memory(gradient) else gradient
 
 
 def _is_there(gradient: Tensor | None) -> bool:
@@ -325,5 +359,10 @@ def _step_ends(optimizer: Optimizer, *_: Any) -> None:
 _STEPPING: dict[int, tuple[list[tuple[Tensor, Tensor]], Outside | None]] = {}
 """For an optimizer whose step is under way, by its identity: gradients that have been used, which it does not see, and
 what it had outside of the parameters' state."""
-register_optimizer_step_pre_hook(_step_begins)
-register_optimizer_step_post_hook(_step_ends)
+
+
+@cache
+def watch_optimizers() -> None:
+    """Do the steps of optimizers from now on, where they have parameters that may be away."""
+    register_optimizer_step_pre_hook(_step_begins)
+    register_optimizer_step_post_hook(_step_ends)

@@ -42,7 +42,7 @@ from overspill.runtime.stretches import lower_stretches
 
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
-from .cut_calls import CutCalls
+from .cut_calls import CutCalls, watch_optimizers
 from .loop_state import bring_for
 from .double_backward import compiled_node, refuse_double_backward
 from .partitions import Partitioned
@@ -232,7 +232,9 @@ class GraphCompiler:
         loop = self.session.loop
         assert loop.state is not None
         loop.state.engine, loop.state.engine_number = self.session.engine, engine
-        loop.state.in_force = True
+        if not loop.state.in_force:
+            self.session.move_all()
+        watch_optimizers()
         shown, stretches = lower_stretches(captured, plan.schedule, engine)
         self.calls = CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
         return shown
@@ -275,6 +277,9 @@ class GraphCompiler:
         loop, parameters = self.session.loop, self.parameters
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
+            if loop.is_in_force and (moving := loop.captured(joint, around[0], parameters, around[1])) is not None:
+                yield moving  # as the session's other graphs
+                return
             yield capture(joint, *around)
             if may_divide and (other := divided(joint)) is not None:
                 yield capture(other, *around)

@@ -33,11 +33,18 @@ class LoopPlans:
 
     def __init__(self, followed: WeakReferences) -> None:
         self.state: LoopState | None = None
+        self.may_move = True
+        """Whether parameters may leave the device: not where Dynamo's own guards on them are in force."""
         self.why_not = ""
         """Why parameters stay on the device, if they do."""
         self._followed = followed
         self._signature: list[Any] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether plans move parameters."""
+        return self.state is not None and self.state.in_force
 
     def name(self, module: nn.Module) -> None:
         """Let parameters of `module` have their names there."""
@@ -60,6 +67,8 @@ class LoopPlans:
         self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings
     ) -> CapturedCutStep | None:
         """Return the graph with all that may move, or None if parameters have to stay."""
+        if not self.is_in_force and (around.pending_bytes or around.sums):
+            return None  # calls that wait for their backward share the memory of what is there
         here = [p for ref in parameters.values() if (p := ref()) is not None]
         with disable_current_modes():
             state = self._state_of(here)
@@ -106,13 +115,19 @@ class LoopPlans:
 
     def _state_of(self, here: Sequence[nn.Parameter]) -> LoopState | None:
         """Return the state that knows all parameters `here`."""
-        if self.state is not None:
-            if all(p in self.state for p in here):
-                return self.state
-            self.close()
+        if not self.may_move:
+            return None
+        if self.state is not None and self.state.in_force and all(p in self.state for p in here):
+            return self.state
         parameters = {id(p): p for p in (*self._followed.parameters, *here) if isinstance(p, nn.Parameter)}
         names = {id(p): n for module in self._modules for n, p in module.named_parameters()}
-        named = {names.get(key, f"parameter {i}"): p for i, (key, p) in enumerate(parameters.items())}
+        named: dict[str, nn.Parameter] = {}
+        for number, (key, parameter) in enumerate(parameters.items()):
+            name = names.get(key, f"parameter {number}")
+            named[name if name not in named else f"{name} ({number})"] = parameter  # of several models
+        if self.state is not None and self.state.in_force:
+            self.state.take_in(named, self._followed.stepping())
+            return self.state
         try:
             self.state = LoopState(named, self._followed.stepping())
             if found := next((of for of in self.state.updates if of.at_once), None):

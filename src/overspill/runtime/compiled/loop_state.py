@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.core.errors import UnsupportedError
 from overspill.models.step import StepLoss
 from overspill.pytorch.dynamo import compilation
 from overspill.pytorch.fake_tensors import FROM_TENSOR, FakeTensor, FakeTensorMode, fake_parameter
@@ -25,7 +26,7 @@ from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.checks import check_optimizer
 from overspill.runtime.step.gate import Reading
-from overspill.runtime.step.residency import Guarded, Resident
+from overspill.runtime.step.residency import Guarded, Resident, bring_for_others
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
 
@@ -61,20 +62,26 @@ class LoopState(StepState):
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         """Create the state. Raises RequestError or UnsupportedError for what cannot leave the device."""
         held = nn.Module()
-        held.__dict__[PARAMETERS].update(parameters)  # a name may have dots here
+        self._held = held.__dict__[PARAMETERS]
+        self._held.update(parameters)  # a name may have dots here
         for optimizer in optimizers:
             check_optimizer(optimizer)
         super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
         self.in_force = False
         """Whether a plan moves its tensors."""
+        self.drops_gradients: bool | None = None
+        """Whether the loop has dropped all gradients whenever a forward began; None before any step."""
         self.is_between = False
         """Whether a forward has run whose backward has not."""
         self.in_use: set[str] = set()
         """Parameters that the user's code has read meanwhile, of which its own backward may need the values."""
+        self.kept: set[str] = set()
+        """Parameters that graphs of this step have been planned with on the device."""
         self.pinned: set[str] = set()
         """Parameters that plans are to keep on the device, because the user's code reads them in a step."""
         self.latest: Any = None
         """The calls whose backward ran last, which have a plan of the update."""
+        self.holders.tells = False  # the user has not asked for any of them to move
         self.tensor_guards: dict[str, TensorGuard] = {}
         self.take_hold()
         _STATES.add(self)
@@ -86,10 +93,26 @@ class LoopState(StepState):
     def add(self, optimizer: Optimizer) -> None:
         """Take in an optimizer that was made later. Raises RequestError or UnsupportedError."""
         check_optimizer(optimizer)
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(p) in own for of in self.optimizers for group in of.param_groups for p in group["params"]):
+            raise UnsupportedError(f"{type(optimizer).__name__} and another optimizer have a parameter in common")
         updates = OptimizerUpdates(optimizer)
         updates.around = self.model_is_there
         self.updates = (*self.updates, updates)
         self.stale = True
+
+    def take_in(self, parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
+        """Take in more parameters and optimizers. Raises RequestError or UnsupportedError."""
+        for name, parameter in parameters.items():
+            if id(parameter) not in self.names:
+                while f"model.{name}" in self.parameters:
+                    name += "'"
+                self._held[name] = self.parameters[f"model.{name}"] = parameter
+                self.names[id(parameter)] = f"model.{name}"
+        for optimizer in optimizers:
+            if not any(of.optimizer is optimizer for of in self.updates):
+                self.add(optimizer)
+        self.gate.alone(self.look)
 
     def owns_any(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` has any of the parameters."""
@@ -101,23 +124,48 @@ class LoopState(StepState):
             self.pinned |= new
             self.stale = True
         self.in_use.clear()
+        self.kept.clear()
+        if self.latest is not None and self.drops_gradients is not False:
+            self.drops_gradients = all(self.parameters[name].grad is None for name in self.owned)
         self.look()
+
+    def stays(self, name: str) -> bool:
+        """Return whether a parameter keeps its memory for now, whatever plans say."""
+        return name in self.in_use or name in self.kept
+
+    def enter(self) -> None:
+        """Take the parameters from other sessions that may have them away."""
+        for other in states():
+            if other is not self and other.in_force and not self.names.keys().isdisjoint(other.names):
+                other.gate.alone(other.synchronize)
+                other.in_force = False
+        self.in_force = True
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter, as of the residents."""
         return self.names[id(parameter)]
 
+    def _bring_for_us(self) -> None:
+        """Bring back what another session has of our parameters."""
+        for name, parameter in self.parameters.items():
+            if isinstance(parameter, Away) and not (name in self.residency and self.residency[name].away):
+                bring_for_others([parameter])
+
     def take_hold(self) -> None:
         """Adopt parameters and optimizer state."""
+        self._bring_for_us()
+        for of in self.updates:
+            bring_for_others(t for t in tensors_in(dict(of.optimizer.state)).values() if isinstance(t, Away))
         self.adopt_optimizers()
         self.adopt_parameters()
 
     def look(self) -> None:
         """Notice what the user has changed since the last call."""
+        self._bring_for_us()
         self.residency.take_over(self.residency.residents)
         self.adopt_optimizers()
         self.adopt_parameters()
-        self.guard()
+        self.arm()
 
     def guard(self) -> None:
         """Give each resident a guard."""

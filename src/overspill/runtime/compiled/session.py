@@ -188,6 +188,20 @@ class Session(PlannedPeaks):
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
         return aside + min((plan.asked_bytes - plan.needed_bytes for plan in last), default=0)
 
+    def move_all(self) -> None:
+        """Let parameters move from now on; graphs that were planned with them on the device keep them for this step."""
+        state = self.loop.state
+        assert state is not None
+        state.enter()
+        names = state.names
+        for planned in self._plans.planned:
+            if planned.kind.inputs[0]:
+                state.kept.update(names[key] for key in planned.parameters if key in names)
+        if state.kept:
+            state.is_between = True
+            self.renewal.is_asked = True
+            self.renewal.begin_rounds()
+
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device, until the next call."""
         if (state := self.loop.state) is not None:

@@ -47,7 +47,8 @@ class Holders:
         self.overlapping: set[str] = set()
         self.apart: set[str] = set()
         self.in_arena: Callable[[Tensor], bool] = lambda _: False
-        self._told = False
+        self.tells = True
+        """Whether to warn of held weights, once."""
         self._foreign: dict[tuple[int, int], bool] = {}
 
     def look(
@@ -69,8 +70,8 @@ class Holders:
             raise RequestError(
                 f"the memory of {readable(inside)} {others}, and the step makes another use of it; let it go first"
             )
-        if not self._told:
-            self._told = True
+        if self.tells:
+            self.tells = False
             warnings.warn(
                 f"the memory of {len(new)} weights (the first is {readable(new[0])}) {others}; while it is, they stay "
                 "on the device and count in the budget",
