@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,16 @@ def logged(trainer: Any) -> list[tuple[Any, ...]]:
     return [tuple(entry[name] for name in names if name in entry) for entry in trainer.state.log_history]
 
 
-def files_of(folder: Path) -> dict[str, Any]:
-    """The tensors of all checkpoints in a folder, by file."""
-    from safetensors.torch import load_file
-
-    found = {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
-    return found | {str(path.relative_to(folder)): torch.load(path) for path in folder.rglob("optimizer.pt")}
+def files_of(folder: Path) -> dict[str, str]:
+    """Digests of weights and optimizer state in all checkpoints; no tensor is made of them."""
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in sorted(folder.rglob("optimizer.pt")):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                found[f"{path.relative_to(folder)}: {name}"] = hashlib.sha256(archive.read(name)).hexdigest()
+    return found
 
 
 @loop("clips, accumulates 2, cosine, padding", needs=HF)

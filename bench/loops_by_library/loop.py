@@ -81,8 +81,8 @@ class Trained:
     figures: Figures
     models: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
-    files: Mapping[str, Any] = field(default_factory=dict)
-    """The tensors of each file that it wrote."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files that it wrote."""
     others: Sequence[nn.Module] = ()
     """Models that the line does not stand at; the budget does not count their weights."""
 
