@@ -278,7 +278,7 @@ def step_notes(plan: Plan) -> list[str]:
     notes = [f"between steps the store has {parts}" if stored else "between steps all is on the device"]
     if plan.model_on_host:
         notes.append(
-            "the model does not fit on the card, so leave it on the CPU: overspill.train_step(model, …, "
+            "the model does not fit on the card, and begins on the CPU: overspill.train_step(model, …, "
             'device="cuda") brings each weight when the plan needs it'
         )
     normed = {t for op in plan.graph.ops if op.name == NORM for t in op.reads}

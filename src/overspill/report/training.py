@@ -239,7 +239,7 @@ def _whole_step(trained: Trained) -> list[str]:
     """Return notes that apply to a plan of the whole step only."""
     notes = step_notes(trained.plan)
     parameters = trained.plan.graph.bytes_of(TensorKind.PARAMETER)
-    if trained.plan.graph.whole_step and parameters > trained.plan.budget_bytes:
+    if trained.plan.graph.whole_step and parameters > trained.plan.budget_bytes and not trained.plan.model_on_host:
         notes.append(
             "the budget holds from the first step on; before it the model, as it was built, had "
             f"{format_bytes(parameters)} "

@@ -33,6 +33,7 @@ from . import accelerator, batches
 from .capture_job import SEED, prepared_step
 from .compiled.compile import compile_in
 from .compiled.session import Session
+from .hardware import device_noun, usable_bytes
 from .options import Options
 from .reachable import same_bits
 from .recording.attach import recording
@@ -229,9 +230,12 @@ def _train(running: _Running, session: Session | None, *, compiled: bool) -> Run
 def _train_whole(running: _Running, options: Options) -> Run:
     job = running.job
     _leave_nothing(running.device)
-    step, given = _made(running)
+    step, given = _made(running, lambda model: not _is_larger(model, running.device, options))
     optimizer = job.make_optimizer(step.parameters())
-    whole = TrainStep(step.model, step.loss, (optimizer,), options, job.gradients)
+    there, where = next(step.parameters()).device, given[0][0].device
+    whole = TrainStep(
+        step.model, step.loss, (optimizer,), options, job.gradients, from_host_to=None if there == where else where
+    )
     run, offloaded = Run(), [0]
     try:
         counts = options.backend == "inductor" and running.device == "cpu"
@@ -328,8 +332,22 @@ def _recorded(managed: Session | TrainStep | None, recorder: RunRecorder | None,
     run.record = recorder.record
 
 
-def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
-    """Return the model with its loss on its device, and a batch for all steps, or one for each if they vary."""
+def _is_larger(model: nn.Module, device: str, options: Options) -> bool:
+    """Return whether the weights of `model` are more than the GPU can have within its budget."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return False
+    room = options.limit.nbytes or usable_bytes(where)
+    return sum(p.nbytes for p in model.parameters()) > room - device_noun(where).context_bytes
+
+
+def _made(
+    running: _Running, moves: Callable[[nn.Module], bool] = lambda _: True
+) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
+    """Return the model with its loss, and a batch for all steps, or one for each if they vary.
+
+    They are on their device; the model only if it `moves`.
+    """
     job, device = running.job, running.device
     if job.attention is not None:
         with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):
@@ -337,7 +355,8 @@ def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
     try:
         step, given = prepared_step(job, steps=running.steps)
         if device != "cpu":
-            step, given = step.to(device), [tuple(t.to(device) for t in batch) for batch in given]
+            step = step.to(device) if moves(step) else step
+            given = [tuple(t.to(device) for t in batch) for batch in given]
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             what = next(iter(str(error).splitlines()), type(error).__name__)

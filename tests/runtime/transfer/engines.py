@@ -22,7 +22,7 @@ def with_threads(store: Store) -> TransferEngine:
 
 def with_streams(store: Store, cuda: FakeCuda | None = None) -> TransferEngine:
     cuda = cuda or FakeCuda()
-    return TransferEngine(store, StreamLane(CPU, store.write, cuda), StreamLane(CPU, store.read, cuda))
+    return TransferEngine(store, StreamLane(CPU, store.write, cuda), StreamLane(CPU, store.fetch, cuda))
 
 
 def with_late_streams() -> TransferEngine:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from overspill.runtime.transfer.lanes import Slot, bytes_of
+from overspill.runtime.transfer.lanes import HeldSlot, Slot, bytes_of
 from overspill.runtime.transfer.stores import HostStore
 
 
@@ -91,6 +91,12 @@ class LateHostStore(HostStore):
 
     def read(self, slot: Slot, target: Tensor) -> None:
         self._later(lambda tensor: HostStore.read(self, slot, tensor), target)
+
+    def fetch(self, slot: Slot, target: Tensor) -> None:
+        if isinstance(slot, HeldSlot):
+            self._later(lambda tensor: HostStore.fetch(self, slot, tensor), target)
+        else:
+            self.read(slot, target)
 
     def _later(self, copy: Callable[[Tensor], None], tensor: Tensor) -> None:
         self.cuda.log.append(f"copy on {self.cuda.current.name}")

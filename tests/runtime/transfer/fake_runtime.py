@@ -11,7 +11,7 @@ from pathlib import Path
 
 from overspill.runtime.accelerator import RawStreams
 from overspill.runtime.transfer.engine import TransferEngine
-from overspill.runtime.transfer.lanes import CopyLane
+from overspill.runtime.transfer.lanes import CopyLane, HeldSlot, Slot
 from overspill.runtime.transfer.stores import HostStore
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -68,7 +68,12 @@ def streams(device: int = 0) -> FakeStreams:
 
 def lanes(store: HostStore, device: int = 0) -> tuple[CopyLane, CopyLane]:
     """Lanes of `store` each way."""
-    address = lambda slot: store._chunks[slot.chunk].data_ptr() + slot.offset  # noqa: E731
+
+    def address(slot: Slot) -> int:
+        if isinstance(slot, HeldSlot):
+            return slot.memory.data_ptr()
+        return store._chunks[slot.chunk].data_ptr() + slot.offset
+
     return (CopyLane(streams(device), address, outward=True), CopyLane(streams(device), address, outward=False))
 
 

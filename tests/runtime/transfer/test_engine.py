@@ -12,7 +12,7 @@ from tests.runtime.transfer.engines import ENGINES, bring, numbers, send, with_s
 from torch import Tensor
 
 from overspill.runtime.transfer.engine import TransferEngine
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.stores import DiskStore, HostStore, Store
 
 
 @pytest.fixture(params=ENGINES)
@@ -61,6 +61,49 @@ def test_what_compute_writes_after_the_copy_was_awaited_does_not_reach_it(engine
     handle = send(engine, source)
     source.zero_()
     assert torch.equal(bring(engine, handle), numbers(1000))
+
+
+@pytest.mark.parametrize(
+    "kind", ["contiguous", "channels last", "transposed", "bfloat16", "larger than a page", "scalar"]
+)
+def test_a_tensor_that_is_held_comes_from_where_it_is_and_is_not_copied(engine: TransferEngine, kind: str) -> None:
+    source = TENSORS[kind]()
+    expected = source.clone()
+    handle = engine.hold(source, torch.device("cpu"))
+    for _ in range(2):
+        back = bring(engine, handle)
+        assert back.data_ptr() != source.data_ptr()
+        assert (back.shape, back.stride()) == (source.shape, source.stride())
+        assert torch.equal(back, expected)
+    assert engine.store.used_bytes == engine.offloaded_bytes == 0
+    assert engine.to_host(handle).data_ptr() == source.data_ptr()
+
+
+def test_a_part_of_larger_memory_is_held_alone(engine: TransferEngine) -> None:
+    whole = numbers(4, 1000)
+    back = bring(engine, engine.hold(whole[1], torch.device("cpu")))
+    assert torch.equal(back, whole[1])
+    assert back.untyped_storage().nbytes() == whole[1].nbytes
+
+
+def test_what_the_user_writes_to_a_held_tensor_does_not_reach_a_copy_that_is_under_way(engine: TransferEngine) -> None:
+    source = numbers(1000)
+    handle = engine.hold(source, torch.device("cpu"))
+    coming = engine.prefetch(handle)
+    engine.to_host(handle).zero_()
+    engine.await_prefetch(coming)
+    assert torch.equal(coming, numbers(1000))
+
+
+@pytest.mark.parametrize("store", [DiskStore, HostStore])
+def test_what_is_stored_can_be_read_on_the_host(store: type[Store]) -> None:
+    with closing(with_threads(store())) as engine:
+        source = numbers(6, 9).t()
+        handle = engine.offload(source)
+        found = engine.to_host(handle)
+        assert found.stride() == source.stride()
+        assert torch.equal(found, numbers(6, 9).t())
+        assert torch.equal(bring(engine, handle), source)
 
 
 def test_one_handle_can_be_prefetched_twice_even_at_once(engine: TransferEngine) -> None:

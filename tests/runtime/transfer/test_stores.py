@@ -354,15 +354,27 @@ def test_pages_of_held_tensors_are_locked_once_a_storage_until_the_last_has_left
     assert not pages.locked
 
 
-def test_memory_that_pytorch_did_not_allocate_is_locked_to_be_read(tmp_path: Path) -> None:
+def test_tensors_of_a_mapped_file_are_locked_together_to_be_read(tmp_path: Path) -> None:
+    """As safetensors gives them: each a storage of its own, on pages that it shares with the next."""
     pages = FakePages()
     store = PinnedStore(pages)
     store.hold(torch.ones(PAGE_BYTES, dtype=torch.uint8))
     assert not pages.read_only
-    (tmp_path / "weights").write_bytes(bytes(PAGE_BYTES))
-    mapped = torch.from_file(str(tmp_path / "weights"), size=PAGE_BYTES, dtype=torch.uint8)
-    store.hold(mapped)
+    pages.calls.clear()
+    (tmp_path / "weights").write_bytes(bytes(range(256)) * (PAGE_BYTES // 64))
+    with (tmp_path / "weights").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    parts = [torch.frombuffer(mapped, dtype=torch.uint8, offset=at, count=PAGE_BYTES) for at in (208, 208 + PAGE_BYTES)]
+    slots = [store.hold(part) for part in parts]
     assert pages.read_only
+    assert pages.calls == ["lock"]
+    assert {parts[0].data_ptr() - 208: len(mapped)}.items() <= pages.locked.items()
+    store.release(slots[0])
+    store.let_go()
+    assert pages.calls == ["lock"]
+    store.release(slots[1])
+    store.let_go()
+    assert pages.calls == ["lock", "unlock"]
     store.close()
 
 

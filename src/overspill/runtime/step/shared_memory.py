@@ -13,7 +13,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.storages import has_storage, key_of, storage_key, tensor_uses, uses_of_key
+from overspill.runtime.transfer.host_memory import mapped_file
 
 from .away import Away
 from .gate import GRACE_SECONDS
@@ -29,7 +29,6 @@ from .residency import Alias, Resident, is_guarded, readable
 
 TRIES = 5
 """Looks at weights that begin to be held, before they count as such: another thread may just read them."""
-_MAPS = Path("/proc/self/maps")
 _PLAIN = Tensor, nn.Parameter
 
 
@@ -114,7 +113,7 @@ class Holders:
             return False  # all say that they are shared
         at = key_of(storage), storage.data_ptr()
         if not storage.resizable() and at not in self._foreign:
-            self._foreign[at] = not (self.in_arena(tensor) or _is_mapped_alone(at[1]))
+            self._foreign[at] = not (self.in_arena(tensor) or mapped_file(at[1]) is not None)
         return storage.is_shared() or (not storage.resizable() and self._foreign[at])
 
     def _follow(
@@ -177,16 +176,3 @@ def _overlap(tensors: Iterable[Tensor]) -> bool:
         begin = tensor.storage_offset() * tensor.itemsize
         spans.append((begin, begin + (last + 1) * tensor.itemsize))
     return any(one[1] > other[0] for one, other in pairwise(sorted(spans)))
-
-
-def _is_mapped_alone(address: int) -> bool:
-    """Return whether the address is in a file mapped for this process alone.
-
-    False if the system does not report it.
-    """
-    for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
-        span, access, _, _, inode, *_ = line.split(maxsplit=5)
-        begin, end = (int(bound, 16) for bound in span.split("-"))
-        if begin <= address < end:
-            return access.endswith("p") and inode != "0"
-    return False

@@ -162,6 +162,7 @@ class TransferEngine:
         self._outward.drain()
         stored = self._table[handle.data_ptr()]
         if isinstance(stored.slot, HeldSlot):
+            self._inward.drain()  # copies from there may be under way, and the caller may write
             return stored.slot.tensor
         memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         (self._checksums or self.store).fetch(stored.slot, bytes_of(memory))

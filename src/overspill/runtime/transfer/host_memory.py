@@ -37,6 +37,7 @@ MOST_KEPT_BYTES = 2**31 - 2**20
 SCARCE = 2.0
 """Memory is scarce when less is available than this many times the unmanaged peak."""
 
+_MAPS = Path("/proc/self/maps")
 _GROUPS, _GROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _GROUP_FILES = {
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -52,6 +53,19 @@ def whole_pages(nbytes: int) -> Tensor:
     """Return a uint8 tensor of zeros, `[nbytes]`, in its own pages and unseen by PyTorch's modes. Raises OSError."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def mapped_file(address: int) -> tuple[int, int] | None:
+    """Return where the file begins and ends that is mapped at the address, for this process alone.
+
+    None if there is none, or the system does not report it.
+    """
+    for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
+        span, access, _, _, inode, *_ = line.split(maxsplit=5)
+        begin, end = (int(bound, 16) for bound in span.split("-"))
+        if begin <= address < end:
+            return (begin, end) if access.endswith("p") and inode != "0" else None
+    return None
 
 
 def suit_heap(unmanaged_peak_bytes: int) -> bool:

@@ -90,8 +90,9 @@ class Lane(ABC):
         `noted` is called when the copy begins and ends.
         """
 
-    def drain(self) -> None:  # noqa: B027 - for a thread's copies the host has waited
-        """Wait on the host until all copies are done that compute waits for."""
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait on the host until all copies that were submitted are done, or have failed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -113,7 +114,7 @@ class ThreadLane(Lane):
         """Start the thread. Raises StoreError if the system refuses one."""
         self._copy = copy
         self._process = os.getpid()
-        self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_ThreadTicket | _Mark | None] = SimpleQueue()
         self._thread = Thread(target=_carry_out_all, args=(self._jobs, copy), name=f"overspill-{name}", daemon=True)
         try:
             self._thread.start()
@@ -134,6 +135,13 @@ class ThreadLane(Lane):
             ticket.carry_out(self._copy)
         return ticket
 
+    def drain(self) -> None:
+        """Wait until the thread has no copy left; one that is closed has none, nor has a forked child's."""
+        if self._end.alive and self._process == os.getpid():
+            self._jobs.put(mark := _Mark())
+            while not mark.passed.wait(1) and self._thread.is_alive():  # it may be closed meanwhile
+                pass
+
     def close(self) -> None:
         """Drop copies that have not started, finish the others, and end the thread."""
         self._end()
@@ -150,14 +158,14 @@ def is_lane() -> bool:
     return getattr(_LOCAL, "is_lane", False)
 
 
-def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | None], copy: Copy) -> None:
+def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | _Mark | None], copy: Copy) -> None:
     _LOCAL.is_lane = True
     while (ticket := jobs.get()) is not None:
         ticket.carry_out(copy)
         del ticket  # hold no tensor of the last job while waiting for the next
 
 
-def _end_thread(jobs: SimpleQueue[_ThreadTicket | None], thread: Thread, process: int) -> None:
+def _end_thread(jobs: SimpleQueue[_ThreadTicket | _Mark | None], thread: Thread, process: int) -> None:
     """End the thread of a lane that is closed or garbage collected."""
     if process != os.getpid():
         return
@@ -218,6 +226,19 @@ class _ThreadTicket:
                 raise self._error
             finally:
                 del self  # which the error's traceback would hold
+
+
+class _Mark:
+    """A place in the queue of a thread; `passed` is set when the thread comes there."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+
+    def carry_out(self, _copy: Copy) -> None:
+        self.passed.set()
+
+    def drop(self) -> None:
+        self.passed.set()
 
 
 class _NotedTicket(_ThreadTicket):

@@ -27,6 +27,7 @@ from overspill.core.errors import RequestError, StoreError
 from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
+from overspill.pytorch.storages import storage_over
 from overspill.runtime.accelerator import DeviceStream, PageLock, raw_streams
 
 from . import host_memory
@@ -393,16 +394,17 @@ class PinnedStore(HostStore):
 class HeldPages:
     """Page locks of tensors that are held where they are.
 
-    Tensors of one storage, as of a file that is mapped, are locked together.
+    Tensors of one storage are locked together, and so are all of a file that is mapped: their pages overlap.
     """
 
     def __init__(self, pages: PageLock) -> None:
         self.pages = pages
         self._locked: dict[int, list[Tensor]] = {}
+        """By the first address that is locked: that memory, and the tensors in it."""
 
     def lock(self, tensor: Tensor) -> bool:
-        """Lock the pages of the whole storage of `tensor`; return whether they are."""
-        memory = bytes_of(tensor.untyped_storage())
+        """Lock the pages of `tensor`, and of what they are locked with; return whether they are."""
+        memory = self._memory_of(tensor)
         if (found := self._locked.get(memory.data_ptr())) is None:
             # Memory that PyTorch did not allocate may be a file, whose pages would be copied to be written.
             if self.pages.lock(memory, read_only=not tensor.untyped_storage().resizable()) != 0:
@@ -413,13 +415,24 @@ class HeldPages:
 
     def unlock(self, tensor: Tensor) -> None:
         """Unlock the pages of `tensor` if no other tensor that is held has them."""
-        if (found := self._locked.get(at := tensor.untyped_storage().data_ptr())) is None:
-            return
-        memory, *tensors = found
-        found[1:] = [other for other in tensors if other is not tensor]
-        if len(found) == 1:
-            del self._locked[at]
-            self.pages.unlock(memory)
+        memory = self._memory_of(tensor)
+        if (found := self._locked.get(memory.data_ptr())) is not None:
+            found[1:] = [other for other in found[1:] if other is not tensor]
+            if len(found) == 1:
+                self.pages.unlock(self._locked.pop(memory.data_ptr())[0])
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        """Return the memory that is locked with `tensor`: its storage, or the file that is mapped there."""
+        storage = tensor.untyped_storage()
+        if storage.resizable():
+            return bytes_of(storage)
+        known = (memory for memory, *_ in self._locked.values())
+        at = storage.data_ptr()
+        if (found := next((m for m in known if 0 <= at - m.data_ptr() < m.nbytes), None)) is not None:
+            return found
+        if (span := host_memory.mapped_file(at)) is None:
+            return bytes_of(storage)
+        return bytes_of(storage_over(span[0], storage.device, span[1] - span[0]))
 
     def clear(self) -> None:
         """Unlock all."""
