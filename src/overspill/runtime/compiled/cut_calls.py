@@ -277,6 +277,7 @@ def _is_handle(made: Tensor, spec: Spec) -> bool:
 def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Do a step of `optimizer` on the parameters of `state`; return these with their gradients, which it has used."""
     updates = next(of for of in state.updates if of.optimizer is optimizer)
+    state.end_reads()
     state.look()
     if updates.at_once:
         state.synchronize()

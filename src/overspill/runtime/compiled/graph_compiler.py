@@ -233,7 +233,8 @@ class GraphCompiler:
         assert loop.state is not None
         loop.state.engine, loop.state.engine_number = self.session.engine, engine
         if not loop.state.in_force:
-            self.session.move_all()
+            assert self.planned is not None
+            self.session.move_all(self.planned)
         watch_optimizers()
         shown, stretches = lower_stretches(captured, plan.schedule, engine)
         self.calls = CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))

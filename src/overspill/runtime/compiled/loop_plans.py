@@ -47,8 +47,21 @@ class LoopPlans:
         return self.state is not None and self.state.in_force
 
     def name(self, module: nn.Module) -> None:
-        """Let parameters of `module` have their names there."""
+        """Let parameters of `module` have their names there, and its state dicts what is away from the store."""
+        if module in self._modules:
+            return
         self._modules.add(module)
+        mine = weakref.ref(self)
+
+        def saving(now: bool) -> Callable[..., None]:
+            def note(*_: Any) -> None:
+                if (loop := mine()) is not None and loop.state is not None:
+                    loop.state.is_saving = now and loop.state.in_force
+
+            return note
+
+        module.register_state_dict_pre_hook(saving(True))
+        module.register_state_dict_post_hook(saving(False))
 
     def begin(self) -> bool:
         """Return whether parameters or optimizers are no longer as plans were made for, before a call of a model."""

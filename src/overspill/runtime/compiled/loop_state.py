@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 
 from overspill.core.errors import UnsupportedError
 from overspill.models.step import StepLoss
+from overspill.pytorch.dispatch import disable_current_modes
 from overspill.pytorch.dynamo import compilation
 from overspill.pytorch.fake_tensors import FROM_TENSOR, FakeTensor, FakeTensorMode, fake_parameter
 from overspill.pytorch.modules import PARAMETERS
 from overspill.pytorch.patching import patched
+from overspill.pytorch.trees import tree_map_only
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.checks import check_optimizer
@@ -51,6 +53,35 @@ class TensorGuard:
         return state.gate.read(lambda: state.bring([name]), loops=loops)
 
 
+    def shown(self) -> Tensor | None:
+        """Return the tensor on the store's memory while a state dict is made, or None."""
+        state = self._state
+        if not state.is_saving or self._name not in state.residency or state.engine is None:
+            return None
+        resident = self.resident()
+        if resident.handle is None or resident.hidden is not None:
+            return None
+        return state.gate.alone(lambda: state.engine.shown(resident.handle))
+
+    def overwrite(self, source: Tensor) -> bool:
+        """Give the tensor the values of `source`, in the store; return False where autograd is to know."""
+        state = self._state
+        if torch.is_grad_enabled() or self._name not in state.residency or state.engine is None:
+            return False
+        resident = self.resident()
+        if not resident.away:
+            return False
+
+        def write() -> bool:
+            with disable_current_modes():
+                data = resident.spec.empty()
+                data.copy_(source)
+                resident.put(data)
+                state.residency.send([self._name], state.engine)
+            return True
+
+        return state.gate.alone(write)
+
     def resident(self) -> Resident:
         """Return the resident of the tensor."""
         return self._state.residency[self._name]
@@ -66,11 +97,14 @@ class LoopState(StepState):
         self._held.update(parameters)  # a name may have dots here
         for optimizer in optimizers:
             check_optimizer(optimizer)
+            self.save_from_store(optimizer)
         super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
         self.in_force = False
         """Whether a plan moves its tensors."""
         self.drops_gradients: bool | None = None
         """Whether the loop has dropped all gradients whenever a forward began; None before any step."""
+        self.is_saving = False
+        """Whether a state dict is being made, to which the store gives what it has."""
         self.is_between = False
         """Whether a forward has run whose backward has not."""
         self.in_use: set[str] = set()
@@ -90,6 +124,23 @@ class LoopState(StepState):
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.names
 
+    def save_from_store(self, optimizer: Optimizer) -> None:
+        """Let state dicts of `optimizer` have what is away on the store's memory."""
+        mine = weakref.ref(self)
+
+        def of_store(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            state = mine()
+            if state is None or not state.in_force:
+                return state_dict
+            state.is_saving = True
+            try:
+                found = tree_map_only(Away, lambda tensor: tensor.detach(), state_dict["state"])
+            finally:
+                state.is_saving = False
+            return {**state_dict, "state": found}
+
+        optimizer.register_state_dict_post_hook(of_store)
+
     def add(self, optimizer: Optimizer) -> None:
         """Take in an optimizer that was made later. Raises RequestError or UnsupportedError."""
         check_optimizer(optimizer)
@@ -99,6 +150,7 @@ class LoopState(StepState):
         updates = OptimizerUpdates(optimizer)
         updates.around = self.model_is_there
         self.updates = (*self.updates, updates)
+        self.save_from_store(optimizer)
         self.stale = True
 
     def take_in(self, parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
@@ -120,14 +172,18 @@ class LoopState(StepState):
 
     def begin(self) -> None:
         """Notice what the user has changed, before a forward."""
+        self.end_reads()
+        if self.latest is not None and self.drops_gradients is not False:
+            self.drops_gradients = all(self.parameters[name].grad is None for name in self.owned)
+        self.look()
+
+    def end_reads(self) -> None:
+        """Let what the user's code has read in this step move again, until plans keep it on the device."""
         if new := self.in_use - self.pinned:
             self.pinned |= new
             self.stale = True
         self.in_use.clear()
         self.kept.clear()
-        if self.latest is not None and self.drops_gradients is not False:
-            self.drops_gradients = all(self.parameters[name].grad is None for name in self.owned)
-        self.look()
 
     def stays(self, name: str) -> bool:
         """Return whether a parameter keeps its memory for now, whatever plans say."""

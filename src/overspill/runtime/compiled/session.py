@@ -188,14 +188,14 @@ class Session(PlannedPeaks):
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
         return aside + min((plan.asked_bytes - plan.needed_bytes for plan in last), default=0)
 
-    def move_all(self) -> None:
+    def move_all(self, latest: Planned) -> None:
         """Let parameters move from now on; graphs that were planned with them on the device keep them for this step."""
         state = self.loop.state
         assert state is not None
         state.enter()
         names = state.names
         for planned in self._plans.planned:
-            if planned.kind.inputs[0]:
+            if planned is not latest and planned.kind.inputs[0]:
                 state.kept.update(names[key] for key in planned.parameters if key in names)
         if state.kept:
             state.is_between = True

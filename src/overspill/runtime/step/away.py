@@ -39,6 +39,10 @@ class Away(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.detach and (shown := _shown(args[0])) is not None:
+            return shown
+        if function is Tensor.copy_ and isinstance(args[0], Away) and _overwritten(*args, **(kwargs or {})):
+            return args[0]
         if function not in _WITHOUT_VALUES:
             found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
             if function == _OF_C["data"].__set__:
@@ -75,6 +79,18 @@ def show(tensor: Tensor | None) -> None:
     """Give `tensor` its own class back: its values are on the device again, or lost."""
     if isinstance(tensor, Away):
         tensor.__class__ = _PLAIN[type(tensor)]
+
+
+def _shown(tensor: Tensor) -> Tensor | None:
+    """Return the tensor as the store has it, where its guard says so: while a state dict is made."""
+    show_in_store = getattr(GUARDS.get(id(tensor)), "shown", None)
+    return None if show_in_store is None else show_in_store()
+
+
+def _overwritten(tensor: Tensor, source: Any, *_: Any, **__: Any) -> bool:
+    """Write all of a tensor that is away, where its guard can do so in the store; return whether it has."""
+    overwrite = getattr(GUARDS.get(id(tensor)), "overwrite", None)
+    return overwrite is not None and isinstance(source, Tensor) and overwrite(source)
 
 
 def _bring(tensor: Tensor) -> Any:

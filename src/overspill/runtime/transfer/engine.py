@@ -236,6 +236,13 @@ class TransferEngine:
         self._arrived(key)
         return tensor
 
+    def shown(self, handle: Tensor) -> Tensor:
+        """Return what `handle` stands for as a tensor of the host, on the store's own memory. Raises StoreError."""
+        self.await_offload(handle)
+        stored = self._table[handle.data_ptr()]
+        memory = self.store.shown(stored.slot, stored.nbytes, handle)
+        return memory.view(stored.dtype).as_strided(stored.size, stored.stride, stored.offset)
+
     def settle(self) -> None:
         """Wait for all transfers in progress.
 

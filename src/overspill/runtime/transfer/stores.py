@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import tempfile
 import weakref
@@ -97,6 +98,13 @@ class Store(ABC):
         Raises StoreError where the store must copy them, and they do not fit.
         """
         return HeldSlot.of(tensor)
+
+    @abstractmethod
+    def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
+        """Return the bytes of a slot where they are, as memory of the host, `[nbytes]` of uint8.
+
+        The tensor holds `keep` as long as its memory is used: the handle, for another tensor may get the slot after it.
+        """
 
     def let_go(self) -> None:  # noqa: B027 - a thread's copies hold their tensors themselves
         """Free the tensors that were held and have left."""
@@ -233,6 +241,16 @@ class DiskStore(Store):
                 raise StoreError(f"the disk store in {self.directory} gave only {done} of {len(view)} bytes")
             done += count
 
+    def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
+        """Map the slot's part of the file. Raises StoreError."""
+        if isinstance(slot, HeldSlot):
+            return slot.memory
+        self._check_process()
+        with self._explained("map", nbytes):
+            memory = _Mapped(self._file, nbytes, offset=self._position(slot))
+        memory.keep = keep
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
     def _check_process(self) -> None:
         if self.is_forked:
             raise StoreError(
@@ -273,6 +291,12 @@ class DiskStore(Store):
         self._file = -1
 
 
+class _Mapped(mmap.mmap):
+    """A part of the store's file in memory, with what it keeps alive."""
+
+    keep: object
+
+
 class HostStore(Store):
     """Pageable host memory, outside the budget of the device."""
 
@@ -302,6 +326,15 @@ class HostStore(Store):
     def read(self, slot: Slot, target: Tensor) -> None:
         """Copy out of the arena, releasing the interpreter lock."""
         ctypes.memmove(target.data_ptr(), self._chunks[slot.chunk].data_ptr() + slot.offset, target.numel())
+
+    def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
+        """Return the slot's part of the arena, as a storage of its own."""
+        if isinstance(slot, HeldSlot):
+            return slot.memory
+        chunk = self._chunks[slot.chunk]
+        memory = type("Shown", (ctypes.c_uint8 * nbytes,), {}).from_address(chunk.data_ptr() + slot.offset)
+        memory.keep = chunk, keep
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
         """Free the arena."""
@@ -379,6 +412,12 @@ class PinnedStore(HostStore):
     def read(self, slot: Slot, target: Tensor) -> None:
         """Enqueue the copy to the device on the current stream."""
         target.copy_(self._part(slot, target.numel()), non_blocking=True)
+
+    def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
+        """Wait for copies under way, and return the slot's part of the arena."""
+        for stream in self._streams:
+            stream.synchronize()
+        return super().shown(slot, nbytes, keep)
 
     def _part(self, slot: Slot, nbytes: int) -> Tensor:
         if isinstance(slot, HeldSlot):
