@@ -19,7 +19,7 @@ from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatch
 from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
 from overspill.runtime.transfer.engine import TransferEngine, first_line
 
-from .loop_state import LoopState
+from .loop_state import LoopState, apart
 from .weak_references import WeakReferences
 
 
@@ -139,10 +139,10 @@ class LoopPlans:
             name = names.get(key, f"parameter {number}")
             named[name if name not in named else f"{name} ({number})"] = parameter  # of several models
         if self.state is not None and self.state.in_force:
-            self.state.take_in(named, self._followed.stepping())
+            self.state.take_in(named, apart(self._followed.stepping()))
             return self.state
         try:
-            self.state = LoopState(named, self._followed.stepping())
+            self.state = LoopState(named, apart(self._followed.stepping()))
             if found := next((of for of in self.state.updates if of.at_once), None):
                 raise UnsupportedError(f"{type(found.optimizer).__name__} updates all parameters in one call")
         except (RequestError, UnsupportedError) as error:

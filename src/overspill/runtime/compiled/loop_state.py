@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overspill.core.errors import UnsupportedError
 from overspill.models.step import StepLoss
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.pytorch.dynamo import compilation
@@ -142,14 +141,17 @@ class LoopState(StepState):
         optimizer.register_state_dict_post_hook(of_store)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Take in an optimizer that was made later. Raises RequestError or UnsupportedError."""
+        """Take in an optimizer that was made later, in place of those that had its parameters.
+
+        Raises RequestError or UnsupportedError.
+        """
         check_optimizer(optimizer)
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p) in own for of in self.optimizers for group in of.param_groups for p in group["params"]):
-            raise UnsupportedError(f"{type(optimizer).__name__} and another optimizer have a parameter in common")
+        before = [of for of in self.updates if have_in_common(of.optimizer, optimizer)]
+        for name in [name for name, owned in self.owned.items() if owned.updates in before]:
+            self._disown(name)
         updates = OptimizerUpdates(optimizer)
         updates.around = self.model_is_there
-        self.updates = (*self.updates, updates)
+        self.updates = (*(of for of in self.updates if of not in before), updates)
         self.save_from_store(optimizer)
         self.stale = True
 
@@ -264,6 +266,20 @@ class LoopState(StepState):
             if name in self.residency:
                 GUARDS.pop(id(self.residency[name].tensor), None)
         self.tensor_guards.clear()
+
+
+def have_in_common(one: Optimizer, other: Optimizer) -> bool:
+    """Return whether two optimizers have a parameter in common."""
+    own = {id(p) for group in one.param_groups for p in group["params"]}
+    return any(id(p) in own for group in other.param_groups for p in group["params"])
+
+
+def apart(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers, of those with a parameter in common the last: an earlier one may be of a run before."""
+    found: list[Optimizer] = []
+    for optimizer in optimizers:
+        found = [other for other in found if not have_in_common(other, optimizer)] + [optimizer]
+    return found
 
 
 def states() -> list[LoopState]:
