@@ -97,7 +97,7 @@ class CutCalls:
     def updates(self, optimizer: Optimizer) -> bool:
         """Return whether the planned update is all that a step of `optimizer` is to do now."""
         state = self._state
-        if len(self._stretches) < 3 or any(state.owned[n].updates.optimizer is not optimizer for n in self._updated.values()):
+        if len(self._stretches) < 3 or any(not state.owned[n].updates.is_of(optimizer) for n in self._updated.values()):
             return False
         there = {name for name, p in state.parameters.items() if _is_there(p.grad)}
         return there == set(self._updated.values())
@@ -276,7 +276,7 @@ def _is_handle(made: Tensor, spec: Spec) -> bool:
 
 def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Do a step of `optimizer` on the parameters of `state`; return these with their gradients, which it has used."""
-    updates = next(of for of in state.updates if of.optimizer is optimizer)
+    updates = next(of for of in state.updates if of.is_of(optimizer))
     state.end_reads()
     state.look()
     if updates.at_once:
@@ -319,7 +319,7 @@ def _update_one(state: LoopState, owned: ParameterState, gradient: Tensor) -> No
 
 def _takes_in(state: LoopState, optimizer: Optimizer) -> bool:
     """Return whether `state` has parameters of `optimizer`, which may be new to it."""
-    if any(of.optimizer is optimizer for of in state.updates):
+    if any(of.is_of(optimizer) for of in state.updates):
         return True
     if not state.owns_any(optimizer):
         return False

@@ -276,6 +276,7 @@ class GraphCompiler:
         """Return the session's plan of `graph` and the capture that it uses: whole, or in pieces of rows."""
         divided, may_divide = cache(in_pieces), self.session.options.in_pieces  # the session keeps these, not `self`
         loop, parameters = self.session.loop, self.parameters
+        loop.has_parts |= self.session.has_other_frames(self.frame)
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
             if loop.is_in_force and (moving := loop.captured(joint, around[0], parameters, around[1])) is not None:

@@ -35,6 +35,8 @@ class LoopPlans:
         self.state: LoopState | None = None
         self.may_move = True
         """Whether parameters may leave the device: not where Dynamo's own guards on them are in force."""
+        self.has_parts = False
+        """Whether a model of the session has more than one graph."""
         self.why_not = ""
         """Why parameters stay on the device, if they do."""
         self._followed = followed
@@ -68,6 +70,7 @@ class LoopPlans:
         state = self.state
         if state is None or not state.in_force:
             return False
+        state.gate.alone(state.look)
         before, self._signature = self._signature, _signature(state)
         if [spec for spec, _ in before] != [spec for spec, _ in self._signature]:
             self.close()  # of another size or dtype: they get another state
@@ -80,8 +83,8 @@ class LoopPlans:
         self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings
     ) -> CapturedCutStep | None:
         """Return the graph with all that may move, or None if parameters have to stay."""
-        if not self.is_in_force and (around.pending_bytes or around.sums):
-            return None  # calls that wait for their backward share the memory of what is there
+        if not self.is_in_force and (around.pending_bytes or around.sums or self.has_parts):
+            return None  # calls, or graphs, that wait for their backward share the memory of what is there
         here = [p for ref in parameters.values() if (p := ref()) is not None]
         with disable_current_modes():
             state = self._state_of(here)

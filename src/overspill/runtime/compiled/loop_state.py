@@ -86,6 +86,30 @@ class TensorGuard:
         return self._state.residency[self._name]
 
 
+class LoopUpdates(OptimizerUpdates):
+    """Updates by an optimizer that the user's loop has, and that goes when the loop drops it."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer. Raises RuntimeError if it is gone."""
+        if (found := self._optimizer()) is None:
+            raise RuntimeError("the optimizer is gone")
+        return found
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether these are the updates by `optimizer`."""
+        return self._optimizer() is optimizer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop still has it."""
+        return self._optimizer() is not None
+
+
 class LoopState(StepState):
     """Parameters of a compiled model by name, and the state that optimizers have of them."""
 
@@ -97,7 +121,8 @@ class LoopState(StepState):
         for optimizer in optimizers:
             check_optimizer(optimizer)
             self.save_from_store(optimizer)
-        super().__init__(StepLoss(held, None), [OptimizerUpdates(o) for o in optimizers], allow_untrained=True)
+        self.updates: tuple[LoopUpdates, ...]
+        super().__init__(StepLoss(held, None), [LoopUpdates(o) for o in optimizers], allow_untrained=True)
         self.in_force = False
         """Whether a plan moves its tensors."""
         self.drops_gradients: bool | None = None
@@ -146,10 +171,10 @@ class LoopState(StepState):
         Raises RequestError or UnsupportedError.
         """
         check_optimizer(optimizer)
-        before = [of for of in self.updates if have_in_common(of.optimizer, optimizer)]
+        before = [of for of in self.updates if of.is_alive and have_in_common(of.optimizer, optimizer)]
         for name in [name for name, owned in self.owned.items() if owned.updates in before]:
             self._disown(name)
-        updates = OptimizerUpdates(optimizer)
+        updates = LoopUpdates(optimizer)
         updates.around = self.model_is_there
         self.updates = (*(of for of in self.updates if of not in before), updates)
         self.save_from_store(optimizer)
@@ -164,7 +189,7 @@ class LoopState(StepState):
                 self._held[name] = self.parameters[f"model.{name}"] = parameter
                 self.names[id(parameter)] = f"model.{name}"
         for optimizer in optimizers:
-            if not any(of.optimizer is optimizer for of in self.updates):
+            if not any(of.is_of(optimizer) for of in self.updates):
                 self.add(optimizer)
         self.gate.alone(self.look)
 
@@ -209,6 +234,17 @@ class LoopState(StepState):
             if isinstance(parameter, Away) and not (name in self.residency and self.residency[name].away):
                 bring_for_others([parameter])
 
+    def _forget_gone(self) -> None:
+        """Forget the state of optimizers that the loop has dropped."""
+        gone = [of for of in self.updates if not of.is_alive]
+        if gone:
+            for name in [name for name, owned in self.owned.items() if owned.updates in gone]:
+                owned = self.owned.pop(name)
+                for resident in owned.residents():
+                    self.residency.residents.pop(resident, None)
+            self.updates = tuple(of for of in self.updates if of.is_alive)
+            self.stale = True
+
     def take_hold(self) -> None:
         """Adopt parameters and optimizer state."""
         self._bring_for_us()
@@ -220,6 +256,7 @@ class LoopState(StepState):
     def look(self) -> None:
         """Notice what the user has changed since the last call."""
         self._bring_for_us()
+        self._forget_gone()
         self.residency.take_over(self.residency.residents)
         self.adopt_optimizers()
         self.adopt_parameters()
@@ -239,7 +276,7 @@ class LoopState(StepState):
         """Give optimizers the state of parameters as it is now."""
         self.guard()
         for name, owned in self.owned.items():
-            if owned.content:
+            if owned.content and owned.updates.is_alive:
                 owned.updates.optimizer.state[self.parameters[name]] = owned.content
 
     def _drop_gradient(self, parameter: nn.Parameter) -> None:

@@ -188,6 +188,11 @@ class Session(PlannedPeaks):
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
         return aside + min((plan.asked_bytes - plan.needed_bytes for plan in last), default=0)
 
+    def has_other_frames(self, frame: GraphFrame) -> bool:
+        """Return whether `frame` is one of several of its model."""
+        others = (p.frame.id for p in self._plans.planned if p.part[0] == self._calling)
+        return frame.broken or any(other != frame.id for other in others)
+
     def move_all(self, latest: Planned) -> None:
         """Let parameters move from now on; graphs that were planned with them on the device keep them for this step."""
         state = self.loop.state
