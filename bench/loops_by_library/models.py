@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+Array = np.ndarray[Any, np.dtype[np.int64]]
 VOCABULARY = 512
 LENGTH = 16
 PAD, END, UNKNOWN = 0, 1, 2
@@ -31,26 +34,27 @@ def llama(*, tied: bool = False, layers: int = LAYERS) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def rows(count: int = 8) -> list[dict[str, Tensor]]:
-    """Token ids with a mask of padding, and labels.
+def rows(count: int = 8) -> list[dict[str, Array]]:
+    """Token ids with a mask of padding, and labels; arrays, for no budget counts what a loop keeps of its data.
 
     Each row is padded: transformers drops a mask that masks nothing, unless it is compiled (docs/exactness.md).
     """
-    drawn = torch.Generator().manual_seed(0)
+    drawn = np.random.default_rng(0)
     found = []
     for index in range(count):
-        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=drawn)
-        mask = torch.ones(LENGTH, dtype=torch.long)
+        ids = drawn.integers(3, VOCABULARY, LENGTH)
+        mask = np.ones(LENGTH, dtype=np.int64)
         mask[LENGTH - 1 - index % 4 :] = 0
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": np.where(mask == 0, -100, ids)})
     return found
 
 
-def batches(count: int = 4, size: int = 2) -> list[dict[str, Tensor]]:
+def batches(count: int = 4, size: int = 2) -> Iterator[dict[str, Tensor]]:
     """The rows in batches."""
     found = rows(count * size)
-    parts = (found[i : i + size] for i in range(0, count * size, size))
-    return [{name: torch.stack([row[name] for row in part]) for name in part[0]} for part in parts]
+    for begin in range(0, count * size, size):
+        part = found[begin : begin + size]
+        yield {name: torch.tensor(np.stack([row[name] for row in part])) for name in part[0]}
 
 
 def sentence(index: int, words: int = 6) -> str:

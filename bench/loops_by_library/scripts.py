@@ -5,27 +5,27 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .loop import Line, Trained, loop
-from .models import LENGTH, VOCABULARY, Gpt, LossGpt
+from .models import LENGTH, VOCABULARY, Array, Gpt, LossGpt
 
 STEPS, ACCUMULATES, SIZE = 4, 2, 2
 
 
-def get_batch(drawn: torch.Generator, data: Tensor) -> tuple[Tensor, Tensor]:
+def get_batch(drawn: torch.Generator, data: Array) -> tuple[Tensor, Tensor]:
     """Token ids, and those one further."""
     starts = torch.randint(len(data) - LENGTH, (SIZE,), generator=drawn).tolist()
-    x, y = (torch.stack([data[i + further : i + further + LENGTH] for i in starts]) for further in (0, 1))
+    x, y = (torch.tensor(np.stack([data[i + by : i + by + LENGTH] for i in starts])) for by in (0, 1))
     return x, y
 
 
-def tokens() -> tuple[torch.Generator, Tensor]:
+def tokens() -> tuple[torch.Generator, Array]:
     """What `get_batch` takes."""
-    drawn = torch.Generator().manual_seed(0)
-    return drawn, torch.randint(0, VOCABULARY, (1024,), generator=drawn)
+    return torch.Generator().manual_seed(0), np.random.default_rng(0).integers(0, VOCABULARY, 1024)
 
 
 @loop("train.py of nanoGPT: GradScaler, tied head, two groups, evaluates")
@@ -172,13 +172,13 @@ def pipeline() -> tuple[Any, Any, Any]:
     return vae.eval(), CLIPTextModel(text).eval(), unet
 
 
-def captioned() -> list[dict[str, Tensor]]:
+def captioned() -> list[dict[str, Any]]:
     """Images and the tokens of their captions."""
-    drawn = torch.Generator().manual_seed(0)
+    drawn = np.random.default_rng(0)
     return [
         {
-            "pixel_values": torch.randn(3, 16, 16, generator=drawn),
-            "input_ids": torch.randint(3, VOCABULARY, (LENGTH,), generator=drawn),
+            "pixel_values": drawn.standard_normal((3, 16, 16), dtype=np.float32),
+            "input_ids": drawn.integers(3, VOCABULARY, LENGTH),
         }
         for _ in range(4 * STEPS)
     ]

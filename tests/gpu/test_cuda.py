@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +154,47 @@ def test_recurrent_layers_of_cudnn_are_refused_with_what_works(
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     torch._dynamo.reset()
     trained()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_model_larger_than_its_budget_trains_from_the_host_bit_identical(
+    mapped: bool, deterministic, tmp_path: Path
+) -> None:
+    """Frozen layers with adapters; the budget has a quarter of the weights. Of a file, the weights are read from there."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.ModuleList(nn.Linear(2048, 2048, bias=False).requires_grad_(False) for _ in range(16))
+            self.down = nn.ModuleList(nn.Linear(2048, 8, bias=False) for _ in range(16))
+            self.up = nn.ModuleList(nn.Linear(8, 2048, bias=False) for _ in range(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for base, down, up in zip(self.base, self.down, self.up, strict=True):
+                x = torch.relu(base(x) + up(down(x)))
+            return x
+
+    plain = Adapted()
+    torch.save(plain.state_dict(), tmp_path / "model.pt")
+    model = Adapted()
+    model.load_state_dict(torch.load(tmp_path / "model.pt", mmap=mapped), assign=True)
+    model.base.requires_grad_(False)
+    plain.cuda()
+    optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), 1e-2) for m in (plain, model)]
+    budget = device_noun(torch.device("cuda")).context_bytes + (96 << 20)
+    step = overspill.train_step(model, nn.MSELoss(), optimizers[1], device="cuda", budget=budget)
+    for _ in range(4):
+        x = torch.randn(64, 2048, device="cuda")
+        optimizers[0].zero_grad()
+        loss = nn.functional.mse_loss(plain(x), x)
+        loss.backward()
+        optimizers[0].step()
+        assert torch.equal(step(x, x), loss)
+    (plan,) = step.plans
+    assert plan.model_on_host
+    assert plan.reserved_bytes is not None
+    assert plan.reserved_bytes < sum(p.nbytes for p in plain.parameters()) / 2
+    step.close()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert other.device.type == "cpu"
+        assert torch.equal(one.cpu(), other)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import stand_in
+import torch
 from tests.gpu_rehearsal.processes import found_on_card
+from tests.gpu_rehearsal.races import find_races
+from tests.gpu_rehearsal.small_card import WIDTH, Adapted, mapped
+from tests.gpu_rehearsal.touching import Touching
+from torch import nn
+
+import overspill
 
 CARD_BYTES = 256 << 20
 
@@ -26,3 +34,24 @@ def test_a_model_larger_than_its_card_is_trained_and_comes_back_to_the_host(how:
     assert found["same_at_the_end"]
     assert found["where_they_were"] > 0
     assert found["at_the_end_on"] == ["cpu"]
+
+
+def test_no_copy_races_from_the_first_step_on(record: Any) -> None:
+    model = mapped(Adapted())
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    step = overspill.train_step(model, nn.MSELoss(), optimizer, device="cuda", budget="250MiB")
+    step.tracker = Touching()
+    x = torch.randn(16, WIDTH, device="cuda")
+    stand_in.take_log()
+    stand_in.log(True)
+    for read in (False, True, False):
+        step(x, x)
+        step(x, x)
+        if read:
+            model.state_dict()
+    stand_in.log(False)
+    found = find_races(stand_in.take_log())
+    step.close()
+    record.rows("races_of_a_small_card").append({"accesses": found.accesses, "races": len(found.races)})
+    assert found.accesses > 1000
+    assert found.races == []

@@ -88,7 +88,7 @@ class Linear4bit(Quantized):
         bias = None if self.bias is None else self.bias.to(self.compute)
         if x.numel() == x.shape[-1] and not x.requires_grad:
             # gemv_4bit: one row is multiplied by the weight as it is.
-            scales = self._scales(x)
+            scales = self._scales()
             out = x.new_empty((*x.shape[:-1], self.out_features))
             del scales
             out = out if bias is None else out.add_(bias)
@@ -101,15 +101,13 @@ class Linear4bit(Quantized):
 
         Its scales are dequantised first.
         """
-        scales = self._scales(like)
-        weight = torch.empty((self.out_features, self.in_features), dtype=self.compute, device=like.device)
-        del scales
-        return weight.to(like.dtype)
+        # One op that reads the weight and its scales, and makes a tensor of the right size.
+        values = self.weight.view(-1)[:1].expand(self.out_features, self.in_features)
+        return torch.mul(values, self._scales()[:1].to(self.compute)).to(like.dtype)
 
-    def _scales(self, like: Tensor) -> Tensor:
-        if not self.double:
-            return self.absmax
-        return torch.empty(self.absmax.shape, dtype=torch.float32, device=like.device).add_(self.offset)
+    def _scales(self) -> Tensor:
+        """Return the scales in float32; those of 8 bits are dequantised."""
+        return torch.add(self.absmax, self.offset) if self.double else self.absmax
 
 
 class _Product4bit(torch.autograd.Function):
@@ -151,7 +149,8 @@ class _Product8bit(torch.autograd.Function):
         del outliers
         whole, scales = torch.empty_like(half, dtype=torch.int8), half.new_empty(len(half), dtype=torch.float32)
         del half
-        product = rows.new_empty((*x.shape[:-1], layer.out_features), dtype=torch.int32)
+        of_weight = layer.weight.view(-1)[:1].to(torch.int32)  # which the product reads
+        product = of_weight.expand(*x.shape[:-1], layer.out_features).contiguous()
         out = torch.empty_like(product, dtype=torch.float16)
         del product, whole, scales
         out = out.to(x.dtype)
