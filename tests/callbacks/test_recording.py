@@ -23,9 +23,9 @@ from overspill.placement.snapshot import read_snapshot, replay_snapshot
 from overspill.report.recording import Recording
 from overspill.report.tracing.plan_trace import LIVE
 from overspill.report.tracing.run_trace import MEASURED
+from overspill.runtime.compiled.cut_calls import _step_ends
 from overspill.runtime.reachable import same_bits
 from overspill.runtime.recording.recorder import RunRecorder
-from overspill.runtime.compiled.cut_calls import _step_ends
 from overspill.runtime.step.train_step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")

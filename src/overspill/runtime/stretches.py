@@ -19,9 +19,10 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, storages
 from overspill.core import Graph, Instruction, Phase, Schedule, Verb
 from overspill.pytorch.graphs import LazyGraphModule
 
+from .arena import Arena
 from .emitter import Emitter
 from .halves import crossing, split
-from .lower import NO_ARENA, Arena, copied
+from .lower import NO_ARENA, copied
 
 
 class Place(Enum):
@@ -149,9 +150,7 @@ class _Lowering:
         self.engine = engine
         self.arena = arena
         self.parts = parts_of(captured.graph, schedule)
-        self.node_of = {
-            captured.tensor_of[storages(n)[0]]: n for n in captured.joint.primals if captured.moves(n)
-        }
+        self.node_of = {captured.tensor_of[storages(n)[0]]: n for n in captured.joint.primals if captured.moves(n)}
         """The input that each resident is."""
 
     def emitter(self, *, backward: bool) -> Emitter:
@@ -312,9 +311,7 @@ def _signature(
     return LazyGraphModule(module, graph)
 
 
-def lower_stretches(
-    captured: CapturedCutStep, schedule: Schedule, engine: int, arena: Arena = NO_ARENA
-) -> Lowered:
+def lower_stretches(captured: CapturedCutStep, schedule: Schedule, engine: int, arena: Arena = NO_ARENA) -> Lowered:
     """Return what AOTAutograd is shown of forward and backward, and the stretches that carry out `schedule`.
 
     Transfers go through engine number `engine`.

@@ -18,9 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes
+from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
 from overspill.runtime.optimizer_outside import Outside
 from overspill.runtime.optimizer_step import is_own
-from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.parameter_state import ParameterState
@@ -171,22 +171,13 @@ class CutCalls:
 
     def _carry_out(self, number: int, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         stretch, program, state = self._stretches[number], self.programs[number], self._state
-        residents = state.residency.residents
         # Residents to where the stretch begins; then they are the program's.
         with disable_current_modes():
             self._settle(stretch)
         given = [args[position] for position in stretch.plain] if stretch.plain else list(args)
         args.clear()
         count = len(given)
-        for tensor, place in stretch.takes:
-            resident = residents[self._names[tensor]]
-            if tensor in stretch.lent or state.stays(resident.name):
-                given += self._as_it_stays(resident, place)
-                continue
-            if place is not Place.STORE:
-                given.append(resident.take())
-            if place is not Place.DEVICE:
-                given.append(resident.take_handle())
+        given += self._taken(stretch)
         told = None
         if recorder is not None:
             recorder.given(self._graph, program.held, given)
@@ -198,12 +189,31 @@ class CutCalls:
         except BaseException:
             self._take_back(run, stretch, count)
             raise
-        # Back with them.
-        made, rest = results[: stretch.own], iter(results[stretch.own :])
+        made, rest = results[: stretch.own], results[stretch.own :]
         results.clear()
+        self._give_back(stretch, rest)
+        return made
+
+    def _taken(self, stretch: Stretch) -> list[Any]:
+        """Take the residents of a stretch out of their objects, as tensors and handles."""
+        found: list[Any] = []
+        for tensor, place in stretch.takes:
+            resident = self._state.residency[self._names[tensor]]
+            if tensor in stretch.lent or self._state.stays(resident.name):
+                found += self._as_it_stays(resident, place)
+                continue
+            if place is not Place.STORE:
+                found.append(resident.take())
+            if place is not Place.DEVICE:
+                found.append(resident.take_handle())
+        return found
+
+    def _give_back(self, stretch: Stretch, values: list[Any]) -> None:
+        """Give residents the tensors and handles that a stretch has returned."""
+        rest = iter(values)
         for tensor, place in stretch.gives:
-            resident = residents[self._names[tensor]]
-            if state.stays(resident.name):
+            resident = self._state.residency[self._names[tensor]]
+            if self._state.stays(resident.name):
                 deque(islice(rest, 1 + (place is Place.BOTH)), maxlen=0)
             elif place is Place.STORE:
                 resident.stored(next(rest))
@@ -212,7 +222,7 @@ class CutCalls:
                 if place is Place.BOTH:
                     data, resident.handle = resident.take(), next(rest)
                     resident.hidden = data
-        return made
+        values.clear()
 
     def _settle(self, stretch: Stretch) -> None:
         """Move all residents to where the plan has them as the stretch begins."""
@@ -273,6 +283,7 @@ def _is_handle(made: Tensor, spec: Spec) -> bool:
 
 
 # -- updates
+
 
 def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Do a step of `optimizer` on the parameters of `state`; return these with their gradients, which it has used."""

@@ -43,8 +43,8 @@ from overspill.runtime.stretches import lower_stretches
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
 from .cut_calls import CutCalls, watch_optimizers
-from .loop_state import bring_for
 from .double_backward import compiled_node, refuse_double_backward
+from .loop_state import bring_for
 from .partitions import Partitioned
 from .pending_calls import GraphFrame
 from .planned import Planned

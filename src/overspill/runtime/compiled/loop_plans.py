@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
 from torch import Tensor, nn
 
 from overspill.capture.compiled.cut_step import CapturedCutStep, CaptureOfCutStep
@@ -21,7 +22,6 @@ from overspill.runtime.transfer.engine import TransferEngine, first_line
 
 from .loop_state import LoopState, apart
 from .weak_references import WeakReferences
-
 
 _LOG = logging.getLogger("overspill")
 Parameters = Mapping[int, weakref.ref[nn.Parameter]]
@@ -98,7 +98,7 @@ class LoopPlans:
         mode = next(v.fake_mode for n in joint.primals if isinstance(v := n.meta.get("val"), FakeTensor))
         for position, node in enumerate(joint.primals):
             number = numbers.get(position)
-            if number not in parameters or (parameter := parameters[number]()) is None:
+            if number is None or number not in parameters or (parameter := parameters[number]()) is None:
                 continue
             name = state.name_of(parameter)
             moves = name in state.residency and name not in state.pinned and fixed.isdisjoint(storages(node))
@@ -119,7 +119,7 @@ class LoopPlans:
         owners: dict[int, str] = {}
         for position, node in enumerate(captured.given):
             number = numbers.get(position)
-            if number not in parameters or (parameter := parameters[number]()) is None:
+            if number is None or number not in parameters or (parameter := parameters[number]()) is None:
                 continue
             owners[position] = name = self.state.name_of(parameter)
             if captured.moves(node):
@@ -146,10 +146,11 @@ class LoopPlans:
             return self.state
         try:
             self.state = LoopState(named, apart(self._followed.stepping()))
-            if found := next((of for of in self.state.updates if of.at_once), None):
-                raise UnsupportedError(f"{type(found.optimizer).__name__} updates all parameters in one call")
         except (RequestError, UnsupportedError) as error:
-            self.why_not = str(error)
+            self.why_not, self.state = str(error), None
+            return None
+        if found := next((of for of in self.state.updates if of.at_once), None):
+            self.why_not = f"{type(found.optimizer).__name__} updates all parameters in one call"
             self.state = None
         return self.state
 
@@ -205,7 +206,6 @@ def _update(state: LoopState, name: str, position: int, mode: FakeTensorMode) ->
     with disable_current_modes():
         workspace, elementwise = owned.updates.workspace_bytes(like, owned), owned.updates.is_elementwise(like)
     return ParameterUpdate(position, owned.run, leaves, workspace, elementwise, not owned.updates.groups)
-
 
 
 def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:

@@ -31,7 +31,6 @@ from overspill.runtime.step.residency import Guarded, Resident, bring_for_others
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
 
-
 _STATES: weakref.WeakSet[LoopState] = weakref.WeakSet()
 
 
@@ -51,7 +50,6 @@ class TensorGuard:
             state.in_use.add(name)
         return state.gate.read(lambda: state.bring([name]), loops=loops)
 
-
     def shown(self) -> Tensor | None:
         """Return the tensor on the store's memory while a state dict is made, or None."""
         state = self._state
@@ -60,14 +58,15 @@ class TensorGuard:
         resident = self.resident()
         if resident.handle is None or resident.hidden is not None:
             return None
-        return state.gate.alone(lambda: state.engine.shown(resident.handle))
+        engine, handle = state.engine, resident.handle
+        return state.gate.alone(lambda: engine.shown(handle))
 
     def overwrite(self, source: Tensor) -> bool:
         """Give the tensor the values of `source`, in the store; return False where autograd is to know."""
         state = self._state
         if torch.is_grad_enabled() or self._name not in state.residency or state.engine is None:
             return False
-        resident = self.resident()
+        resident, engine = self.resident(), state.engine
         if not resident.away:
             return False
 
@@ -76,7 +75,7 @@ class TensorGuard:
                 data = resident.spec.empty()
                 data.copy_(source)
                 resident.put(data)
-                state.residency.send([self._name], state.engine)
+                state.residency.send([self._name], engine)
             return True
 
         return state.gate.alone(write)
@@ -184,10 +183,9 @@ class LoopState(StepState):
         """Take in more parameters and optimizers. Raises RequestError or UnsupportedError."""
         for name, parameter in parameters.items():
             if id(parameter) not in self.names:
-                while f"model.{name}" in self.parameters:
-                    name += "'"
-                self._held[name] = self.parameters[f"model.{name}"] = parameter
-                self.names[id(parameter)] = f"model.{name}"
+                free = name if f"model.{name}" not in self.parameters else f"{name} ({len(self.parameters)})"
+                self._held[free] = self.parameters[f"model.{free}"] = parameter
+                self.names[id(parameter)] = f"model.{free}"
         for optimizer in optimizers:
             if not any(of.is_of(optimizer) for of in self.updates):
                 self.add(optimizer)
@@ -288,7 +286,7 @@ class LoopState(StepState):
     def _check_trained(self, groups: Collection[int]) -> None:
         """Accept parameters of others: their optimizer updates them itself."""
 
-    def _is_known(self, state: dict[str, Any], name: str, owned: Any) -> bool:
+    def _is_known(self, state: dict[str, Any], name: str, owned: Any) -> bool:  # noqa: ARG002 - as it is called
         """Return whether `state` is the dictionary that an update left, with unchanged tensors."""
         return state is owned.content and all(
             owned.resident(path).tensor is tensor for path, tensor in tensors_in(state).items() if path in owned.leaves

@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from overspill.core.errors import OverspillError
 from overspill.pytorch.dispatch import DisableTorchDispatch, DisableTorchFunctionSubclass, schema_of
 from overspill.pytorch.fake_tensors import is_description
 from overspill.pytorch.optimizers import foreach_types

@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from threading import RLock
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -332,7 +332,8 @@ class HostStore(Store):
         if isinstance(slot, HeldSlot):
             return slot.memory
         chunk = self._chunks[slot.chunk]
-        memory = type("Shown", (ctypes.c_uint8 * nbytes,), {}).from_address(chunk.data_ptr() + slot.offset)
+        kind: Any = type("Shown", (ctypes.c_uint8 * nbytes,), {})
+        memory = kind.from_address(chunk.data_ptr() + slot.offset)
         memory.keep = chunk, keep
         return torch.frombuffer(memory, dtype=torch.uint8)
 
