@@ -14,10 +14,11 @@ from overspill.core.units import format_bytes
 from overspill.plans.fit import fit
 from overspill.plans.plan import Plan
 from overspill.runtime.infeasible import infeasible_for
-from overspill.runtime.options import Options
+from overspill.runtime.options import PLANNED, Options
 
 from .concurrent_calls import ConcurrentCalls
 from .concurrent_plans import ALONE, C, GraphProblem, Room, Settlement
+from .loop_plans import LoopPlans
 from .pending_calls import GraphFrame, GraphKey
 from .planned import Planned
 from .renewal import Renewal
@@ -33,13 +34,14 @@ class GraphPlans:
     exist.
     """
 
-    def __init__(self, options: Options, renewal: Renewal) -> None:
+    def __init__(self, options: Options, renewal: Renewal, loop: LoopPlans) -> None:
         self.planned: list[Planned] = []
         self.accumulates = False
         self.budget = SessionBudget(options, renewal)
         self.calls = ConcurrentCalls()
         self._renewal = renewal
         self._options = options
+        self._loop = loop
 
     @property
     def plans(self) -> list[Plan]:
@@ -161,6 +163,26 @@ class GraphPlans:
         """Capture and plan within `budget` bytes; on CUDA these are those of the GPU. Raises InfeasibleBudget."""
         if room != ALONE:
             problem = problem.as_one_of_several()
+        if not problem.account.has_arena:
+            return self._fitted(problem, room, budget)
+        # Parameters do not move through an arena: first with all of them on the device, then without an arena.
+        if not self._loop.is_in_force:
+            try:
+                with self._loop.staying():
+                    return self._fitted(problem, room, budget)
+            except InfeasibleBudget as error:
+                if self._options.placement == PLANNED or not self._loop.may_move:
+                    raise
+                refusal = error.with_traceback(None)
+        try:
+            return self._fitted(problem.as_one_of_several(), room, budget)
+        except InfeasibleBudget as error:
+            if self._loop.is_in_force or error.floor_bytes < refusal.floor_bytes:
+                raise
+            raise refusal from None
+
+    def _fitted(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan]:
+        """Capture and plan within `budget` bytes by the problem's account. Raises InfeasibleBudget."""
         captured: dict[int, C] = {}
 
         def made(live: int) -> Plan:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,15 @@ class LoopPlans:
         self._followed = followed
         self._signature: list[Any] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Keep parameters on the device in plans that are made within the context."""
+        before, self.may_move = self.may_move, False
+        try:
+            yield
+        finally:
+            self.may_move = before
 
     @property
     def is_in_force(self) -> bool:

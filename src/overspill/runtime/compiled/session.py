@@ -93,7 +93,7 @@ class Session(PlannedPeaks):
         self.watch_calls = PlanCheck(options.on_unplanned)
         # Their plans, and what these are made by.
         self.renewal = Renewal()
-        self._plans = GraphPlans(options, self.renewal)
+        self._plans = GraphPlans(options, self.renewal, self.loop)
         self.losses = OnlyLosses(self.renewal, reserved=options.reserve is not None)
         # What carries the plans out.
         self._engines: dict[str, tuple[TransferEngine, int]] = {}
