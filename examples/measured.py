@@ -41,16 +41,20 @@ def measured(budgeted: Any) -> Iterator[LiveBytes]:
         return
     # A compiled model must not be called in the mode that counts: its graphs count for themselves.
     budgeted.overspill.tracker = live
-    call: Callable[..., Any] = budgeted._call
+    make: Callable[[], Callable[..., Any]] = budgeted._make
 
-    def uncounted(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return call(*args, **kwargs)
+    def make_uncounted() -> Callable[..., Any]:
+        call = make()
 
-    budgeted._call = uncounted
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return call(*args, **kwargs)
+
+        return uncounted
+
+    budgeted._make = make_uncounted
     with live:
         yield live
-    budgeted._call = call
 
 
 @dataclass
