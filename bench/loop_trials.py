@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from loops_by_library import LOOPS
 from loops_by_library.loop import Line, Trained
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -124,7 +126,8 @@ def run(name: str, budget: str | int | None, measures: bool = True) -> Ran:
     if found is not None:
         beside = sum(tensor.nbytes for model in trained.others for tensor in model.state_dict().values())
         peaks = [peak - beside for peak in _peaks(found)]
-        ran = replace(ran, first_peak_bytes=max(peaks[1:2], default=0), peak_bytes=max(peaks[2:], default=0))
+        later = peaks[2:-1] if trained.ends else peaks[2:]
+        ran = replace(ran, first_peak_bytes=max(peaks[1:2], default=0), peak_bytes=max(later, default=0))
     parameters = list({id(p): p for model in trained.models for p in model.parameters()}.values())
     state = {id(t): t for o in trained.optimizers for t in tree_leaves(list(o.state.values())) if isinstance(t, Tensor)}
     return replace(
@@ -204,7 +207,13 @@ def _digests(trained: Trained) -> Iterator[tuple[str, str]]:
         found = optimizer.state_dict()
         yield from _leaves(f"optimizer {index}", found["state"])
         yield from _leaves(f"group {index}", found["param_groups"])
-    yield from _leaves("file", trained.files)
+    if trained.folder is not None:
+        written = Path(trained.folder.name)
+        for path in written.rglob("*.safetensors"):
+            yield from _leaves(f"file {path.relative_to(written)}", load_file(path))
+        for path in written.rglob("optimizer.pt"):
+            yield from _leaves(f"file {path.relative_to(written)}", torch.load(path))
+        trained.folder.cleanup()
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-import zipfile
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,25 +31,13 @@ def trained_by_trainer(line: Line, model: nn.Module, folder: str, *, by_callback
     if not by_callback:
         line.forward(trainer.model)
     trainer.train()
-    return Trained(logged(trainer), [trainer.model], [trainer.optimizer], files_of(Path(folder)))
+    return Trained(logged(trainer), [trainer.model], [trainer.optimizer], ends=by_callback)
 
 
 def logged(trainer: Any) -> list[tuple[Any, ...]]:
     """Losses and norms of gradients that a trainer has logged, those of evaluation too."""
     names = "loss", "eval_loss", "grad_norm"
     return [tuple(entry[name] for name in names if name in entry) for entry in trainer.state.log_history]
-
-
-def files_of(folder: Path) -> dict[str, str]:
-    """Digests of weights and optimizer state in all checkpoints; no tensor is made of them."""
-    found = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
-    for path in sorted(folder.rglob("optimizer.pt")):
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                found[f"{path.relative_to(folder)}: {name}"] = hashlib.sha256(archive.read(name)).hexdigest()
-    return found
 
 
 @loop("clips, accumulates 2, cosine, padding", needs=HF)
@@ -87,8 +73,8 @@ def trainer_tied(line: Line) -> Trained:
 @loop("… evaluates and saves every 2 steps", needs=HF)
 def trainer_saving(line: Line) -> Trained:
     how: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    with tempfile.TemporaryDirectory() as folder:
-        return trained_by_trainer(line, llama(), folder, **how)
+    folder = tempfile.TemporaryDirectory()
+    return replace(trained_by_trainer(line, llama(), folder.name, **how), folder=folder)
 
 
 @loop("… QLoRA: nf4 with double quantisation, LoRA in bfloat16", needs=(*HF, "peft", "bitsandbytes"))

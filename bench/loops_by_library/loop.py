@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from ground_truth.beside import add_directory
@@ -81,10 +82,12 @@ class Trained:
     figures: Figures
     models: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the files that it wrote."""
+    folder: TemporaryDirectory[str] | None = None
+    """Where it wrote its checkpoints."""
     others: Sequence[nn.Module] = ()
     """Models that the line does not stand at; the budget does not count their weights."""
+    ends: bool = False
+    """Whether the trainer itself reads all weights behind the last step; what follows that is not measured."""
 
 
 Trains = Callable[[Line], Trained]

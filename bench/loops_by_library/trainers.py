@@ -53,7 +53,7 @@ def trained_by_sft(line: Line, model: nn.Module, folder: str, *, by_callback: bo
     if not by_callback:
         line.forward(trainer.model)
     trainer.train()
-    return Trained(logged(trainer), [trainer.model], [trainer.optimizer])
+    return Trained(logged(trainer), [trainer.model], [trainer.optimizer], ends=by_callback)
 
 
 @loop("SFTTrainer, full fine-tuning", needs=TRL)
@@ -193,7 +193,7 @@ def trained_by_lightning(line: Line, *, by_callback: bool = False) -> Trained:
             callbacks=line.callbacks("LightningBudget") if by_callback else None,
         )  # fmt: skip
         trainer.fit(module, DataLoader(rows(16), batch_size=2))
-        return Trained(module.losses, [module], trainer.optimizers)
+        return Trained(module.losses, [module], trainer.optimizers, ends=True)  # fit moves all to the CPU at its end
 
 
 @loop("clips, accumulates 2, a scheduler", needs=("transformers", "lightning"))
