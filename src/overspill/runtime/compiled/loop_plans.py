@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class LoopPlans:
         """Why parameters stay on the device, if they do."""
         self._followed = followed
         self._signature: list[Any] = []
+        self._lock = threading.Lock()  # a search for plans on a card captures in several threads
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @contextmanager
@@ -81,6 +83,7 @@ class LoopPlans:
         if state is None or not state.in_force:
             return False
         state.gate.alone(state.look)
+        state.note_saved()
         before, self._signature = self._signature, _signature(state)
         if [spec for spec, _ in before] != [spec for spec, _ in self._signature]:
             self.close()  # of another size or dtype: they get another state
@@ -96,10 +99,20 @@ class LoopPlans:
         if not self.is_in_force and (around.pending_bytes or around.sums or self.has_parts):
             return None  # calls, or graphs, that wait for their backward share the memory of what is there
         here = [p for ref in parameters.values() if (p := ref()) is not None]
-        with disable_current_modes():
-            state = self._state_of(here)
-        if state is None:
-            return None
+        with self._lock:
+            with disable_current_modes():
+                state = self._state_of(here)
+            return None if state is None else self._capture(state, joint, inputs, parameters, around, here)
+
+    def _capture(
+        self,
+        state: LoopState,
+        joint: JointGraph,
+        inputs: Sequence[InputInfo],
+        parameters: Parameters,
+        around: Surroundings,
+        here: Sequence[nn.Parameter],
+    ) -> CapturedCutStep:
         joint = joint.copied()
         numbers = _numbers(joint)
         infos = list(inputs)
@@ -154,8 +167,12 @@ class LoopPlans:
         if self.state is not None and self.state.in_force:
             self.state.take_in(named, apart(self._followed.stepping()))
             return self.state
+        optimizers = apart(self._followed.stepping())
         try:
-            self.state = LoopState(named, apart(self._followed.stepping()))
+            if self.state is not None and self.state.is_of(named, optimizers):
+                self.state.take_hold()  # plans that were found with it have its updates
+            else:
+                self.state = LoopState(named, optimizers)
         except (RequestError, UnsupportedError) as error:
             self.why_not, self.state = str(error), None
             return None
@@ -168,6 +185,7 @@ class LoopPlans:
         """Bring everything back. Raises StoreError."""
         if self.state is not None:
             self.state.gate.alone(self.state.synchronize)
+            self.state.gradients_are_there()
             self.state.release()
             self.state = None
 

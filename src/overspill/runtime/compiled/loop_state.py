@@ -7,6 +7,7 @@ a use of its values brings back that one alone.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partialmethod
@@ -22,15 +23,21 @@ from overspill.pytorch.dynamo import compilation
 from overspill.pytorch.fake_tensors import FROM_TENSOR, FakeTensor, FakeTensorMode, fake_parameter
 from overspill.pytorch.modules import PARAMETERS
 from overspill.pytorch.patching import patched
+from overspill.pytorch.storages import tensor_uses
 from overspill.pytorch.trees import tree_map_only
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.checks import check_optimizer
 from overspill.runtime.step.gate import Reading
-from overspill.runtime.step.residency import Guarded, Resident, bring_for_others
+from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_others
+from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
 
+from .stored_gradient import StoredGradient
+
+_TRIES = 2
+"""In how many steps a graph of the user's code may have a parameter, before it is known not to go backward."""
 _STATES: weakref.WeakSet[LoopState] = weakref.WeakSet()
 
 
@@ -132,20 +139,38 @@ class LoopState(StepState):
         """Whether a forward has run whose backward has not."""
         self.in_use: set[str] = set()
         """Parameters that the user's code has read meanwhile, of which its own backward may need the values."""
+        self.saved: set[str] = set()
+        """Parameters that graphs of the user's code have saved for their backward before a forward."""
+        self._noted: set[str] = set()
+        self._never_used: Counter[str] = Counter()
+        """In how many steps such a graph did not go backward, by parameter."""
         self.kept: set[str] = set()
         """Parameters that graphs of this step have been planned with on the device."""
         self.pinned: set[str] = set()
         """Parameters that plans are to keep on the device, because the user's code reads them in a step."""
+        self.left: list[StoredGradient] = []
+        """Gradients that the last update has left in the store."""
         self.latest: Any = None
         """The calls whose backward ran last, which have a plan of the update."""
         self.holders.tells = False  # the user has not asked for any of them to move
         self.tensor_guards: dict[str, TensorGuard] = {}
         self.take_hold()
+        self.note_saved()
         _STATES.add(self)
         trace_what_is_away()
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.names
+
+    def is_of(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether it has been made of these, in which nothing has changed that plans depend on."""
+        return (
+            not self.stale
+            and {id(p): f"model.{name}" for name, p in parameters.items()} == self.names
+            and len(optimizers) == len(self.updates)
+            and all(of.is_of(optimizer) for of, optimizer in zip(self.updates, optimizers, strict=True))
+            and all(self.residency[n].spec == Spec.of(p) for n, p in self.parameters.items() if n in self.residency)
+        )
 
     def save_from_store(self, optimizer: Optimizer) -> None:
         """Let state dicts of `optimizer` have what is away on the store's memory."""
@@ -199,20 +224,31 @@ class LoopState(StepState):
         """Notice what the user has changed, before a forward."""
         self.end_reads()
         if self.latest is not None and self.drops_gradients is not False:
-            self.drops_gradients = all(self.parameters[name].grad is None for name in self.owned)
+            read = any(gradient.was_read for gradient in self.left)
+            self.drops_gradients = not read and all(self.parameters[name].grad is None for name in self.owned)
+        self.left.clear()
+        self.saved = self._noted
         self.look()
+
+    def note_saved(self) -> None:
+        """Note, before a forward, what graphs of the user's code have saved: its memory is to stay until backward."""
+        found = (name for name, parameter in self.parameters.items() if _is_saved(parameter))
+        self._noted = {name for name in found if self._never_used[name] < _TRIES}
 
     def end_reads(self) -> None:
         """Let what the user's code has read in this step move again, until plans keep it on the device."""
-        if new := self.in_use - self.pinned:
+        still = {name for name in self.saved if _is_saved(self.parameters[name])}
+        self._never_used.update(still)
+        if new := (self.in_use | (self.saved - still)) - self.pinned:
             self.pinned |= new
             self.stale = True
         self.in_use.clear()
+        self.saved = set()
         self.kept.clear()
 
     def stays(self, name: str) -> bool:
         """Return whether a parameter keeps its memory for now, whatever plans say."""
-        return name in self.in_use or name in self.kept
+        return name in self.in_use or name in self.saved or name in self.kept
 
     def enter(self) -> None:
         """Take the parameters from other sessions that may have them away."""
@@ -286,6 +322,19 @@ class LoopState(StepState):
     def _check_trained(self, groups: Collection[int]) -> None:
         """Accept parameters of others: their optimizer updates them itself."""
 
+    def _adopt_state(
+        self, name: str, parameter: nn.Parameter, updates: OptimizerUpdates, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
+        """Adopt the state of a parameter, of which tensors may be away; these go back to the store."""
+        owned: ParameterState | None = self.owned.get(name)
+        residents = [] if owned is None else [n for n in owned.residents() if n in self.residency]
+        away = [n for n in residents if self.residency[n].away and self.residency[n].handle is not None]
+        if away:
+            self.bring(away)
+        super()._adopt_state(name, parameter, updates, group, state)
+        if away and self.engine is not None:
+            self.residency.send([n for n in away if n in self.residency], self.engine)
+
     def _is_known(self, state: dict[str, Any], name: str, owned: Any) -> bool:  # noqa: ARG002 - as it is called
         """Return whether `state` is the dictionary that an update left, with unchanged tensors."""
         return state is owned.content and all(
@@ -295,12 +344,24 @@ class LoopState(StepState):
     def _unguard_state(self, name: str, updates: OptimizerUpdates, guard: Guarded) -> None:
         """Leave the dictionary as it is."""
 
+    def gradients_are_there(self) -> None:
+        """Bring back the gradients that are in the store. Raises StoreError."""
+        for parameter in self.parameters.values():
+            if isinstance(gradient := parameter.grad, StoredGradient) and gradient.is_stored:
+                parameter.grad = gradient.take()
+
     def release(self) -> None:
-        """Remove the guards."""
+        """Remove the guards; nothing moves from now on."""
+        self.in_force = False
         for name in self.tensor_guards:
             if name in self.residency:
                 GUARDS.pop(id(self.residency[name].tensor), None)
         self.tensor_guards.clear()
+
+
+def _is_saved(parameter: Tensor) -> bool:
+    """Return whether a graph of autograd has a parameter, besides the node that accumulates its gradient."""
+    return tensor_uses(parameter) > 1 + parameter.requires_grad
 
 
 def have_in_common(one: Optimizer, other: Optimizer) -> bool:
