@@ -60,6 +60,29 @@ def test_a_fine_tuning_trains_evaluates_writes_and_resumes_with_the_same_bits(tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_program_of_the_page_trains_in_less_memory_than_its_weights_take(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "howto" / "fine_tune.md").read_text(encoding="utf-8")
+    program = re.search(r"<!-- file fine_tune\.py -->\n```python\n(.+?)^```", page, re.MULTILINE | re.DOTALL)
+    assert program is not None
+    (tmp_path / "fine_tune.py").write_text(program[1], encoding="utf-8")
+    # Plain training, by the same program without the line.
+    lines = program[1].partition("\nweights = ")[0].replace("callbacks=[budget]", "callbacks=[]")
+    (tmp_path / "plain.py").write_text(lines, encoding="utf-8")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    told = {
+        name: subprocess.run(
+            [sys.executable, name], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        ).stdout
+        for name in ("fine_tune.py", "plain.py")
+    }
+    logged = {name: re.findall(r"'(?:loss|grad_norm)': '([^']+)'", text) for name, text in told.items()}
+    assert logged["fine_tune.py"] == logged["plain.py"]
+    assert len(logged["plain.py"]) == 8
+    plans = re.findall(r"^weights (\d+), budget (\d+), peak (\d+)$", told["fine_tune.py"], re.MULTILINE)
+    assert plans
+    assert all(int(weights) > int(budget) >= int(peak) for weights, budget, peak in plans)
+
+
 def hf_train(folder: Path, *, how: str | None, budget: str | float, lora: bool = False, **arguments: Any) -> Ran:
     """Six steps and two evaluations by Trainer, the last batch a partial one; `how`: what is compiled."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed

@@ -56,21 +56,23 @@ def compile(  # noqa: A001 - named as torch.compile is
 ) -> M:
     """Return `model`, trained within `budget` bytes of device memory, with bit-equal results.
 
-    The plan is made at the first call with each input shape. Parameters, gradients and optimizer state stay on the
-    device and are counted. Tensors that forward leaves for backward are kept, moved to the store, or recomputed.
+    The plan is made at the first call with each input shape. Tensors that forward leaves for backward are kept, moved
+    to the store, or recomputed. Where parameters, gradients and optimizer state do not fit next to them, these move
+    too, and come back when the loop uses them (docs/whole_step.md).
 
     Args:
         model: A module, a function or a method. Compile it before the loop; the loop stays as it is.
         budget: A size (`"8GiB"`, or bytes), a share of the step's memory without Overspill (`0.5`), `"smallest"`, or
             None for the whole device. It counts parameters, gradients, optimizer state, buffers, inputs, activations
             and temporaries. On CUDA a size is that of the GPU, with context, library workspaces and fragmentation
-            (docs/guarantees.md). A share is that of the first step that trains, for all later steps too.
+            (docs/guarantees.md). A share is of the largest step so far.
         policy: A name that `overspill policies` lists.
         store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA.
         store_dir: The directory of the disk store's file, which has no name and vanishes with the process.
         backend: The kernels: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
         device: The device to plan for, by name or as a Device; by default the one that the tensors are on.
         optimizer: Needed only if it does not exist yet at the first call; otherwise it is found by the parameters.
+            Its own `step` does each update, one parameter at a time if parameters move.
         reserve: Memory for your computation between forward and backward outside the model, as a size. None: it is
             worked out.
         times: Op times that were measured before, in place of estimates.
