@@ -27,17 +27,36 @@ pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 QUICK = ("plain-adamw", "plain-scaler", "nanogpt", "trainer", "accelerate")
 """Those that do not wait for the long suite."""
 CASES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LOOPS]
+OWNED = 0.6
+"""The budget, as a share of the bytes of weights, gradients and optimizer state."""
+
+KNOWN = {
+    "plain-sgd": OVER,  # norms of gradients in the store: the next one comes while the one before is there
+    "plain-adagrad": OVER,
+    "plain-adafactor": OVER,
+    "plain-8bit": REFUSED,  # its update is planned as one op
+    "diffusers-lora": OVER,  # what a convolution's backward takes inside, behind frozen weights
+    "sft": REFUSED,  # TRL's loss, at which the graph breaks
+    "sft-callback": REFUSED,
+    "sft-lora": REFUSED,
+    "sft-qlora": REFUSED,
+    "dpo": REFUSED,
+    "grpo": REFUSED,
+    "sentence-transformers": OVER,  # autograd adds up the gradients of two calls
+}
+"""Loops that do not get their bits within the budget, and what becomes of them."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_a_loop_trains_with_the_bits_of_plain_pytorch_within_the_budget(name: str) -> None:
+def test_a_loop_trains_with_the_bits_of_plain_pytorch_in_less_than_weights_and_state(name: str) -> None:
     if missing := LOOPS[name].missing:
         pytest.skip(f"{', '.join(missing)} not installed: make loops-libraries")
     plain = run(name, None)
+    budget = int(OWNED * plain.owned_bytes)
     gc.collect()
-    found = judged(name, "1GiB", plain, run(name, "1GiB"))
-    assert found.kind == IDENTICAL, f"{found.said}\n{found.traceback}"
+    found = judged(name, str(budget), plain, run(name, budget))
+    assert found.kind == KNOWN.get(name, IDENTICAL), f"{found.said}\n{found.traceback}"
 
 
 # -- what is wrong is seen
