@@ -185,9 +185,8 @@ class OptimizerUpdates:
             planned = max(self._planned_bytes(owned, owned.name), self._measured_bytes.get(owned.name, 0))
             return planned + self._made_of_gradients() * like.nbytes
         needs = self._probed(like, owned.group)
-        first, later = (
-            max(like[rows].nbytes for rows in self._slices(like, owned.group, new=new)) for new in (True, False)
-        )
+        # No slice is larger than the first.
+        first, later = (like[next(self._slices(like, owned.group, new=new))].nbytes for new in (True, False))
         work = max(needs.first_share * first, needs.share * later)
         return int(work) + owned.rest_bytes(like) + SCALAR_BYTES
 
