@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
-from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
 from overspill.runtime.optimizer_outside import Outside
@@ -59,11 +59,13 @@ class CutCalls:
         by_node = {node: self._specs[position] for position, node in captured.made.items()}
         self._returned = [by_node.get(n) if isinstance(n, fx.Node) else None for n in captured.joint.backward_outputs]
         self._updated = {position: owners[position] for position in captured.read}
+        self._owned = {name: state.owned[name] for name in self._updated.values()}
+        """What the planned updates are of."""
 
     @property
     def _state(self) -> LoopState:
-        state = self._state_now()
-        assert state is not None  # the session has it, which lives while a model is called or a backward is pending
+        if (state := self._state_now()) is None:
+            raise OverspillError("the session has been closed, or its parameters replaced, before this backward")
         return state
 
     @property
@@ -74,6 +76,7 @@ class CutCalls:
     def forward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the results for the caller, and what backward needs."""
         state = self._state
+        state.check_whole()
         if not state.in_force:
             state.enter()
         state.gate.alone(state.look if state.is_between else state.begin)
@@ -97,8 +100,12 @@ class CutCalls:
     def updates(self, optimizer: Optimizer) -> bool:
         """Return whether the planned update is all that a step of `optimizer` is to do now."""
         state = self._state
-        if len(self._stretches) < 3 or any(not state.owned[n].updates.is_of(optimizer) for n in self._updated.values()):
+        if len(self._stretches) < 3 or any(state.owned.get(name) is not owned for name, owned in self._owned.items()):
+            return False  # the optimizer, its settings or its state are others than when this was planned
+        if any(not owned.updates.is_of(optimizer) for owned in self._owned.values()):
             return False
+        if any(self._names[tensor] not in state.residency for tensor, _ in self._stretches[2].takes):
+            return False  # somebody has a view of one by now
         there = {name for name, p in state.parameters.items() if _is_there(p.grad)}
         return there == set(self._updated.values())
 
@@ -117,6 +124,9 @@ class CutCalls:
         finally:
             for name in self._updated.values():
                 self._state.owned[name].factors = ()
+        self._state.left = [gradient for _, gradient in left if isinstance(gradient, StoredGradient)]
+        for gradient in self._state.left:
+            gradient.forget_reads()
         return left
 
     def _gradient(self, position: int, place: Place) -> list[Tensor]:
@@ -225,6 +235,8 @@ class CutCalls:
         values.clear()
 
     def _settle(self, stretch: Stretch) -> None:
+        if gone := [name for t, _ in stretch.takes if (name := self._names[t]) not in residency]:
+            raise OverspillError(f"{gone[0]} was replaced between forward and backward, or a view of it is kept now")
         """Move all residents to where the plan has them as the stretch begins."""
         residency, engine = self._state.residency, self._engine
         places = {self._names[t]: place for t, place in stretch.before.items() if t in self._names}
@@ -233,7 +245,7 @@ class CutCalls:
         residency.send(away, engine)
         taken = [(self._names[t], place) for t, place in stretch.takes]
         residency.bring((name for name, place in taken if place is Place.DEVICE), engine)
-        residency.copy([name for name, place in taken if place is Place.BOTH], engine)
+        residency.copy([name for name, place in taken if place is Place.BOTH and not self._state.stays(name)], engine)
 
     def _as_it_stays(self, resident: Resident, place: Place) -> list[Any]:
         """Return a resident as a stretch takes it, which keeps its memory: the user's code has it too."""
@@ -286,12 +298,14 @@ def _is_handle(made: Tensor, spec: Spec) -> bool:
 
 
 def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    state.check_whole()
     """Do a step of `optimizer` on the parameters of `state`; return these with their gradients, which it has used."""
     updates = next(of for of in state.updates if of.is_of(optimizer))
     state.end_reads()
     state.look()
     if updates.at_once:
         state.synchronize()
+    state.is_torn = True
         return []
     done = []
     if state.latest is not None and state.latest.updates(optimizer):
@@ -304,6 +318,7 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
                 with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
                     _update_one(state, owned, lent)
                 parameter.grad = None
+    state.is_torn = False
     updates.finish()
     state.arm()
     return done

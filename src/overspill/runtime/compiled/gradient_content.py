@@ -25,7 +25,7 @@ class Content:
     It is *stored* while it has a handle, on the device while it is `real`, and empty without either.
     """
 
-    __slots__ = ("added_to", "engine", "factors", "handle", "leaving", "lock", "real", "spec")
+    __slots__ = ("added_to", "engine", "factors", "handle", "leaving", "lock", "real", "spec", "was_read")
 
     def __init__(self, spec: Spec, engine: TransferEngine | None) -> None:
         self.spec = spec
@@ -41,6 +41,8 @@ class Content:
         """The gradient, once it is on the device for good."""
         self.added_to: Content | None = None
         """The gradient to which the program has added this one already, of which there are no bytes."""
+        self.was_read = False
+        """Whether its bytes have been brought from the store since this was last set."""
         self.lock = RLock()
         """Held while an op uses it: autograd's threads do so too."""
 
@@ -80,6 +82,7 @@ class Content:
         self.settle()
         assert self.handle is not None
         assert self.engine is not None
+        self.was_read = True
         with torch.inference_mode(False):  # what stays is changed outside of it too
             try:
                 self.engine.await_offload(self.handle)

@@ -77,15 +77,16 @@ class LoopPlans:
         module.register_state_dict_pre_hook(saving(True))
         module.register_state_dict_post_hook(saving(False))
 
+        state.gate.alone(state.look)
+        state.note_saved()
+        self._signature = _signature(state)  # whoever has a view of a parameter now keeps it on the device
     def begin(self) -> bool:
         """Return whether parameters or optimizers are no longer as plans were made for, before a call of a model."""
         state = self.state
         if state is None or not state.in_force:
             return False
-        state.gate.alone(state.look)
-        state.note_saved()
-        before, self._signature = self._signature, _signature(state)
-        if [spec for spec, _ in before] != [spec for spec, _ in self._signature]:
+        before, now = self._signature, _signature(state)
+        if [spec for spec, _ in before] != [spec for spec, _ in now]:
             self.close()  # of another size or dtype: they get another state
             return True
         changed = state.stale or before != self._signature
@@ -204,8 +205,11 @@ class LoopPlans:
 
 
 def _signature(state: LoopState) -> list[Any]:
-    """Return what Dynamo's guards would ask of parameters."""
-    return [((p.shape, p.dtype, p.device), p.requires_grad) for p in state.parameters.values()]
+    """Return what Dynamo's guards would ask of parameters, and whether they may move."""
+    return [
+        ((p.shape, p.dtype, p.device), (p.requires_grad, name in state.residency))
+        for name, p in state.parameters.items()
+    ]
 
 
 def _without_residents(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.core.errors import OverspillError
 from overspill.models.step import StepLoss
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.pytorch.dynamo import compilation
@@ -29,8 +30,8 @@ from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.checks import check_optimizer
 from overspill.runtime.step.gate import Reading
-from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_others
 from overspill.runtime.step.parameter_state import ParameterState
+from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_others
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
 
@@ -86,6 +87,11 @@ class TensorGuard:
             return True
 
         return state.gate.alone(write)
+
+    @property
+    def guards_one(self) -> bool:
+        """Whether the tensor may move: not while somebody has a view of it."""
+        return self._name in self._state.residency
 
     def resident(self) -> Resident:
         """Return the resident of the tensor."""
@@ -148,6 +154,8 @@ class LoopState(StepState):
         """Parameters that graphs of this step have been planned with on the device."""
         self.pinned: set[str] = set()
         """Parameters that plans are to keep on the device, because the user's code reads them in a step."""
+        self.is_torn = False
+        """Whether an error has stopped an update, which some parameters have had and others have not."""
         self.left: list[StoredGradient] = []
         """Gradients that the last update has left in the store."""
         self.latest: Any = None
@@ -188,6 +196,14 @@ class LoopState(StepState):
             return {**state_dict, "state": found}
 
         optimizer.register_state_dict_post_hook(of_store)
+
+    def check_whole(self) -> None:
+        """Raise OverspillError behind an update that an error has stopped."""
+        if self.is_torn:
+            raise OverspillError(
+                "an error has stopped an optimizer's step: some parameters are updated, others are not; begin anew "
+                "from a checkpoint, with a model that is compiled anew"
+            )
 
     def add(self, optimizer: Optimizer) -> None:
         """Take in an optimizer that was made later, in place of those that had its parameters.
@@ -232,7 +248,7 @@ class LoopState(StepState):
 
     def note_saved(self) -> None:
         """Note, before a forward, what graphs of the user's code have saved: its memory is to stay until backward."""
-        found = (name for name, parameter in self.parameters.items() if _is_saved(parameter))
+        found = (n for n, p in self.parameters.items() if _is_saved(p) and not isinstance(p, Away))
         self._noted = {name for name in found if self._never_used[name] < _TRIES}
 
     def end_reads(self) -> None:
@@ -323,7 +339,12 @@ class LoopState(StepState):
         """Accept parameters of others: their optimizer updates them itself."""
 
     def _adopt_state(
-        self, name: str, parameter: nn.Parameter, updates: OptimizerUpdates, group: dict[str, Any], state: dict[str, Any]
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        updates: OptimizerUpdates,
+        group: dict[str, Any],
+        state: dict[str, Any],
     ) -> None:
         """Adopt the state of a parameter, of which tensors may be away; these go back to the store."""
         owned: ParameterState | None = self.owned.get(name)
@@ -417,7 +438,7 @@ def _end(_: Any) -> None:
 
 def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor: Tensor, **how: Any) -> FakeTensor:
     guard = GUARDS.get(id(tensor))
-    resident = guard.resident() if isinstance(guard, TensorGuard) else None
+    resident = guard.resident() if isinstance(guard, TensorGuard) and guard.guards_one else None
     if resident is None or resident.tensor is not tensor or not resident.away:  # another may have had this identity
         return plain(mode, tensor, **how)
     return fake_parameter(mode, tensor, resident.spec.empty)

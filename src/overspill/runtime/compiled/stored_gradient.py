@@ -126,6 +126,15 @@ class StoredGradient(Tensor):
         """Whether only the store has its bytes."""
         return self._content.handle is not None
 
+    @property
+    def was_read(self) -> bool:
+        """Whether anyone has brought its bytes since `forget_reads`."""
+        return self._content.was_read
+
+    def forget_reads(self) -> None:
+        """Forget who has read it."""
+        self._content.was_read = False
+
     def take(self) -> Tensor:
         """Bring the gradient back for good and return it as a plain tensor, whose memory this object shares.
 

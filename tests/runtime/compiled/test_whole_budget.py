@@ -1,0 +1,484 @@
+"""Plain loops at budgets below weights, gradients and optimizer state have the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+import overspill
+from overspill.core.errors import OverspillError, StoreError
+from overspill.runtime.transfer.engine import TransferEngine
+
+pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.filterwarnings("ignore")]
+WIDTH = 64
+Make = Callable[[Iterable[Any]], Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+}
+adamw = OPTIMIZERS["adamw"]
+
+
+@dataclass
+class Run:
+    """One run of a loop, plain or compiled."""
+
+    budget: str | None
+    store: str
+    seen: list[Any] = field(default_factory=list)
+    session: Any = None
+    model: nn.Module = field(default_factory=nn.Module)
+    optimizers: list[Optimizer] = field(default_factory=list)
+
+    def begin(self, model: nn.Module, *make: tuple[Make, list[Any]]) -> Callable[..., Any]:
+        """Return the model as the loop calls it, with optimizers over the parameters given with each."""
+        self.model = model
+        self.optimizers = [one(parameters) for one, parameters in make]
+        if self.budget is None:
+            return model
+        compiled = overspill.compile(model, budget=self.budget, store=self.store)
+        self.session = compiled.overspill
+        return compiled
+
+    def see(self, *values: Any) -> None:
+        """Compare these with the other run."""
+        self.seen += [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
+
+    def moves(self) -> None:
+        """Check that a plan moves parameters."""
+        if self.session is not None:
+            state = self.session.loop.state
+            assert state is not None
+            assert state.in_force
+
+    def end(self) -> list[Any]:
+        """Return all that was seen, with weights, buffers, gradients and optimizer state."""
+        for parameter in self.model.parameters():
+            self.see(parameter, parameter.grad)
+        self.see(*self.model.buffers())
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                self.see(*(state[key] for key in sorted(state)))
+        return self.seen
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values have the same bits."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def compare(loop: Callable[[Run], None], budget: str = "45%", store: str = "host") -> Run:
+    """Run `loop` plain and compiled, and compare all that it saw."""
+    plain, ours = Run(None, store), Run(budget, store)
+    loop(plain)
+    expected = plain.end()
+    loop(ours)
+    found = ours.end()
+    assert len(expected) == len(found)
+    assert [i for i, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)] == []
+    for plan in [] if ours.session is None else ours.session.plans:
+        assert plan.peak_bytes <= plan.budget_bytes
+    return ours
+
+
+def net(layers: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+
+def batch(seed: int, rows: int = 4) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def begin(run: Run, make: Make = adamw) -> tuple[nn.Sequential, Callable[..., Any], Optimizer]:
+    model = net()
+    compiled = run.begin(model, (make, list(model.parameters())))
+    return model, compiled, run.optimizers[0]
+
+
+def loss_of(compiled: Callable[..., Any], seed: int) -> Tensor:
+    value: Tensor = compiled(batch(seed)).square().mean()
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [
+        ("sgd", "disk"), ("adamw", "host"),
+        *(pytest.param(n, "host", marks=pytest.mark.long) for n in ("fused", "adagrad", "adafactor")),
+    ],
+)  # fmt: skip
+def test_optimizers_with_clipping(name: str, store: str) -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run, OPTIMIZERS[name])
+        for i in range(4):
+            loss = loss_of(compiled, i)
+            loss.backward()
+            run.see(loss, nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+
+    compare(loop, "35%", store)
+
+
+def test_a_setting_that_turns_state_on_or_off_changes_between_steps() -> None:
+    def loop(run: Run) -> None:
+        _, compiled, optimizer = begin(run)
+        for i in range(5):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * (i % 2)
+            loss = loss_of(compiled, i)
+            loss.backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+            run.see(loss)
+
+    compare(loop)
+
+
+def test_a_loss_reads_a_weight_before_forward() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(5):
+            term = model[4].weight.square().sum() if i > 1 else torch.zeros(())
+            loss = loss_of(compiled, i) + 0.01 * term
+            loss.backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+            run.see(loss)
+
+    compare(loop)
+
+
+def test_graphs_of_weights_that_never_go_backward_are_kept() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        kept = []
+        for i in range(5):
+            kept.append(model[4].weight.square().sum())
+            loss = loss_of(compiled, i)
+            loss.backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+        run.see(*kept)
+
+    compare(loop)
+
+
+def test_gradients_are_read_behind_each_step() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(4):
+            loss_of(compiled, i).backward()
+            optimizer.step()
+            run.moves()
+            run.see(*(p.grad for p in model.parameters()))
+            optimizer.zero_grad()
+
+    compare(loop)
+
+
+@pytest.mark.parametrize("zeros", ["before", pytest.param("between", marks=pytest.mark.long), "never"])
+def test_accumulation(zeros: str) -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(6):
+            if zeros == "before" and i % 2 == 0:
+                optimizer.zero_grad(set_to_none=False)
+            loss = loss_of(compiled, i) / 2
+            if zeros == "between" and i % 2 == 0:
+                optimizer.zero_grad()
+            loss.backward()
+            run.see(loss)
+            if i % 2:
+                nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                optimizer.step()
+                run.moves()
+
+    compare(loop)
+
+
+def test_an_optimizer_with_other_settings_is_made_behind_the_backward() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(5):
+            loss_of(compiled, i).backward()
+            if i == 3:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.1, 0.2))
+                run.optimizers = [optimizer]
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+
+    compare(loop, "60%")
+
+
+@pytest.mark.long
+def test_two_optimizers_take_turns_over_the_same_parameters() -> None:
+    def loop(run: Run) -> None:
+        model = net()
+        parameters = list(model.parameters())
+        compiled = run.begin(model, (adamw, parameters), (OPTIMIZERS["sgd"], parameters))
+        for i in range(4):
+            loss_of(compiled, i).backward()
+            run.optimizers[i % 2].step()
+            run.moves()
+            model.zero_grad()
+
+    compare(loop, "60%")
+
+
+def test_two_optimizers_over_parts() -> None:
+    def loop(run: Run) -> None:
+        model = net()
+        parameters = list(model.parameters())
+        compiled = run.begin(model, (adamw, parameters[:5]), (OPTIMIZERS["sgd"], parameters[5:]))
+        for i in range(4):
+            loss_of(compiled, i).backward()
+            for optimizer in run.optimizers:
+                optimizer.step()
+            run.moves()
+            run.see(*(p.grad for p in parameters))
+            model.zero_grad()
+
+    compare(loop, "45%", "disk")
+
+
+def test_weights_and_state_are_read_and_written_between_steps() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        mean = [p.detach().clone() for p in model.parameters()]
+        for i in range(6):
+            run.see(loss_of(compiled, i).backward())
+            with torch.no_grad():
+                run.see(sum(p.norm() for p in model.parameters()))
+            optimizer.step()
+            run.moves()
+            with torch.no_grad():
+                for p, m in zip(model.parameters(), mean, strict=True):
+                    if i == 1:
+                        p.data.mul_(0.5)
+                    if i == 2:
+                        p.add_(0.01)
+                    m.lerp_(p, 0.1)
+            if i == 3:
+                model[0].weight.data = torch.full((WIDTH, WIDTH), 0.02)
+            if i == 4:
+                for state in optimizer.state.values():
+                    state["exp_avg"].zero_()
+            optimizer.zero_grad()
+        run.see(*mean)
+
+    compare(loop)
+
+
+def test_a_view_of_a_weight_is_kept_from_some_step_on() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        row = torch.zeros(())
+        for i in range(5):
+            loss_of(compiled, i).backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+            if i == 1:
+                row = model[2].weight.detach()[3]
+            row.mul_(0.5)
+            run.see(row)
+
+    compare(loop, "60%")
+
+
+def test_state_dicts_and_copies_in_the_middle() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        saved = io.BytesIO()
+        for i in range(5):
+            loss_of(compiled, i).backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+            if i == 1:
+                torch.save((model.state_dict(), optimizer.state_dict()), saved)
+            if i == 2:
+                weights, state = torch.load(io.BytesIO(saved.getvalue()))
+                run.see(*weights.values())
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+            if i == 3:
+                other, its = copy.deepcopy((model, optimizer))
+                loss_of(other, 9).backward()
+                its.step()
+                run.see(*other.parameters())
+
+    compare(loop, "45%", "disk")
+
+
+def test_freezing_and_unfreezing() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(6):
+            if i in (2, 4):
+                model[0].requires_grad_(i == 4)
+            loss_of(compiled, i).backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+
+    compare(loop, "60%")
+
+
+def test_the_session_brings_all_back_and_ends_and_the_loop_goes_on() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(5):
+            if run.session is not None and i == 1:
+                run.session.synchronize()
+            loss_of(compiled, i).backward()
+            if i == 2:
+                with contextlib.nullcontext() if run.session is None else run.session.paused():
+                    model[0].weight.data.mul_(0.9)
+            if run.session is not None and i == 3:
+                run.session.close()
+                compiled = model
+            run.see(*(p.grad for p in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(loop)
+
+
+def test_parameters_get_another_dtype() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run, OPTIMIZERS["sgd"])
+        for i in range(5):
+            if i == 2:
+                model.double()
+                optimizer = OPTIMIZERS["sgd"](model.parameters())
+                run.optimizers = [optimizer]
+            run.see(compiled(batch(i).to(model[0].weight.dtype)).square().mean().backward())
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+
+    compare(loop, "60%")
+
+
+@pytest.mark.long
+def test_dropout_batch_norm_and_evaluation_between() -> None:
+    def loop(run: Run) -> None:
+        torch.manual_seed(0)
+        layers = (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3))
+        model = nn.Sequential(*(copy.deepcopy(m) for _ in range(4) for m in layers))
+        compiled = run.begin(model, (adamw, list(model.parameters())))
+        for i in range(4):
+            torch.manual_seed(i)
+            loss_of(compiled, i).backward()
+            run.optimizers[0].step()
+            run.moves()
+            run.optimizers[0].zero_grad()
+            model.eval()
+            with torch.no_grad():
+                run.see(compiled(batch(50 + i)))
+            with torch.inference_mode():
+                run.see(compiled(batch(60 + i)).sum().item())
+            model.train()
+
+    compare(loop)
+
+
+@pytest.mark.long
+def test_tied_weights_second_backwards_and_shapes() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.body = nn.Embedding(WIDTH, WIDTH), net(3)
+            self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.out.weight = self.table.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            found: Tensor = self.out(self.body(self.table(tokens)))
+            return found
+
+    def loop(run: Run) -> None:
+        torch.manual_seed(0)
+        model = Tied()
+        compiled = run.begin(model, (adamw, list(model.parameters())))
+        for i, count in enumerate((8, 8, 5, 8)):
+            tokens = torch.randint(WIDTH, (count,), generator=torch.Generator().manual_seed(i))
+            loss = functional.cross_entropy(compiled(tokens), tokens)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            run.see(loss, model.table.weight.grad)
+            run.optimizers[0].step()
+            run.moves()
+            model.zero_grad()
+
+    compare(loop, "60%")
+
+
+def test_scaled_gradients_with_a_step_that_is_left_out() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for i in range(5):
+            loss = compiled(batch(i) * (1e30 if i == 2 else 1)).square().mean()
+            scaler.scale(loss).backward()
+            if i % 2:
+                scaler.unscale_(optimizer)
+                run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            scaler.step(optimizer)
+            scaler.update()
+            run.moves()
+            optimizer.zero_grad()
+            run.see(scaler.get_scale())
+
+    compare(loop)
+
+
+def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("45%", "host")
+    _, compiled, optimizer = begin(run)
+
+    def step(seed: int) -> None:
+        loss_of(compiled, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    step(1)
+    loss_of(compiled, 2).backward()
+    offload, count = TransferEngine.offload, [0]
+
+    def fails_once(engine: TransferEngine, tensor: Tensor) -> Tensor:
+        count[0] += 1
+        if count[0] == 3:
+            raise StoreError("no room")
+        return offload(engine, tensor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransferEngine, "offload", fails_once)
+        with pytest.raises(StoreError, match="no room"):
+            optimizer.step()
+    with pytest.raises(OverspillError, match="others are not"):
+        optimizer.step()
+    with pytest.raises(OverspillError, match="others are not"):
+        loss_of(compiled, 3)
