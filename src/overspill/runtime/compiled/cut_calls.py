@@ -235,10 +235,10 @@ class CutCalls:
         values.clear()
 
     def _settle(self, stretch: Stretch) -> None:
-        if gone := [name for t, _ in stretch.takes if (name := self._names[t]) not in residency]:
-            raise OverspillError(f"{gone[0]} was replaced between forward and backward, or a view of it is kept now")
         """Move all residents to where the plan has them as the stretch begins."""
         residency, engine = self._state.residency, self._engine
+        if gone := [name for t, _ in stretch.takes if (name := self._names[t]) not in residency]:
+            raise OverspillError(f"{gone[0]} was replaced between forward and backward, or a view of it is kept now")
         places = {self._names[t]: place for t, place in stretch.before.items() if t in self._names}
         stay = {name for name, place in places.items() if place is not Place.STORE} | self._fixed
         away = [name for name in residency.residents if name not in stay and not self._state.stays(name)]
@@ -298,16 +298,16 @@ def _is_handle(made: Tensor, spec: Spec) -> bool:
 
 
 def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    state.check_whole()
     """Do a step of `optimizer` on the parameters of `state`; return these with their gradients, which it has used."""
     updates = next(of for of in state.updates if of.is_of(optimizer))
+    state.check_whole()
     state.end_reads()
     state.look()
     if updates.at_once:
         state.synchronize()
-    state.is_torn = True
         return []
     done = []
+    state.is_torn = True
     if state.latest is not None and state.latest.updates(optimizer):
         done = state.latest.update(None)
     else:
@@ -318,9 +318,9 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
                 with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
                     _update_one(state, owned, lent)
                 parameter.grad = None
-    state.is_torn = False
     updates.finish()
     state.arm()
+    state.is_torn = False
     return done
 
 

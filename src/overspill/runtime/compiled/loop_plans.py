@@ -77,9 +77,6 @@ class LoopPlans:
         module.register_state_dict_pre_hook(saving(True))
         module.register_state_dict_post_hook(saving(False))
 
-        state.gate.alone(state.look)
-        state.note_saved()
-        self._signature = _signature(state)  # whoever has a view of a parameter now keeps it on the device
     def begin(self) -> bool:
         """Return whether parameters or optimizers are no longer as plans were made for, before a call of a model."""
         state = self.state
@@ -89,6 +86,9 @@ class LoopPlans:
         if [spec for spec, _ in before] != [spec for spec, _ in now]:
             self.close()  # of another size or dtype: they get another state
             return True
+        state.gate.alone(state.look)
+        state.note_saved()
+        self._signature = _signature(state)  # whoever has a view of a parameter now keeps it on the device
         changed = state.stale or before != self._signature
         state.stale = False
         return changed
