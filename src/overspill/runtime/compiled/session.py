@@ -298,6 +298,7 @@ class Session(PlannedPeaks):
         """
         where = joint.device
         account = account_of(self.options, device_named(self.options.device, where), where)
+        account = replace(account, model_on_host=False)  # the graph runs where the model is
         self.device_name, self._where = account.device.name, where
         if frame.broken and self.options.placement == PLANNED:
             raise UnsupportedError(
