@@ -456,7 +456,7 @@ def test_scaled_gradients_with_a_step_that_is_left_out() -> None:
 
 def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("45%", "host")
-    _, compiled, optimizer = begin(run)
+    model, compiled, optimizer = begin(run)
 
     def step(seed: int) -> None:
         loss_of(compiled, seed).backward()
@@ -465,6 +465,16 @@ def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: 
 
     step(0)
     step(1)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def go_back() -> None:
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(copy.deepcopy(before[1]))  # which takes counts of steps as they are
+        optimizer.zero_grad()
+
+    step(2)
+    expected = [p.detach().clone() for p in model.parameters()]
+    go_back()
     loss_of(compiled, 2).backward()
     offload, count = TransferEngine.offload, [0]
 
@@ -482,3 +492,6 @@ def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: 
         optimizer.step()
     with pytest.raises(OverspillError, match="others are not"):
         loss_of(compiled, 3)
+    go_back()
+    step(2)
+    assert all(map(torch.equal, model.parameters(), expected))

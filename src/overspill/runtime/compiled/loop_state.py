@@ -195,14 +195,19 @@ class LoopState(StepState):
                 state.is_saving = False
             return {**state_dict, "state": found}
 
+        def loaded(_: Optimizer) -> None:
+            if (state := mine()) is not None:
+                state.is_torn = False
+
         optimizer.register_state_dict_post_hook(of_store)
+        optimizer.register_load_state_dict_post_hook(loaded)
 
     def check_whole(self) -> None:
         """Raise OverspillError behind an update that an error has stopped."""
         if self.is_torn:
             raise OverspillError(
-                "an error has stopped an optimizer's step: some parameters are updated, others are not; begin anew "
-                "from a checkpoint, with a model that is compiled anew"
+                "an error has stopped an optimizer's step: some parameters are updated, others are not; load the "
+                "state dicts of model and optimizer from before it"
             )
 
     def add(self, optimizer: Optimizer) -> None:
