@@ -54,9 +54,13 @@ class TensorGuard:
         state, name = self._state, self._name
         if name not in state.residency or not state.residency[name].away:
             return None
-        if state.is_between and torch.is_grad_enabled():
-            state.in_use.add(name)
-        return state.gate.read(lambda: state.bring([name]), loops=loops)
+
+        def bring() -> None:
+            state.bring([name])
+            if state.is_between and torch.is_grad_enabled():
+                state.in_use.add(name)  # only what is there can stay
+
+        return state.gate.read(bring, loops=loops)
 
     def shown(self) -> Tensor | None:
         """Return the tensor on the store's memory while a state dict is made, or None."""
