@@ -123,11 +123,11 @@ class _Walk:
             del self._state[target]
 
 
-def parts_of(graph: Graph, schedule: Schedule) -> list[Part]:
-    """Return the parts of forward, backward and update; of forward alone in inference."""
+def parts_of(graph: Graph, schedule: Schedule, *, trains: bool) -> list[Part]:
+    """Return the parts of forward, backward and update; one for all if the graph does not train."""
     first, _ = split(graph, schedule)
     numbered, walk = list(enumerate(schedule.instructions)), _Walk(graph, schedule)
-    if all(op.phase is Phase.FORWARD for op in graph.ops):
+    if not trains:
         return [walk.part(numbered, last=True)]
     runs = (
         i for i, x in numbered
@@ -149,7 +149,7 @@ class _Lowering:
         self.captured = captured
         self.engine = engine
         self.arena = arena
-        self.parts = parts_of(captured.graph, schedule)
+        self.parts = parts_of(captured.graph, schedule, trains=bool(captured.joint.backward_outputs))
         self.node_of = {captured.tensor_of[storages(n)[0]]: n for n in captured.joint.primals if captured.moves(n)}
         """The input that each resident is."""
 

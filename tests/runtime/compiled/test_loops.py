@@ -31,9 +31,6 @@ OWNED = 0.6
 """The budget, as a share of the bytes of weights, gradients and optimizer state."""
 
 KNOWN = {
-    "plain-sgd": OVER,  # norms of gradients in the store: the next one comes while the one before is there
-    "plain-adagrad": OVER,
-    "plain-adafactor": OVER,
     "plain-8bit": REFUSED,  # its update is planned as one op
     "diffusers-lora": OVER,  # what a convolution's backward takes inside, behind frozen weights
     "sft": REFUSED,  # TRL's loss, at which the graph breaks

@@ -14,7 +14,7 @@ from torch import fx
 
 from overspill.core import LayerType, Phase, TensorKind
 
-from .graph import GRADIENTS, TANGENTS_ARE_GIVEN, Captured, CaptureOfStep, InputInfo, Surroundings, lies_as
+from .graph import CLIP, GRADIENTS, TANGENTS_ARE_GIVEN, Captured, CaptureOfStep, InputInfo, Surroundings, lies_as
 from .joint import JointGraph, storages
 from .whole_step import UPDATE, CaptureOfWholeStep, GradientOps, ParameterUpdate
 
@@ -77,6 +77,7 @@ class CaptureOfCutStep(CaptureOfWholeStep):
             if position in updated and self._may_move(self.input_nodes[position], node, shared):
                 self.made[position] = node
         self._hand_out(gradients)
+        self._add_reads()
         for update in self.updates:
             position = update.parameter
             gradient = self.read[position] = self._stand_in(position, gradients[position])
@@ -86,6 +87,15 @@ class CaptureOfCutStep(CaptureOfWholeStep):
                 + ((gradient,) if update.changes_gradient else ()),
                 workspace_bytes=update.workspace_bytes, layer=self.inputs[position].name,
             )  # fmt: skip
+
+    def _add_reads(self) -> None:
+        """Add an op for what the user's code does with gradients before the update, such as clipping.
+
+        While it reads one that was away, the next one arrives (`StoredGradient`).
+        """
+        largest = sorted(self.tensors[self.tensor_of[storages(made)[0]]].nbytes for made in self.made.values())[-2:]
+        if largest:
+            self._add_op(CLIP, "", LayerType.UPDATE, Phase.UPDATE, (), (), workspace_bytes=sum(largest))
 
     def _may_move(self, parameter: fx.Node, gradient: fx.Node, shared: Counter[int]) -> bool:
         """Return whether a gradient has memory of its own, laid out as autograd keeps it."""

@@ -124,9 +124,6 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         model.__dict__["overspill"] = session
         return model
 
-    if isinstance(of := model if isinstance(model, nn.Module) else getattr(model, "__self__", None), nn.Module):
-        session.loop.name(of)
-
     def made() -> Any:  # with a backend of its own, by which Dynamo keeps what it compiles
         options = {"guard_filter_fn": guards_without(session.loop)}
         return torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph, options=options)
@@ -206,8 +203,10 @@ class _Call:
             return self._recipe.model(*args, **kwargs)
         if not self._called:  # not before: while it is unpickled, a method's module has no parameters yet
             self._called = True
-            of = getattr(self._recipe.model, "__self__", None)
-            self.overspill.follow(of.parameters() if isinstance(of, nn.Module) else ())
+            of = getattr(self._recipe.model, "__self__", self._recipe.model)
+            if isinstance(of, nn.Module):
+                self.overspill.loop.name(of)
+                self.overspill.follow(of.parameters())
         # Plan again if needed, and begin a step of the recorder.
         self.overspill.notice_kept_gradients()
         self.overspill.begin_call(id(self))

@@ -65,17 +65,8 @@ class LoopPlans:
         if module in self._modules:
             return
         self._modules.add(module)
-        mine = weakref.ref(self)
-
-        def saving(now: bool) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                if (loop := mine()) is not None and loop.state is not None:
-                    loop.state.is_saving = now and loop.state.in_force
-
-            return note
-
-        module.register_state_dict_pre_hook(saving(True))
-        module.register_state_dict_post_hook(saving(False))
+        module.register_state_dict_pre_hook(_Saving(self, begins=True))
+        module.register_state_dict_post_hook(_Saving(self, begins=False))
 
     def begin(self) -> bool:
         """Return whether parameters or optimizers are no longer as plans were made for, before a call of a model."""
@@ -202,6 +193,22 @@ class LoopPlans:
                 "a compiled model was dropped and could not bring everything back; what is lost reads as NaN: %s",
                 first_line(error),
             )
+
+
+class _Saving:
+    """A hook of a module that begins or ends a state dict; its copies do nothing."""
+
+    def __init__(self, loop: LoopPlans | None = None, *, begins: bool = False) -> None:
+        self._loop = None if loop is None else weakref.ref(loop)
+        self._begins = begins
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        loop = None if self._loop is None else self._loop()
+        if loop is not None and loop.state is not None:
+            loop.state.is_saving = self._begins and loop.state.in_force
+
+    def __reduce__(self) -> Any:
+        return _Saving, ()
 
 
 def _signature(state: LoopState) -> list[Any]:
