@@ -132,7 +132,7 @@ class HalfwayBudget(SessionBudget):
 def halfway_session(options: Options) -> Session:
     """A session with such a budget."""
     session = Session(options)
-    session._plans.budget = HalfwayBudget(options)
+    session._plans.budget = HalfwayBudget(options, session.renewal)
     return session
 
 

@@ -146,11 +146,13 @@ class CutCalls:
             return [data]
         data = gradient.take() if isinstance(gradient, StoredGradient) and not stored else gradient.detach()
         if not isinstance(data, StoredGradient):
-            kept = parameter.grad = _stored(data, self._engine)
-            if kept is data:
+            if place is Place.DEVICE and not _owns_memory(data):
                 return [data]
-            if place is Place.DEVICE:
-                return [data]
+            kept = _stored(data, self._engine)
+            if _owns_memory(data):  # else it is a part of a bucket, and stays one
+                parameter.grad = kept
+            if place is not Place.STORE:
+                return [data] if place is Place.DEVICE else [data, kept.lend()[0]]
         else:
             kept = gradient
         handle, factors = kept.lend()
@@ -276,9 +278,9 @@ def _spec(value: Tensor, device: torch.device) -> Spec:
     return Spec(value.size(), value.stride(), value.dtype, device)
 
 
-def _stored(gradient: Tensor, engine: TransferEngine) -> Any:
-    """Return a copy of a gradient in the store, or itself if it is a part of larger memory."""
-    return StoredGradient.of(gradient, engine) if _owns_memory(gradient) else gradient
+def _stored(gradient: Tensor, engine: TransferEngine) -> StoredGradient:
+    """Return a copy of a gradient in the store."""
+    return StoredGradient.of(gradient if _owns_memory(gradient) else gradient.clone(), engine)
 
 
 def _is_there(gradient: Tensor | None) -> bool:

@@ -376,9 +376,7 @@ class GraphCompiler:
 
         return boxed(run)
 
-    def _boxed(
-        self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None, *, number: int = 0
-    ) -> Compiled:
+    def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None, *, number: int = 0) -> Compiled:
         """Return `module` as a callable that empties its list of arguments.
 
         Otherwise the caller's frame would keep them all alive.

@@ -337,6 +337,9 @@ class LoopState(StepState):
         for name, owned in self.owned.items():
             if owned.content and owned.updates.is_alive:
                 owned.updates.optimizer.state[self.parameters[name]] = owned.content
+        for of in self.updates:
+            if of.is_alive:
+                _in_order(of.optimizer)
 
     def _drop_gradient(self, parameter: nn.Parameter) -> None:
         """Leave gradients to the user's loop."""
@@ -392,6 +395,17 @@ class LoopState(StepState):
 def _is_saved(parameter: Tensor) -> bool:
     """Return whether a graph of autograd has a parameter, besides the node that accumulates its gradient."""
     return tensor_uses(parameter) > 1 + parameter.requires_grad
+
+
+def _in_order(optimizer: Optimizer) -> None:
+    """Put the state of parameters in the order of these, as a step on all of them makes it."""
+    state = optimizer.state
+    wanted = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in state}
+    if [id(key) for key in state][: len(wanted)] != [*wanted]:
+        found = {p: state[p] for p in wanted.values()}
+        found |= {key: value for key, value in state.items() if id(key) not in wanted}
+        state.clear()
+        state.update(found)
 
 
 def have_in_common(one: Optimizer, other: Optimizer) -> bool:
