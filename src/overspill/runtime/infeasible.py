@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,16 +20,22 @@ def split_update(error: InfeasibleBudget) -> str:
 
 
 @contextmanager
-def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False) -> Iterator[None]:
+def infeasible_for(
+    what: str, inputs: Iterable[Any], *, whole_step: bool = False, stays: Callable[[], str] | None = None
+) -> Iterator[None]:
     """Add to an InfeasibleBudget raised in the context its graph, its inputs, and what else would work.
 
-    For a `whole_step` no alternative is named.
+    For a `whole_step` no alternative is named. `stays` returns why parameters stay on the device; it returns an empty
+    string if they do not, and is None where they never move.
     """
     try:
         yield
     except InfeasibleBudget as error:
         shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
-        instead = "" if whole_step else split_update(error)
+        why = "" if stays is None else stays()
+        instead = "" if whole_step or (stays is not None and not why) else split_update(error)
+        if why:
+            instead = f"; parameters stay on the device: {why}{instead}"
         if f"at {REST} of" in error.cause:
             instead = (
                 "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with "

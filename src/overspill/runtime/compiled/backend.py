@@ -161,6 +161,7 @@ def _session_of(options: Mapping[str, Any]) -> Session:
         raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(names))}")
     session = Session(Options(**options))
     session.loop.may_move = False
+    session.loop.why_not = "a backend by name cannot move them, overspill.compile can"
     _SESSIONS[key] = options, weakref.ref(session, lambda ref: _forget(key, ref))
     if not was_asked_for_plans(options):
         _ASKED.append(options)

@@ -101,7 +101,8 @@ class GraphPlans:
         if frame.broken:
             problem = problem.as_one_of_several()
         budget = self.budget.bytes_for(problem, room, is_settled=kind in self.calls, plans=self.plans)
-        with infeasible_for("training" if problem.trains else "evaluation", inputs):
+        what = "training" if problem.trains else "evaluation"
+        with infeasible_for(what, inputs, stays=lambda: self._loop.why_not):
             captured, plan, room = self._made(problem, room, budget)
         retained, reserved = plan.retained_bytes - room.pending_bytes, problem.surroundings.reserved_bytes
         return captured, Planned(frame, kind, plan, retained, room, beside=beside, reserved_bytes=reserved)

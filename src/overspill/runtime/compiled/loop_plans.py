@@ -89,7 +89,9 @@ class LoopPlans:
     ) -> CapturedCutStep | None:
         """Return the graph with all that may move, or None if parameters have to stay."""
         if not self.is_in_force and (around.pending_bytes or around.sums or self.has_parts):
-            return None  # calls, or graphs, that wait for their backward share the memory of what is there
+            # They share the memory of what is there.
+            self.why_not = "several graphs or calls of the model wait for their backward"
+            return None
         here = [p for ref in parameters.values() if (p := ref()) is not None]
         with self._lock:
             with disable_current_modes():
@@ -171,6 +173,8 @@ class LoopPlans:
         if found := next((of for of in self.state.updates if of.at_once), None):
             self.why_not = f"{type(found.optimizer).__name__} updates all parameters in one call"
             self.state = None
+        else:
+            self.why_not = ""
         return self.state
 
     def close(self) -> None:
