@@ -144,7 +144,9 @@ class Runtime:
 BUILDS = {"mlp": mlp, "transformer": transformer, "checkpoints": lambda: transformer(checkpoints=True)}
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize(
+    "build", [pytest.param(b, id=n, marks=[] if n == "mlp" else [pytest.mark.long]) for n, b in BUILDS.items()]
+)
 def test_pytorchs_partitioner_obeys_the_tags_with_the_bits_of_eager(
     build: Callable[[], tuple[nn.Module, Batch]],
 ) -> None:

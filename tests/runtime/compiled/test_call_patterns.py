@@ -395,15 +395,19 @@ def test_a_frozen_start_that_is_told_to_require_gradients_ends_no_graph(returns_
     assert len(call.overspill.plans) == 1 or returns_leaf
 
 
-def test_where_the_update_does_not_fit_train_step_is_named_and_does() -> None:
+def test_where_the_update_does_not_fit_parameters_and_state_move() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    compiled = overspill.compile(model, budget="64KiB", store="host")
     x, y = torch.randn(8, 64), torch.randn(8, 8)
-    with pytest.raises(InfeasibleBudget, match=r"overspill\.train_step \(--whole-step\)") as error:
-        compiled(x)
-    step = overspill.train_step(model, nn.MSELoss(), optimizer, budget="1GiB", store="host")
-    assert step.smallest_budget(x, y) < error.value.floor_bytes
+    with pytest.raises(InfeasibleBudget, match="below auto's floor") as error:
+        overspill.compile(model, budget="64KiB", store="host")(x)
+    assert "overspill.train_step" not in str(error.value)
+    enough = int(1.05 * error.value.floor_bytes)  # the target is on the device too
+    compiled = overspill.compile(model, budget=enough, store="host")
+    F.mse_loss(compiled(x), y).backward()
+    optimizer.step()
+    assert compiled.overspill.loop.is_in_force
+    assert compiled.overspill.peak_bytes <= enough < 4.5 * sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.long

@@ -54,6 +54,8 @@ from .renewal import Renewal
 from .step_check import check_step
 from .weak_references import WeakReferences
 
+MOVES_PARAMETERS = "auto"
+"""The policy by which parameters move in a loop."""
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -89,6 +91,9 @@ class Session(PlannedPeaks):
         self.followed = WeakReferences(parameters, optimizers)
         self._steps: weakref.WeakSet[SessionStep] = weakref.WeakSet()
         self.loop = LoopPlans(self.followed)
+        if str(options.policy).partition(":")[0] != MOVES_PARAMETERS:
+            self.loop.may_move = False
+            self.loop.why_not = f"policy {options.policy} plans for a loop with them there"
         self._calling = 0  # which model is called, where there are several
         self.watch_calls = PlanCheck(options.on_unplanned)
         # Their plans, and what these are made by.
