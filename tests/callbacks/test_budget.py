@@ -110,6 +110,7 @@ def test_trainer_has_plains_bits_with_adapters_in_mixed_precision(tmp_path: Path
     assert same(plain, budgeted(lambda budget: hf_trainer(tmp_path, budget, model=llama(lora=True), bf16=True)))
 
 
+@pytest.mark.long
 def test_a_forward_that_is_replaced_in_training_is_named_before_the_update(tmp_path: Path) -> None:
     budget = callbacks.Budget("1GiB", store="host")
     trainer = hf_trainer(tmp_path, budget, eval_strategy="no")

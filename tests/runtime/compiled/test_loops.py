@@ -24,7 +24,7 @@ from loops_by_library import LOOPS
 from loops_by_library.loop import Line, Loop, Trained
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
-QUICK = ("nanogpt", "trainer")
+QUICK = ("trainer",)
 """Those that do not wait for the long suite."""
 CASES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LOOPS]
 OWNED = 0.6

@@ -111,6 +111,7 @@ def test_steps_have_plain_bits_and_reads_between_them_change_nothing(model: nn.M
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw, fused", "adagrad", "adafactor"])
 def test_every_optimizer_has_plain_bits(model: nn.Module, optimizer: str) -> None:
     trained = Trained(model, "smallest", optimizer)
@@ -118,6 +119,7 @@ def test_every_optimizer_has_plain_bits(model: nn.Module, optimizer: str) -> Non
     trained.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", [None, "planned"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_of_micro_batches_that_are_clipped_have_plain_bits(
