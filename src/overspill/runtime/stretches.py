@@ -19,7 +19,6 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, storages
 from overspill.core import Graph, Instruction, Phase, Schedule, Verb
 from overspill.pytorch.graphs import LazyGraphModule
 
-from .arena import Arena
 from .emitter import Emitter
 from .halves import crossing, split
 from .lower import NO_ARENA, copied
@@ -145,16 +144,15 @@ def parts_of(graph: Graph, schedule: Schedule, *, trains: bool) -> list[Part]:
 class _Lowering:
     """Lowers one captured step."""
 
-    def __init__(self, captured: CapturedCutStep, schedule: Schedule, engine: int, arena: Arena) -> None:
+    def __init__(self, captured: CapturedCutStep, schedule: Schedule, engine: int) -> None:
         self.captured = captured
         self.engine = engine
-        self.arena = arena
         self.parts = parts_of(captured.graph, schedule, trains=bool(captured.joint.backward_outputs))
         self.node_of = {captured.tensor_of[storages(n)[0]]: n for n in captured.joint.primals if captured.moves(n)}
         """The input that each resident is."""
 
     def emitter(self, *, backward: bool) -> Emitter:
-        return Emitter(self.captured, self.engine, backward=backward, arena=self.arena)
+        return Emitter(self.captured, self.engine, backward=backward, arena=NO_ARENA)
 
     def touched(self, part: Part) -> dict[int, None]:
         """Return the residents that a part reads, writes or moves."""
@@ -311,9 +309,9 @@ def _signature(
     return LazyGraphModule(module, graph)
 
 
-def lower_stretches(captured: CapturedCutStep, schedule: Schedule, engine: int, arena: Arena = NO_ARENA) -> Lowered:
+def lower_stretches(captured: CapturedCutStep, schedule: Schedule, engine: int) -> Lowered:
     """Return what AOTAutograd is shown of forward and backward, and the stretches that carry out `schedule`.
 
     Transfers go through engine number `engine`.
     """
-    return _Lowering(captured, schedule, engine, arena).lowered()
+    return _Lowering(captured, schedule, engine).lowered()

@@ -31,8 +31,6 @@ class CapturedCutStep(Captured):
     """Gradients that may move, as backward makes them, by the position of the parameter."""
     read: dict[int, fx.Node]
     """Gradients as updates read them, by the position of the parameter."""
-    accumulates: bool
-    """Whether gradients of before are there when forward begins."""
     states: dict[int, list[fx.Node]]
     """The optimizer state of each updated parameter, by the position of the parameter."""
 
@@ -57,7 +55,7 @@ class CaptureOfCutStep(CaptureOfWholeStep):
         found = CaptureOfStep.build(self)
         return CapturedCutStep(
             found.graph, found.joint, found.nodes, found.tensor_of, self.given, self.updates, self.made,
-            self.read, self.surroundings.accumulates, self.states,
+            self.read, self.states,
         )  # fmt: skip
 
     @property
