@@ -1,4 +1,4 @@
-"""HOW: train a model that is larger than its card, as JSON; it is in host memory, or `mapped` from a file.
+"""DOOR HOW: train a model that is larger than its card, as JSON; it is in host memory, or `mapped` from a file.
 
 The kernels of the stand-in do nothing, so only frozen weights keep their numbers.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import stand_in
 import torch
@@ -46,7 +48,22 @@ def mapped(model: nn.Module) -> nn.Module:
     return again
 
 
-def main(how: str) -> None:
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Tensor], Any]:
+    """Return the step of a loop around the compiled model, and its session."""
+    called = overspill.compile(model, device="cuda")
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(called(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, called.overspill
+
+
+def main(door: str, how: str) -> None:
     """Train a few steps, read the weights, train again, and end."""
     model: nn.Module = Adapted()
     frozen = [p.detach().clone() for p in model.parameters() if not p.requires_grad]
@@ -54,7 +71,10 @@ def main(how: str) -> None:
     where = {p.data_ptr() for p in model.parameters()}
     found = {"model_bytes": sum(p.nbytes for p in model.parameters())}
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    step = overspill.train_step(model, nn.MSELoss(), optimizer, device="cuda")
+    if door == "compile":
+        step, of = compiled(model, optimizer)
+    else:
+        step = of = overspill.train_step(model, nn.MSELoss(), optimizer, device="cuda")
     x = torch.randn(16, WIDTH, device="cuda")
     loss = step(x, x)
     found["first_bytes_out"] = stand_in.counts().bytes_out
@@ -66,10 +86,11 @@ def main(how: str) -> None:
     found |= {"syncs": since.syncs, "mallocs": since.mallocs, "bytes_out": since.bytes_out, "bytes_in": since.bytes_in}
 
     def same() -> bool:
-        now = [p.cpu() for p in model.parameters() if not p.requires_grad]
+        with of.paused():
+            now = [p.cpu() for p in model.parameters() if not p.requires_grad]
         return all(map(torch.equal, now, frozen))
 
-    (plan,) = step.plans
+    (plan,) = of.plans
     found |= {
         "loss_on": str(loss.device),
         "moved_bytes": sum(plan.graph.tensors[t].nbytes for t in plan.schedule.stored),
@@ -77,7 +98,7 @@ def main(how: str) -> None:
         "where_they_were": sum(p.data_ptr() in where for p in model.parameters()),
     }
     step(x, x)
-    step.close()
+    of.close()
     found |= {
         "same_at_the_end": same(),
         "at_the_end_on": sorted({str(tensor.device) for tensor in model.state_dict().values()}),

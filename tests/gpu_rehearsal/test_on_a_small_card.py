@@ -15,14 +15,17 @@ from torch import nn
 
 import overspill
 
-CARD_BYTES = 256 << 20
+CARD_BYTES = {"train_step": 256 << 20, "compile": 268 << 20}
+"""Weights that move in a loop have no arena, and PyTorch's allocator takes more."""
 
 
-@pytest.mark.parametrize("how", ["in-memory", "mapped"])
-def test_a_model_larger_than_its_card_is_trained_and_comes_back_to_the_host(how: str, record: Any) -> None:
-    found = found_on_card("small_card", how, card_bytes=CARD_BYTES, copy_limit=1 << 30)
-    record.rows("small_card").append({"how": how} | found)
-    assert found["model_bytes"] > CARD_BYTES - found["context_bytes"] >= found["most_bytes"]
+@pytest.mark.parametrize(
+    ("door", "how"), [("train_step", "in-memory"), ("train_step", "mapped"), ("compile", "mapped")]
+)
+def test_a_model_larger_than_its_card_is_trained_and_comes_back_to_the_host(door: str, how: str, record: Any) -> None:
+    found = found_on_card("small_card", door, how, card_bytes=CARD_BYTES[door], copy_limit=1 << 30)
+    record.rows("small_card").append({"door": door, "how": how} | found)
+    assert found["model_bytes"] > CARD_BYTES[door] - found["context_bytes"] >= found["most_bytes"]
     assert found["most_bytes"] <= found["reserved_bytes"]
     assert found["loss_on"] == "cuda:0"
     # Frozen weights are read from where they are, and nothing waits.

@@ -81,6 +81,8 @@ class Card(Account):
     """The allocator or solver that has all blocks, in place of PyTorch's."""
     is_measured: bool = False
     """Whether workspaces of libraries are measured on this GPU, and not the likeliest."""
+    may_have_arena: bool = True
+    """Whether an arena would do in place of the allocator, if there is none."""
 
     @property
     def placed_by(self) -> str:
@@ -105,7 +107,7 @@ class Card(Account):
     @property
     def alone(self) -> Card:
         """The same without an arena."""
-        return replace(self, solver=None)
+        return replace(self, solver=None, may_have_arena=False)
 
     @property
     def alternatives(self) -> tuple[Card, ...]:
@@ -222,7 +224,8 @@ class Card(Account):
         if not plan.model_on_host and may_leave(plan.graph):
             found.append((self, replace(plan, places=None, model_on_host=True), 'the model on the CPU, device="cuda",'))
         if self.solver is None and self.pool is None:
-            found.append((replace(self, solver=DEFAULT, config=CachingConfig()), plan, 'placement="planned"'))
+            if self.may_have_arena:
+                found.append((replace(self, solver=DEFAULT, config=CachingConfig()), plan, 'placement="planned"'))
             if not self.config.expandable_segments:
                 expanding = replace(self.config, expandable_segments=True, max_split_bytes=None)
                 setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

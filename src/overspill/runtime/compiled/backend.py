@@ -21,6 +21,7 @@ from overspill.pytorch.storages import storage_key
 from overspill.runtime.batches import kind
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
+from overspill.runtime.step.away import Away
 
 from .dynamo_gaps import Refused, looked_at
 from .graph_compiler import Compiled, GraphCompiler
@@ -94,7 +95,7 @@ class _PerKind:
         """Return the kinds of unknown inputs, and the overlaps of inputs that are changed."""
         sharing: dict[int, list[int]] = {}
         for position, value in enumerate(args if self.changed else ()):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not isinstance(value, Away):  # which overlaps none, and stays away
                 sharing.setdefault(storage_key(value), []).append(position)
         overlaps = []
         for positions in sharing.values():

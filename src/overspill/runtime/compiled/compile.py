@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from overspill.capture.compiled.kernels import kernel_settings
 from overspill.core import Device
-from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.pytorch.dynamo import InternalTorchDynamoError
+from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models
@@ -43,7 +44,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     store: str | None = None,
     store_dir: str | Path | None = None,
     backend: str = "eager",
-    device: str | Device | None = None,
+    device: str | torch.device | Device | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     reserve: str | float | None = None,
     times: MeasuredTimes | None = None,
@@ -70,7 +71,9 @@ def compile(  # noqa: A001 - named as torch.compile is
         store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA.
         store_dir: The directory of the disk store's file, which has no name and vanishes with the process.
         backend: The kernels: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
-        device: The device to plan for, by name or as a Device; by default the one that the tensors are on.
+        device: The GPU to train on, as `"cuda"`, of a model that is on the CPU, in memory or mapped from its files.
+            Its weights come when the plan needs them, so it may be larger than the GPU; frozen ones are read from where
+            they are. Or the device to plan for; by default the one that the tensors are on.
         optimizer: Needed only if it does not exist yet at the first call; otherwise it is found by the parameters.
             Its own `step` does each update, one parameter at a time if parameters move.
         reserve: Memory for your computation between forward and backward outside the model, as a size. None: it is
@@ -97,7 +100,7 @@ def compile(  # noqa: A001 - named as torch.compile is
         UnplannedError: If a call, or a part of it, ran without a plan.
     """
     options = Options(
-        budget, policy, store, store_dir, backend, device, reserve, times, placement=placement,
+        budget, policy, store, store_dir, backend, planned_for(device), reserve, times, placement=placement,
         checksum=checksum, on_unplanned=on_unplanned, partition=partition,
     )  # fmt: skip
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
@@ -106,8 +109,20 @@ def compile(  # noqa: A001 - named as torch.compile is
     if session is not None:
         options.check_unset()
         session.add(parameters, optimizers)
-        return compile_in(session, model, fullgraph=fullgraph)
-    return compile_in(Session(options, parameters, optimizers), model, fullgraph=fullgraph)
+    else:
+        session = Session(options, parameters, optimizers)
+    session.begin_on_host(_from_host_to(device, model))
+    return compile_in(session, model, fullgraph=fullgraph)
+
+
+def _from_host_to(device: Any, model: Any) -> torch.device | None:
+    """Return the GPU that `device` names, for a `model` on the CPU; otherwise None. Raises RequestError."""
+    of = getattr(model, "__self__", model)
+    if planned_for(device) is device:
+        return None
+    if not isinstance(of, nn.Module) or isinstance(of, DistributedDataParallel):
+        raise RequestError(f"device={str(device)!r} is for a module on the CPU, or its method; move this one itself")
+    return gpu_named(device, of)
 
 
 def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:

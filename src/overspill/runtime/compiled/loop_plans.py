@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overspill.capture.compiled.cut_step import CapturedCutStep, CaptureOfCutStep
@@ -20,6 +21,7 @@ from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
+from overspill.runtime.step.from_host import move_buffers
 from overspill.runtime.transfer.engine import TransferEngine, first_line
 
 from .loop_state import LoopState, apart
@@ -41,6 +43,8 @@ class LoopPlans:
         """Whether a model of the session has more than one graph."""
         self.why_not = ""
         """Why parameters stay on the device, if they do."""
+        self.from_host_to: torch.device | None = None
+        """The device of models that begin in host memory."""
         self._followed = followed
         self._signature: list[Any] = []
         self._lock = threading.Lock()  # a search for plans on a card captures in several threads
@@ -67,6 +71,18 @@ class LoopPlans:
         self._modules.add(module)
         module.register_state_dict_pre_hook(_Saving(self, begins=True))
         module.register_state_dict_post_hook(_Saving(self, begins=False))
+
+    def begin_on_host(self, engine: TransferEngine, number: int) -> None:
+        """Take the parameters of the models from host memory by the store of `engine`. Raises OverspillErrors."""
+        state = self._state_of([])
+        if state is None:
+            raise UnsupportedError(f"device= moves a model from the CPU, and its parameters cannot: {self.why_not}")
+        state.engine, state.engine_number = engine, number
+        for module in self._modules:
+            move_buffers(module, state.where)
+        state.enter()
+        state.gate.alone(state.look)
+        self._signature = _signature(state)
 
     def begin(self) -> bool:
         """Return whether parameters or optimizers are no longer as plans were made for, before a call of a model."""
@@ -166,7 +182,7 @@ class LoopPlans:
             if self.state is not None and self.state.is_of(named, optimizers):
                 self.state.take_hold()  # plans that were found with it have its updates
             else:
-                self.state = LoopState(named, optimizers)
+                self.state = LoopState(named, optimizers, self.from_host_to)
         except (RequestError, UnsupportedError) as error:
             self.why_not, self.state = str(error), None
             return None
@@ -183,6 +199,9 @@ class LoopPlans:
             self.state.gate.alone(self.state.synchronize)
             self.state.gradients_are_there()
             self.state.release()
+            if self.state.from_host:
+                for module in self._modules:
+                    move_buffers(module, torch.device("cpu"))
             self.state = None
 
     def dropped(self, engine: TransferEngine) -> None:
@@ -218,7 +237,7 @@ class _Saving:
 def _signature(state: LoopState) -> list[Any]:
     """Return what Dynamo's guards would ask of parameters, and whether they may move."""
     return [
-        ((p.shape, p.dtype, p.device), (p.requires_grad, name in state.residency))
+        ((p.shape, p.dtype, state.device_of(p)), (p.requires_grad, name in state.residency))
         for name, p in state.parameters.items()
     ]
 

@@ -29,6 +29,7 @@ from overspill.pytorch.trees import tree_map_only
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.checks import check_optimizer
+from overspill.runtime.step.from_host import check_on_host, move_state
 from overspill.runtime.step.gate import Reading
 from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_others
@@ -129,8 +130,16 @@ class LoopUpdates(OptimizerUpdates):
 class LoopState(StepState):
     """Parameters of a compiled model by name, and the state that optimizers have of them."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-        """Create the state. Raises RequestError or UnsupportedError for what cannot leave the device."""
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        from_host_to: torch.device | None = None,
+    ) -> None:
+        """Create the state, of a model in host memory if it runs on the device `from_host_to`.
+
+        Raises RequestError or UnsupportedError for what cannot leave the device.
+        """
         held = nn.Module()
         self._held = held.__dict__[PARAMETERS]
         self._held.update(parameters)  # a name may have dots here
@@ -138,7 +147,8 @@ class LoopState(StepState):
             check_optimizer(optimizer)
             self.save_from_store(optimizer)
         self.updates: tuple[LoopUpdates, ...]
-        super().__init__(StepLoss(held, None), [LoopUpdates(o) for o in optimizers], allow_untrained=True)
+        updates = [LoopUpdates(o) for o in optimizers]
+        super().__init__(StepLoss(held, None), updates, from_host_to=from_host_to, allow_untrained=True)
         self.in_force = False
         """Whether a plan moves its tensors."""
         self.drops_gradients: bool | None = None
@@ -225,12 +235,16 @@ class LoopState(StepState):
             self._disown(name)
         updates = LoopUpdates(optimizer)
         updates.around = self.model_is_there
+        if self.from_host:
+            move_state([optimizer], self.where)
         self.updates = (*(of for of in self.updates if of not in before), updates)
         self.save_from_store(optimizer)
         self.stale = True
 
     def take_in(self, parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
         """Take in more parameters and optimizers. Raises RequestError or UnsupportedError."""
+        if self.from_host:
+            check_on_host({n: p for n, p in parameters.items() if self.residency.is_on_host(p)}, is_sharded=False)
         for name, parameter in parameters.items():
             if id(parameter) not in self.names:
                 free = name if f"model.{name}" not in self.parameters else f"{name} ({len(self.parameters)})"
@@ -320,6 +334,16 @@ class LoopState(StepState):
         self.adopt_optimizers()
         self.adopt_parameters()
         self.arm()
+        if self.from_host and self.engine is not None:
+            self.residency.hold(self.engine)
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Bring these tensors to the device, where the user's loop computes with them. Raises StoreError."""
+        self._bring(names, self.residency.bring)
+
+    def device_of(self, parameter: Tensor) -> torch.device:
+        """Return the device that a parameter is on while it is used."""
+        return self.where if self.residency.is_on_host(parameter) else parameter.device
 
     def guard(self) -> None:
         """Give each resident a guard."""

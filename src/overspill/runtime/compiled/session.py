@@ -36,6 +36,7 @@ from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.reserved import ReservedWatch
+from overspill.runtime.step.from_host import held_bytes
 from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
@@ -267,6 +268,8 @@ class Session(PlannedPeaks):
         if self.loop.begin():
             self.renewal.is_asked = True
             self.renewal.begin_rounds()
+        if self.loop.from_host_to is not None and self.loop.state is None:
+            self.loop.begin_on_host(*self._engine_on(self.loop.from_host_to))
         if self.renewal.is_due(len(self.pending)):
             self._plans.renew()
             self._compile_again()
@@ -303,7 +306,8 @@ class Session(PlannedPeaks):
         """
         where = joint.device
         account = account_of(self.options, device_named(self.options.device, where), where)
-        account = replace(account, model_on_host=False)  # the graph runs where the model is
+        on_host = self.loop.from_host_to is not None  # otherwise the graph runs where the model is
+        account = replace(account, model_on_host=on_host)
         self.device_name, self._where = account.device.name, where
         if frame.broken and self.options.placement == PLANNED:
             raise UnsupportedError(
@@ -364,14 +368,34 @@ class Session(PlannedPeaks):
         needed, kinds = store_bytes(plan), {p.device.type for p in self.followed.parameters}
         if not needed and kinds and device.type not in kinds:  # of the host's numbers, beside a model on a GPU
             return 0
+        engine, number = self._engine_on(device)
+        if self.loop.from_host_to is not None:
+            needed -= held_bytes(plan)
+        with disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
+            engine.store.reserve(needed)
+        return number
+
+    def _engine_on(self, device: torch.device) -> tuple[TransferEngine, int]:
         if device.type not in self._engines:
             asked = self.options
             self._engines[device.type] = open_engine(asked.store, device, asked.store_dir, checksum=asked.checksum)
             weakref.finalize(self, _dropped, self._engines[device.type][0], self.loop).atexit = False
-        engine, number = self._engines[device.type]
-        with disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
-            engine.store.reserve(needed)
-        return number
+        return self._engines[device.type]
+
+    def begin_on_host(self, where: torch.device | None) -> None:
+        """Run models that are in host memory on the device `where`, by plans that bring their weights; None: as before.
+
+        Raises UnsupportedError where no plan moves weights.
+        """
+        if where is None:
+            return
+        options = self.options
+        if not self.loop.may_move or options.backend != "eager" or options.placement == PLANNED:
+            raise UnsupportedError(
+                f"device={str(where)!r} of a model on the CPU: its weights come by plans of {MOVES_PARAMETERS!r}, "
+                'with backend="eager" and without placement="planned"; leave these as they are, or use train_step'
+            )
+        self.loop.from_host_to = where
 
     def _other_batches(self, joint: JointGraph, given: Sequence[Any], examples: Sequence[Any]) -> list[int]:
         """Return the bytes of each batch on the device outside the graph; none if the loss is inside.

@@ -8,14 +8,18 @@ to the store. Buffers, and weights that cannot move, go to the device at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.core import TensorKind, Verb
 from overspill.core.errors import RequestError, UnsupportedError
+from overspill.plans.plan import Plan
 from overspill.pytorch.modules import buffers_of
 from overspill.runtime.reachable import tensors_in
+from overspill.runtime.transfer.stores import whole_pages
 
 from .learned import LEAST_MOVED_BYTES
 
@@ -28,6 +32,12 @@ def check_on_host(parameters: Mapping[str, nn.Parameter], *, is_sharded: bool) -
         )
     if found := next((p.device for p in parameters.values() if p.device.type != "cpu"), None):
         raise RequestError(f"device= moves a model from the CPU, and this one is on {found}; leave device= out")
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters.items() if p.nbytes)
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise UnsupportedError(
+                f"{name} and {other} share memory, and their copies would not; tie them as one Parameter"
+            )
 
 
 def move_buffers(module: nn.Module, where: torch.device) -> None:
@@ -47,6 +57,13 @@ def move_state(optimizers: Iterable[Optimizer], where: torch.device) -> None:
                 small = tensor.nbytes < LEAST_MOVED_BYTES and tensor.shape != parameter.shape
                 if small and (tensor.dim() or id(parameter) in fused):
                     tensor.data = tensor.data.to(where)
+
+
+def held_bytes(plan: Plan) -> int:
+    """Return the bytes of weights that `plan` only reads, and that stay in host memory where they are."""
+    tensors, schedule = plan.graph.tensors, plan.schedule
+    read = {*schedule.stored, *schedule.targets(Verb.PREFETCH)}.difference(schedule.targets(Verb.OFFLOAD))
+    return sum(whole_pages(tensors[t].nbytes) for t in read if tensors[t].kind is TensorKind.PARAMETER)
 
 
 def as_on_host(like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
 from overspill.capture.compiled.kernels import kernel_settings
 from overspill.capture.compiled.whole_step import CapturedStep, OutsideGraph
-from overspill.core import Graph, TensorKind, Verb
+from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.plans.account import Account
@@ -38,6 +38,7 @@ from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes, whole_pages
 
 from .captures import FoundStep, StepCaptures
+from .from_host import held_bytes
 from .gathered import gathered
 from .python_state import PythonState
 from .residency import bring_for_others
@@ -333,7 +334,7 @@ class StepPlans:
             idle = () if kept_in_store is not None else self._idle(names, plan)
             kept_bytes = sum(whole_pages(self.state.residency[n].spec.nbytes) for n in (*(kept_in_store or ()), *idle))
             if self.state.from_host:
-                kept_bytes -= _held_bytes(plan)
+                kept_bytes -= held_bytes(plan)
             elif plan.places is not None:  # to the arena they come by way of the store
                 kept_bytes += sum(whole_pages(plan.graph.tensors[t].nbytes) for t in plan.places.between)
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
@@ -433,13 +434,6 @@ class StepPlans:
         where = self.state.where
         account = account_of(self.options, device_named(self.options.device, where), where)
         return replace(account, model_on_host=self.state.from_host)
-
-
-def _held_bytes(plan: Plan) -> int:
-    """Return the bytes of weights that `plan` only reads, and that stay in host memory where they are."""
-    tensors, schedule = plan.graph.tensors, plan.schedule
-    read = {*schedule.stored, *schedule.targets(Verb.PREFETCH)}.difference(schedule.targets(Verb.OFFLOAD))
-    return sum(whole_pages(tensors[t].nbytes) for t in read if tensors[t].kind is TensorKind.PARAMETER)
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:

@@ -514,7 +514,10 @@ class StepState:
         return (lambda: self.bring(away)) if away or asks else None
 
     def bring(self, names: Iterable[str]) -> None:
-        """Bring these tensors to the device. Raises RequestError while a step runs, and StoreError."""
+        """Bring these tensors to where `synchronize` does. Raises RequestError while a step runs, and StoreError."""
+        self._bring(names, self.residency.show if self.from_host else self.residency.bring)
+
+    def _bring(self, names: Iterable[str], how: Callable[[list[str], TransferEngine], None]) -> None:
         if advice := self.advice():
             raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
         names = list(names)
@@ -522,15 +525,14 @@ class StepState:
             self.residency.take_over(names)
             if found := [name for name in names if self.residency[name].handle is not None]:
                 assert self.engine is not None
-                bring = self.residency.show if self.from_host else self.residency.bring
-                bring(found, self.engine)
+                how(found, self.engine)
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device; to host memory, if the model began there."""
         if self.from_host and self.engine is not None and not self.advice():
             residents = self.residency.residents.items()
             self.residency.send([n for n, of in residents if of.here is not None and n not in self.sums], self.engine)
-        self.bring([name for name in self.residency.away() if name not in self.sums])
+        StepState.bring(self, [name for name in self.residency.away() if name not in self.sums])
         if self.sharding is not None:
             with self.gate.opened():
                 self.sharding.give_back()
