@@ -20,6 +20,7 @@ from overspill.pytorch.storages import storage_key
 
 from .optimizers import find_optimizers, optimizer_needs
 from .parallel import bucket_bytes
+from .step.inner_tensors import bytes_of
 
 
 def surroundings_of(
@@ -71,7 +72,7 @@ def surroundings_of(
         if clips
         else 0,
         outside_graph=(
-            (TensorKind.PARAMETER, sum(p.nbytes for p in outside)),
+            (TensorKind.PARAMETER, sum(map(bytes_of, outside))),
             (TensorKind.GRADIENT, sum(p.nbytes for p in outside if p.requires_grad)),
             (TensorKind.ACTIVATION, retained_bytes),
             (TensorKind.COMMUNICATION, bucket_bytes()),

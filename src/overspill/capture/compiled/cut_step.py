@@ -65,6 +65,10 @@ class CaptureOfCutStep(CaptureOfWholeStep):
 
     _add_write_back = CaptureOfStep._add_write_back  # AOTAutograd writes back, behind forward
 
+    def _index(self, position: int, node: fx.Node) -> int:  # noqa: ARG002 - as it is called
+        """Return the index of the description of an input: its position, for a subclass is several."""
+        return position
+
     def _add_gradients_and_update(self) -> None:
         if not self.joint.backward_outputs:
             return

@@ -20,7 +20,7 @@ from overspill.pytorch.storages import storage_key
 from overspill.pytorch.trees import tree_leaves
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
-from .joint import JointGraph, StorageKey, is_random, is_repeatable, mutated_args, storage_bytes, storages
+from .joint import JointGraph, StorageKey, input_of, is_random, is_repeatable, mutated_args, storage_bytes, storages
 from .lines import NodeLines
 from .result_memory import into_memory
 from .scratch import AS_LARGE_AS_INPUT, measure, scratch_of
@@ -179,8 +179,8 @@ class CaptureOfStep:
 
     def _add_inputs(self) -> None:
         for position, node in enumerate(self.joint.primals):
-            index = getattr(node.meta.get("desc"), "idx", position)
-            known = index is not None and index < len(self.inputs)
+            index = self._index(position, node)
+            known = index < len(self.inputs)
             info = self.inputs[index] if known else InputInfo(TensorKind.INPUT, node.name)
             self._add_storages(node, info.kind, info.name, persistent=True, movable=info.movable)
         self._add_constants()
@@ -189,6 +189,11 @@ class CaptureOfStep:
                 self._add_tensor(nbytes, kind, f"{kind} elsewhere", persistent=True)
         if nbytes := self.surroundings.optimizer_state_bytes:
             self._add_tensor(nbytes, TensorKind.OPTIMIZER_STATE, "optimizer state", persistent=True)
+
+    def _index(self, position: int, node: fx.Node) -> int:
+        """Return the index of the description of an input."""
+        number, _ = input_of(node)
+        return position if number is None else number
 
     def _add_constants(self) -> None:
         for node in (n for n in (*self.joint.forward, *self.joint.backward) if n.op == "get_attr"):

@@ -44,6 +44,14 @@ def device_of(graph: fx.Graph) -> torch.device:
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
+def input_of(node: fx.Node) -> tuple[int | None, tuple[str, ...]]:
+    """Return the number of Dynamo's input that a primal is, and the path to it inside of that; None if of several."""
+    desc, path = node.meta.get("desc"), tuple[str, ...]()
+    while hasattr(desc, "attr"):  # a tensor inside of a subclass
+        desc, path = desc.base, (desc.attr, *path)
+    return getattr(desc, "idx", None), path
+
+
 class JointGraph:
     """The joint graph of `module`, split into forward and backward, with its storages.
 

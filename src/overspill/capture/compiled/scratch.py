@@ -10,7 +10,7 @@ which chooses among its engines by its own rules. On a GPU that this machine has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -72,6 +72,19 @@ few bytes are scalars. (PyTorch 2.13, aten/src/ATen/native/Dropout.cpp, SoftMax.
 """
 
 
+def _of_4bit_product(x: Tensor, _packed: Tensor, shape: Sequence[int], *rest: Any) -> int:
+    scales = rest[4] if len(rest) > 4 else None  # quantised scales are dequantised first
+    return prod(shape) * x.itemsize + (0 if scales is None else 4 * scales.numel())
+
+
+TAKEN_BY_LIBRARIES: dict[str, Callable[..., int]] = {"bitsandbytes.gemm_4bit.default": _of_4bit_product}
+"""Bytes of scratch on any device, by the name of an op of a library.
+
+A product with a weight of 4 bits dequantises it whole, on CUDA except for few rows. (bitsandbytes 0.50.2,
+backends/default/ops.py, `_gemm_4bit_default_impl`, and backends/cuda/ops.py)
+"""
+
+
 def reduces_in_place(node: fx.Node) -> bool:
     """Return whether `node` is one of LOSSES with a reduction (mean or sum)."""
     return node.target in LOSSES and node.meta["val"].dim() == 0
@@ -83,18 +96,25 @@ def scratch_of(node: fx.Node) -> CallWorkspace:
     On the CPU these are the losses of all elements, for reduced LOSSES, and the scratch of dropouts and attention.
     """
     where = _device_of(node)
+    if (taken := _formula(node, where)) is not None:
+        return CallWorkspace(taken(*fx.node.map_arg(node.args, lambda n: n.meta["val"])))
     if where.type == "cuda":
         if _is_cudnns(node) and (measured := workspaces_of([node])) is not None:
             return measured[0]
         return _most(node, torch.cuda.get_device_capability(where), room_bytes)
     if capability := CAPABILITY.get():
         return _most(node, capability, lambda *request: library_bytes(*request).central)
-    if (taken := TAKEN_ON_CPU.get(node.target)) is not None and where.type == "cpu":
-        return CallWorkspace(taken(*fx.node.map_arg(node.args, lambda n: n.meta["val"])))
     if not reduces_in_place(node):
         return NO_WORKSPACE
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
     return CallWorkspace(prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size())
+
+
+def _formula(node: fx.Node, where: torch.device) -> Callable[..., int] | None:
+    """Return the function that works out the scratch of a call, if one is known."""
+    if where.type == "cpu" and not CAPABILITY.get() and node.target in TAKEN_ON_CPU:
+        return TAKEN_ON_CPU[node.target]
+    return TAKEN_BY_LIBRARIES.get(str(node.target))
 
 
 def measure(nodes: Iterable[fx.Node]) -> None:

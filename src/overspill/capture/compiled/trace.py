@@ -117,7 +117,7 @@ def describe_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[Inp
     for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
         grapharg = node.meta.get("grapharg")
         source = str(grapharg.source.name) if grapharg is not None and not callable(grapharg.source.name) else node.name
-        if isinstance(example, nn.Parameter):
+        if isinstance(example, nn.Parameter) or "._parameters[" in source:  # or a tensor that one has
             kind = TensorKind.PARAMETER
         else:
             kind = TensorKind.BUFFER if "._buffers[" in source else TensorKind.INPUT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -12,7 +11,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from overspill.capture.compiled.backward import check_saved_hooks
 from overspill.capture.compiled.cut_step import CapturedCutStep
@@ -44,6 +43,7 @@ from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
 from .cut_calls import CutCalls, watch_optimizers
 from .double_backward import compiled_node, refuse_double_backward
+from .loop_plans import persistent
 from .loop_state import bring_for
 from .partitions import Partitioned
 from .pending_calls import GraphFrame
@@ -77,7 +77,7 @@ class GraphCompiler:
     ) -> None:
         self.module = module
         self.examples = list(examples)
-        self.parameters = {i: weakref.ref(e) for i, e in enumerate(examples) if isinstance(e, nn.Parameter)}
+        self.parameters = persistent(examples)
         self._session = session
         self.where = device_of(module.graph)
         self.inputs = describe_inputs(module, examples)

@@ -11,25 +11,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from overspill.capture.compiled.cut_step import CapturedCutStep, CaptureOfCutStep
 from overspill.capture.compiled.graph import InputInfo, Surroundings
-from overspill.capture.compiled.joint import JointGraph, storages
+from overspill.capture.compiled.joint import JointGraph, input_of, storages
 from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, StateInfo
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
 from overspill.runtime.step.from_host import move_buffers
+from overspill.runtime.step.inner_tensors import inner_tensors, with_inner
 from overspill.runtime.transfer.engine import TransferEngine, first_line
 
 from .loop_state import LoopState, apart
 from .weak_references import WeakReferences
 
 _LOG = logging.getLogger("overspill")
-Parameters = Mapping[int, weakref.ref[nn.Parameter]]
-"""Parameters among the inputs of Dynamo's graph, by position."""
+Parameters = Mapping[int, weakref.ref[Tensor]]
+"""Parameters, and tensors that they have, among the inputs of Dynamo's graph, by number."""
 
 
 class LoopPlans:
@@ -108,7 +109,7 @@ class LoopPlans:
             # They share the memory of what is there.
             self.why_not = "several graphs or calls of the model wait for their backward"
             return None
-        here = [p for ref in parameters.values() if (p := ref()) is not None]
+        here = [*_persistent(joint, parameters).values()]
         with self._lock:
             with disable_current_modes():
                 state = self._state_of(here)
@@ -121,21 +122,20 @@ class LoopPlans:
         inputs: Sequence[InputInfo],
         parameters: Parameters,
         around: Surroundings,
-        here: Sequence[nn.Parameter],
+        here: Sequence[Tensor],
     ) -> CapturedCutStep:
         joint = joint.copied()
-        numbers = _numbers(joint)
-        infos = list(inputs)
+        persistent_ = _persistent(joint, parameters)
+        infos = [_info(node, inputs) for node in joint.primals]
         fixed = {k for n in joint.forward_outputs if hasattr(n, "meta") for k in storages(n)} | joint.mutated_storages
         ops: list[ParameterUpdate] = []
         mode = next(v.fake_mode for n in joint.primals if isinstance(v := n.meta.get("val"), FakeTensor))
         for position, node in enumerate(joint.primals):
-            number = numbers.get(position)
-            if number is None or number not in parameters or (parameter := parameters[number]()) is None:
+            if (parameter := persistent_.get(position)) is None:
                 continue
             name = state.name_of(parameter)
             moves = name in state.residency and name not in state.pinned and fixed.isdisjoint(storages(node))
-            infos[number] = replace(inputs[number], movable=moves and node.meta["val"].is_contiguous())
+            infos[position] = replace(infos[position], movable=moves and node.meta["val"].is_contiguous())
             if joint.backward_outputs and state.trains(name):
                 ops.append(_update(state, name, position, mode))
         rest = state.rest_bytes()
@@ -147,12 +147,11 @@ class LoopPlans:
     def names(self, captured: CapturedCutStep, parameters: Parameters) -> tuple[dict[int, str], dict[int, str]]:
         """Return the names of the residents of a captured graph, by tensor, and of parameters, by position."""
         assert self.state is not None
-        numbers = _numbers(captured.joint)
+        persistent_ = _persistent(captured.joint, parameters)
         residents: dict[int, str] = {}
         owners: dict[int, str] = {}
         for position, node in enumerate(captured.given):
-            number = numbers.get(position)
-            if number is None or number not in parameters or (parameter := parameters[number]()) is None:
+            if (parameter := persistent_.get(position)) is None:
                 continue
             owners[position] = name = self.state.name_of(parameter)
             if captured.moves(node):
@@ -162,18 +161,17 @@ class LoopPlans:
                     residents[captured.tensor_of[storages(of)[0]]] = f"{name}.{path}"
         return residents, owners
 
-    def _state_of(self, here: Sequence[nn.Parameter]) -> LoopState | None:
-        """Return the state that knows all parameters `here`."""
+    def _state_of(self, here: Sequence[Tensor]) -> LoopState | None:
+        """Return the state that knows all tensors `here`."""
         if not self.may_move:
             return None
         if self.state is not None and self.state.in_force and all(p in self.state for p in here):
             return self.state
-        parameters = {id(p): p for p in (*self._followed.parameters, *here) if isinstance(p, nn.Parameter)}
-        names = {id(p): n for module in self._modules for n, p in module.named_parameters()}
-        named: dict[str, nn.Parameter] = {}
-        for number, (key, parameter) in enumerate(parameters.items()):
-            name = names.get(key, f"parameter {number}")
-            named[name if name not in named else f"{name} ({number})"] = parameter  # of several models
+        try:
+            named = self._named(here)
+        except UnsupportedError as error:
+            self.why_not = str(error)
+            return None
         if self.state is not None and self.state.in_force:
             self.state.take_in(named, apart(self._followed.stepping()))
             return self.state
@@ -192,6 +190,21 @@ class LoopPlans:
         else:
             self.why_not = ""
         return self.state
+
+    def _named(self, here: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all parameters by name. Raises UnsupportedError."""
+        names = {id(p): n for module in self._modules for n, p in module.named_parameters()}
+        own = {id(p): p for p in self._followed.parameters if isinstance(p, nn.Parameter)}
+        found: dict[int, tuple[str, Tensor]] = {}
+        for number, (key, parameter) in enumerate(own.items()):
+            for name, tensor in with_inner([(names.get(key, f"parameter {number}"), parameter)]):
+                found[id(tensor)] = name, tensor
+        for tensor in here:
+            found.setdefault(id(tensor), (f"parameter {len(found)}", tensor))
+        named: dict[str, Tensor] = {}
+        for number, (name, tensor) in enumerate(found.values()):
+            named[name if name not in named else f"{name} ({number})"] = tensor  # of several models
+        return named
 
     def close(self) -> None:
         """Bring everything back. Raises StoreError."""
@@ -242,9 +255,7 @@ def _signature(state: LoopState) -> list[Any]:
     ]
 
 
-def _without_residents(
-    around: Surroundings, state: LoopState, here: Sequence[nn.Parameter], rest_bytes: int
-) -> Surroundings:
+def _without_residents(around: Surroundings, state: LoopState, here: Sequence[Tensor], rest_bytes: int) -> Surroundings:
     """Return the bytes around a graph that reads the parameters `here`, with all others in the store meanwhile."""
     inside = {id(p) for p in here}
     away = [p for n, p in state.parameters.items() if id(p) not in inside and n in state.residency.residents]
@@ -256,9 +267,31 @@ def _without_residents(
     return replace(around, optimizer_state_bytes=rest_bytes, update_bytes=0, outside_graph=outside)
 
 
-def _numbers(joint: JointGraph) -> dict[int, int]:
-    """Return the number of Dynamo's input for each primal that is one input."""
-    return {i: desc.idx for i, n in enumerate(joint.primals) if hasattr(desc := n.meta.get("desc"), "idx")}
+def persistent(examples: Sequence[Any]) -> Parameters:
+    """Return the parameters among `examples`, and the tensors that these have."""
+    own = [e for e in examples if isinstance(e, nn.Parameter)]
+    inside = {id(t) for p in own for t in inner_tensors(p).values()}.union(map(id, own))
+    return {i: weakref.ref(e) for i, e in enumerate(examples) if id(e) in inside}
+
+
+def _persistent(joint: JointGraph, parameters: Parameters) -> dict[int, Tensor]:
+    """Return the tensors of parameters among the inputs of a joint graph, by position."""
+    found = {}
+    for position, node in enumerate(joint.primals):
+        number, path = input_of(node)
+        tensor = None if number is None or number not in parameters else parameters[number]()
+        for name in path:
+            tensor = getattr(tensor, name, None)
+        if tensor is not None:
+            found[position] = tensor
+    return found
+
+
+def _info(node: fx.Node, inputs: Sequence[InputInfo]) -> InputInfo:
+    number, path = input_of(node)
+    if number is None or number >= len(inputs):
+        return InputInfo(TensorKind.INPUT, node.name)
+    return replace(inputs[number], name=".".join((inputs[number].name, *path)))
 
 
 def _update(state: LoopState, name: str, position: int, mode: FakeTensorMode) -> ParameterUpdate:

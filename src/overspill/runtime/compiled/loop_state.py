@@ -132,7 +132,7 @@ class LoopState(StepState):
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer],
         from_host_to: torch.device | None = None,
     ) -> None:
@@ -184,7 +184,7 @@ class LoopState(StepState):
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.names
 
-    def is_of(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> bool:
+    def is_of(self, parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> bool:
         """Return whether it has been made of these, in which nothing has changed that plans depend on."""
         return (
             not self.stale
@@ -241,7 +241,7 @@ class LoopState(StepState):
         self.save_from_store(optimizer)
         self.stale = True
 
-    def take_in(self, parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
+    def take_in(self, parameters: Mapping[str, Tensor], optimizers: Iterable[Optimizer]) -> None:
         """Take in more parameters and optimizers. Raises RequestError or UnsupportedError."""
         if self.from_host:
             check_on_host({n: p for n, p in parameters.items() if self.residency.is_on_host(p)}, is_sharded=False)

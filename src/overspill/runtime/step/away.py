@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.pytorch.dispatch import TensorBase, disabled_torch_function
+from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.trees import tree_leaves
 
 GUARDS: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -65,14 +66,24 @@ class AwayParameter(Away, nn.Parameter):
     """A parameter whose bytes are in the store."""
 
 
-_CLASSES: dict[type, type] = {Tensor: Away, nn.Parameter: AwayParameter}
+_CLASSES: dict[type[Tensor], type[Tensor]] = {Tensor: Away, nn.Parameter: AwayParameter}
 _PLAIN = {away: plain for plain, away in _CLASSES.items()}
+
+
+def plain_type(tensor: Tensor) -> type[Tensor]:
+    """Return the class that `tensor` has while its values are on the device."""
+    return _PLAIN.get(type(tensor), type(tensor))
 
 
 def hide(tensor: Tensor) -> None:
     """Make each use of the values of `tensor` call its guard first, if it has a guard."""
-    if type(tensor) in _CLASSES and id(tensor) in GUARDS:
-        tensor.__class__ = _CLASSES[type(tensor)]
+    if id(tensor) not in GUARDS or isinstance(tensor, (Away, FakeTensor)):
+        return
+    kind = type(tensor)
+    if kind not in _CLASSES:  # a subclass, as of quantised weights
+        _CLASSES[kind] = away = type(f"Away{kind.__name__}", (Away, kind), {})
+        _PLAIN[away] = kind
+    tensor.__class__ = _CLASSES[kind]
 
 
 def show(tensor: Tensor | None) -> None:
