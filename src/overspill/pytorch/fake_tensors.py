@@ -58,7 +58,7 @@ FROM_TENSOR = Target(FakeTensorMode, "from_tensor")
 
 
 def fake_parameter(mode: FakeTensorMode, parameter: Tensor, empty: Callable[[], Tensor]) -> FakeTensor:
-    """Return the fake of `parameter` in `mode`, of the layout that `empty()` has there; always the same one."""
+    """Return the fake of `parameter` in `mode`, as `empty()` makes it there; always the same one."""
     converter = mode.fake_tensor_converter
     if (known := converter._get_memo(parameter)) is not None:
         return known

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
+from overspill.capture.compiled.joint import storages
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
@@ -24,7 +25,7 @@ from overspill.runtime.optimizer_step import is_own
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.parameter_state import ParameterState
-from overspill.runtime.step.residency import Resident, Spec, is_dense
+from overspill.runtime.step.residency import Resident, Spec, is_dense, readable
 from overspill.runtime.stretches import Place, Stretch
 from overspill.runtime.transfer.engine import TransferEngine
 
@@ -59,6 +60,11 @@ class CutCalls:
         by_node = {node: self._specs[position] for position, node in captured.made.items()}
         self._returned = [by_node.get(n) if isinstance(n, fx.Node) else None for n in captured.joint.backward_outputs]
         self._updated = {position: owners[position] for position in captured.read}
+        self._given = {
+            position: residents[captured.tensor_of[storages(node)[0]]]
+            for position, node in enumerate(captured.given) if captured.moves(node)
+        }  # fmt: skip
+        """Residents among the inputs of forward, by position."""
         self._owned = {name: state.owned[name] for name in self._updated.values()}
         """What the planned updates are of."""
 
@@ -80,6 +86,9 @@ class CutCalls:
         if not state.in_force:
             state.enter()
         state.gate.alone(state.look if state.is_between else state.begin)
+        for position, name in self._given.items():  # which Dynamo has no guards on
+            if name in state.residency and args[position] is not state.residency[name].tensor:
+                raise OverspillError(f"{readable(name)} was replaced; compile the model again")
         trace_what_is_away()
         self._put_gradients_away()
         bring_for(args[position] for position in self._stretches[0].plain)

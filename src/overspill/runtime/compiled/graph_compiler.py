@@ -44,7 +44,7 @@ from .concurrent_plans import GraphProblem
 from .cut_calls import CutCalls, watch_optimizers
 from .double_backward import compiled_node, refuse_double_backward
 from .loop_plans import persistent
-from .loop_state import bring_for
+from .loop_state import bring_for, wrappers_shown
 from .partitions import Partitioned
 from .pending_calls import GraphFrame
 from .planned import Planned
@@ -118,7 +118,8 @@ class GraphCompiler:
             session.see(planned, args)
             if not has_arena:
                 session.arenas.give_back()
-            outputs = compiled(*args)
+            with wrappers_shown(args):
+                outputs = compiled(*args)
             # Register what must happen when autograd reaches this call's backward.
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)

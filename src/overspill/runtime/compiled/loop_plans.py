@@ -22,7 +22,7 @@ from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
 from overspill.runtime.step.from_host import move_buffers
-from overspill.runtime.step.inner_tensors import inner_tensors, with_inner
+from overspill.runtime.step.inner_tensors import inner_tensors
 from overspill.runtime.transfer.engine import TransferEngine, first_line
 
 from .loop_state import LoopState, apart
@@ -48,6 +48,7 @@ class LoopPlans:
         """The device of models that begin in host memory."""
         self._followed = followed
         self._signature: list[Any] = []
+        self._places: list[int] = []
         self._lock = threading.Lock()  # a search for plans on a card captures in several threads
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -91,8 +92,11 @@ class LoopPlans:
         if state is None or not state.in_force:
             return False
         before, now = self._signature, _signature(state)
-        if [spec for spec, _ in before] != [spec for spec, _ in now]:
-            self.close()  # of another size or dtype: they get another state
+        replaced = bool(self._places) and self._places != self._places_now()
+        if replaced or [spec for spec, _ in before] != [spec for spec, _ in now]:
+            self.close()  # others, or of another size or dtype: they get another state
+            for module in self._modules if replaced else ():
+                self._followed.follow(module.parameters())
             return True
         state.gate.alone(state.look)
         state.note_saved()
@@ -100,6 +104,11 @@ class LoopPlans:
         changed = state.stale or before != self._signature
         state.stale = False
         return changed
+
+    def _places_now(self) -> list[int]:
+        """Return what Dynamo's guards would ask of the places of parameters: which tensors they have now."""
+        own = (p for module in self._modules for p in module.parameters())
+        return [id(tensor) for p in own for tensor in inner_tensors(p).values()]
 
     def captured(
         self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings
@@ -139,7 +148,7 @@ class LoopPlans:
             if joint.backward_outputs and state.trains(name):
                 ops.append(_update(state, name, position, mode))
         rest = state.rest_bytes()
-        state.stale, self._signature = False, _signature(state)
+        state.stale, self._signature, self._places = False, _signature(state), self._places_now()
         return CaptureOfCutStep(
             joint, infos, GradientOps(tuple(ops)), _without_residents(around, state, here, rest)
         ).build()
@@ -167,13 +176,10 @@ class LoopPlans:
             return None
         if self.state is not None and self.state.in_force and all(p in self.state for p in here):
             return self.state
-        try:
-            named = self._named(here)
-        except UnsupportedError as error:
-            self.why_not = str(error)
-            return None
+        named = self._named(here)
         if self.state is not None and self.state.in_force:
             self.state.take_in(named, apart(self._followed.stepping()))
+            self.state.wrap(self._followed.parameters)
             return self.state
         optimizers = apart(self._followed.stepping())
         try:
@@ -189,16 +195,19 @@ class LoopPlans:
             self.state = None
         else:
             self.why_not = ""
+            self.state.wrap(self._followed.parameters)
         return self.state
 
     def _named(self, here: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all parameters by name. Raises UnsupportedError."""
+        """Return the tensors of all parameters by name: those inside of subclasses that are frozen."""
         names = {id(p): n for module in self._modules for n, p in module.named_parameters()}
         own = {id(p): p for p in self._followed.parameters if isinstance(p, nn.Parameter)}
         found: dict[int, tuple[str, Tensor]] = {}
         for number, (key, parameter) in enumerate(own.items()):
-            for name, tensor in with_inner([(names.get(key, f"parameter {number}"), parameter)]):
-                found[id(tensor)] = name, tensor
+            name = names.get(key, f"parameter {number}")
+            whole = parameter.requires_grad or self.from_host_to is not None
+            for path, tensor in {"": parameter}.items() if whole else inner_tensors(parameter).items():
+                found[id(tensor)] = f"{name}.{path}" if path else name, tensor
         for tensor in here:
             found.setdefault(id(tensor), (f"parameter {len(found)}", tensor))
         named: dict[str, Tensor] = {}
@@ -314,6 +323,7 @@ def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:
         state = None if (alive := known()) is None else alive.state
         if state is None or not state.in_force:
             return [True] * len(entries)
-        return [not (isinstance(e.value, Tensor) and e.value in state) for e in entries]
+        own = {*state.names, *state.wrapper_guards}
+        return [not (isinstance(e.value, Tensor) and id(e.value) in own) for e in entries]
 
     return wanted

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partialmethod
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from overspill.core.errors import OverspillError
 from overspill.models.step import StepLoss
-from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.dispatch import disable_current_modes, is_traceable_wrapper_subclass
 from overspill.pytorch.dynamo import compilation
 from overspill.pytorch.fake_tensors import FROM_TENSOR, FakeTensor, FakeTensorMode, fake_parameter
 from overspill.pytorch.modules import PARAMETERS
@@ -31,6 +31,7 @@ from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.checks import check_optimizer
 from overspill.runtime.step.from_host import check_on_host, move_state
 from overspill.runtime.step.gate import Reading
+from overspill.runtime.step.inner_tensors import inner_tensors, parts_of, wrapped_again
 from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_others
 from overspill.runtime.step.state import StepState
@@ -101,6 +102,58 @@ class TensorGuard:
     def resident(self) -> Resident:
         """Return the resident of the tensor."""
         return self._state.residency[self._name]
+
+
+class WrapperGuard:
+    """Brings back all tensors inside of a tensor subclass before its values are used."""
+
+    def __init__(self, wrapper: Tensor) -> None:
+        self.wrapper = weakref.ref(wrapper)
+
+    def fetch(self, *, loops: bool = False) -> list[Reading] | None:
+        """Bring them back; with `loops`, return Readings if the thread is not that of the calls."""
+        if (wrapper := self.wrapper()) is None:
+            return None
+        guards = [guard for t in inner_tensors(wrapper).values() if (guard := GUARDS.get(id(t))) is not None]
+        found = [guard.fetch(loops=loops) for guard in guards]
+        show(wrapper)
+        return [reading for reading in found if reading is not None] or None
+
+    def shown(self) -> Tensor | None:
+        """Return the subclass around tensors on the store's memory while a state dict is made, or None."""
+        wrapper = self.wrapper()
+        return None if wrapper is None else _shown(wrapper)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether something that it wraps is away."""
+        wrapper = self.wrapper()
+        guards = [] if wrapper is None else [GUARDS.get(id(t)) for t in inner_tensors(wrapper).values()]
+        return any(g.guards_one and g.resident().away for g in guards if isinstance(g, TensorGuard))
+
+    def attach(self, state: LoopState) -> None:
+        """Guard the subclass, and let it be hidden with what it wraps."""
+        if (wrapper := self.wrapper()) is None:
+            return
+        GUARDS[id(wrapper)] = self
+        for tensor in inner_tensors(wrapper).values():
+            resident = state.residency.residents.get(state.names.get(id(tensor), ""))
+            if resident is not None:
+                resident.wrapper = self.wrapper
+                if resident.away:
+                    hide(wrapper)
+
+
+def _shown(tensor: Tensor) -> Tensor | None:
+    """Return what is inside of `tensor` as the store has it, while a state dict is made, and the rest as it is."""
+    if not is_traceable_wrapper_subclass(tensor):
+        guard = GUARDS.get(id(tensor))
+        return guard.shown() if isinstance(guard, TensorGuard) else None
+    parts = parts_of(tensor)
+    shown = {name: _shown(part) for name, part in parts.items()}
+    if not any(part is not None for part in shown.values()):
+        return None
+    return wrapped_again(tensor, {name: parts[name].detach() if of is None else of for name, of in shown.items()})
 
 
 class LoopUpdates(OptimizerUpdates):
@@ -176,6 +229,8 @@ class LoopState(StepState):
         """The calls whose backward ran last, which have a plan of the update."""
         self.holders.tells = False  # the user has not asked for any of them to move
         self.tensor_guards: dict[str, TensorGuard] = {}
+        self.wrapper_guards: dict[int, WrapperGuard] = {}
+        """Of tensor subclasses that wrap parameters, by the identity of the subclass."""
         self.take_hold()
         self.note_saved()
         _STATES.add(self)
@@ -254,6 +309,12 @@ class LoopState(StepState):
             if not any(of.is_of(optimizer) for of in self.updates):
                 self.add(optimizer)
         self.gate.alone(self.look)
+
+    def wrap(self, parameters: Iterable[Tensor]) -> None:
+        """Guard those of `parameters` that wrap tensors of this state."""
+        for parameter in parameters:
+            if is_traceable_wrapper_subclass(parameter) and any(p in self for p in inner_tensors(parameter).values()):
+                self.wrapper_guards.setdefault(id(parameter), WrapperGuard(parameter))
 
     def owns_any(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` has any of the parameters."""
@@ -347,6 +408,8 @@ class LoopState(StepState):
 
     def guard(self) -> None:
         """Give each resident a guard."""
+        for outer in self.wrapper_guards.values():
+            outer.attach(self)
         for name, resident in self.residency.residents.items():
             guard = self.tensor_guards.get(name)
             if guard is None:
@@ -413,7 +476,10 @@ class LoopState(StepState):
         for name in self.tensor_guards:
             if name in self.residency:
                 GUARDS.pop(id(self.residency[name].tensor), None)
+        for guard in self.wrapper_guards.values():
+            show(guard.wrapper())
         self.tensor_guards.clear()
+        self.wrapper_guards.clear()
 
 
 def _is_saved(parameter: Tensor) -> bool:
@@ -458,6 +524,19 @@ def bring_for(args: Iterable[Any]) -> None:
             guard.fetch()
 
 
+@contextmanager
+def wrappers_shown(args: Iterable[Any]) -> Iterator[None]:
+    """Give tensor subclasses among `args` their own classes within the context, whose tensors AOTAutograd takes out."""
+    found = [a for a in args if isinstance(a, Away) and is_traceable_wrapper_subclass(a)]
+    for wrapper in found:
+        show(wrapper)
+    try:
+        yield
+    finally:
+        for wrapper in found:
+            hide(wrapper)
+
+
 def trace_what_is_away() -> None:
     """Let torch.compile see tensors that are away as they are when they are there, until it is reset."""
     if _begin not in compilation.start_callbacks:
@@ -473,6 +552,7 @@ def _begin(_: Any) -> None:
     for state in states():
         for resident in state.residency.residents.values():
             show(resident.tensor)
+            show(resident.wrapper())
 
 
 def _end(_: Any) -> None:
@@ -481,10 +561,16 @@ def _end(_: Any) -> None:
         for resident in state.residency.residents.values():
             if resident.away:
                 hide(resident.tensor)
+                if (wrapper := resident.wrapper()) is not None:
+                    hide(wrapper)
 
 
 def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor: Tensor, **how: Any) -> FakeTensor:
     guard = GUARDS.get(id(tensor))
+    if isinstance(guard, WrapperGuard) and guard.wrapper() is tensor and guard.is_away:
+        return fake_parameter(
+            mode, tensor, lambda: wrapped_again(tensor, {n: mode.from_tensor(t) for n, t in parts_of(tensor).items()})
+        )
     resident = guard.resident() if isinstance(guard, TensorGuard) and guard.guards_one else None
     if resident is None or resident.tensor is not tensor or not resident.away:  # another may have had this identity
         return plain(mode, tensor, **how)

@@ -19,8 +19,8 @@ from overspill.pytorch.autograd import accumulate_hooks_of, hooks_of
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.modules import parameters_of
 from overspill.pytorch.optimizers import global_step_post_hooks, global_step_pre_hooks, is_initialised, step_hooks
-from overspill.pytorch.storages import has_storage
 
+from .inner_tensors import has_own_memory
 from .residency import Guarded, Spec, readable
 from .tracked_values import advances
 
@@ -60,7 +60,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded
         if parameter.is_complex():
             raise UnsupportedError(f"{readable(name)} is complex; keep its real and imaginary parts as two parameters")
         # Fake ones are only planned.
-        if not (has_storage(parameter) or isinstance(parameter, FakeTensor) or name in sharded):
+        if not (has_own_memory(parameter) or isinstance(parameter, FakeTensor) or name in sharded):
             raise UnsupportedError(
                 f"{readable(name)} is a {type(parameter).__name__}, whose bytes are not in one place; "
                 "a planned step needs plain parameters, or those of fully_shard"

@@ -21,6 +21,7 @@ from overspill.pytorch.modules import buffers_of
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.transfer.stores import whole_pages
 
+from .away import plain_type
 from .learned import LEAST_MOVED_BYTES
 
 
@@ -29,6 +30,11 @@ def check_on_host(parameters: Mapping[str, nn.Parameter], *, is_sharded: bool) -
     if is_sharded:
         raise UnsupportedError(
             "device= moves a model from the CPU, and fully_shard has sharded this one; shard it on the device"
+        )
+    if other := next((n for n, p in parameters.items() if plain_type(p) not in (Tensor, nn.Parameter)), ""):
+        raise UnsupportedError(
+            f"device= moves plain weights, and {other} is a {plain_type(parameters[other]).__name__}; move "
+            "the model to the device first"
         )
     if found := next((p.device for p in parameters.values() if p.device.type != "cpu"), None):
         raise RequestError(f"device= moves a model from the CPU, and this one is on {found}; leave device= out")

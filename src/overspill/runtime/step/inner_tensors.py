@@ -6,12 +6,13 @@ attributes. Those of torchao and Quanto wrap other tensors, which `__tensor_flat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
-from overspill.core.errors import UnsupportedError
 from overspill.pytorch.dispatch import is_traceable_wrapper_subclass
+from overspill.pytorch.distributed import LOCAL
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.storages import has_storage, storage_key
 from overspill.runtime.reachable import tensors_in
@@ -25,37 +26,45 @@ LEAST_BYTES = 1024
 def inner_tensors(parameter: Tensor) -> dict[str, Tensor]:
     """Return the tensors that have the bytes of a parameter, by their path in it; its own path is empty.
 
-    Raises UnsupportedError for a subclass that does not say where its bytes are.
+    A part of a DTensor is that of one rank. It counts as one tensor, as does what does not say where its bytes are.
     """
-    if plain_type(parameter) in (Tensor, nn.Parameter) or isinstance(parameter, FakeTensor):
+    plain = plain_type(parameter) in (Tensor, nn.Parameter) or isinstance(parameter, FakeTensor)
+    if plain or hasattr(parameter, LOCAL):
         return {"": parameter}
     if is_traceable_wrapper_subclass(parameter):
         return dict(_wrapped(parameter))
-    if not has_storage(parameter):
-        raise UnsupportedError(
-            f"a {plain_type(parameter).__name__} has no memory of its own, and no __tensor_flatten__ that says where "
-            "its bytes are"
-        )
     found = {"": parameter}
-    keys = {storage_key(parameter)}
-    for path, tensor in tensors_in(vars(parameter)).items():
-        if plain_type(tensor) is Tensor and tensor.nbytes >= LEAST_BYTES and storage_key(tensor) not in keys:
-            found[path] = tensor
-            keys.add(storage_key(tensor))
+    if has_storage(parameter):
+        keys = {storage_key(parameter)}
+        for path, tensor in tensors_in(vars(parameter)).items():
+            if plain_type(tensor) is Tensor and tensor.nbytes >= LEAST_BYTES and storage_key(tensor) not in keys:
+                found[path] = tensor
+                keys.add(storage_key(tensor))
     return found
 
 
-def _wrapped(wrapper: Tensor) -> Iterator[tuple[str, Tensor]]:
+def has_own_memory(parameter: Tensor) -> bool:
+    """Return whether a parameter has its bytes itself, and hands them out as a plain tensor (`.data`)."""
+    return has_storage(parameter) and (plain_type(parameter) is Tensor or nn.Parameter in type(parameter).__mro__)
+
+
+def parts_of(wrapper: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that a subclass wraps, by attribute."""
     names, _ = wrapper.__tensor_flatten__()
-    for name in names:
-        for path, tensor in inner_tensors(getattr(wrapper, name)).items():
-            yield f"{name}.{path}" if path else name, tensor
+    return {name: getattr(wrapper, name) for name in names}
 
 
-def with_inner(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the inner tensors of named parameters, each with a name."""
-    for name, parameter in parameters:
-        for path, tensor in inner_tensors(parameter).items():
+def wrapped_again(wrapper: Tensor, parts: dict[str, Tensor]) -> Tensor:
+    """Return a tensor of the class and sizes of `wrapper` around other `parts`."""
+    _, context = wrapper.__tensor_flatten__()
+    kind: Any = plain_type(wrapper)
+    made: Tensor = kind.__tensor_unflatten__(parts, context, wrapper.size(), wrapper.stride())
+    return made
+
+
+def _wrapped(wrapper: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for name, part in parts_of(wrapper).items():
+        for path, tensor in inner_tensors(part).items():
             yield f"{name}.{path}" if path else name, tensor
 
 

@@ -132,6 +132,8 @@ class Resident:
         self.on_host = False
         """Whether the tensor object has its bytes, in host memory."""
         self.aliases: list[Alias] = []
+        self.wrapper: Callable[[], Tensor | None] = lambda: None
+        """The tensor subclass that has it inside, while that exists."""
         self._placeholder: Tensor | None = None
 
     def count_aliases(self) -> int:
@@ -155,6 +157,8 @@ class Resident:
             increment_version(tensor)  # graphs of autograd from before raise, as behind plain updates
         self.away, self.on_host = True, False
         hide(tensor)
+        if (wrapper := self.wrapper()) is not None:
+            hide(wrapper)
 
     @classmethod
     def blank(cls, name: str, spec: Spec) -> Resident:
