@@ -81,6 +81,8 @@ class Wrapped(Tensor):
         return func(*args, **(kwargs or {}))
 
     def values(self) -> Tensor:
+        if type(self) is not Wrapped:
+            raise TypeError
         return restored(self.inner, self.scales)
 
 

@@ -9,7 +9,8 @@ Known limit: C++ code that holds the tensor itself reads NaN.
 from __future__ import annotations
 
 import copy
-from inspect import isgetsetdescriptor
+from collections.abc import Callable
+from inspect import isfunction, isgetsetdescriptor
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -81,9 +82,29 @@ def hide(tensor: Tensor) -> None:
         return
     kind = type(tensor)
     if kind not in _CLASSES:  # a subclass, as of quantised weights
-        _CLASSES[kind] = away = type(f"Away{kind.__name__}", (Away, kind), {})
+        _CLASSES[kind] = away = type(f"Away{kind.__name__}", (Away, kind), {"__getattribute__": _opening(kind)})
         _PLAIN[away] = kind
     tensor.__class__ = _CLASSES[kind]
+
+
+def _opening(kind: type[Tensor]) -> Callable[[Any, str], Any]:
+    """Return how attributes of a hidden tensor are read: methods that `kind` adds run on one of its own class."""
+    read: Any = kind.__getattribute__
+    added = {
+        name
+        for base in kind.__mro__
+        if base not in nn.Parameter.__mro__
+        for name, of in vars(base).items()
+        if isfunction(of) and not name.startswith("__")
+    }
+
+    def get(tensor: Any, name: str) -> Any:
+        if name in added:
+            _bring(tensor)
+            show(tensor)
+        return read(tensor, name)
+
+    return get
 
 
 def show(tensor: Tensor | None) -> None:
