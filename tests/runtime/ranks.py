@@ -24,6 +24,7 @@ import overspill
 from overspill.core.errors import OverspillError
 from overspill.devices import this_cpu
 from overspill.runtime import calibrate as calibration
+from overspill.runtime.step.away import Away
 from overspill.runtime.tracker import LiveBytes
 
 from . import sharded_ranks
@@ -341,6 +342,29 @@ def compiled(outside: bool, **options: Any) -> Any:
     return *results, session.plans, session.tracker.peak_bytes
 
 
+def moving(**options: Any) -> Any:
+    """A compiled model in DistributedDataParallel whose weights and state move; which ones were away, and eager."""
+
+    def data(step: int) -> tuple[Tensor, Tensor]:
+        x, y = images(step)
+        return x.flatten(1), y
+
+    def perceptron() -> nn.Module:
+        torch.manual_seed(RANK)
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(6)]
+        return nn.Sequential(nn.Linear(768, 256), *layers, nn.Linear(256, 10))
+
+    torch._dynamo.reset()
+    model, eager = perceptron(), perceptron()
+    ddp = overspill.compile(DistributedDataParallel(model, **options), budget="7MiB", store="host")
+    ddp.overspill.tracker = LiveBytes(torch.device("cpu"))
+    ours = by_hand(ddp, model, optimizer := adamw(model), data=data, accumulate=2, clip_norm=0.1)
+    away = [name for name, p in model.named_parameters() if isinstance(p, Away)]
+    state = sum(t.nbytes for of in optimizer.state.values() for t in of.values())
+    theirs = plain(eager, adamw(eager), data=data, accumulate=2, clip_norm=0.1)
+    return ours, theirs, away, state, ddp.overspill.plans, ddp.overspill.tracker.peak_bytes
+
+
 class Own(nn.Module):
     """A forward that is not torch's own, so that torch.compile finds it inside DistributedDataParallel."""
 
@@ -382,6 +406,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "parts": parts,
     "compiled outside": lambda: compiled(True),
     "compiled inside": lambda: compiled(False, gradient_as_bucket_view=True),
+    "moving": moving,
+    "moving, views": lambda: moving(gradient_as_bucket_view=True),
     "split": split,
     **sharded_ranks.CASES,
     "link": link,

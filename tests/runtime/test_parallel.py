@@ -25,6 +25,7 @@ SECONDS = 400
 
 
 COMPILED = ("compiled outside", "compiled inside", "split")
+MOVING = ("moving", "moving, views")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
 SHARDED = ("sharded", "sharded, told")
 FSDP = (*SHARDED, "settings", "budgets", "refusals", "checkpoints", "full disk")
@@ -40,7 +41,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same of cases that take longer."""
-    return run_once(tmp_path_factory, "more_ranks", (*LIKE_MOMENTUM, *COMPILED))
+    return run_once(tmp_path_factory, "more_ranks", (*LIKE_MOMENTUM, *COMPILED, *MOVING))
 
 
 def run_once(
@@ -110,7 +111,7 @@ def test_each_rank_gets_the_bits_of_ddp(ranks: list[dict[str, Any]], case: str) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [*LIKE_MOMENTUM, "compiled outside", "compiled inside"])
+@pytest.mark.parametrize("case", [*LIKE_MOMENTUM, *MOVING, "compiled outside", "compiled inside"])
 def test_each_rank_gets_the_bits_of_ddp_by_other_ways(more: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_ddp(more, case)
 
@@ -219,6 +220,15 @@ def test_a_compiled_model_in_ddp_is_one_graph_whose_budget_counts_the_buckets(
         assert "2.weight" in {t.name for t in plan.graph.tensors}
         assert plan.peak_bytes < plan.unmanaged_peak_bytes
         assert measured_bytes + buckets <= plan.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MOVING)
+def test_weights_and_state_of_a_compiled_model_in_ddp_move(more: list[dict[str, Any]], case: str) -> None:
+    for ours, _, away, state_bytes, (plan,), measured_bytes in of(more, case):
+        gradients = sum(value.nbytes for name, value in ours.items() if name != "losses")
+        assert away
+        assert measured_bytes + gradients <= plan.budget_bytes < 2 * gradients + state_bytes + gradients  # the buckets
 
 
 @pytest.mark.long

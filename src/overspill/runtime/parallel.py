@@ -510,11 +510,16 @@ def bucket_bytes() -> int:
 
     Even with `gradient_as_bucket_view`, gradients and buckets exist together when backward ends.
     """
+    return sum(p.nbytes for p in reduced())
+
+
+def reduced() -> list[nn.Parameter]:
+    """Return the parameters whose gradients the running DDP averages, and of which it holds references."""
     ddp = _running()
     if ddp is None:
-        return 0
-    reduced = (p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ddp.parameters_to_ignore)
-    return sum(p.nbytes for p in reduced)
+        return []
+    own = ddp.module.named_parameters()
+    return [p for name, p in own if p.requires_grad and name not in ddp.parameters_to_ignore]
 
 
 def _running() -> DistributedDataParallel | None:

@@ -216,6 +216,20 @@ def test_accumulation(zeros: str) -> None:
     compare(loop)
 
 
+def test_sums_of_gradients_that_are_both_on_the_device_and_in_the_store_are_clipped() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(4):
+            loss_of(compiled, i).backward()
+            if i % 2:
+                run.see(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+                optimizer.step()
+                optimizer.zero_grad()
+        run.moves()
+
+    compare(loop, "36%")
+
+
 def test_an_optimizer_with_other_settings_is_made_behind_the_backward() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)

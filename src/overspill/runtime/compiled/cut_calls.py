@@ -164,12 +164,14 @@ class CutCalls:
                 return [data] if place is Place.DEVICE else [data, kept.lend()[0]]
         else:
             kept = gradient
-        handle, factors = kept.lend()
+        if place is Place.DEVICE:
+            with kept.read() as value:
+                return [value]
+        handle, state.owned[name].factors = kept.lend()  # the update multiplies what it gets of either place
+        self._engine.await_offload(handle)
         if place is Place.STORE:
-            state.owned[name].factors = factors
             return [handle]
-        with kept.read() as value:
-            return [value] if place is Place.DEVICE else [value, handle]
+        return [self._engine.await_prefetch(self._engine.prefetch(handle)), handle]
 
     def _put_gradients_away(self) -> None:
         """Send the gradients of before to the store, but for those of this graph that may not leave."""

@@ -26,6 +26,7 @@ from overspill.pytorch.modules import PARAMETERS
 from overspill.pytorch.patching import patched
 from overspill.pytorch.storages import tensor_uses
 from overspill.pytorch.trees import tree_map_only
+from overspill.runtime.parallel import reduced
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show
 from overspill.runtime.step.checks import check_optimizer
@@ -215,6 +216,8 @@ class LoopState(StepState):
         self.saved: set[str] = set()
         """Parameters that graphs of the user's code have saved for their backward before a forward."""
         self._noted: set[str] = set()
+        self._reduced: set[str] = set()
+        """Parameters whose gradients a DistributedDataParallel averages."""
         self._never_used: Counter[str] = Counter()
         """In how many steps such a graph did not go backward, by parameter."""
         self.kept: set[str] = set()
@@ -332,12 +335,21 @@ class LoopState(StepState):
 
     def note_saved(self) -> None:
         """Note, before a forward, what graphs of the user's code have saved: its memory is to stay until backward."""
-        found = (n for n, p in self.parameters.items() if _is_saved(p) and not isinstance(p, Away))
+        self._reduced = {name for p in reduced() if (name := self.names.get(id(p))) is not None}
+        found = (n for n in self._saved_of(self.parameters) if not isinstance(self.parameters[n], Away))
         self._noted = {name for name in found if self._never_used[name] < _TRIES}
+
+    def _saved_of(self, names: Iterable[str]) -> set[str]:
+        """Return those parameters of which a graph of autograd has a reference, besides the node of its gradient.
+
+        DistributedDataParallel has 2 of each whose gradient it averages, and 3 once it has its buckets in order.
+        """
+        of_ddp = min((3, *(_references(self.parameters[name]) for name in self._reduced)))
+        return {n for n in names if _references(self.parameters[n]) > (of_ddp if n in self._reduced else 0)}
 
     def end_reads(self) -> None:
         """Let what the user's code has read in this step move again, until plans keep it on the device."""
-        still = {name for name in self.saved if _is_saved(self.parameters[name])}
+        still = self._saved_of(self.saved)
         self._never_used.update(still)
         if new := (self.in_use | (self.saved - still)) - self.pinned:
             self.pinned |= new
@@ -482,9 +494,9 @@ class LoopState(StepState):
         self.wrapper_guards.clear()
 
 
-def _is_saved(parameter: Tensor) -> bool:
-    """Return whether a graph of autograd has a parameter, besides the node that accumulates its gradient."""
-    return tensor_uses(parameter) > 1 + parameter.requires_grad
+def _references(parameter: Tensor) -> int:
+    """Return how many references C++ holds to a parameter, besides its object's and its gradient node's."""
+    return tensor_uses(parameter) - 1 - parameter.requires_grad
 
 
 def _in_order(optimizer: Optimizer) -> None:
