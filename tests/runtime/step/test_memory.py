@@ -9,6 +9,7 @@ import torch
 from tests.runtime.step.whole_steps import CPU, OPTIMIZERS, Lm, Mlp, Pair, planned_peak
 from torch import Tensor, nn
 
+import overspill
 from overspill.core import TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.runtime.step.updates import SCALAR_BYTES
@@ -143,3 +144,25 @@ def test_sums_of_gradients_go_with_the_weights_that_are_frozen() -> None:
         there = {name.removesuffix(".grad") for name in state.sums if not state.residency[name].away}
         assert there <= {f"model.{name}" for name, p in pair.model.named_parameters() if p.requires_grad}
     pair.assert_same()
+
+
+def test_a_share_is_of_the_largest_step_so_far() -> None:
+    models = [nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU()))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, optimizer = models[0], OPTIMIZERS["adamw"](models[0].parameters())
+    step = overspill.train_step(
+        models[1], nn.MSELoss(), OPTIMIZERS["adamw"](models[1].parameters()), budget=0.6, store="host"
+    )
+    budgets = []
+    for rows in (4, 2000, 4, 8, 2000):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        loss = nn.functional.mse_loss(plain(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(step(x, x), loss.detach())
+        budgets.append({plan.budget_bytes for plan in step.plans})
+    first, whole = budgets[0].pop(), max(plan.unmanaged_peak_bytes for plan in step.plans)
+    assert first < 0.7 * whole
+    assert budgets[1:] == [{int(0.6 * whole)}] * 4
+    assert len(step.plans) == 3

@@ -421,19 +421,27 @@ class StepPlans:
     def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
         """Return the budget in bytes.
 
-        A relative budget is fixed by the first step, and holds for all kinds of inputs.
+        A relative budget holds for all kinds of inputs. The smallest follows from the first step, a share from the
+        largest step so far: with a larger one, plans that move tensors are made again.
         """
         limit, account = self.options.limit, self._account()
         if not limit.is_relative:
             return account.fixed(limit)
-        if self._fixed_budget is None:
-            self._fixed_budget = account.bytes_of(limit, graph, planned)
+        before = self._fixed_budget or 0
+        if not before or not limit.smallest:
+            self._fixed_budget = max(before, account.bytes_of(limit, graph, planned))
+        for known in self._compiled.values() if before < self._fixed_budget else ():
+            known[:] = [of for of in known if of.plan.asked_bytes >= self._fixed_budget or not _is_managed(of.plan)]
         return self._fixed_budget
 
     def _account(self) -> Account:
         where = self.state.where
         account = account_of(self.options, device_named(self.options.device, where), where)
         return replace(account, model_on_host=self.state.from_host)
+
+
+def _is_managed(plan: Plan) -> bool:
+    return plan.peak_bytes < plan.unmanaged_peak_bytes
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:
