@@ -428,11 +428,12 @@ class StepPlans:
         if not limit.is_relative:
             return account.fixed(limit)
         before = self._fixed_budget or 0
-        if not before or not limit.smallest:
-            self._fixed_budget = max(before, account.bytes_of(limit, graph, planned))
-        for known in self._compiled.values() if before < self._fixed_budget else ():
-            known[:] = [of for of in known if of.plan.asked_bytes >= self._fixed_budget or not _is_managed(of.plan)]
-        return self._fixed_budget
+        if before and limit.smallest:
+            return before
+        self._fixed_budget = found = max(before, account.bytes_of(limit, graph, planned))
+        for known in self._compiled.values() if before < found else ():
+            known[:] = [of for of in known if of.plan.asked_bytes >= found or not _is_managed(of.plan)]
+        return found
 
     def _account(self) -> Account:
         where = self.state.where
