@@ -32,6 +32,7 @@ OWNED = 0.6
 
 KNOWN = {
     "plain-8bit": REFUSED,  # its update is planned as one op
+    "trainer-qlora": OVER,  # what a bfloat16 product takes inside
     "diffusers-lora": OVER,  # what a convolution's backward takes inside, behind frozen weights
     "sft": REFUSED,  # TRL's loss, at which the graph breaks
     "sft-callback": REFUSED,

@@ -120,6 +120,16 @@ class Complex(nn.Module):
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
 
+class Packed(nn.Parameter):
+    """A parameter of a subclass with memory of its own, as bitsandbytes' quantised ones."""
+
+
+def packed() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight = Packed(model.weight.detach(), requires_grad=False)
+    return model
+
+
 def offloaded(model: nn.Module) -> nn.Module:
     """As accelerate's `cpu_offload` leaves a model."""
     model._hf_hook = object()  # type: ignore[assignment]
@@ -130,6 +140,7 @@ MODELS_REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse gradients": (Sparse, "embed .*sparse=False"),
     "sparse buffer": (SparseBuffer, "adjacency .*index_add"),
     "complex": (Complex, "weight is complex"),
+    "of a subclass": (packed, "a Packed.*overspill.compile"),
     "not initialised": (lambda: nn.LazyLinear(3), "not initialised"),
     "no values": (lambda: nn.Linear(2, 2, device="meta"), "on meta, .*load"),
     "values that hooks bring": (lambda: offloaded(nn.Linear(2, 2)), "on meta, .*accelerate's"),

@@ -184,6 +184,8 @@ class LoopUpdates(OptimizerUpdates):
 class LoopState(StepState):
     """Parameters of a compiled model by name, and the state that optimizers have of them."""
 
+    in_a_loop = True
+
     def __init__(
         self,
         parameters: Mapping[str, Tensor],

@@ -32,7 +32,9 @@ INSTEAD = (
 )
 
 
-def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: Collection[str] = ()) -> None:
+def check_model(
+    step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: Collection[str] = (), *, in_a_loop: bool = False
+) -> None:
     """Raise RequestError or UnsupportedError for a model that cannot be planned.
 
     Its parameters must be movable and updatable one by one. Those in `sharded` may be so in parts.
@@ -60,10 +62,11 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded
         if parameter.is_complex():
             raise UnsupportedError(f"{readable(name)} is complex; keep its real and imaginary parts as two parameters")
         # Fake ones are only planned.
-        if not (has_own_memory(parameter) or isinstance(parameter, FakeTensor) or name in sharded):
+        plain = has_own_memory(parameter) if in_a_loop else type(parameter) is nn.Parameter
+        if not (plain or isinstance(parameter, FakeTensor) or name in sharded):
             raise UnsupportedError(
-                f"{readable(name)} is a {type(parameter).__name__}, whose bytes are not in one place; "
-                "a planned step needs plain parameters, or those of fully_shard"
+                f"{readable(name)} is a {type(parameter).__name__}; a planned step needs plain parameters, or those of "
+                "fully_shard; overspill.compile moves frozen quantised weights"
             )
 
 

@@ -54,6 +54,9 @@ class StepState:
     All methods are called within `gate`, one thread at a time.
     """
 
+    in_a_loop = False
+    """Whether parameters of subclasses with memory of their own may be among them: `train_step` cannot trace these."""
+
     def __init__(
         self,
         module: StepLoss,
@@ -75,7 +78,8 @@ class StepState:
         self.sharding = sharding_of(module)
         """How `fully_shard` has sharded the model, or None. Of a sharded parameter, this rank's part moves."""
         self.parameters = dict(module.named_parameters())
-        check_model(module, self.parameters, () if self.sharding is None else self.sharding.parameters)
+        sharded = () if self.sharding is None else self.sharding.parameters
+        check_model(module, self.parameters, sharded, in_a_loop=self.in_a_loop)
         if self.sharding is not None:
             for of in self.updates:
                 check_sharded(of.optimizer, of.groups)
