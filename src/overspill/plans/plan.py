@@ -117,6 +117,11 @@ class Plan(Reportable):
         return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property
+    def is_managed(self) -> bool:
+        """Whether it moves or recomputes anything that lowers the peak."""
+        return self.peak_bytes < self.unmanaged_peak_bytes
+
+    @property
     def gap(self) -> float:
         """How far the step is above the lower bound, as a share of it: the most that can be gained."""
         return self.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0

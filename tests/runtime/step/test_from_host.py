@@ -52,7 +52,18 @@ def optimizer_of(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer
     return OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)
 
 
-class Trained:
+class Pair:
+    """A model, and a plain copy of it."""
+
+    def __init__(self, model: nn.Module, optimizer: str = "adamw") -> None:
+        self.plain, self.model = copy.deepcopy(model), model
+        self.plain_optimizer, self.optimizer = (optimizer_of(m, optimizer) for m in (self.plain, self.model))
+
+    def check(self) -> None:
+        assert not differences(self.plain, self.plain_optimizer, self.model, self.optimizer)
+
+
+class Trained(Pair):
     """A model trained from host memory, and a copy of it by the plain loop."""
 
     def __init__(
@@ -63,8 +74,7 @@ class Trained:
         gradients: GradientOptions = PLAIN,
         **options: Any,
     ) -> None:
-        self.plain, self.model = copy.deepcopy(model), model
-        self.plain_optimizer, self.optimizer = (optimizer_of(m, optimizer) for m in (self.plain, self.model))
+        super().__init__(model, optimizer)
         self.gradients = gradients
         self.begin(budget, **options)
 
@@ -87,9 +97,6 @@ class Trained:
             nn.utils.clip_grad_norm_(trained, self.gradients.clip_norm)
         self.plain_optimizer.step()
         return torch.stack(losses).sum().detach() if len(losses) > 1 else losses[0].detach()
-
-    def check(self) -> None:
-        assert not differences(self.plain, self.plain_optimizer, self.model, self.optimizer)
 
 
 @pytest.fixture

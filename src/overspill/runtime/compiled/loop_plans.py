@@ -134,13 +134,13 @@ class LoopPlans:
         here: Sequence[Tensor],
     ) -> CapturedCutStep:
         joint = joint.copied()
-        persistent_ = _persistent(joint, parameters)
+        own = _persistent(joint, parameters)
         infos = [_info(node, inputs) for node in joint.primals]
         fixed = {k for n in joint.forward_outputs if hasattr(n, "meta") for k in storages(n)} | joint.mutated_storages
         ops: list[ParameterUpdate] = []
         mode = next(v.fake_mode for n in joint.primals if isinstance(v := n.meta.get("val"), FakeTensor))
         for position, node in enumerate(joint.primals):
-            if (parameter := persistent_.get(position)) is None:
+            if (parameter := own.get(position)) is None:
                 continue
             name = state.name_of(parameter)
             moves = name in state.residency and name not in state.pinned and fixed.isdisjoint(storages(node))
@@ -156,11 +156,11 @@ class LoopPlans:
     def names(self, captured: CapturedCutStep, parameters: Parameters) -> tuple[dict[int, str], dict[int, str]]:
         """Return the names of the residents of a captured graph, by tensor, and of parameters, by position."""
         assert self.state is not None
-        persistent_ = _persistent(captured.joint, parameters)
+        own = _persistent(captured.joint, parameters)
         residents: dict[int, str] = {}
         owners: dict[int, str] = {}
         for position, node in enumerate(captured.given):
-            if (parameter := persistent_.get(position)) is None:
+            if (parameter := own.get(position)) is None:
                 continue
             owners[position] = name = self.state.name_of(parameter)
             if captured.moves(node):

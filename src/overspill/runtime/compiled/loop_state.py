@@ -575,8 +575,7 @@ def _end(_: Any) -> None:
         for resident in state.residency.residents.values():
             if resident.away:
                 hide(resident.tensor)
-                if (wrapper := resident.wrapper()) is not None:
-                    hide(wrapper)
+                hide(resident.wrapper())
 
 
 def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor: Tensor, **how: Any) -> FakeTensor:

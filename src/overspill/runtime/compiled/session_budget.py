@@ -85,7 +85,7 @@ class SessionBudget:
         before, self._fixed = self._fixed or 0, max(self._fixed or 0, *of_part)
         is_larger = self._fixed > before and any(other.part == counted.part for other in self._counted)
         self._counted.add(counted)
-        if is_larger and any(p.asked_bytes < self._fixed and p.peak_bytes < p.unmanaged_peak_bytes for p in plans):
+        if is_larger and any(p.asked_bytes < self._fixed and p.is_managed for p in plans):
             self._renewal.is_asked = True
             self._renewal.begin_rounds()
 

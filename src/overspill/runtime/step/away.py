@@ -3,7 +3,7 @@
 The class of such a tensor becomes a subclass with a `__torch_function__`, as PyTorch does for uninitialised parameters.
 A use that needs no values (shapes, gradients, hooks) moves nothing.
 
-Known limit: C++ code that holds the tensor itself reads NaN.
+Known limit: C++ code that holds the tensor itself reads NaN, or 0 where it has integers.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def plain_type(tensor: Tensor) -> type[Tensor]:
     return _PLAIN.get(type(tensor), type(tensor))
 
 
-def hide(tensor: Tensor) -> None:
+def hide(tensor: Tensor | None) -> None:
     """Make each use of the values of `tensor` call its guard first, if it has a guard."""
-    if id(tensor) not in GUARDS or isinstance(tensor, (Away, FakeTensor)):
+    if tensor is None or id(tensor) not in GUARDS or isinstance(tensor, (Away, FakeTensor)):
         return
     kind = type(tensor)
     if kind not in _CLASSES:  # a subclass, as of quantised weights

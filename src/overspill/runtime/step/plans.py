@@ -432,17 +432,13 @@ class StepPlans:
             return before
         self._fixed_budget = found = max(before, account.bytes_of(limit, graph, planned))
         for known in self._compiled.values() if before < found else ():
-            known[:] = [of for of in known if of.plan.asked_bytes >= found or not _is_managed(of.plan)]
+            known[:] = [of for of in known if of.plan.asked_bytes >= found or not of.plan.is_managed]
         return found
 
     def _account(self) -> Account:
         where = self.state.where
         account = account_of(self.options, device_named(self.options.device, where), where)
         return replace(account, model_on_host=self.state.from_host)
-
-
-def _is_managed(plan: Plan) -> bool:
-    return plan.peak_bytes < plan.unmanaged_peak_bytes
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:

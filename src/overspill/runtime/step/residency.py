@@ -157,8 +157,7 @@ class Resident:
             increment_version(tensor)  # graphs of autograd from before raise, as behind plain updates
         self.away, self.on_host = True, False
         hide(tensor)
-        if (wrapper := self.wrapper()) is not None:
-            hide(wrapper)
+        hide(self.wrapper())
 
     @classmethod
     def blank(cls, name: str, spec: Spec) -> Resident:
