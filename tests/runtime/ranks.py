@@ -1,6 +1,6 @@
-"""What `test_parallel.py` looks at, done by two processes: `python -m tests.runtime.ranks RANK STORE DIRECTORY [CASE …]`.
+"""What `test_parallel.py` looks at, done by several processes: `python -m tests.runtime.ranks RANKS DIRECTORY [CASE …]`.
 
-Each case runs on both ranks and returns what it saw; all of it is saved in the directory, one file a rank.
+Each case runs on all ranks and returns what it saw; all of it is saved in the directory, one file a rank.
 """
 
 import os
@@ -31,7 +31,8 @@ from . import sharded_ranks
 
 STEPS, BATCH = 2, 8
 of_ranks = torch.ops._c10d_functional
-RANK = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+RANK = 0
+"""That of this process, which is forked."""
 
 
 def convolutions() -> nn.Module:
@@ -44,8 +45,8 @@ def convolutions() -> nn.Module:
     )  # fmt: skip
 
 
-def images(step: int, rank: int = RANK, batch: int = BATCH) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def images(step: int, rank: int | None = None, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + (RANK if rank is None else rank))
     return torch.randn(batch, 3, 16, 16, generator=generator), torch.randint(0, 10, (batch,), generator=generator)
 
 
@@ -414,25 +415,31 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def main() -> None:
-    """Run all cases; one that fails leaves its traceback as its result."""
-    rank, store, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+def run(ranks: int, directory: Path, cases: list[str]) -> None:
+    """Run the cases as `RANK`; one that fails leaves its traceback as its result."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        f"file://{store}",
-        rank=rank,
-        world_size=int(os.environ.get("WORLD_SIZE", "2")),
-        timeout=timedelta(seconds=30),
-    )
+    store, wait = f"file://{directory / 'rendezvous'}", timedelta(seconds=30)
+    dist.init_process_group("gloo", store, rank=RANK, world_size=ranks, timeout=wait)
     found = {}
-    for name in sys.argv[4:] or CASES:
+    for name in cases or CASES:
         try:
             found[name] = CASES[name]()
         except Exception:  # noqa: BLE001
             found[name] = traceback.format_exc()
-    torch.save(found, directory / f"{rank}.pt")
+    torch.save(found, directory / f"{RANK}.pt")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Fork the ranks, which so import everything once, and wait for them."""
+    global RANK  # noqa: PLW0603
+    ranks, directory, cases = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    for rank in range(ranks):
+        if not os.fork():
+            RANK = rank
+            run(ranks, directory, cases)
+            return
+    sys.exit(any(list(map(os.waitstatus_to_exitcode, (os.wait()[1] for _ in range(ranks))))))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import overspill
 from overspill.core.errors import OverspillError, StoreError, UnsupportedError
+from overspill.runtime.parallel import reduce_scatter
 
 STEPS, WIDTH, DRAWN = 2, 30, 6
 Make = Callable[[nn.Module], Optimizer]
@@ -268,7 +269,7 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tell(model: nn.Module, setters: dict[str, Any] = FOLLOWED | WITHOUT_EFFECT) -> None:
+def tell(model: nn.Module, setters: dict[str, Any]) -> None:
     """Call these setters of all modules that are sharded."""
     for module in model.modules():
         for name, given in setters.items() if isinstance(module, FSDPModule) else ():
@@ -276,13 +277,39 @@ def tell(model: nn.Module, setters: dict[str, Any] = FOLLOWED | WITHOUT_EFFECT) 
                 getattr(module, name)(*given)
 
 
+class Premultiplied:
+    """Scatters gradients as NCCL does with a divide factor: multiplied by its inverse, then summed. Gloo has no such sum."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert not async_op
+        assert op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        reduce_scatter(output_tensor, input_tensor.mul_(1 / self.factor), group=group)
+
+
+def divided(*how: Any, factor: float = 3.0, **options: Any) -> Any:
+    """Both with a divide factor, as torchtitan sets it, and with setters that numbers do not depend on."""
+    ours, theirs = sharded(*how), sharded(*how)
+    for model in (ours, theirs):
+        tell(model, WITHOUT_EFFECT | {"set_gradient_divide_factor": (factor,)})
+        fsdp.register_fsdp_forward_method(model, "logits")
+    tell(theirs, {"set_custom_reduce_scatter": (Premultiplied(factor),)})
+    return planned(ours, adamw(ours), **options), by_hand(theirs, adamw(theirs), **options)
+
+
 def settings() -> tuple[set[str], dict[str, str]]:
     """The setters that FSDP's modules have, and what is said of some, when a step is made and of one between steps."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    unsummed = {"set_gradient_divide_factor": (3.0,)}
     heard = {
         name: said(lambda model, told=dict([one]): tell(fully_shard(model, mesh=mesh), told))
-        for one in (REFUSED | unsummed).items()
+        for one in REFUSED.items()
         if (name := one[0]) != "set_symm_mem_for_comm"  # needs NCCL
     }
     model = sharded()
@@ -375,6 +402,8 @@ def full_disk() -> Any:
 
 CASES: dict[str, Callable[[], Any]] = {
     "sharded": both,
+    "sharded, divided": divided,
+    "sharded, half divided": lambda: divided(HALF, accumulate=2, clip_norm=0.1),
     "sharded, compiled": lambda: both(around=(compiled, id)),
     "sharded, roomy": lambda: both(sgd, None, False, frozen=True, ways={"budget": "1GiB"}),
     "sharded, accumulated": lambda: both(adamw, accumulate=2, clip_norm=0.1),
@@ -389,9 +418,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "full disk": full_disk,
     "integer": integer,
     "settings": settings,
-    "sharded, told": lambda: both(
-        around=(id, lambda model: (tell(model), fsdp.register_fsdp_forward_method(model, "logits")))
-    ),
     "sharded, replicated and divided": lambda: replicated(2, around=(id, lambda model: tell(model, FOLLOWED))),
     "checkpoints": checkpoints,
     "sharded, placed": lambda: both(adamw, ways={"placement": "planned"}),

@@ -1,9 +1,11 @@
 """Data parallel training by two processes on this machine: `ranks.py` does it, and here is looked at what came out."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -27,8 +29,7 @@ SECONDS = 400
 COMPILED = ("compiled outside", "compiled inside", "split")
 MOVING = ("moving", "moving, views")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-SHARDED = ("sharded", "sharded, told")
-FSDP = (*SHARDED, "settings", "budgets", "refusals", "checkpoints", "full disk")
+FSDP = ("sharded, divided", "settings", "budgets", "refusals", "checkpoints", "full disk")
 QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", *FSDP)
 
 
@@ -57,18 +58,14 @@ def run_once(
         while not done.exists() and time.monotonic() - begun < SECONDS:
             time.sleep(0.2)
         return found_in(directory, ranks)
-    command = [sys.executable, "-m", "tests.runtime.ranks"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
-    processes = [
-        subprocess.Popen([*command, str(rank), directory / "rendezvous", directory, *cases], cwd=ROOT, env=environment)
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
+    command = [sys.executable, "-m", "tests.runtime.ranks", str(ranks), directory, *cases]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
             assert process.wait(SECONDS) == 0
-    finally:
-        for process in processes:
-            process.kill()
+        finally:
+            with suppress(ProcessLookupError):  # all are gone
+                os.killpg(process.pid, signal.SIGKILL)
     done.touch()
     return found_in(directory, ranks)
 

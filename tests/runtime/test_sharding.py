@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from .sharded_ranks import FOLLOWED, REFUSED, WITHOUT_EFFECT
-from .test_parallel import SHARDED, of, run_once
+from .test_parallel import of, run_once
 from .test_parallel import ranks as ranks  # noqa: PLC0414 - the fixture
 
 FOUR = (
@@ -15,6 +15,7 @@ FOUR = (
     "sharded, accumulated",
     "sharded, accumulated half",
     "sharded, compiled",
+    "sharded, half divided",
     "sharded, all half",
     "sharded, placed",
     "sharded, replicated",
@@ -32,9 +33,8 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_once(tmp_path_factory, "four_ranks", FOUR, ranks=4)
 
 
-@pytest.mark.parametrize("case", SHARDED)
-def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]], case: str) -> None:
-    assert_bits_of_fsdp(ranks, case)
+def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]]) -> None:
+    assert_bits_of_fsdp(ranks, "sharded, divided")
 
 
 @pytest.mark.long
@@ -96,7 +96,7 @@ def test_what_is_not_sharded_is_refused_by_name(ranks: list[dict[str, Any]], ask
 def test_every_setter_of_fsdp_is_followed_refused_or_without_effect_on_numbers(ranks: list[dict[str, Any]]) -> None:
     for setters, said in of(ranks, "settings"):
         assert setters <= FOLLOWED.keys() | WITHOUT_EFFECT.keys() | REFUSED.keys()
-        assert said.keys() == REFUSED.keys() - {"set_symm_mem_for_comm"} | {"set_gradient_divide_factor"}
+        assert said.keys() == REFUSED.keys() - {"set_symm_mem_for_comm"}
         assert all(one.startswith("UnsupportedError: the model was ") and name in one for name, one in said.items())
 
 

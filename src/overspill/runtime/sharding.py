@@ -180,6 +180,9 @@ class ShardGroup:
         )
         if before not in (None, 1):
             packed.div_(before)
+        if packed.device.type == "cpu" and op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # which gloo cannot do
+            packed.mul_(1 / factor)
+            op = dist.ReduceOp.SUM
         summed = packed[self.group.rank()]
         wait: Callable[[], Any] = bool
         if self.ranks == 1:  # FSDP sums nothing, and divides
@@ -371,8 +374,6 @@ def _check_settings(group: Any) -> None:
     """
     replicated = getattr(group.mesh_info, "replicate_process_group", None) is not None
     other = [not type(comm).__name__.startswith(("Default", "ProcessGroupAlloc")) for comm in communicators(group)]
-    divides = group.gradient_divide_factor not in (None, group.mesh_info.shard_process_group.size())
-    unsummed = divides and not group.force_sum_reduction_for_comms and group.device.type == "cpu"
     for is_set, told in (
         (not group.reduce_grads, "set_requires_gradient_sync(False)"),
         (replicated and not group.all_reduce_grads, "set_requires_all_reduce(False)"),
@@ -384,7 +385,6 @@ def _check_settings(group: Any) -> None:
         (all_reduce_hook(group) is not None, "set_all_reduce_hook"),
         (other[0], "set_custom_all_gather or set_symm_mem_for_comm"),
         (other[1], "set_custom_reduce_scatter or set_symm_mem_for_comm"),
-        (unsummed, "set_gradient_divide_factor without set_force_sum_reduction_for_comms(True), which gloo cannot do"),
     ):
         if is_set:
             raise UnsupportedError(
