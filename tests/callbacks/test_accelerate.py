@@ -34,15 +34,17 @@ def fresh_state() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train(plugin: TorchDynamoPlugin | None, at_end: Callable[[], None] = lambda: None, **asked: Any) -> Ran:
+def train(
+    plugin: TorchDynamoPlugin | None, at_end: Callable[[], None] = lambda: None, rows: int = 512, **asked: Any
+) -> Ran:
     """Four micro-batches, clipped: the losses, and the weights afterwards."""
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(0)
     blocks = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)))
     model = nn.Sequential(*blocks, nn.Linear(64, 4))
     accelerator = Accelerator(cpu=True, **asked, **({} if plugin is None else {"dynamo_plugin": plugin}))
-    data = TensorDataset(torch.randn(2048, 64), torch.randint(0, 4, (2048,)))
-    ready = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(data, 512))
+    data = TensorDataset(torch.randn(4 * rows, 64), torch.randint(0, 4, (4 * rows,)))
+    ready = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(data, rows))
     module, optimizer, loader = ready
     losses = []
     for inputs, targets in loader:
@@ -71,6 +73,15 @@ def test_accelerate_compiles_for_a_budget_with_the_bits_of_a_plain_run(asked: di
     assert plans
     for plan in plans:
         assert plan.peak_bytes <= plan.budget_bytes < plan.unmanaged_peak_bytes
+
+
+def test_weights_gradients_and_state_move() -> None:
+    losses, state = train(None, rows=4)
+    plugin, moved = DynamoPlugin(0.5, store="host"), []
+    within, planned = train(plugin, lambda: moved.append(plugin.session and plugin.session.loop.is_in_force), rows=4)
+    assert within == losses
+    assert all(same_bits(value, planned[name]) for name, value in state.items())
+    assert moved == [True]
 
 
 def test_a_wrong_option_is_an_error_before_anything_is_prepared() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch._dynamo
 import torch._dynamo.callback
@@ -42,6 +44,8 @@ FULLGRAPH_COUNT = Target(torch._dynamo.eval_frame, "set_fullgraph_compiled_frame
 """What counts compiled frames for `fullgraph=True`, which wants one; since 2.12."""
 innermost_backend = torch._dynamo.eval_frame.innermost_backend
 """The backend within the wrappers around it."""
+hooks_of = operator.attrgetter("hooks")
+"""What a callback adds to each compilation: its `guard_filter_fn`, above all."""
 unimplemented = torch._dynamo.exc.unimplemented
 """End the graph here, and say why."""
 install_guard = torch._dynamo.guards.install_guard

@@ -226,6 +226,20 @@ def test_by_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
         train(compiled, model, list(range(2, 9)))
 
 
+def test_by_name_an_error_before_a_call_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(Net(8, 16, 8), backend="overspill", options={"budget": "1GiB", "store": "host"})
+    compiled(torch.randn(4, 8))
+
+    def begin_call(*_: Any) -> None:
+        raise InfeasibleBudget("infeasible: said before", budget_bytes=0, floor_bytes=1, cause="")
+
+    with monkeypatch.context() as during:
+        during.setattr(Session, "begin_call", begin_call)
+        with pytest.raises(InfeasibleBudget, match="said before"):
+            compiled(torch.randn(4, 8))
+    compiled(torch.randn(4, 8))
+
+
 # -- one budget
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import overspill
 from overspill.core.errors import OverspillError, StoreError
+from overspill.runtime.compiled.named_backend import session_with
 from overspill.runtime.transfer.engine import TransferEngine
 
 pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.filterwarnings("ignore")]
@@ -38,10 +39,12 @@ class Run:
 
     budget: str | None
     store: str
+    how: str = "compile"
     seen: list[Any] = field(default_factory=list)
     session: Any = None
     model: nn.Module = field(default_factory=nn.Module)
     optimizers: list[Optimizer] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, model: nn.Module, *make: tuple[Make, list[Any]]) -> Callable[..., Any]:
         """Return the model as the loop calls it, with optimizers over the parameters given with each."""
@@ -49,6 +52,9 @@ class Run:
         self.optimizers = [one(parameters) for one, parameters in make]
         if self.budget is None:
             return model
+        if self.how == "by name":
+            self.options = {"budget": self.budget, "store": self.store}
+            return torch.compile(model, backend="overspill", options=self.options, dynamic=False)  # type: ignore[return-value]
         compiled = overspill.compile(model, budget=self.budget, store=self.store)
         self.session = compiled.overspill
         return compiled
@@ -59,6 +65,8 @@ class Run:
 
     def moves(self) -> None:
         """Check that a plan moves parameters."""
+        if self.how == "by name" and self.budget is not None:
+            self.session = session_with(self.options)
         if self.session is not None:
             state = self.session.loop.state
             assert state is not None
@@ -82,9 +90,9 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def compare(loop: Callable[[Run], None], budget: str = "45%", store: str = "host") -> Run:
+def compare(loop: Callable[[Run], None], budget: str = "45%", store: str = "host", how: str = "compile") -> Run:
     """Run `loop` plain and compiled, and compare all that it saw."""
-    plain, ours = Run(None, store), Run(budget, store)
+    plain, ours = Run(None, store, how), Run(budget, store, how)
     loop(plain)
     expected = plain.end()
     loop(ours)
@@ -114,6 +122,9 @@ def begin(run: Run, make: Make = adamw) -> tuple[nn.Sequential, Callable[..., An
 def loss_of(compiled: Callable[..., Any], seed: int) -> Tensor:
     value: Tensor = compiled(batch(seed)).square().mean()
     return value
+
+
+either_way = pytest.mark.parametrize("how", ["compile", "by name"])
 
 
 @pytest.mark.parametrize(
@@ -321,7 +332,8 @@ def test_a_view_of_a_weight_is_kept_from_some_step_on() -> None:
     compare(loop, "60%")
 
 
-def test_state_dicts_and_copies_in_the_middle() -> None:
+@either_way
+def test_state_dicts_and_copies_in_the_middle(how: str) -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
         saved = io.BytesIO()
@@ -343,10 +355,25 @@ def test_state_dicts_and_copies_in_the_middle() -> None:
                 its.step()
                 run.see(*other.parameters())
 
-    compare(loop, "45%", "disk")
+    compare(loop, "45%", "disk", how=how)
 
 
-def test_freezing_and_unfreezing() -> None:
+def test_by_name_models_of_one_class_with_equal_options_each_move_their_own() -> None:
+    def loop(run: Run) -> None:
+        pairs = [begin(run) for _ in range(2)]
+        for i in range(6):
+            model, compiled, optimizer = pairs[i % 2]
+            loss_of(compiled, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see(*model.parameters())
+        run.moves()
+
+    compare(loop, how="by name")
+
+
+@either_way
+def test_freezing_and_unfreezing(how: str) -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
         for i in range(6):
@@ -357,7 +384,7 @@ def test_freezing_and_unfreezing() -> None:
             run.moves()
             optimizer.zero_grad()
 
-    compare(loop, "60%")
+    compare(loop, "60%", how=how)
 
 
 def test_the_session_brings_all_back_and_ends_and_the_loop_goes_on() -> None:
@@ -380,7 +407,8 @@ def test_the_session_brings_all_back_and_ends_and_the_loop_goes_on() -> None:
     compare(loop)
 
 
-def test_parameters_get_another_dtype() -> None:
+@either_way
+def test_parameters_get_another_dtype(how: str) -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run, OPTIMIZERS["sgd"])
         for i in range(5):
@@ -393,7 +421,7 @@ def test_parameters_get_another_dtype() -> None:
             run.moves()
             optimizer.zero_grad()
 
-    compare(loop, "60%")
+    compare(loop, "60%", how=how)
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -127,32 +126,20 @@ def overspill_backend(
         if mode is not None:
             raise RequestError("the overspill backend has no modes; pass options={...}")
         refuse_split(module)
-        session = _session_of(options if options is not None else {})
+        session = session_of({} if options is None else options, begins_calls=False)
     except OverspillError as error:
         raise Refused(error) from None
     return compile_graph(module, examples, lambda: session)  # the only strong reference
 
 
-def was_asked_for_plans(options: Mapping[str, Any] | None) -> bool:
-    """Return whether Dynamo has passed a graph for these torch.compile options.
-
-    If they are None, a graph of any call without options counts.
-    """
-    if options is None:
-        return any(not asked for asked in _ASKED)
-    return any(asked is options for asked in _ASKED)
-
-
 _SESSIONS: dict[int, tuple[Mapping[str, Any], weakref.ref[Session]]] = {}
 """Sessions by the id of their torch.compile call's options object, which Dynamo keeps until it is reset."""
-_ASKED: deque[Mapping[str, Any]] = deque(maxlen=1000)
-"""Options of all calls that ever got a session, also of sessions that are gone."""
 
 
-def _session_of(options: Mapping[str, Any]) -> Session:
+def session_of(options: Mapping[str, Any], *, begins_calls: bool) -> Session:
     """Return the session of one torch.compile call.
 
-    Dynamo passes the same options object for each graph of the call.
+    Dynamo passes the same options object for each graph of the call. Where nobody begins calls, parameters stay.
     """
     key = id(options)
     if key in _SESSIONS and (known := _SESSIONS[key][1]()) is not None:
@@ -161,11 +148,10 @@ def _session_of(options: Mapping[str, Any]) -> Session:
     if unknown := set(options) - names:
         raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(names))}")
     session = Session(Options(**options))
-    session.loop.may_move = False
-    session.loop.why_not = "a backend by name cannot move them, overspill.compile can"
+    if not begins_calls:
+        session.loop.may_move = False
+        session.loop.why_not = "this way of torch.compile cannot move them, overspill.compile can"
     _SESSIONS[key] = options, weakref.ref(session, lambda ref: _forget(key, ref))
-    if not was_asked_for_plans(options):
-        _ASKED.append(options)
     return session
 
 

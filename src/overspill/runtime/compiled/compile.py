@@ -210,7 +210,6 @@ class _Call:
         self._called = False
         if isinstance(recipe.model, nn.Module):
             self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
-        session.renewal.at_calls = True
         watch_method(self, recipe.model, session.watch_calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,10 @@
-"""The backend behind `torch.compile(backend="overspill")`, and a check for skipped models.
+"""The backend behind `torch.compile(backend="overspill")`, what precedes its calls, and a check for skipped models.
 
-If Dynamo skips a whole model, no code of Overspill runs. So before an optimizer steps, each model compiled with this
-backend that has gradients must also have a plan. PyTorch imports this file when a user names the backend, and the
-import registers that check.
+Before each call, Dynamo asks for its callback. There the session learns of the call, as in `overspill.compile`.
+
+If Dynamo skips a whole model, no code of Overspill compiles it. So before an optimizer steps, each model compiled with
+this backend that has gradients must also have a plan. PyTorch imports this file when a user names the backend, and the
+import registers both.
 """
 
 from __future__ import annotations
@@ -10,34 +12,113 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from overspill.core.errors import UnplannedError
-from overspill.pytorch.dynamo import OptimizedModule, TorchCompileWrapper, innermost_backend
+from overspill.core.errors import OverspillError, UnplannedError
+from overspill.pytorch.dynamo import (
+    CALLBACK,
+    OptimizedModule,
+    TorchCompileWrapper,
+    hooks_of,
+    innermost_backend,
+    reset_dynamo,
+)
 from overspill.pytorch.modules import COMPILED_CALL, ORIGINAL
 
-from .backend import _SESSIONS, overspill_backend, was_asked_for_plans
+from .backend import _SESSIONS, overspill_backend, session_of
+from .dynamo_gaps import Refused
+from .graph_compiler import Compiled
+from .loop_plans import guards_without
+from .loop_state import trace_what_is_away
 from .session import Session
 
 __all__ = ["overspill_backend", "session_with"]
+GuardFilter = Callable[[Sequence[Any]], Sequence[bool]]
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped since
-_waiting: weakref.WeakKeyDictionary[nn.Module, dict[str, Any] | None] = weakref.WeakKeyDictionary()
-"""Models compiled with this backend that have no plan yet, with their options."""
-_planned: weakref.WeakKeyDictionary[type, list[dict[str, Any] | None]] = weakref.WeakKeyDictionary()
-"""Classes of models that had a plan, with the options of each such model."""
+_waiting: weakref.WeakKeyDictionary[nn.Module, TorchCompileWrapper] = weakref.WeakKeyDictionary()
+"""Models compiled with this backend that have no plan yet, with what compiles them."""
 
 
 def session_with(options: Mapping[str, Any]) -> Session | None:
     """Return the session of the torch.compile calls that have this very `options` object; None before the first one."""
     known = _SESSIONS.get(id(options))
     return None if known is None else known[1]()
+
+
+class _OneCall:
+    """The backend of one torch.compile call, and the filter of its guards. A copy is that of another call.
+
+    Dynamo runs a model by the graphs of another one whose backend is equal. This one equals no other, for graphs have
+    the parameters that they move.
+    """
+
+    def __init__(self, options: Mapping[str, Any], users_filter: GuardFilter | None) -> None:
+        self.options = options
+        self.has_graphs = False
+        self.refused: OverspillError | None = None
+        """The error before a call, which is raised where Dynamo compiles the call."""
+        self.session: Session | None = None
+        """The session until a graph that is compiled holds it."""
+        self.known: Callable[[], Session | None] = lambda: None
+        """The session that has the models, by a weak reference."""
+        self._users_filter = users_filter
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **asked: Any) -> Compiled:
+        self.has_graphs = True
+        if (error := self.refused) is not None:
+            self.refused = None
+            raise Refused(error) from None
+        compiled = overspill_backend(module, examples, **asked)
+        self.session = None
+        return compiled
+
+    def wanted_guards(self, entries: Sequence[Any]) -> Sequence[bool]:
+        """Return for each guard whether Dynamo keeps it."""
+        session = session_with(self.options)
+        ours = [True] * len(entries) if session is None else guards_without(session.loop)(entries)
+        theirs = ours if self._users_filter is None else self._users_filter(entries)
+        return [one and other for one, other in zip(ours, theirs, strict=True)]
+
+    def __reduce__(self) -> Any:
+        return _OneCall, (self.options, self._users_filter)
+
+
+def callback_for_call(plain: Callable[[Any], Any], callback: Any) -> Any:
+    """Return Dynamo's `callback` for a call that begins; where that is of ours, the session learns of it."""
+    if (backend := _ours(callback)) is not None:
+        one = backend.compiler_fn
+        if not isinstance(one, _OneCall):
+            hooks = hooks_of(callback)
+            one = backend.compiler_fn = _OneCall(backend.kwargs.setdefault("options", {}), hooks.guard_filter_fn)
+            hooks.guard_filter_fn = one.wanted_guards
+        try:
+            _begin_call(backend, one)
+        except OverspillError as error:  # here Dynamo could not leave as it entered
+            one.refused = error
+            reset_dynamo()
+    return plain(callback)
+
+
+def _begin_call(backend: TorchCompileWrapper, one: _OneCall) -> None:
+    session = session_of(one.options, begins_calls=True)
+    if session is not one.known():
+        one.known = weakref.ref(session)
+        for model, other in _compiled_models():
+            if other is backend:
+                session.loop.name(_inside(model))
+                session.follow(model.parameters())
+    session.notice_kept_gradients()
+    session.begin_call(id(backend))
+    trace_what_is_away()
+    one.session = None if session.plans else session
 
 
 def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
@@ -54,31 +135,12 @@ def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
         return
     # Each waiting model has a plan by now, or is about to be updated without one.
     updated = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    for model, options in list(_waiting.items()):
-        if was_asked_for_plans(options):
+    for model, backend in list(_waiting.items()):
+        if isinstance(backend.compiler_fn, _OneCall) and backend.compiler_fn.has_graphs:
             del _waiting[model]
-            _note_planned(model, options)
         elif any(id(p) in updated for p in model.parameters()):
             del _waiting[model]
-            if not _runs_as_another(model, options):
-                _tell(model, options or {})
-
-
-def _note_planned(model: nn.Module, options: dict[str, Any] | None) -> None:
-    known = _planned.setdefault(type(_inside(model)), [])
-    if options not in known:
-        known.append(options)
-
-
-def _runs_as_another(model: nn.Module, options: dict[str, Any] | None) -> bool:
-    """Return whether Dynamo runs `model` by the compiled graphs of another model.
-
-    That is one of its class with equal options, which may be gone.
-    """
-    for other, asked in _compiled_models():
-        if was_asked_for_plans(asked):
-            _note_planned(other, asked)
-    return options in _planned.get(type(_inside(model)), ())
+            _tell(model, backend.kwargs.get("options", {}))
 
 
 def _inside(model: nn.Module) -> Any:
@@ -96,8 +158,15 @@ def _tell(model: nn.Module, options: dict[str, Any]) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _compiled_models() -> Iterator[tuple[nn.Module, dict[str, Any] | None]]:
-    """Yield live models compiled with this backend, with their options."""
+def _ours(callback: Any) -> TorchCompileWrapper | None:
+    backend = innermost_backend(callback) if callable(callback) else None
+    if not isinstance(backend, TorchCompileWrapper):
+        return None
+    return backend if isinstance(backend.compiler_fn, _OneCall) or backend.compiler_fn is overspill_backend else None
+
+
+def _compiled_models() -> Iterator[tuple[nn.Module, TorchCompileWrapper]]:
+    """Yield live models compiled with this backend, and what compiles them."""
     for thing in gc.get_objects():
         if not issubclass(type(thing), nn.Module):
             continue
@@ -105,11 +174,11 @@ def _compiled_models() -> Iterator[tuple[nn.Module, dict[str, Any] | None]]:
             callbacks = [getattr(thing.dynamo_ctx, "callback", None)]
         else:  # module.compile(...)
             cells = getattr(thing.__dict__.get(COMPILED_CALL), "__closure__", None) or ()
-            callbacks = [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
+            callbacks = [cell.cell_contents for cell in cells]
         for callback in callbacks:
-            backend = innermost_backend(callback) if callable(callback) else None
-            if isinstance(backend, TorchCompileWrapper) and backend.compiler_fn is overspill_backend:
-                yield thing, backend.kwargs.get("options")
+            if (backend := _ours(callback)) is not None:
+                yield thing, backend
 
 
 register_optimizer_step_pre_hook(look_for_plans)
+setattr(*CALLBACK, partial(callback_for_call, CALLBACK.now))

@@ -54,6 +54,6 @@ class OnlyLosses:
         self._renewal.begin_rounds()
         if not is_only and planned.ends_in_loss:
             self._renewal.ask("makes a loss from outputs of a model that returns one itself")
-        elif is_only and self._renewal.at_calls and planned.plan.slowdown > WORTHWHILE:
+        elif is_only and planned.plan.slowdown > WORTHWHILE:
             # Its plan has room for another loss, and for gradients of what that is made from.
             self._renewal.is_asked = True

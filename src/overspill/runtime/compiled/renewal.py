@@ -11,14 +11,10 @@ MOST_WAITING = 1024
 
 
 class Renewal:
-    """Whether plans are outdated.
-
-    `at_calls` is set if each call of a model checks this first, so that plans can be made again.
-    """
+    """Whether plans are outdated; each call of a model checks this first."""
 
     def __init__(self) -> None:
         self.is_asked = False
-        self.at_calls = False
         self._rounds = 0
         self._waited = 0
 
@@ -29,11 +25,9 @@ class Renewal:
         """
         if not self.is_asked:
             self.is_asked = True
-            later = (
-                "from the next step on the plans know it" if self.at_calls else "overspill.compile would plan anew then"
-            )
             warnings.warn(
-                f"this step {what}, which the first plans did not know: it may take more than the budget; {later}",
+                f"this step {what}, which the first plans did not know: it may take more than the budget; from the "
+                "next step on the plans know it",
                 stacklevel=4,
             )
 
