@@ -71,6 +71,11 @@ class Allocator {
     // Give all memory without live blocks back to the device; most allocators never do.
     virtual void release_cached() {}
 
+    // Let segments be chains of all their blocks, for who looks at them, and go on; and a live block's place there.
+    virtual void settle() {}
+    virtual void resume() {}
+    virtual PoolBlock* in_chain(PoolBlock* block) const { return block; }
+
     // The bytes of all segments up to the end of their last live blocks.
     Bytes spread_bytes() const {
         Bytes spread = reserved.now;

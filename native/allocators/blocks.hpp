@@ -27,6 +27,12 @@ struct PoolBlock {
     std::int64_t born = 0;        // numbers blocks by their creation
     std::int64_t indexed_at = 0;  // the age counter when the block became free
     Address base = 0;             // where its segment starts
+    // Of allocators that plan: the number of its request and its bytes, and a planned block's place in the heap or the
+    // other way round.
+    std::int64_t request = 0;
+    Bytes counted = 0;
+    PoolBlock* twin = nullptr;
+    bool planned = false;
 
     bool split() const { return prev != nullptr || next != nullptr; }
 

@@ -55,7 +55,7 @@ inline Bytes segment_size(Bytes size, Bytes large_segment_bytes) {
     return round_up(size, kRoundLargeBytes);
 }
 
-class CachingAllocator : public Allocator, private PoolOwner {
+class CachingAllocator : public Allocator, protected PoolOwner {
   public:
     CachingAllocator(Device& device, const CachingConfig& config)
         : Allocator(device),
@@ -147,13 +147,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
         Pool& pool = pool_for(size);
         PoolBlock* block = find_free(pool, size, stream);
         if (block == nullptr) block = new_block(pool, size, stream);
-        if (block != nullptr && splits(pool, block->size - size, size)) {
-            PoolBlock* front = blocks_.cut(block, size);
-            front->born = birth();
-            put(block);
-            return front;
-        }
-        return block;
+        return block == nullptr ? nullptr : cut_off(pool, block, size);
     }
 
     void return_block(PoolBlock* block) override {
@@ -162,7 +156,15 @@ class CachingAllocator : public Allocator, private PoolOwner {
         put(block);
     }
 
-  private:
+    // The first `size` bytes of a block that was taken out; the rest of it is free, where it is split off.
+    PoolBlock* cut_off(const Pool& pool, PoolBlock* block, Bytes size) {
+        if (!splits(pool, block->size - size, size)) return block;
+        PoolBlock* front = blocks_.cut(block, size);
+        front->born = birth();
+        put(block);
+        return front;
+    }
+
     Pool& pool_for(Bytes size) { return size <= kSmallBytes ? small_ : large_; }
     Pool& pool_of(const PoolBlock* block) override { return block->in_small ? small_ : large_; }
     std::int64_t birth() override { return ++births_; }
@@ -234,6 +236,7 @@ class CachingAllocator : public Allocator, private PoolOwner {
         return block;
     }
 
+  private:
     // A block of at least `size` bytes of new memory (alloc_block).
     PoolBlock* grow(Pool& pool, Bytes size, std::int32_t stream) {
         const Bytes nbytes = segment_size(size, config_.large_segment_bytes);
@@ -316,10 +319,12 @@ class CachingAllocator : public Allocator, private PoolOwner {
     }
 
     CachingConfig config_;
-    Pool small_, large_;
     std::optional<Bytes> limit_;
     bool collects_ = false;
     std::int64_t births_ = 0;
+
+  protected:
+    Pool small_, large_;
     std::optional<ExpandableSegments> expandable_;
 };
 

@@ -61,6 +61,16 @@ class ExpandableSegments {
         return it;
     }
 
+    // A new segment, all of it without memory; in no index yet.
+    PoolBlock* open(const Pool& pool, std::int32_t stream) {
+        const Bytes reservation = round_up(reservation_, pool.page_bytes);
+        const auto base = device_.reserve(reservation);
+        if (!base) return nullptr;
+        PoolBlock* block = make(pool, *base, reservation, stream, *base);
+        block->mapped = false;
+        return block;
+    }
+
     PoolBlock* grow(Pool& pool, Bytes size, std::int32_t stream) {
         PoolBlock* block = candidate(pool, size, stream);
         if (block == nullptr || (!block->mapped && !map(block, std::min(block->size, size)))) return nullptr;
@@ -104,13 +114,8 @@ class ExpandableSegments {
             if (block->prev != nullptr && block->prev->free) block = block->prev;
             if (space(block, size) >= size) return block;
         }
-        const Bytes reservation = round_up(reservation_, pool.page_bytes);
-        if (size > reservation) return nullptr;
-        const auto base = device_.reserve(reservation);
-        if (!base) return nullptr;
-        PoolBlock* block = make(pool, *base, reservation, stream, *base);
-        block->mapped = false;
-        pool.unmapped.emplace(Key{stream, *base}, block);
+        PoolBlock* block = size <= round_up(reservation_, pool.page_bytes) ? open(pool, stream) : nullptr;
+        if (block != nullptr) pool.unmapped.emplace(Key{stream, block->address}, block);
         return block;
     }
 

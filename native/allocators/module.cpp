@@ -135,6 +135,13 @@ class Stepper {
 
     bool finds(Bytes nbytes, std::int32_t stream) { return caching().finds(nbytes, stream); }
 
+    // What only the planned one can: end a step, and say what it did.
+    void mark_step() { planning().mark(); }
+    std::vector<std::int64_t> counts() const {
+        const PlannedCounts& found = planning().counts();
+        return {found.planned, found.carried, found.displaced, found.foreign, found.steps, found.plans, found.since};
+    }
+
     std::array<GaugeTuple, 3> gauges() const {
         return {tuple_of(allocator_->requested), tuple_of(allocator_->allocated), tuple_of(allocator_->reserved)};
     }
@@ -160,13 +167,20 @@ class Stepper {
         for (const auto& entry : live_) found.push_back(entry.first);
         return found;
     }
-    std::size_t idle_count() const { return allocator_->idle_blocks().size(); }
+    std::size_t idle_count() const {
+        allocator_->settle();
+        const std::size_t count = allocator_->idle_blocks().size();
+        allocator_->resume();
+        return count;
+    }
 
     // All segments by address, each as its stream and its blocks.
     std::vector<std::pair<std::int32_t, std::vector<BlockTuple>>> segments() const {
+        allocator_->settle();
         std::vector<PoolBlock*> firsts = allocator_->idle_blocks();
-        for (const auto& entry : live_) firsts.push_back(entry.second);
-        std::erase_if(firsts, [](const PoolBlock* block) { return block->prev != nullptr; });
+        for (const auto& entry : live_) firsts.push_back(allocator_->in_chain(entry.second));
+        // A fence of no bytes may stand before the first.
+        std::erase_if(firsts, [](const PoolBlock* block) { return block->prev != nullptr && block->prev->size > 0; });
         std::sort(firsts.begin(), firsts.end(),
                   [](const PoolBlock* a, const PoolBlock* b) { return a->address < b->address; });
         std::vector<std::pair<std::int32_t, std::vector<BlockTuple>>> found;
@@ -177,11 +191,13 @@ class Stepper {
                                     !block->mapped ? kUnmapped : block->free ? kFreeBlock : kLive);
             found.emplace_back(first->stream, std::move(blocks));
         }
+        allocator_->resume();
         return found;
     }
 
   private:
     CachingAllocator& caching() const { return dynamic_cast<CachingAllocator&>(*allocator_); }
+    PlannedAllocator& planning() const { return dynamic_cast<PlannedAllocator&>(*allocator_); }
 
     std::unique_ptr<Device> device_;
     std::unique_ptr<Allocator> allocator_;
@@ -252,6 +268,8 @@ NB_MODULE(_native, module) {
         .def("empty_cache", &Stepper::empty_cache)
         .def("adopt", &Stepper::adopt)
         .def("finds", &Stepper::finds)
+        .def("mark_step", &Stepper::mark_step)
+        .def("counts", &Stepper::counts)
         .def("gauges", &Stepper::gauges)
         .def("retries", &Stepper::retries)
         .def("used_bytes", &Stepper::used_bytes)

@@ -9,6 +9,7 @@ import pytest
 from overspill.core import Mobility
 from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
 from overspill.placement.allocators.base import Allocator
+from overspill.placement.allocators.planned import PlannedConfig
 from overspill_papers.placement import (
     BestFitConfig,
     BfcConfig,
@@ -86,10 +87,15 @@ def _two_ended(r: random.Random) -> TwoEndedConfig:
     return TwoEndedConfig(pool_bytes=r.choice([None, 0, 1000, 30 * MIB, 90 * MIB]), grows=r.random() < 0.7)
 
 
+def _planned(r: random.Random) -> PlannedConfig:
+    return PlannedConfig(background=r.random() < 0.1)
+
+
 _CONFIGS: dict[str, Callable[[random.Random], Any]] = {
     "pytorch": _caching,
     "tensorflow": _bfc,
     "mxnet": _mxnet,
+    "planned": _planned,
     "chainer": lambda r: ChainerConfig(limit_bytes=r.choice([0, 0, 50 * MIB])),
     "cnmem": _cnmem,
     "gtbm": _two_ended,

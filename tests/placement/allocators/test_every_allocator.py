@@ -146,7 +146,7 @@ def test_an_unknown_name_lists_those_that_exist() -> None:
 
 def test_every_allocator_says_what_it_is_and_where_its_rules_come_from() -> None:
     assert list(ALLOCATORS) == [
-        *("best-fit", "buddy", "chainer", "chunked", "cnmem", "gtbm", "mxnet", "pytorch", "tensorflow")
+        *("best-fit", "buddy", "chainer", "chunked", "cnmem", "gtbm", "mxnet", "planned", "pytorch", "tensorflow")
     ]
     for allocator in ALLOCATORS.values():
         assert allocator.summary

@@ -29,6 +29,12 @@ class Stepper:
     def finds(self, nbytes: int, stream: int) -> bool:
         """Return whether PyTorch's cache could serve an allocation."""
 
+    def mark_step(self) -> None:
+        """End a step of the planned allocator."""
+
+    def counts(self) -> list[int]:
+        """Return the fields of PlannedCounts."""
+
     def gauges(self) -> list[tuple[int, int, int]]:
         """Return requested, allocated and reserved bytes: for each its value now, its peak, and the peak's event."""
 

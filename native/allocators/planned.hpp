@@ -1,0 +1,559 @@
+// Planned addresses for the steps of a job that nobody captured: profile, plan, replay, reoptimise (Sekiyama et al. 2018,
+// §4). What no plan knows is served by PyTorch's rules on expandable segments of 2 MiB pages, the heap.
+//
+// Each stream has a region of its own, so no byte passes from one stream to another:
+//
+//     fence | leased ......| foreign live | leased ........| tail, without memory ...|
+//           ^base                                           ^base + bytes
+//
+// While it is leased, planned blocks come and go by the guard's bits alone. When the heap would have to grow, the region
+// is lent to it: planned blocks become blocks of the heap, and what is between them is free. The next planned request
+// takes the region back, around what lives there. Where both together would hold more than ever lived at once, as in a
+// step that no plan knows, free pages are given back first, and the rest of the step is the heap's.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../live/shapes.hpp"
+#include "caching.hpp"
+
+namespace overspill {
+
+struct PlannedCounts {
+    std::int64_t planned = 0;    // requests that got their planned address
+    std::int64_t carried = 0;    // that live on into the next step, and are not planned
+    std::int64_t displaced = 0;  // whose place was taken or too small
+    std::int64_t foreign = 0;    // that no plan knows
+    std::int64_t steps = 0;
+    std::int64_t plans = 0;   // solved
+    std::int64_t since = -1;  // when the last one came into force
+};
+
+class PlannedAllocator final : public CachingAllocator {
+  public:
+    PlannedAllocator(Device& device, bool background) : CachingAllocator(device, heap_settings()), solver_(background) {}
+
+    // A step ends here, whatever its requests.
+    void mark() {
+        marked_ = true;
+        for (const auto& lane : lanes_)
+            if (lane != nullptr) lane->ends = true;
+    }
+
+    // Until all plans that were asked for are there.
+    void wait() { solver_.wait(); }
+
+    const PlannedCounts& counts() const { return counts_; }
+
+    Bytes region_bytes() const {
+        Bytes sum = 0;
+        for (const auto& lane : lanes_) sum += lane == nullptr ? 0 : lane->bytes;
+        return sum;
+    }
+
+    void release_cached() override {
+        for (const auto& lane : lanes_)
+            if (lane != nullptr) lend(*lane);
+        CachingAllocator::release_cached();
+    }
+
+    std::vector<PoolBlock*> idle_blocks() const override {
+        auto all = CachingAllocator::idle_blocks();
+        for (const auto& lane : lanes_)
+            if (lane != nullptr && lane->tail != nullptr) all.push_back(lane->tail);
+        return all;
+    }
+
+    void settle() override {
+        for (const auto& lane : lanes_)
+            if (lane != nullptr && lane->leased) {
+                lend(*lane);
+                lane->settled = true;
+            }
+    }
+    void resume() override {
+        for (const auto& lane : lanes_)
+            if (lane != nullptr && std::exchange(lane->settled, false)) lease(*lane, lane->bytes);  // no more than before
+    }
+    PoolBlock* in_chain(PoolBlock* block) const override { return block->planned ? block->twin : block; }
+
+  protected:
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
+        const Bytes size = std::max(round_up(nbytes, kMinBlockBytes), kMinBlockBytes);
+        Lane& lane = lane_of(stream);
+        begin_step(lane, size);
+        const bool followed = lane.shapes.followed != nullptr;
+        const auto number = lane.shapes.number(size, lane.log, lane.begin);
+        if (followed && lane.shapes.followed == nullptr) lane.trusted = std::min(4 * lane.trusted, kMostRequests);
+        PoolBlock* block = number ? planned_block(lane, *number, size) : nullptr;
+        if (!number) {
+            ++counts_.foreign;
+            block = heap_block(lane, size, true);
+        }
+        if (block == nullptr) return nullptr;
+        block->request = lane.log.add(size, lane.live);
+        lane.live += size;
+        block->counted = size;
+        const bool watched = std::exchange(lane.watched, !marked_ && watches(lane));
+        if (lane.watched) {
+            if (!watched) lane.repeats.restart(block->request);
+            look_for_steps(lane);
+        }
+        return block;
+    }
+
+    void return_block(PoolBlock* block) override {
+        Lane& lane = lane_of(block->stream);
+        lane.log.freed(block->request);
+        lane.live -= block->counted;
+        if (block->planned) {
+            auto& planned = static_cast<live::PlannedBlock&>(*block);
+            planned.live = false;
+            --planned.layout->live;
+            PoolBlock* twin = std::exchange(planned.twin, nullptr);
+            if (twin == nullptr) {
+                lane.guard.give(planned.parts);
+                return;
+            }
+            twin->twin = nullptr;
+            twin->free = true;
+            twin->requested = 0;
+            CachingAllocator::return_block(twin);
+            return;
+        }
+        const bool inside = lane.leased && block->address >= lane.base && block->address < lane.base + lane.bytes;
+        CachingAllocator::return_block(block);
+        if (inside) lease(lane);
+    }
+
+  private:
+    static constexpr std::int64_t kMostRequests = std::int64_t{1} << 20;
+    static constexpr Bytes kSlack = 64;      // beyond what ever lived, the 64th part of it
+    static constexpr Bytes kSlackPages = 2;  // and two pages
+    static constexpr std::int64_t kTrusted = 32;  // steps after which nobody looks for longer ones
+
+    // A stream: its requests, the steps that they make, and its region.
+    struct Lane {
+        Lane(live::Solver& solver, std::int32_t stream_) : stream(stream_), shapes(solver) {}
+
+        std::int32_t stream;
+        live::Log log;
+        live::Repeats repeats;
+        live::Shapes shapes;
+        std::int64_t begin = 0;  // of the current step
+        bool ends = false;       // the step was marked as ended
+        Bytes live = 0;
+        std::int64_t trusted = kTrusted;
+        bool watched = false;
+        int clean_steps = 0;
+        bool trimmed = true;
+        // the region
+        PoolBlock* fence = nullptr;
+        PoolBlock* tail = nullptr;
+        Address base = 0;
+        Bytes wanted = 0, bytes = 0;
+        bool leased = false, settled = false;
+        bool crowded = false;  // the rest of the step is the heap's
+        bool cut = false;      // the guard knows all edges, of so many bytes
+        Bytes cut_bytes = 0;
+        std::vector<PoolBlock*> pieces;
+        live::Guard guard;
+    };
+
+    static CachingConfig heap_settings() {
+        CachingConfig config;
+        config.expandable_segments = true;
+        config.large_segment_bytes = kPageBytes;
+        return config;
+    }
+
+    Lane& lane_of(std::int32_t stream) {
+        const auto at = static_cast<std::size_t>(stream);
+        if (at >= lanes_.size()) lanes_.resize(at + 1);
+        if (lanes_[at] == nullptr) lanes_[at] = std::make_unique<Lane>(solver_, stream);
+        return *lanes_[at];
+    }
+
+    // --- Steps.
+
+    void begin_step(Lane& lane, Bytes size) {
+        if (marked_) {
+            if (lane.ends) {
+                lane.ends = false;
+                end_step(lane, true);
+                lane.shapes.begin(size, false);
+            } else if (lane.log.next() - lane.begin >= kMostRequests) {  // nobody marks steps any more
+                lane.log.forget_before(lane.log.next());
+                lane.begin = lane.log.next();
+                lane.shapes.follow(nullptr, 0);
+            }
+            return;
+        }
+        if (lane.shapes.complete()) end_step(lane, true);
+        if (lane.shapes.followed == nullptr && lane.shapes.begin(size, true)) {
+            lane.begin = lane.log.next();
+            lane.crowded = false;
+        }
+    }
+
+    // The step ends before the next request; learn what it was, and put plans into force.
+    void end_step(Lane& lane, bool whole) {
+        live::Shapes& shapes = lane.shapes;
+        const std::int64_t now = lane.log.next();
+        const std::int64_t begin = std::exchange(lane.begin, now);
+        ++counts_.steps;
+        bool clean = shapes.complete() && shapes.clean;
+        if (shapes.complete()) ++shapes.followed->cycles;
+        if (whole && begin >= lane.log.first() && !(clean && as_expected(lane, begin)))
+            clean = shapes.learn(live::step_of(lane.log, begin, now)) && clean;
+        if (marked_ || !watches(lane)) lane.log.forget_before(now);
+        shapes.follow(nullptr, 0);
+        lane.crowded = false;
+        stuck_ = 0;
+        install(lane);
+        // What no plan knew may have left memory behind.
+        lane.clean_steps = clean ? lane.clean_steps + 1 : 0;
+        if (lane.clean_steps == 2 && !std::exchange(lane.trimmed, true)) CachingAllocator::release_cached();
+        if (!clean) lane.trimmed = false;
+    }
+
+    bool as_expected(const Lane& lane, std::int64_t begin) const {
+        const live::Steps& expected = lane.shapes.followed->expected;
+        if (lane.log.next() - begin != static_cast<std::int64_t>(expected.size())) return false;
+        const std::int64_t now = lane.log.next();
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+            if (expected[i].end == live::kCarried) continue;
+            const std::int64_t end = lane.log[begin + static_cast<std::int64_t>(i)].end;
+            if (end > now || end - begin > expected[i].end) return false;
+        }
+        return true;
+    }
+
+    // Whether a longer step may still be found.
+    static bool watches(const Lane& lane) {
+        return lane.shapes.followed == nullptr || lane.shapes.followed->cycles < lane.trusted;
+    }
+
+    void look_for_steps(Lane& lane) {
+        if (lane.log.next() - lane.log.first() > kMostRequests) {
+            lane.log.forget_before(lane.log.next() - kMostRequests / 2);
+            lane.begin = std::max(lane.begin, lane.log.first());
+        }
+        const auto period = lane.repeats.see(lane.log, lane.live);
+        if (!period) return;
+        live::Shapes& shapes = lane.shapes;
+        if (shapes.followed != nullptr && static_cast<std::int64_t>(shapes.followed->expected.size()) >= *period) return;
+        // Cut the step where least lives on, there before the rarest request.
+        const std::int64_t now = lane.log.next();
+        std::unordered_map<Bytes, std::int64_t> often;
+        for (std::int64_t at = now - 2 * *period; at < now - *period; ++at) ++often[lane.log[at].nbytes];
+        std::int64_t cut = now - 2 * *period;
+        for (std::int64_t at = cut; at < now - *period; ++at) {
+            const auto rank = [&](std::int64_t i) { return std::pair(lane.log[i].live, often[lane.log[i].nbytes]); };
+            if (rank(at) < rank(cut)) cut = at;
+        }
+        live::Steps step = live::step_of(lane.log, cut, cut + *period);
+        for (const auto& shape : shapes.all)
+            if (shape->expected.size() == step.size() &&
+                std::equal(step.begin(), step.end(), shape->expected.begin(), [](auto& a, auto& b) { return b.takes(a.nbytes); }))
+                return;
+        live::Shape& shape = shapes.add(std::move(step));
+        // The current step has begun at the last cut.
+        const std::int64_t done = (now - cut - 1) % *period + 1;
+        lane.begin = now - done;
+        shapes.follow(&shape, static_cast<std::size_t>(done));
+    }
+
+    // --- The heap.
+
+    // A block of the heap; `holes`: of the region too before it grows.
+    PoolBlock* heap_block(Lane& lane, Bytes size, bool holes) {
+        Pool& pool = pool_for(size);
+        PoolBlock* block = find_free(pool, size, lane.stream);
+        if (block == nullptr && holes && !pool.small && lane.leased) {
+            lend(lane);
+            block = find_free(pool, size, lane.stream);
+        }
+        if (block == nullptr && crowds(round_up(size, kPageBytes))) {
+            release_cached();
+            lane.crowded = true;
+            stuck_ = reserved.now - allocated.now;
+        }
+        if (block == nullptr) block = new_block(pool, size, lane.stream);
+        return block == nullptr ? nullptr : cut_off(pool, block, size);
+    }
+
+    // Whether so much new memory would go beyond what ever lived at once, while more lies idle than could not be given
+    // back the last time.
+    bool crowds(Bytes more) const {
+        const bool planned = std::any_of(lanes_.begin(), lanes_.end(),
+                                         [](const auto& lane) { return lane != nullptr && lane->wanted > 0; });
+        const Bytes lived = std::max(allocated.peak, allocated.now + more);
+        const Bytes slack = lived / kSlack + kSlackPages * kPageBytes;
+        return planned && reserved.now + more > lived + slack && reserved.now - allocated.now > stuck_ + slack;
+    }
+
+    // --- Plans.
+
+    PoolBlock* planned_block(Lane& lane, std::size_t number, Bytes size) {
+        live::Layout* layout = lane.shapes.followed->layout.get();
+        if (layout == nullptr) {
+            ++counts_.foreign;
+            return heap_block(lane, size, true);
+        }
+        if (!lane.leased && lane.crowded) {
+            ++counts_.displaced;
+            return heap_block(lane, size, true);
+        }
+        if (!lane.leased) lease(lane);
+        live::PlannedBlock& block = layout->blocks[number];
+        if (block.placed && size <= block.size && lane.guard.take(block.parts)) [[likely]] {
+            block.live = true;
+            ++layout->live;
+            ++counts_.planned;
+            return &block;
+        }
+        const bool carried = lane.shapes.followed->expected[number].end == live::kCarried;
+        ++(carried ? counts_.carried : counts_.displaced);
+        return heap_block(lane, size, !carried);
+    }
+
+    // Put the plans that were solved into force; between two steps.
+    void install(Lane& lane) {
+        for (auto& [ticket, solution] : solver_.answers()) answers_.emplace_back(ticket, std::move(solution));
+        bool changed = false;
+        for (const auto& shape : lane.shapes.all) {
+            const auto found = std::find_if(answers_.begin(), answers_.end(),
+                                            [&](const auto& answer) { return answer.first == shape->ticket; });
+            if (found == answers_.end()) continue;
+            lane.shapes.retire(std::exchange(shape->layout, layout_of(lane, *shape, found->second)));
+            answers_.erase(found);
+            shape->ticket = 0;
+            changed = true;
+            lane.cut = false;
+            ++counts_.plans;
+            counts_.since = clock;
+        }
+        // Answers to questions that nobody asks any more.
+        std::erase_if(answers_, [&](const auto& answer) {
+            return std::none_of(lanes_.begin(), lanes_.end(), [&](const auto& other) {
+                return other != nullptr && std::any_of(other->shapes.all.begin(), other->shapes.all.end(),
+                                                       [&](const auto& shape) { return shape->ticket == answer.first; });
+            });
+        });
+        if (!changed) return;
+        Bytes peak = 0;
+        for (const auto& shape : lane.shapes.all)
+            if (shape->layout != nullptr) peak = std::max(peak, shape->layout->peak);
+        if (round_up(peak, kPageBytes) > lane.wanted) {
+            lane.wanted = round_up(peak, kPageBytes);
+            CachingAllocator::release_cached();  // the memory that profiling took
+        }
+        if (lane.wanted > 0) lease(lane);
+    }
+
+    std::unique_ptr<live::Layout> layout_of(Lane& lane, const live::Shape& shape, const live::Solution& solution) {
+        if (lane.fence == nullptr) open_region(lane);
+        auto layout = std::make_unique<live::Layout>();
+        layout->peak = solution.peak;
+        layout->blocks.resize(shape.expected.size());
+        for (std::size_t i = 0; i < shape.expected.size(); ++i) {
+            live::PlannedBlock& block = layout->blocks[i];
+            block.planned = true;
+            block.layout = layout.get();
+            block.stream = lane.stream;
+            block.size = solution.offsets[i] == live::kUnplaced ? 0 : shape.expected[i].nbytes;
+            block.address = lane.base + solution.offsets[i];
+        }
+        return layout;
+    }
+
+    // --- The region.
+
+    void open_region(Lane& lane) {
+        lane.tail = expandable_->open(large_, lane.stream);
+        if (lane.tail == nullptr) return;
+        lane.base = lane.tail->address;
+        lane.fence = blocks_.make(lane.base, 0, lane.stream);
+        lane.fence->free = false;
+        lane.fence->base = lane.base;
+        lane.fence->splice(nullptr, lane.tail);
+        lane.tail->free = false;  // nothing grows into it
+    }
+
+    template <typename Do>
+    void each_planned(Lane& lane, const Do& what) {
+        for (const auto& shape : lane.shapes.all)
+            if (shape->layout != nullptr)
+                for (auto& block : shape->layout->blocks) what(block);
+        for (const auto& layout : lane.shapes.retired)
+            for (auto& block : layout->blocks) what(block);
+    }
+
+    // Lend the region to the heap.
+    void lend(Lane& lane) {
+        if (!lane.leased) return;
+        lane.leased = false;
+        std::vector<live::PlannedBlock*> live;
+        each_planned(lane, [&](live::PlannedBlock& block) {
+            if (block.live) live.push_back(&block);
+        });
+        std::sort(live.begin(), live.end(), [](auto* a, auto* b) { return a->address < b->address; });
+        auto block = live.begin();
+        for (PoolBlock* piece : std::exchange(lane.pieces, {})) {
+            PoolBlock *before = piece->prev, *after = piece->next;
+            Address at = piece->address;
+            const Address end = at + piece->size;
+            blocks_.drop(piece);
+            const auto add = [&](Bytes size) {
+                PoolBlock* part = blocks_.make(at, size, lane.stream);
+                part->base = lane.base;
+                part->born = birth();
+                part->splice(before, nullptr);
+                before = part;
+                at += size;
+                return part;
+            };
+            const auto add_free = [&](Bytes size) {
+                if (size > 0) put(add(size));
+            };
+            for (; block != live.end() && (*block)->address < end; ++block) {
+                add_free((*block)->address - at);
+                PoolBlock* twin = add((*block)->size);
+                twin->free = false;
+                twin->requested = (*block)->requested;
+                twin->twin = *block;
+                (*block)->twin = twin;
+            }
+            add_free(end - at);
+            before->splice(before->prev, after);
+        }
+    }
+
+    // Take the region back from the heap, as far as there is memory, around the blocks of the heap that live there.
+    void lease(Lane& lane) { lease(lane, lane.wanted); }
+    void lease(Lane& lane, Bytes wanted) {
+        lend(lane);
+        if (lane.fence == nullptr) return;
+        make_room(lane, wanted);
+        PoolBlock* piece = nullptr;
+        const auto take = [&](PoolBlock* block) {
+            if (piece == nullptr) {
+                block->free = false;
+                block->twin = nullptr;
+                lane.pieces.push_back(piece = block);
+            } else {
+                piece->size += block->size;
+                piece->splice(piece->prev, block->next);
+                blocks_.drop(block);
+            }
+        };
+        lane.bytes = 0;
+        PoolBlock* block = lane.fence->next;
+        for (PoolBlock* following; block != lane.tail && block->address < lane.base + wanted; block = following) {
+            following = block->next;
+            if (!block->free && block->twin == nullptr) {
+                piece = nullptr;
+            } else if (!block->free) {
+                block->twin->twin = nullptr;
+                take(block);
+            } else if (block->mapped) {
+                large_.free.erase(key(block));
+                take(block);
+            } else {
+                if (!device_.map(block->address, block->size)) break;
+                large_.unmapped.erase(Key{block->stream, block->address});
+                block->mapped = true;
+                log_exchange(SegmentAction::kMap, block->address, block->size, lane.stream);
+                take(block);
+            }
+        }
+        // Planned blocks that live behind a part without memory stay with the heap.
+        lane.bytes = block->address - lane.base;
+        if (block == lane.tail && lane.bytes < wanted) {
+            const Bytes more = std::min(wanted - lane.bytes, lane.tail->size - kPageBytes);
+            if (more > 0 && device_.map(lane.tail->address, more)) {
+                PoolBlock* added = blocks_.make(lane.tail->address, more, lane.stream);
+                added->base = lane.base;
+                added->splice(lane.tail->prev, lane.tail);
+                lane.tail->address += more;
+                lane.tail->size -= more;
+                lane.bytes += more;
+                log_exchange(SegmentAction::kMap, added->address, more, lane.stream);
+                take(added);
+            }
+        }
+        lane.leased = true;
+        mark_used(lane);
+    }
+
+    // The heap's idle pages go where the region has no memory, rather than new ones.
+    void make_room(Lane& lane, Bytes wanted) {
+        Bytes without = lane.tail->address < lane.base + wanted ? lane.base + wanted - lane.tail->address : 0;
+        std::vector<PoolBlock*> own;
+        for (PoolBlock* block = lane.fence->next; block != lane.tail && block->address < lane.base + wanted; block = block->next) {
+            if (!block->free) continue;
+            if (!block->mapped)
+                without += block->size;
+            else
+                own.push_back(block);
+        }
+        if (without == 0 || !crowds(without)) return;
+        for (PoolBlock* block : own) large_.free.erase(key(block));
+        CachingAllocator::release_cached();
+        for (PoolBlock* block : own) put(block);
+        stuck_ = 0;
+    }
+
+    // Set the guard, cut at the edges of all plans, by what lives.
+    void mark_used(Lane& lane) {
+        const auto parts = [&](const PoolBlock& block) {
+            return lane.guard.parts(block.address - lane.base, block.address - lane.base + block.size);
+        };
+        if (!lane.cut || lane.cut_bytes != lane.bytes) {
+            std::vector<Bytes> edges{0, lane.bytes};
+            each_planned(lane, [&](live::PlannedBlock& block) {
+                block.placed = block.size > 0 && block.address + block.size <= lane.base + lane.bytes;
+                if (!block.placed) return;
+                edges.push_back(block.address - lane.base);
+                edges.push_back(block.address - lane.base + block.size);
+            });
+            lane.guard.cut(std::move(edges));
+            each_planned(lane, [&](live::PlannedBlock& block) {
+                if (block.placed) block.parts = parts(block);
+            });
+            lane.cut = true;
+            lane.cut_bytes = lane.bytes;
+        } else {
+            lane.guard.clear();
+        }
+        each_planned(lane, [&](live::PlannedBlock& block) {
+            if (block.placed && block.live) lane.guard.set(block.parts);
+        });
+        auto piece = lane.pieces.begin();
+        for (PoolBlock* block = lane.fence->next; block != lane.tail && block->address < lane.base + lane.bytes; block = block->next) {
+            if (piece != lane.pieces.end() && block == *piece)
+                ++piece;
+            else
+                lane.guard.set(parts(*block));
+        }
+    }
+
+    live::Solver solver_;
+    std::vector<std::pair<std::int64_t, live::Solution>> answers_;
+    std::vector<std::unique_ptr<Lane>> lanes_;
+    PlannedCounts counts_;
+    bool marked_ = false;
+    Bytes stuck_ = 0;  // idle bytes that were left when free pages were given back
+};
+
+inline const Registered kPlanned("planned", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<PlannedAllocator>(device, settings.flag("background"));
+});
+
+}  // namespace overspill

@@ -1,0 +1,251 @@
+// Addresses for the requests of a step, from their sizes and lifetimes; in the background where that is wanted.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../packing/skyline.hpp"
+#include "device.hpp"
+
+namespace overspill::live {
+
+constexpr std::int32_t kCarried = std::numeric_limits<std::int32_t>::max();
+constexpr Bytes kUnplaced = -1;
+
+// What is expected of the λ-th request of a step: the least and the most bytes, and before which request it is freed.
+// One that lives on into the next step is carried, and not placed.
+struct Expected {
+    Bytes least;
+    Bytes nbytes;
+    std::int32_t end;
+
+    bool varies() const { return least != nbytes; }
+    bool takes(Bytes size) const { return size == nbytes || (varies() && size <= nbytes); }
+};
+
+using Steps = std::vector<Expected>;
+
+// The most bytes of placed requests that live at once.
+inline Bytes load_of(const Steps& expected) {
+    std::vector<Bytes> change(expected.size() + 1, 0);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+        if (expected[i].end == kCarried) continue;
+        change[i] += expected[i].nbytes;
+        change[static_cast<std::size_t>(expected[i].end)] -= expected[i].nbytes;
+    }
+    Bytes live = 0, most = 0;
+    for (const Bytes by : change) most = std::max(most, live += by);
+    return most;
+}
+
+struct Solution {
+    std::vector<Bytes> offsets;  // one a request, kUnplaced for carried ones
+    Bytes peak = 0;
+    Bytes load = 0;
+};
+
+// The skylines of the portfolio (placement/packing/solvers/portfolio.py), guarded by the load, by its keys, and some
+// restarts with weights on the best of them.
+class StepSolver {
+  public:
+    explicit StepSolver(const Steps& expected) : expected_(expected) {
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+            if (expected[i].end == kCarried) continue;
+            placed_.push_back(i);
+            start_.push_back(static_cast<packing::Section>(i));
+            end_.push_back(expected[i].end);
+            nbytes_.push_back(expected[i].nbytes);
+        }
+        number_maximal_sections();
+    }
+
+    Solution solve() {
+        Solution best;
+        best.offsets.assign(expected_.size(), kUnplaced);
+        best.load = load_of(expected_);
+        if (placed_.empty()) return best;
+        packing::SkylinePacker packer(start_, end_, nbytes_, std::vector<Bytes>(placed_.size(), 1));
+        std::vector<double> key, tried;
+        std::vector<Bytes> offsets;
+        best.peak = packing::SkylinePacker::kUnlimited;
+        const auto offer = [&](const std::vector<double>& by) {
+            const auto found = packer.pack(by, best.load, best.peak - 1);
+            if (!found) return false;
+            offsets = *found;
+            best.peak = 0;
+            for (std::size_t i = 0; i < offsets.size(); ++i) best.peak = std::max(best.peak, offsets[i] + nbytes_[i]);
+            return true;
+        };
+        for (const auto& by : keys()) {
+            if (best.peak <= best.load) break;
+            if (offer(by)) key = by;
+        }
+        std::mt19937_64 random(0);
+        std::normal_distribution<double> normal(0, 0.4);
+        const std::size_t count = placed_.size();
+        for (std::size_t turns = kRestarted / (100 + count) + 4; turns > 0 && best.peak > best.load; --turns) {
+            tried = key;
+            for (std::size_t i = 0; i < count; ++i)
+                if (offsets[i] + nbytes_[i] > best.load && random() % 3 == 0) tried[i] *= 1.3;
+            for (std::size_t changed = 1 + random() % (1 + count / 20); changed > 0; --changed)
+                tried[random() % count] *= std::exp(normal(random));
+            if (offer(tried)) key = tried;
+        }
+        for (std::size_t i = 0; i < count; ++i) best.offsets[placed_[i]] = offsets[i];
+        return best;
+    }
+
+  private:
+    static constexpr std::size_t kRestarted = 100'000;  // blocks placed in restarts
+
+    // As keys.py has it: sections whose live blocks are not all live in another.
+    void number_maximal_sections() {
+        const std::size_t sections = expected_.size();
+        std::vector<char> starts(sections + 1, 0), ends(sections + 1, 0);
+        for (std::size_t i = 0; i < placed_.size(); ++i) starts[start_[i]] = ends[end_[i] - 1] = 1;
+        std::vector<packing::Section> number(sections + 1, 0);
+        bool started = false;
+        packing::Section count = 0;
+        for (std::size_t at = 0; at < sections; ++at) {
+            number[at] = count;
+            started = started || starts[at];
+            if (!ends[at] || !started) continue;
+            ++count;
+            started = false;
+        }
+        number[sections] = count;
+        for (std::size_t i = 0; i < placed_.size(); ++i) {
+            start_[i] = number[start_[i]];
+            end_[i] = number[end_[i]];
+        }
+    }
+
+    std::vector<double> loads() const {
+        const auto sections = static_cast<std::size_t>(*std::max_element(end_.begin(), end_.end()));
+        std::vector<Bytes> load(sections + 1, 0);
+        for (std::size_t i = 0; i < start_.size(); ++i) {
+            load[start_[i]] += nbytes_[i];
+            load[end_[i]] -= nbytes_[i];
+        }
+        for (std::size_t at = 1; at <= sections; ++at) load[at] += load[at - 1];
+        std::vector<double> most(start_.size());
+        for (packing::Section width = 1;; width *= 2) {  // maxima over ranges of doubling width
+            bool longer = false;
+            for (std::size_t i = 0; i < most.size(); ++i) {
+                const packing::Section length = end_[i] - start_[i];
+                if (length >= width && length < 2 * width)
+                    most[i] = static_cast<double>(std::max(load[start_[i]], load[end_[i] - width]));
+                longer = longer || length >= 2 * width;
+            }
+            if (!longer) return most;
+            for (std::size_t at = 0; at + width < load.size(); ++at) load[at] = std::max(load[at], load[at + width]);
+        }
+    }
+
+    std::array<std::vector<double>, 5> keys() const {
+        const std::size_t count = placed_.size();
+        std::vector<double> sections(count), lifetime(count), size(count), area(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            size[i] = static_cast<double>(nbytes_[i]);
+            sections[i] = end_[i] - start_[i];
+            lifetime[i] = static_cast<double>(expected_[placed_[i]].end) - static_cast<double>(placed_[i]);
+            area[i] = size[i] * lifetime[i];
+        }
+        const auto tied = [](std::vector<double> key, const std::vector<double>& by) {
+            const double scale = 2 * *std::max_element(by.begin(), by.end()) + 1;
+            for (std::size_t i = 0; i < key.size(); ++i) key[i] += by[i] / scale;
+            return key;
+        };
+        return {tied(loads(), sections), tied(area, size), tied(sections, size), tied(size, sections), tied(lifetime, size)};
+    }
+
+    const Steps& expected_;
+    std::vector<std::size_t> placed_;  // the numbers of the blocks' requests
+    std::vector<packing::Section> start_, end_;
+    std::vector<Bytes> nbytes_;
+};
+
+// Solves one problem after the other: at once, or on a thread of its own.
+class Solver {
+  public:
+    struct Answer {
+        std::int64_t ticket;
+        Solution solution;
+    };
+
+    explicit Solver(bool background) : background_(background) {}
+    ~Solver() {
+        {
+            const std::lock_guard lock(mutex_);
+            ends_ = true;
+        }
+        wake_.notify_all();
+        if (thread_.joinable()) thread_.join();
+    }
+    Solver(const Solver&) = delete;
+    Solver& operator=(const Solver&) = delete;
+
+    // A number by which the answer will be known.
+    std::int64_t ask(const Steps& expected) {
+        const std::int64_t ticket = ++tickets_;
+        if (!background_) {
+            answers_.push_back({ticket, StepSolver(expected).solve()});
+            return ticket;
+        }
+        const std::lock_guard lock(mutex_);
+        questions_.emplace_back(ticket, expected);
+        if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+        wake_.notify_all();
+        return ticket;
+    }
+
+    std::vector<Answer> answers() {
+        const std::lock_guard lock(mutex_);
+        return std::exchange(answers_, {});
+    }
+
+    // Until all that was asked is answered.
+    void wait() {
+        std::unique_lock lock(mutex_);
+        idle_.wait(lock, [this] { return questions_.empty() && !busy_; });
+    }
+
+  private:
+    void work() {
+        std::unique_lock lock(mutex_);
+        while (true) {
+            wake_.wait(lock, [this] { return ends_ || !questions_.empty(); });
+            if (ends_) return;
+            const auto [ticket, expected] = std::move(questions_.front());
+            questions_.erase(questions_.begin());
+            busy_ = true;
+            lock.unlock();
+            Solution found = StepSolver(expected).solve();
+            lock.lock();
+            busy_ = false;
+            answers_.push_back({ticket, std::move(found)});
+            idle_.notify_all();
+        }
+    }
+
+    bool background_;
+    std::int64_t tickets_ = 0;
+    std::mutex mutex_;
+    std::condition_variable wake_, idle_;
+    std::vector<std::pair<std::int64_t, Steps>> questions_;
+    std::vector<Answer> answers_;
+    bool ends_ = false, busy_ = false;
+    std::thread thread_;
+};
+
+}  // namespace overspill::live

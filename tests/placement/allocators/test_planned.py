@@ -1,0 +1,233 @@
+"""Planned addresses: whatever a job does, no two live blocks overlap, and a job that repeats gets what its plan says."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overspill.core.errors import OutOfMemory
+from overspill.placement import CachingConfig, Events, allocator_named, replay
+from overspill.placement.allocators.planned import PlannedAllocator, PlannedConfig
+
+MIB = 1 << 20
+Row = tuple[bool, int, int, int]
+"""Whether it allocates, the block, its bytes, its stream."""
+
+
+def a_step(r: random.Random, blocks: int, *, streams: int = 1, large: int = 24) -> list[Row]:
+    """Return a step that allocates so many blocks and frees all of them, mostly the youngest first."""
+    rows: list[Row] = []
+    live: list[int] = []
+    for block in range(blocks):
+        while live and r.random() < 0.4:
+            rows.append((False, live.pop(r.choice([-1, -1, 0, r.randrange(-len(live), 0)])), 0, 0))
+        rows.append((True, block, int(2 ** r.uniform(6, large)), r.randrange(streams)))
+        live.append(block)
+    return [*rows, *((False, block, 0, 0) for block in reversed(live))]
+
+
+class Oracle:
+    """What lives where and who used each byte last, in plain Python, around an allocator."""
+
+    def __init__(self, allocator: PlannedAllocator) -> None:
+        self.allocator = allocator
+        self.live: dict[object, tuple[int, int]] = {}
+        self.users: list[tuple[int, int, int]] = []  # from, to, stream
+        self.seen = 0
+
+    def allocate(self, block: object, nbytes: int, stream: int) -> None:
+        """Allocate, and check that the bytes are free and no other stream's."""
+        address = self.allocator.allocate(nbytes, stream)
+        end = address + nbytes
+        for event in self.allocator.segment_log[self.seen :]:
+            if event.action == "segment_unmap":  # the device waits before
+                self.users = list(without(self.users, event.address, event.address + event.nbytes))
+        self.seen = len(self.allocator.segment_log)
+        assert all(stop <= address or end <= start for start, stop in self.live.values())
+        assert all(stop <= address or end <= start or user == stream for start, stop, user in self.users)
+        self.live[block] = (address, end)
+        self.users = [*without(self.users, address, end), (address, end, stream)]
+
+    def free(self, block: object) -> None:
+        """Free what was allocated."""
+        self.allocator.free(self.live.pop(block)[0])
+
+
+def without(users: list[tuple[int, int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
+    """Return the ranges but for what lies in one."""
+    parts = [(a, min(b, start), s) for a, b, s in users] + [(max(a, end), b, s) for a, b, s in users]
+    return sorted({part for part in parts if part[0] < part[1]})
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 10**9),
+    marks=st.booleans(),
+    capacity=st.sampled_from([None, None, 40 * MIB, 120 * MIB]),
+    changes=st.lists(
+        st.sampled_from(["", "", "resize", "insert", "drop", "keep", "other", "empty", "half"]), min_size=6, max_size=14
+    ),
+)
+def test_nothing_is_lost_when_the_step_changes_at_any_point(  # noqa: C901 - a branch for each kind of change
+    seed: int, marks: bool, capacity: int | None, changes: list[str]
+) -> None:
+    r = random.Random(seed)
+    streams = r.choice([1, 1, 2, 3])
+    step = a_step(r, r.choice([3, 12, 40]), streams=streams)
+    oracle = Oracle(PlannedAllocator(PlannedConfig(background=seed % 7 == 0), capacity_bytes=capacity))
+    kept: list[object] = []
+    for turn, change in enumerate(["", "", "", *changes]):
+        rows, at, name = list(step), r.randrange(len(step)), (turn, "extra")
+        if change == "other":
+            rows = a_step(r, r.choice([2, 10, 60]), streams=streams)
+        if change == "half":
+            rows = [*rows[:at], *((False, b, 0, 0) for a, b, _, _ in rows[:at] if a)]
+        for position, (allocates, block, nbytes, stream) in enumerate(rows):
+            if change == "empty" and position == at:
+                oracle.allocator.empty_cache()
+            if change == "insert" and position == at:
+                try:
+                    oracle.allocate(name, int(2 ** r.uniform(6, 25)), stream)
+                    kept.append(name)
+                except OutOfMemory:
+                    pass
+            if allocates and not (change == "drop" and position == at):
+                changed = max(1, int(nbytes * r.uniform(0.1, 3))) if change == "resize" and r.random() < 0.2 else nbytes
+                try:
+                    oracle.allocate((turn, block), changed, stream)
+                except OutOfMemory:
+                    assert capacity is not None
+            elif (turn, block) in oracle.live:
+                if change == "keep" and r.random() < 0.2:
+                    kept.append((turn, block))
+                else:
+                    oracle.free((turn, block))
+        oracle.allocator.check_integrity()
+        while kept and r.random() < 0.5:
+            oracle.free(kept.pop(r.randrange(len(kept))))
+        if marks:
+            oracle.allocator.mark_step()
+    for block in list(oracle.live):
+        oracle.free(block)
+    oracle.allocator.check_integrity()
+    assert oracle.allocator.allocated.now == 0
+    if capacity is not None:
+        assert oracle.allocator.reserved.peak <= capacity
+
+
+def repeated(steps: list[list[Row]], weights: list[int]) -> Events:
+    """Return the weights, then all steps."""
+    rows = [(0, i, nbytes, 0) for i, nbytes in enumerate(weights)]
+    for step in steps:
+        rows += [
+            (0 if allocates else 1, len(weights) + block, nbytes, stream) for allocates, block, nbytes, stream in step
+        ]
+    return Events.from_rows(rows)
+
+
+def late_bytes(events: Events, after: float, config: CachingConfig | None = None) -> int:
+    """Return the most reserved bytes after a share of the events; no config: planned."""
+    found = replay(events, "planned" if config is None else "pytorch", config=config, curves=True)
+    assert found.reserved is not None
+    return int(found.reserved[int(after * len(events)) :].max())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_job_that_repeats_needs_no_more_than_what_lives(seed: int) -> None:
+    r = random.Random(seed)
+    weights = [r.choice([4, 64, 2048, 8192]) << 10 for _ in range(60)]
+    events = repeated([a_step(r, 300, large=26)] * 8, weights)
+    planned = late_bytes(events, 0.6)
+    assert planned <= 1.02 * events.peak_requested_bytes + 4 * MIB  # a page for each kind of block
+    assert planned <= late_bytes(events, 0.6, CachingConfig(expandable_segments=True))
+
+
+def test_after_two_equal_steps_every_request_has_its_address() -> None:
+    step = a_step(random.Random(1), 50)
+    allocator = PlannedAllocator()
+    oracle = Oracle(allocator)
+    addresses = []
+    for turn in range(5):
+        for allocates, block, nbytes, stream in step:
+            oracle.allocate((turn, block), nbytes, stream) if allocates else oracle.free((turn, block))
+            if allocates:
+                addresses.append(oracle.live[turn, block][0])
+        allocator.mark_step()
+    assert (allocator.counts.planned, allocator.counts.plans) == (3 * 50, 1)
+    assert addresses[100:150] == addresses[150:200] == addresses[200:]
+    assert max(addresses[100:]) < min(addresses[100:]) + allocator.reserved.now
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_known_shapes_keep_their_plans(marks: bool) -> None:
+    r = random.Random(5)
+    shapes = [a_step(r, 40), a_step(r, 55), a_step(r, 30)]
+    allocator = PlannedAllocator()
+    oracle = Oracle(allocator)
+
+    def run(which: int) -> None:
+        for allocates, block, nbytes, stream in shapes[which]:
+            oracle.allocate(block, nbytes, stream) if allocates else oracle.free(block)
+        if marks:
+            allocator.mark_step()
+
+    for which in [0, 0, 0, 1, 1, 1, 2, 2, 2]:
+        run(which)
+    plans = allocator.counts.plans
+    before = allocator.counts.planned
+    for which in [0, 1, 2, 1, 0, 2]:
+        run(which)
+    run(0)
+    assert allocator.counts.plans <= plans + 1  # the last one was solved, and not yet in force
+    assert allocator.counts.planned - before >= 250
+
+
+def test_sizes_that_vary_share_one_plan_and_its_memory() -> None:
+    r = random.Random(3)
+    allocator = PlannedAllocator()
+    oracle = Oracle(allocator)
+    step = a_step(r, 60)
+    most = 0
+    for turn in range(40):
+        scale = 1.0 if turn in {5, 6} else r.uniform(0.3, 1.0)
+        for allocates, block, nbytes, stream in step:
+            oracle.allocate(block, max(1, int(nbytes * scale)), stream) if allocates else oracle.free(block)
+        allocator.mark_step()
+        most = max(most, allocator.requested.peak)
+        if turn == 10:
+            plans, displaced = allocator.counts.plans, allocator.counts.displaced
+    assert (allocator.counts.plans, allocator.counts.displaced) == (plans, displaced)
+    assert allocator.reserved.now <= 1.05 * most + 4 * MIB
+
+
+def test_a_larger_request_than_ever_is_reoptimised_after_its_step() -> None:
+    step = a_step(random.Random(2), 30)
+    allocator = allocator_named("planned")
+    assert isinstance(allocator, PlannedAllocator)
+    oracle = Oracle(allocator)
+    displaced = []
+    for scale in [1.0, 0.9, 1.0, 1.0, 1.3, 1.3, 1.3]:
+        for allocates, block, nbytes, stream in step:
+            oracle.allocate(block, int(nbytes * scale) + 1, stream) if allocates else oracle.free(block)
+        allocator.mark_step()
+        displaced.append(allocator.counts.displaced)
+    assert displaced[3] == 0 < displaced[4] == displaced[-1]
+
+
+def test_planned_blocks_stay_in_the_region_of_their_stream() -> None:
+    r = random.Random(8)
+    step = a_step(r, 40, streams=2)
+    allocator = PlannedAllocator()
+    oracle = Oracle(allocator)
+    for turn in range(6):
+        for allocates, block, nbytes, stream in step:
+            oracle.allocate((turn, block), nbytes, stream) if allocates else oracle.free((turn, block))
+        allocator.mark_step()
+    spans = [[s for s in allocator.segments() if s.stream == stream] for stream in (0, 1)]
+    assert all(spans)
+    edges = sorted((s.address, s.address + s.nbytes) for segments in spans for s in segments)
+    assert all(end <= start for (_, end), (start, _) in pairwise(edges))
