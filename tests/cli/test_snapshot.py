@@ -21,7 +21,7 @@ KEYS = {
     "segment_events_equal", "placements_equal", "final_blocks_equal", "equal", "misplaced", "difference", "notes",
     "peak_requested_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "least_capacity_bytes",
     "capacity_above_bytes", "out_of_memory", "retries", "cache_releases", "left_out", "config",
-    "reserved_at_start_bytes",
+    "reserved_at_start_bytes", "otherwise",
 }  # fmt: skip
 
 
@@ -58,6 +58,22 @@ def test_a_different_one_has_exit_code_1_and_the_first_difference(overspill: Ove
     assert done.answer["config"] == "max_split_size_mb:40"
     assert "the simulated allocator does otherwise than the recorded one: event 1 of 8, alloc of 3.0 MiB" in done.error
     assert "different" in overspill("snapshot run.pickle --allocator-config max_split_size_mb:40").out
+
+
+def test_it_says_what_planned_addresses_would_save(overspill: Overspill, tmp_path: Path) -> None:
+    rows = [(ALLOCATE, 0, 5 * MIB, 0)]
+    for turn in range(8):
+        a, b, c, d = range(4 * turn + 1, 4 * turn + 5)
+        rows += [(ALLOCATE, a, 8 * MIB, 0), (ALLOCATE, b, MIB, 0), (ALLOCATE, c, 11 * MIB, 0), (FREE, a, 0, 0)]
+        rows += [(FREE, c, 0, 0), (ALLOCATE, d, 19 * MIB, 0), (FREE, b, 0, 0), (FREE, d, 0, 0)]
+    write_snapshot(tmp_path / "steps.pickle", Events.from_rows(rows))
+    answer = overspill("snapshot steps.pickle --json").answer["otherwise"]
+    assert answer["since"] is not None
+    assert answer["requested_bytes"] == 25 * MIB
+    assert answer["planned_bytes"] <= answer["expandable_bytes"] < answer["recorded_bytes"]
+    assert answer["planned_bytes"] <= 25 * MIB + 4 * MIB
+    assert 0 < answer["planned_requests"] < answer["requests"]
+    assert "plans are in force from there" in overspill("snapshot steps.pickle").out
 
 
 @pytest.mark.parametrize(

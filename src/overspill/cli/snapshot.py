@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +43,7 @@ def snapshot(
     """Replay a PyTorch memory snapshot and compare, segment by segment and block by block. Exit code 1: it differs."""
     del json  # `main` reads it from the arguments
     from overspill.placement import CachingConfig
-    from overspill.placement.snapshot import read_snapshot, replay_snapshot
+    from overspill.placement.snapshot import otherwise, read_snapshot, replay_snapshot
     from overspill.report.snapshot import snapshot_page
 
     config = CachingConfig.parse(allocator_config) if allocator_config is not None else None
@@ -55,8 +55,9 @@ def snapshot(
     complaint = (
         "" if found.equal else f"the simulated allocator does otherwise than the recorded one: {found.difference}"
     )
-    answer = {"file": str(file), "devices": list(read.devices), **_answer(found)}
-    page = snapshot_page(found, read, f"{file.name}, device {found.device}")
+    others = otherwise(read, found.device, found.config)
+    answer = {"file": str(file), "devices": list(read.devices), **_answer(found), "otherwise": asdict(others)}
+    page = snapshot_page(found, read, f"{file.name}, device {found.device}", others)
     return of_page(answer, page, {"report": report}, 0 if found.equal else 1, complaint)
 
 

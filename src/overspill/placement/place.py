@@ -70,17 +70,23 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
             raise RequestError(f"the solver {placer!r} found no layout within its time; raise the limit")
         return Placed(placer, solution.layout.peak_bytes, bound, None, solution.seconds)
     # An allocator is replayed twice: for its peak, timed, and for unusable bytes.
-    events = Events.of(trace, by_references=ALLOCATORS[placer].by_references)
+    kind = ALLOCATORS[placer]
+    events = Events.of(trace, by_references=kind.by_references).repeated(1 + kind.learns_steps)
+    learnt = len(events) // (1 + kind.learns_steps) * kind.learns_steps
     began = time.perf_counter()
     peak = replay(events, placer).peak_reserved_bytes
     seconds = time.perf_counter() - began
     largest = max((b.nbytes for b in trace.blocks), default=0)
     done = replay(events, placer, request_bytes=largest)
+    if learnt and done.reserved is not None:
+        peak = int(done.reserved[learnt:].max(initial=0))
     if not done.fits:
         raise RequestError(
             f"the allocator {placer!r} cannot place this trace in its address space; take another, as pytorch"
         )
-    return Placed(placer, peak, bound, float(np.mean(done.unusable)) if len(events) else 0.0, seconds)
+    assert done.unusable is not None
+    unusable = float(np.mean(done.unusable[learnt:])) if len(events) else 0.0
+    return Placed(placer, peak, bound, unusable, seconds)
 
 
 def place_plan(plan: Plan, placer: str | None = None) -> Placed:

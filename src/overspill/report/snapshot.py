@@ -7,9 +7,10 @@ from dataclasses import replace
 from overspill.core import Layout, Trace
 from overspill.core.units import format_bytes
 from overspill.placement.simulated_device import PAGE_BYTES
-from overspill.placement.snapshot import Snapshot, SnapshotReplay
+from overspill.placement.snapshot import Otherwise, Snapshot, SnapshotReplay
 from overspill.placement.snapshot.settings import text_of
 from overspill.placement.snapshot.trace import recorded_blocks
+from overspill.report.tables import Unit
 
 from .page import Column, Figure, Page, Step, Table, Verdict
 from .page.step import addresses
@@ -18,15 +19,15 @@ LEAST_HOLE_BYTES = 64 << 20
 """Unused address space of at least this size is left out of the map, since segments are far apart."""
 
 
-def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str) -> Page:
-    """Return the page of `found`, the replay of `snapshot`."""
-    others = [str(device) for device in snapshot.devices if device != found.device]
-    also = f"The snapshot has events of device {', '.join(others)} too; --device chooses."
+def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str, others: Otherwise) -> Page:
+    """Return the page of `found`, the replay of `snapshot`, and of what `others` would hold."""
+    devices = [str(device) for device in snapshot.devices if device != found.device]
+    also = f"The snapshot has events of device {', '.join(devices)} too; --device chooses."
     return Page(
         title,
         _verdict(found),
-        (_compared(found), lambda: (_views(found, snapshot),)),
-        ("Peaks are simulated.", *found.notes, *([also] if others else [])),
+        (_compared(found), _otherwise(others), lambda: (_views(found, snapshot),)),
+        ("Peaks are simulated.", *found.notes, *([also] if devices else [])),
     )
 
 
@@ -54,6 +55,26 @@ def _compared(found: SnapshotReplay) -> Table:
         ("blocks in the end", _equal(found.final_blocks_equal)),
     )
     return Table(f"Replay of device {found.device}", (Column("what"), Column("found")), rows)
+
+
+def _otherwise(others: Otherwise) -> Table:
+    """Return what other allocators would hold of the device."""
+    note = "No plan came into force: that takes two recorded steps of the same sizes, and a third. Peaks are of all events."
+    if others.since is not None:
+        share = others.planned_requests / max(1, others.requests)
+        note = (
+            f"Peaks from event {others.since} of {others.events} on: plans are in force from there."
+            f" {share:.1%} of all {others.requests} requests got a planned address."
+        )
+    rows = (
+        ("recorded settings", others.recorded_bytes),
+        ("expandable_segments:True", others.expandable_bytes),
+        ("planned", others.planned_bytes),
+    )
+    columns = (Column("allocator"), Column("reserved", Unit.BYTES, bar=True), Column("beyond requests", Unit.SHARE))
+    requested = others.requested_bytes
+    cells = tuple((name, nbytes, nbytes / requested - 1 if requested else 0.0) for name, nbytes in rows)
+    return Table("Reserved otherwise, simulated", columns, cells, note)
 
 
 def _views(found: SnapshotReplay, snapshot: Snapshot) -> Step:

@@ -146,6 +146,16 @@ def test_a_job_that_repeats_needs_no_more_than_what_lives(seed: int) -> None:
     assert planned <= late_bytes(events, 0.6, CachingConfig(expandable_segments=True))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_job_with_five_lengths_holds_hardly_more_than_what_lives(seed: int) -> None:
+    r = random.Random(seed)
+    step, lengths = a_step(r, 200, large=27), [r.uniform(0.3, 1) for _ in range(5)]
+    steps = [[(a, b, 1 + int(n * scale), s) for a, b, n, s in step] for scale in r.choices(lengths, k=30)]
+    events = repeated(steps, [r.choice([4, 64, 2048, 8192]) << 10 for _ in range(60)])
+    expandable = late_bytes(events, 0, CachingConfig(expandable_segments=True))
+    assert late_bytes(events, 0) <= max(expandable, 1.02 * events.peak_requested_bytes + 12 * MIB)
+
+
 def test_after_two_equal_steps_every_request_has_its_address() -> None:
     step = a_step(random.Random(1), 50)
     allocator = PlannedAllocator()

@@ -86,6 +86,9 @@ class Allocator:
     by_references: ClassVar[bool] = False
     """Whether its paper orders blocks as `Events.of(…, by_references=True)`."""
 
+    learns_steps: ClassVar[int] = 0
+    """Equal steps after which it serves each further one in the same way."""
+
     def __init__(self, config: Any = None, *, capacity_bytes: int | None = None) -> None:
         self.config: Any = config_or_default(self.name, self.config_type, config)
         self.device = SimulatedDevice(capacity_bytes)

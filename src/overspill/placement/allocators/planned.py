@@ -37,6 +37,7 @@ class PlannedAllocator(NativeAllocator):
     """Each request of a repeated step has a planned address; others get PyTorch's expandable segments."""
 
     name = core = "planned"
+    learns_steps: ClassVar = 3
     coalesces: ClassVar = False  # the tail of a region joins nothing
     summary: ClassVar = "repeated steps at planned addresses, everything else in expandable segments"
     source: ClassVar = "Sekiyama et al., Profile-guided memory optimization (2018), section 4"

@@ -5,6 +5,8 @@ at pytorch.org/memory_viz.
 """
 
 from .compare import replay_snapshot as replay_snapshot
+from .otherwise import Otherwise as Otherwise
+from .otherwise import otherwise as otherwise
 from .read import Segment as Segment
 from .read import Snapshot as Snapshot
 from .read import TraceEntry as TraceEntry
