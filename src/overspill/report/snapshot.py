@@ -59,7 +59,10 @@ def _compared(found: SnapshotReplay) -> Table:
 
 def _otherwise(others: Otherwise) -> Table:
     """Return what other allocators would hold of the device."""
-    note = "No plan came into force: that takes two recorded steps of the same sizes, and a third. Peaks are of all events."
+    note = (
+        "No plan came into force: that takes two recorded steps of the same sizes, and a third."
+        " Peaks are of all events."
+    )
     if others.since is not None:
         share = others.planned_requests / max(1, others.requests)
         note = (
