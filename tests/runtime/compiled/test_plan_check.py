@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -482,6 +484,33 @@ def test_by_name_who_wants_no_error_is_warned_once() -> None:
     with pytest.warns(UserWarning, match="without a plan") as warned:
         assert train(by_name(model, on_unplanned="warn"), model, [4, 4, 4]) == expected
     assert sum("trains without a plan" in str(w.message) for w in warned) == 1
+
+
+def test_by_name_new_optimizers_search_for_models_only_after_one_was_compiled_or_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def searched() -> list[int]:
+        looks.append(1)
+        return objects()
+
+    looks, objects = list[int](), gc.get_objects
+    plain = Net(8, 8)
+    kept = by_name(LayerDrop(8, 8))
+    kept(torch.ones(4, 8))
+    train(plain, plain, [4])
+    monkeypatch.setattr(gc, "get_objects", searched)
+    for _ in range(3):
+        train(plain, plain, [4])
+    assert not looks
+    for skipped in (by_name(LayerDrop(8, 8)), copy.deepcopy(kept)):
+        for _ in range(2):
+            with pytest.raises(UnplannedError, match="trains without"):
+                train(skipped, skipped, [4])
+    del skipped, kept
+    train(plain, plain, [4])  # what the errors kept is gone
+    looks.clear()
+    train(plain, plain, [4])
+    assert not looks
 
 
 def test_by_name_other_models_their_hooks_and_train_step_are_left_alone() -> None:

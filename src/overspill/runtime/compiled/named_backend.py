@@ -10,6 +10,7 @@ import registers both.
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,13 +71,14 @@ class _OneCall:
         self.known: Callable[[], Session | None] = lambda: None
         """The session that has the models, by a weak reference."""
         self._users_filter = users_filter
+        self._compile = overspill_backend  # a reference that `_ModelSearch` counts
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **asked: Any) -> Compiled:
         self.has_graphs = True
         if (error := self.refused) is not None:
             self.refused = None
             raise Refused(error) from None
-        compiled = overspill_backend(module, examples, **asked)
+        compiled = self._compile(module, examples, **asked)
         self.session = None
         return compiled
 
@@ -130,7 +132,7 @@ def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
         return
     if optimizer not in _known:
         _known.add(optimizer)
-        _waiting.update(_compiled_models())
+        _search.renew()
     if not _waiting:
         return
     # Each waiting model has a plan by now, or is about to be updated without one.
@@ -139,8 +141,8 @@ def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
         if isinstance(backend.compiler_fn, _OneCall) and backend.compiler_fn.has_graphs:
             del _waiting[model]
         elif any(id(p) in updated for p in model.parameters()):
+            _tell(model, backend.kwargs.get("options", {}))  # an error comes again at the next update
             del _waiting[model]
-            _tell(model, backend.kwargs.get("options", {}))
 
 
 def _inside(model: nn.Module) -> Any:
@@ -180,5 +182,34 @@ def _compiled_models() -> Iterator[tuple[nn.Module, TorchCompileWrapper]]:
                 yield thing, backend
 
 
+class _ModelSearch:
+    """The search for compiled models among all objects, repeated only if there may be another one.
+
+    Each compiled model, also a copy, has a wrapper of torch.compile. This has a reference to the backend's function, by
+    itself or by its `_OneCall`.
+    """
+
+    def __init__(self) -> None:
+        self._wrappers: list[weakref.ref[Any]] = []
+        self._other_references = 0
+
+    def renew(self) -> None:
+        """Let models that are new since the last search wait for their plan."""
+        references = sys.getrefcount(overspill_backend)
+        if references == self._other_references + self._alive():
+            return
+        self._wrappers = [weakref.ref(thing) for thing in gc.get_objects() if _is_wrapper(thing)]
+        self._other_references = references - self._alive()
+        _waiting.update(_compiled_models())
+
+    def _alive(self) -> int:
+        return sum(wrapper() is not None for wrapper in self._wrappers)
+
+
+def _is_wrapper(thing: Any) -> bool:
+    return type(thing) is TorchCompileWrapper and _ours(thing) is not None
+
+
+_search = _ModelSearch()
 register_optimizer_step_pre_hook(look_for_plans)
 setattr(*CALLBACK, partial(callback_for_call, CALLBACK.now))
