@@ -154,6 +154,7 @@ def test_the_plan_is_saved_where_asked(overspill: Overspill, tmp_path: Path, com
 def test_the_lists_hold_all_there_is(overspill: Overspill) -> None:
     models, policies, devices = (overspill(f"{what} --json").answer for what in ("models", "policies", "devices"))
     assert [m["name"] for m in models["models"]] == list(names())
+    assert "llama-3.1-8b" in overspill("models").out
     assert [p["name"] for p in policies["policies"]] == list(POLICIES)
     assert [d["name"] for d in devices["devices"]] == list(device_names())
     for answer in (models, policies, devices):

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from overspill.core.errors import RequestError
 from overspill.job import Job, NamedModel
 from overspill.job.prepare import prepare
-from overspill.models import check_name, load
+from overspill.models import checked_name, load
 from overspill.runtime.options import Options
 from overspill.runtime.preview import preview
 from overspill.runtime.training import train, train_plain
@@ -47,6 +47,25 @@ def test_the_decoder_has_the_parameters_of_its_sizes() -> None:
         assert parameters(f"decoder:width=2048,depth=24,heads={heads}") == 1_313_626_112
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),  # as published with the weights
+    [
+        ("llama-3.2-1b", 1_235_814_400), ("meta-llama/Llama-3.2-3B-Instruct", 3_212_749_824),
+        ("meta-llama/Meta-Llama-3.1-8B", 8_030_261_248), ("llama-3.1-70b-instruct", 70_553_706_496),
+        ("Qwen/Qwen3-0.6B", 596_049_920), ("qwen3-1.7b", 1_720_574_976), ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360), ("qwen3-14b", 14_768_307_200), ("Qwen/Qwen3-32B", 32_762_123_264),
+        ("qwen2.5-0.5b", 494_032_768), ("qwen2.5-1.5b", 1_543_714_304), ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552),
+        ("mistral-7b-v0.3,num_hidden_layers=1", 486_551_552),
+    ],
+)  # fmt: skip
+def test_a_published_model_needs_no_network_and_has_its_parameters(
+    name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket.socket, "connect", None)
+    assert parameters(checked_name(name)) == count
+
+
 def test_a_decoder_reads_as_many_tokens_as_asked() -> None:
     job = load(TINY)
     tokens, targets = job.make_batch(3)
@@ -71,7 +90,7 @@ def test_a_decoder_reads_as_many_tokens_as_asked() -> None:
 )
 def test_a_name_that_cannot_be_read_is_refused_before_torch_is_needed(name: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        check_name(name)
+        checked_name(name)
 
 
 @pytest.mark.parametrize(

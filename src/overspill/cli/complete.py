@@ -60,7 +60,7 @@ def _allocators() -> Iterable[str]:
     return ALLOCATORS
 
 
-model = _of(models.names)
+model = _of(lambda: (*models.names(), *models.SHORT))
 optimizer = _of(models.optimizer_names)
 device = _of(_devices)
 policy, policies = _of(_policies), _of(_policies, separated=True)

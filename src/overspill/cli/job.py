@@ -197,8 +197,7 @@ def job_of(
                 f"--{source.framework} is a job of its own: leave out MODEL, --small, --image-size and --seq-len"
             )
         return Job(source, _batch(batch), **fields)
-    name = _one_model(words)
-    models.check_name(name)
+    name = models.checked_name(_one_model(words))
     return Job(NamedModel(name, small, image_size, seq_len, tell_once), _batch(batch), **fields)
 
 

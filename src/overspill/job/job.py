@@ -490,5 +490,4 @@ def job_of(
         return Job(given, batch or given.batch, optimizer, **how)
     if inputs is not None or loss is not None:
         raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
-    models.check_name(build)
-    return Job(NamedModel(build), batch, optimizer, **how)
+    return Job(NamedModel(models.checked_name(build)), batch, optimizer, **how)

@@ -22,6 +22,14 @@ MOST_REPEATED = 1 << 14
 """Most layers or experts of a model: each may be a module, and takes a millisecond to make."""
 _REPEATED = re.compile("(n|num)_(.*_)?(layers?|blocks|experts)|(.*_)?(layers|depths?|blocks|experts)")
 _PATIENCE_SECONDS = 10
+PUBLISHED = {
+    f"{path.parent.name}/{path.stem}": path for path in sorted((Path(__file__).parent / "published").glob("*/*.json"))
+}
+"""Configurations of models that many train, by their names on the Hub: they need no network and no login."""
+SHORT = {name.partition("/")[2].lower(): name for name in PUBLISHED}
+"""Their names without the owner."""
+_VARIANT = re.compile("-(Instruct|Base)(?=-|$)|(?<=/)Meta-", re.IGNORECASE)
+"""What a name has more where the sizes are the same."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Quantization:
 def located(name: str) -> tuple[Path | None, dict[str, Any]]:
     """Return the file of the configuration that `name` gives, and the fields that follow; no file for a model type.
 
-    For a name on the Hub it is the cached file, or is downloaded. Raises RequestError.
+    For a name on the Hub it is the cached file, one of PUBLISHED, or is downloaded. Raises RequestError.
     """
     rest = name.partition(":")[2]
     source, *parts = [rest] if rest.endswith(".json") else rest.split(",")
@@ -64,6 +72,8 @@ def _on_hub(name: str, source: str) -> Path:
     try:
         if isinstance(cached := hub.try_to_load_from_cache(source, "config.json"), str):
             return Path(cached)
+        if known := published(source):
+            return PUBLISHED[known]
         # One try, for the hub's own are six and take half a minute.
         hub.get_session().head(hub.hf_hub_url(source, "config.json"), timeout=_PATIENCE_SECONDS)
         return Path(hub.hf_hub_download(source, "config.json"))
@@ -74,6 +84,13 @@ def _on_hub(name: str, source: str) -> Path:
         ) from error
     finally:
         hub_logging.set_verbosity(level)
+
+
+def published(name: str) -> str | None:
+    """Return the name in PUBLISHED of the model that has the sizes of `name`, which may leave the owner out."""
+    owner, _, plain = _VARIANT.sub("", name).lower().rpartition("/")
+    known = SHORT.get(plain)
+    return known if known and owner in ("", known.partition("/")[0].lower()) else None
 
 
 def settings_of(name: str) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from overspill.core.errors import RequestError
 
 from .built_model import BuiltModel
-from .configuration import check_repeated
+from .configuration import SHORT, check_repeated, published
 from .fields import parsed_fields
 
 DECODER, HUGGING_FACE = "decoder", "hf"
@@ -14,10 +16,21 @@ FORMS = {
     "the defaults, GPT-2's",
     "hf:PATH/config.json": "a model of transformers, from its configuration: language models and image classifiers",
     "hf:gpt2,n_layer=6,n_embd=384": "the same by model type and fields of its configuration",
-    "hf:mistralai/Mistral-7B-v0.1": "the same by its name on the Hub, from which the configuration alone is read",
+    "mistralai/Mistral-7B-v0.1": "the same by its name on the Hub, from which the configuration alone is read",
+    "llama-3.1-8b": "the same without a network or a login, for " + ", ".join(SHORT),
 }
 """The forms of such names, and their meaning."""
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.py)(,.*)?")
 _SIZES = ("width", "depth", "heads", "vocabulary", "seq_len")
+
+
+def full_name(name: str) -> str:
+    """Return `name`, or what it is short for: `hf:owner/name` for a name on the Hub or of `PUBLISHED`."""
+    if ":" in name:
+        return name
+    known = published(name.partition(",")[0]) if "/" not in name else name.partition(",")[0]
+    fields = name[name.find(",") :] if "," in name else ""
+    return f"{HUGGING_FACE}:{known}{fields}" if known and _ON_HUB.fullmatch(known) else name
 
 
 def is_configured(name: str) -> bool:

@@ -10,7 +10,8 @@ from overspill.core.errors import RequestError
 from overspill.core.registry import Registry, did_you_mean
 
 from .built_model import BuiltModel
-from .configured import check_configured, is_configured, load_configured
+from .configuration import SHORT
+from .configured import check_configured, full_name, is_configured, load_configured
 
 _DEEPER = "configuration E with {more} more convolutions in each of its five groups (vDNN, section IV-C)"
 
@@ -149,12 +150,14 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
     return job
 
 
-def check_name(name: str) -> None:
-    """Raise RequestError for a name of no model; torch is not imported."""
-    if is_configured(name):
-        check_configured(name)
-    elif ":" not in name:
-        _entry(name)
+def checked_name(name: str) -> str:
+    """Return `name` in full. Raises RequestError for a name of no model; torch is not imported."""
+    full = name if name in MODELS else full_name(name)
+    if is_configured(full):
+        check_configured(full)
+    elif ":" not in full:
+        _entry(full)
+    return full
 
 
 def _entry(name: str) -> Entry:
@@ -163,6 +166,6 @@ def _entry(name: str) -> Entry:
         return MODELS[name]
     MODELS.check_installed(name)
     raise RequestError(
-        f"unknown model {name!r}{did_you_mean(name, MODELS, most=3)} `overspill models` lists all, and "
+        f"unknown model {name!r}{did_you_mean(name, (*MODELS, *SHORT), most=3)} `overspill models` lists all, and "
         "`package.module:callable` names your own"
     )
