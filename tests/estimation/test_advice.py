@@ -125,7 +125,7 @@ def test_where_no_change_does_it_alone_several_do_together() -> None:
 def test_what_cannot_help_by_itself_is_not_tried() -> None:
     made, all_of_it = found(3000, 4096)
     assert made.peak.by_category["weights"] + made.peak.by_category["optimizer_state"] > made.device.memory_bytes
-    assert not any("autocast" in one.what or "checkpointing" in one.what for one in all_of_it)
+    assert not any("autocast" in one.what or one.what.startswith("activation") for one in all_of_it)
 
 
 @pytest.mark.long
