@@ -30,7 +30,7 @@ from overspill.capture.compiled.result_memory import into_memory
 from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import MUTATION
 from overspill.capture.programs.functions import ProgramFunction, allocated_as, compile_functions
-from overspill.core import Instruction, Op, Phase, Verb
+from overspill.core import Instruction, Op, Verb
 from overspill.core.errors import InvalidSchedule
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.graphs import LazyGraphModule, SavedForBackwardsAOTOutput
@@ -134,35 +134,15 @@ class Emitter:
         node.meta[HOLDS] = next((self.captured.tensor_of.get(key) for key in storages(root)), None)
         return node
 
-    def finish_forward(self, saved: list[fx.Node], handles: list[int]) -> fx.GraphModule:
-        """Return the forward graph: its outputs, then the saved tensors, as `add_saved` expects."""
-        return self.finish(*self.forward_results(saved, handles))
-
-    def forward_results(self, saved: list[fx.Node], handles: list[int]) -> tuple[list[Any], list[Any]]:
-        """Return the results of a forward graph, and AOTAutograd's descriptions of them."""
+    def results(self, returned: Iterable[Any], saved: list[fx.Node], handles: list[int]) -> tuple[list[Any], list[Any]]:
+        """Return what forward returns, with AOTAutograd's descriptions: `returned`, then what `add_saved` expects."""
         checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
         unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
         memory = [self.memory] if self.memory is not None and saved else []  # a reference keeps the memory
         extra = [*checked, *memory, *(self.handles[t] for t in handles), *unchecked]
-        outputs = [
-            self.returned.get(n) or self.values.own(n) if isinstance(n, fx.Node) else n
-            for n in self.joint.forward_outputs
-        ]
+        outputs = [self.returned.get(n) or self.values.own(n) if isinstance(n, fx.Node) else n for n in returned]
         descs = [*self.joint.forward_descs, *(SavedForBackwardsAOTOutput(i) for i in range(len(extra)))]
         return [*outputs, *extra], descs
-
-    def finish_backward(self) -> fx.GraphModule:
-        """Return the backward graph, which returns the gradients."""
-        outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
-        return self.finish(outputs, self.joint.backward_descs)
-
-    def finish_step(
-        self, returned: Iterable[fx.Node], persistent: Iterable[fx.Node], stored: frozenset[int]
-    ) -> fx.GraphModule:
-        """Return the graph of a whole step: `returned`, then `persistent` as tensors or handles."""
-        tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
-        kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
-        return self.finish([*map(self.values.own, returned), *kept], [])
 
     def finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
         """Return the graph with these outputs, which AOTAutograd describes as `descs`."""
@@ -175,17 +155,13 @@ class Emitter:
 
     # -- instructions
 
-    def emit(self, instructions: Sequence[Instruction], first: int = 0) -> None:
-        """Emit this graph's instructions, from position `first` on.
-
-        Instructions after backward are dropped, because gradients are read when they are returned.
-        """
-        if self.memory is None and any(0 <= at - first < len(instructions) for _, at in self.arena.places.offsets):
+    def emit(self, instructions: Sequence[tuple[int, Instruction]]) -> None:
+        """Emit this graph's instructions, each with its position in the schedule."""
+        placed = {position for _, position in self.arena.places.offsets}
+        if self.memory is None and any(position in placed for position, _ in instructions):
             self._take_arena()
-        remaining = enumerate(instructions, first)
+        remaining = iter(instructions)
         for position, instruction in remaining:
-            if self._is_end(instruction):
-                return
             self.position = position
             if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
                 others = [next(remaining)[1] for _ in group[1:]]
@@ -193,18 +169,6 @@ class Emitter:
                 self._run_together([self.captured.graph.ops[op] for op in group])
             else:
                 self._emit(instruction.verb, instruction.target)
-
-    def emit_at(self, instructions: Iterable[tuple[int, Instruction]]) -> None:
-        """Emit these instructions, each with its position in the schedule."""
-        for position, instruction in instructions:
-            self.position = position
-            self._emit(instruction.verb, instruction.target)
-
-    def _is_end(self, instruction: Instruction) -> bool:
-        ops_ = self.captured.graph.ops
-        if self.captured.graph.whole_step:
-            return False
-        return instruction.verb is Verb.RUN and ops_[instruction.target].phase is Phase.UPDATE
 
     def _emit(self, verb: Verb, target: int) -> None:
         if verb is Verb.RUN:

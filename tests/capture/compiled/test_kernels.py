@@ -125,8 +125,8 @@ def test_batch_norm_by_cudnn_is_recomputed_by_cudnn_without_statistics(monkeypat
             Instruction(Verb.FREE, op.recompute_writes[0]),
             Instruction(Verb.RECOMPUTE, op.id),
         ]
-        _, module = lower(found, Schedule("by hand", (*instructions, *run[backward:])), 0)
-    (again,) = module.graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm.default)
+        _, back = lower(found, Schedule("by hand", (*instructions, *run[backward:])), 0)
+    (again,) = back.module.graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm.default)
     assert again.args[3:6] == (None, None, True)
     assert not any(recomputes_without_statistics(node) for node in found.nodes.values()), "on the CPU it cannot run"
 

@@ -161,7 +161,7 @@ def run(step: Step, schedule: Schedule, store: Store, places: Places | None = No
     arena = NO_ARENA if places is None else Arena(places, arenas.taker(places.arena_bytes, CPU))
     try:
         lowered = lower(step.captured, schedule, register_engine(engine), arena=arena)
-        forward, backward = map(LoweredProgram, lowered)
+        forward, backward = (LoweredProgram(stretch.module) for stretch in lowered)
         tracker = LiveBytes(CPU)
         inputs = [v.detach().clone() if isinstance(v, Tensor) and not v.requires_grad else v for v in step.inputs]
         primals = [inputs[_position(node, i)] for i, node in enumerate(joint.primals)]

@@ -23,8 +23,6 @@ from .whole_step import UPDATE, CaptureOfWholeStep, GradientOps, ParameterUpdate
 class CapturedCutStep(Captured):
     """A captured step of forward, backward and update."""
 
-    given: tuple[fx.Node, ...]
-    """The inputs of forward, in AOTAutograd's order; other primals are optimizer state."""
     updates: tuple[ParameterUpdate, ...]
     """Those of parameters that get a gradient, in the order of their ops."""
     made: dict[int, fx.Node]
@@ -34,9 +32,10 @@ class CapturedCutStep(Captured):
     states: dict[int, list[fx.Node]]
     """The optimizer state of each updated parameter, by the position of the parameter."""
 
-    def moves(self, primal: fx.Node) -> bool:
-        """Return whether the input `primal` may be in the store between two ops."""
-        return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
+    @property
+    def given(self) -> tuple[fx.Node, ...]:
+        """The inputs of forward; behind them, primals are optimizer state."""
+        return tuple(self.joint.primals[: len(self.joint.primals) - sum(map(len, self.states.values()))])
 
 
 class CaptureOfCutStep(CaptureOfWholeStep):
@@ -45,7 +44,6 @@ class CaptureOfCutStep(CaptureOfWholeStep):
     def __init__(
         self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, surroundings: Surroundings
     ) -> None:
-        self.given = tuple(joint.primals)
         super().__init__(joint, inputs, ops, surroundings)
         self.made: dict[int, fx.Node] = {}
         self.read: dict[int, fx.Node] = {}
@@ -54,7 +52,7 @@ class CaptureOfCutStep(CaptureOfWholeStep):
         """Return the captured step."""
         found = CaptureOfStep.build(self)
         return CapturedCutStep(
-            found.graph, found.joint, found.nodes, found.tensor_of, self.given, self.updates, self.made,
+            found.graph, found.joint, found.nodes, found.tensor_of, self.updates, self.made,
             self.read, self.states,
         )  # fmt: skip
 

@@ -93,6 +93,20 @@ class Captured:
     partition: float | None = field(default=None, kw_only=True)
     """The `activation_memory_budget` with which Inductor split forward and backward."""
 
+    @property
+    def given(self) -> tuple[fx.Node, ...]:
+        """The inputs of forward, in AOTAutograd's order."""
+        return tuple(self.joint.primals)
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """What forward returns to the caller."""
+        return self.joint.forward_outputs
+
+    def moves(self, primal: fx.Node) -> bool:
+        """Return whether the input `primal` may be in the store between two ops."""
+        return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
+
 
 def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
     """Return the Graph of the step around `joint`; `inputs` describes its inputs by position."""

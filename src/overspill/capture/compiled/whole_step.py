@@ -132,9 +132,10 @@ class CapturedStep(Captured):
     updates: tuple[ParameterUpdate, ...]
     """Only of parameters that get a gradient."""
 
-    def moves(self, primal: fx.Node) -> bool:
-        """Return whether the input `primal` may be offloaded between uses."""
-        return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
+    @property
+    def results(self) -> Sequence[fx.Node]:
+        """The loss, then the other results."""
+        return self.loss, *self.others
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,14 +17,16 @@ from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.compiled.joint import storages
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes
-from overspill.runtime.driver import Form, LoweredProgram, ProgramRun
+from overspill.runtime.cuts import Place
+from overspill.runtime.driver import LoweredProgram, ProgramRun
+from overspill.runtime.lower import Stretch, gradient_places
 from overspill.runtime.optimizer_outside import Outside
 from overspill.runtime.optimizer_step import is_own
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
+from overspill.runtime.step.borrowed import Borrowed
 from overspill.runtime.step.parameter_state import ParameterState
-from overspill.runtime.step.residency import Resident, Spec, is_dense, readable
-from overspill.runtime.stretches import Place, Stretch
+from overspill.runtime.step.residency import Spec, is_dense, readable
 from overspill.runtime.transfer.engine import TransferEngine
 
 from .loop_state import LoopState, bring_for, states, trace_what_is_away
@@ -60,6 +60,8 @@ class CutCalls:
         by_node = {node: self._specs[position] for position, node in captured.made.items()}
         self._returned = [by_node.get(n) if isinstance(n, fx.Node) else None for n in captured.joint.backward_outputs]
         self._updated = {position: owners[position] for position in captured.read}
+        self._gradients = gradient_places(captured, stretches[-1].before)
+        """Where the planned update takes gradients, by the position of the parameter."""
         self._given = {
             position: residents[captured.tensor_of[storages(node)[0]]]
             for position, node in enumerate(captured.given) if captured.moves(node)
@@ -113,7 +115,7 @@ class CutCalls:
             return False  # the optimizer, its settings or its state are others than when this was planned
         if any(not owned.updates.is_of(optimizer) for owned in self._owned.values()):
             return False
-        if any(self._names[tensor] not in state.residency for tensor, _ in self._stretches[2].takes):
+        if any(self._names[tensor] not in state.residency for tensor in self._stretches[2].takes):
             return False  # somebody has a view of one by now
         there = {name for name, p in state.parameters.items() if _is_there(p.grad)}
         return there == set(self._updated.values())
@@ -123,12 +125,12 @@ class CutCalls:
         args: list[Any] = []
         left = []
         try:
-            for position, place in self._stretches[2].gradients:
+            for position, place in self._gradients.items():
                 args += self._gradient(position, place)
                 parameter = self._state.parameters[self._updated[position]]
                 left.append((parameter, parameter.grad))
                 parameter.grad = None
-            args += [self._state.parameters[self._updated[position]].data for position in self._stretches[2].fixed]
+            args += [self._state.parameters[name].data for name in self._updated.values() if name in self._fixed]
             self._run(2, args, recorder)
         finally:
             for name in self._updated.values():
@@ -194,13 +196,14 @@ class CutCalls:
 
     def _carry_out(self, number: int, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
         stretch, program, state = self._stretches[number], self.programs[number], self._state
+        borrowed = Borrowed(stretch, self._names, state.residency, state.stays)
         # Residents to where the stretch begins; then they are the program's.
         with disable_current_modes():
             self._settle(stretch)
-        given = [args[position] for position in stretch.plain] if stretch.plain else list(args)
+            borrowed.bring(self._engine)
+        given = [args[position] for position in stretch.plain]
         args.clear()
-        count = len(given)
-        given += self._taken(stretch)
+        given += borrowed.take(self._engine)
         told = None
         if recorder is not None:
             recorder.given(self._graph, program.held, given)
@@ -210,79 +213,22 @@ class CutCalls:
         try:
             results = list(run.go_on(state.gate.may_go_on, told))
         except BaseException:
-            self._take_back(run, stretch, count)
+            borrowed.take_back(run, state.engine)
             raise
         made, rest = results[: stretch.own], results[stretch.own :]
         results.clear()
-        self._give_back(stretch, rest)
+        borrowed.give(rest)
         return made
 
-    def _taken(self, stretch: Stretch) -> list[Any]:
-        """Take the residents of a stretch out of their objects, as tensors and handles."""
-        found: list[Any] = []
-        for tensor, place in stretch.takes:
-            resident = self._state.residency[self._names[tensor]]
-            if tensor in stretch.lent or self._state.stays(resident.name):
-                found += self._as_it_stays(resident, place)
-                continue
-            if place is not Place.STORE:
-                found.append(resident.take())
-            if place is not Place.DEVICE:
-                found.append(resident.take_handle())
-        return found
-
-    def _give_back(self, stretch: Stretch, values: list[Any]) -> None:
-        """Give residents the tensors and handles that a stretch has returned."""
-        rest = iter(values)
-        for tensor, place in stretch.gives:
-            resident = self._state.residency[self._names[tensor]]
-            if self._state.stays(resident.name):
-                deque(islice(rest, 1 + (place is Place.BOTH)), maxlen=0)
-            elif place is Place.STORE:
-                resident.stored(next(rest))
-            else:
-                resident.put(next(rest))
-                if place is Place.BOTH:
-                    data, resident.handle = resident.take(), next(rest)
-                    resident.hidden = data
-        values.clear()
-
     def _settle(self, stretch: Stretch) -> None:
-        """Move all residents to where the plan has them as the stretch begins."""
-        residency, engine = self._state.residency, self._engine
-        if gone := [name for t, _ in stretch.takes if (name := self._names[t]) not in residency]:
+        """Send all residents to the store that the plan has there as the stretch begins."""
+        residency = self._state.residency
+        if gone := [name for t in stretch.takes if (name := self._names[t]) not in residency]:
             raise OverspillError(f"{gone[0]} was replaced between forward and backward, or a view of it is kept now")
         places = {self._names[t]: place for t, place in stretch.before.items() if t in self._names}
         stay = {name for name, place in places.items() if place is not Place.STORE} | self._fixed
         away = [name for name in residency.residents if name not in stay and not self._state.stays(name)]
-        residency.send(away, engine)
-        taken = [(self._names[t], place) for t, place in stretch.takes]
-        residency.bring((name for name, place in taken if place is Place.DEVICE), engine)
-        residency.copy([name for name, place in taken if place is Place.BOTH and not self._state.stays(name)], engine)
-
-    def _as_it_stays(self, resident: Resident, place: Place) -> list[Any]:
-        """Return a resident as a stretch takes it, which keeps its memory: the user's code has it too."""
-        data = resident.here
-        assert data is not None
-        if place is Place.DEVICE:
-            return [data]
-        handle = self._engine.offload(data)
-        self._engine.await_offload(handle, data)
-        return [handle] if place is Place.STORE else [data, handle]
-
-    def _take_back(self, run: ProgramRun, stretch: Stretch, first: int) -> None:
-        """Give residents back what a run that an error stopped has of them; they begin at its input `first`."""
-        positions = {}
-        for tensor, place in stretch.takes:
-            if tensor not in stretch.lent and not self._state.stays(self._names[tensor]):
-                positions[first] = self._names[tensor]
-            first += 1 + (place is Place.BOTH)
-        for position, (form, value) in run.give_up(positions, self._state.engine).items():
-            resident = self._state.residency[positions[position]]
-            if form is Form.HANDLE:
-                resident.stored(value)
-            else:
-                resident.put(value)
+        residency.send(away, self._engine)
 
 
 def _spec(value: Tensor, device: torch.device) -> Spec:

@@ -21,7 +21,7 @@ from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.functions import compile_functions
-from overspill.core import Graph, Schedule
+from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.planning.carried_over import carried_over
@@ -33,11 +33,10 @@ from overspill.pytorch.functorch import functorch_config
 from overspill.pytorch.trees import tree_leaves
 from overspill.runtime.arena import Arena
 from overspill.runtime.driver import LoweredProgram
-from overspill.runtime.lower import lower, lower_inference
+from overspill.runtime.lower import Stretch, lower, shown
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.instrument import run as run_program
 from overspill.runtime.recording.recorder import RunRecorder
-from overspill.runtime.stretches import lower_stretches
 
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
@@ -196,7 +195,7 @@ class GraphCompiler:
         plan = self.planned.plan
         captured = partitioned.of(plan.graph)
         self.planned.partition = captured.partition
-        return captured, self._lowered(captured, plan, *self._prepared(plan))
+        return captured, tuple(stretch.module for stretch in lower(captured, plan.schedule, *self._prepared(plan)))
 
     def _prepared(self, plan: Plan) -> tuple[int, Arena]:
         """Return the number of an engine whose store fits `plan`, and the arena of the plan."""
@@ -217,44 +216,32 @@ class GraphCompiler:
             return self._plan(without_outputs_of_loss(graph) if ends else graph)
 
         captured, plan = self._if_only_loss(graph, made)
-        # Open the store and lower the plan.
-        engine, arena = self._prepared(plan)
-        forward, backward = self._cut(captured, plan, engine) or self._lowered(captured, plan, engine, arena)
-        self._again = partial(self._for_layout, engine, arena, forward)
+        forward, backward = self._lowered(captured, plan)
         # Measure op times if asked.
         if self.session.options.profile:
             self.timer = self.session.timer = OpTimer(captured.graph, self.where)
         return forward, backward
 
-    def _cut(self, captured: Captured, plan: Plan, engine: int) -> tuple[fx.GraphModule, ...]:
-        """Return what AOTAutograd is shown of a step that is cut, or nothing if this one is not."""
-        if not isinstance(captured, CapturedCutStep):
-            return ()
+    def _lowered(self, captured: Captured, plan: Plan) -> list[fx.GraphModule]:
+        """Open the store and lower `plan`; return what AOTAutograd is shown: forward, and backward if any."""
+        engine, arena = self._prepared(plan)
+        stretches = lower(captured, plan.schedule, engine, arena)
+        if isinstance(captured, CapturedCutStep):
+            state = self.session.loop.state
+            assert state is not None
+            state.engine, state.engine_number = self.session.engine, engine
+            if not state.in_force:
+                assert self.planned is not None
+                self.session.move_all(self.planned)
+            watch_optimizers()
+            self.calls = self._calls_of(captured, stretches)
+        self._again = partial(self._for_layout, engine, arena, stretches[0])
+        return shown(captured, stretches)
+
+    def _calls_of(self, captured: CapturedCutStep, stretches: Sequence[Stretch]) -> CutCalls:
         loop = self.session.loop
         assert loop.state is not None
-        loop.state.engine, loop.state.engine_number = self.session.engine, engine
-        if not loop.state.in_force:
-            assert self.planned is not None
-            self.session.move_all(self.planned)
-        watch_optimizers()
-        shown, stretches = lower_stretches(captured, plan.schedule, engine)
-        self.calls = CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
-        return shown
-
-    def _cut_again(self, captured: CapturedCutStep, schedule: Schedule, engine: int) -> Compiled | None:
-        """Return another backward of a step that is cut, or None if its forward saves something else."""
-        loop, calls = self.session.loop, self.calls
-        assert calls is not None
-        assert loop.state is not None
-        _, (again, backward, _) = lower_stretches(captured, schedule, engine)
-        outputs, ends = len(captured.joint.forward_outputs), (again.own, calls.fore.own)
-        if not takes_what_is_saved(backward.module, again.module, calls.fore.module, outputs, ends):
-            return None
-        saved = calls.fore.own - outputs
-        plain = tuple(range(saved + len(captured.joint.tangents)))
-        stretches = again, replace(backward, plain=plain)
-        others = CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
-        return self._runs(others, 1)
+        return CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
 
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
         """Return the result of `plan`, tried a second time if the budget is infeasible.
@@ -299,12 +286,7 @@ class GraphCompiler:
         found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
         return found.of(self.planned.plan.graph), self.planned.plan
 
-    def _lowered(self, captured: Captured, plan: Plan, engine: int, arena: Arena) -> tuple[fx.GraphModule, ...]:
-        """Return forward and backward graphs of `plan`; forward alone in inference."""
-        how = captured, plan.schedule, engine, arena
-        return lower(*how) if captured.joint.backward_outputs else (lower_inference(*how),)
-
-    def _for_layout(self, engine: int, arena: Arena, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
+    def _for_layout(self, engine: int, arena: Arena, fore: Stretch, layout: Layout) -> Compiled | None:
         """Return a backward for gradients with other strides, by the same plan.
 
         None if that plan does not fit the new trace.
@@ -331,25 +313,23 @@ class GraphCompiler:
                 continue
             if (schedule := carried_over(followed, plan.graph, captured.graph)) is None:
                 continue
-            if isinstance(captured, CapturedCutStep):
-                if (run := self._cut_again(captured, schedule, engine)) is not None:
-                    return run
-                continue
             if arena.take is not None and schedule.instructions != plan.schedule.instructions:
                 # Forward's blocks lie where its own backward has room beside them: what is new lies outside.
                 places = arena.of_forward(captured.graph, schedule)
-            carried = replace(plan, graph=captured.graph, schedule=schedule)
-            again, backward = self._lowered(captured, carried, engine, places)
-            if takes_what_is_saved(backward, again, forward, len(found[0].forward_outputs)):
-                return self._boxed(backward, None, captured.graph)
+            again, back, *_ = lower(captured, schedule, engine, places)
+            outputs = len(captured.joint.forward_outputs)
+            if takes_what_is_saved(back.module, again.module, fore.module, outputs, (again.own, fore.own)):
+                if not isinstance(captured, CapturedCutStep):
+                    return self._boxed(back.module, None, captured.graph)
+                count = fore.own - outputs + len(captured.joint.tangents)
+                return self._runs(self._calls_of(captured, (again, replace(back, plain=tuple(range(count))))), 1)
         return None
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """Plan and lower a forward without backward (evaluation under no_grad)."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
         captured, plan = self._plan(graph)
-        engine, arena = self._prepared(plan)
-        (module,) = self._cut(captured, plan, engine) or self._lowered(captured, plan, engine, arena)
+        (module,) = self._lowered(captured, plan)
         return self._boxed(module, _inputs)
 
     def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overspill.core.errors import OverspillError, StoreError, is_out_of_memory
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
-from overspill.runtime.driver import Form, ProgramRun
+from overspill.runtime.driver import ProgramRun
 from overspill.runtime.transfer.engine import first_line
 
 from .in_arena import leave
@@ -66,7 +66,7 @@ class StepCall:
             return ""
         position, name = self.run.where()
         if position is not None:
-            name = readable(str(self.compiled.takes[position]))
+            name = readable(self.compiled.names[dict(self.compiled.stretch.residents())[position]])
         return f"{name}: " if name else ""
 
 
@@ -118,14 +118,8 @@ class Underway:
             return
         # Residents get back the tensor or the handle that the run has of them.
         if call.run is not None and call.compiled is not None:
-            takes = call.compiled.takes
-            wanted = [i for i, name in enumerate(takes) if isinstance(name, str) and name in state.residency]
-            for position, (form, value) in call.run.give_up(wanted, state.engine).items():
-                resident = state.residency[str(takes[position])]
-                if form is Form.HANDLE:
-                    resident.stored(value)
-                else:
-                    resident.put(value if call.compiled.plan.places is None else value.clone())
+            in_arena = call.compiled.plan.places is not None
+            call.compiled.borrowed(state.residency).take_back(call.run, state.engine, as_copies=in_arena)
         for updates in state.updates:
             updates.finish()
         state.forget_sums()

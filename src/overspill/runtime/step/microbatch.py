@@ -6,6 +6,7 @@ graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +19,7 @@ from overspill.pytorch.dispatch import DisableAutocast
 from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
 from overspill.runtime.compiled.inductor import align
+from overspill.runtime.cuts import Place
 from overspill.runtime.driver import ProgramRun
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
@@ -52,18 +54,9 @@ class MicrobatchRunner:
         with torch.no_grad(), DisableAutocast(), tracker or nullcontext():
             loss, *results = run.go_on(self._state.gate.may_go_on, told)
         # Put the results where they belong: residents, then the loss and other outputs.
-        count = len(compiled.results.places)
+        count = compiled.stretch.own - 1
         others, results = results[:count], results[count:]
-        residents = self._state.residency.residents
-        for name, value in zip(compiled.moving, results, strict=True):
-            if name in compiled.stored:
-                residents[name].stored(value)
-            elif name in compiled.copied:
-                residents[name].hidden = value
-            else:
-                residents[name].put(value)
-        results.clear()  # should anything hold this frame, it holds no tensors
-        value = None
+        compiled.borrowed(self._state.residency).give(results)
         call.loss = loss if call.loss is None else call.loss + loss
         call.returned = compiled.results.filled(call.loss, others)
         others.clear()
@@ -87,22 +80,21 @@ class MicrobatchRunner:
         if self._plans.options.backend == "inductor":
             align(tensors, range(len(tensors)))
         given = [*self._state.buffers.values(), *tensors]
-        residents = self._state.residency.residents
-        args: list[Any] = []
-        for what in compiled.takes:
-            if isinstance(what, int):
-                args.append(given[what])
-            elif (resident := residents.get(what)) is None:
-                args.append(local_of(self._state.parameters[what]).data)
-            else:
-                args.append(resident.take_handle() if what in compiled.stored else resident.take())
-        args += [residents[name].handle for name in compiled.copied]
+        args = [self._argument(compiled.takes[position], given) for position in compiled.stretch.plain]
+        args += compiled.borrowed(self._state.residency).take(self._state.engine)
         if recorder is not None:
             recorder.given(compiled.plan.graph, compiled.program.held, args)
             recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
         if tracker is not None:
             tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
         call.compiled, call.run = compiled, ProgramRun(compiled.program, args)
+
+    def _argument(self, what: str | int, given: Sequence[Any]) -> Any:
+        """Return an input of the program that does not move."""
+        if isinstance(what, int):
+            return given[what]
+        residents = self._state.residency.residents
+        return residents[what].here if what in residents else local_of(self._state.parameters[what]).data
 
     def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
         if self._state.from_host:
@@ -111,18 +103,14 @@ class MicrobatchRunner:
         residency, apart = self._state.residency, self._state.holders.apart
         while apart:  # one at a time, for the memory that they are parts of is free when the last has left
             residency.send({apart.pop()} & residency.residents.keys(), engine)
-        sent = residency.send(compiled.stored | compiled.kept_in_store | idle, engine)
+        sent = residency.send(compiled.at(Place.STORE) | compiled.kept_in_store | idle, engine)
         if sent and self._state.where.type == "cpu":
             give_back()  # a model may have been built where the heap keeps what it frees
         places = compiled.plan.places
         nbytes = 0 if places is None else places.arena_bytes
-        settle(
-            self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where,
-            compiled.copied,
-        )  # fmt: skip
-        here = [name for name in compiled.moving if name not in compiled.stored]
-        self._state.residency.bring((name for name in here if name not in compiled.copied), engine)
-        self._state.residency.copy(compiled.copied, engine)
+        both = compiled.at(Place.BOTH)
+        settle(self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where, both)
+        compiled.borrowed(self._state.residency).bring(engine)
 
     def _check_room_for_hooks(self, call: StepCall, compiled: Compiled) -> None:
         """Raise UnsupportedError if step post-hooks need more than the budget.

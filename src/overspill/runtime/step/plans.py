@@ -27,21 +27,23 @@ from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
 from overspill.runtime.arena import StepArena
 from overspill.runtime.compiled.partitions import Partitioned
+from overspill.runtime.cuts import Place
 from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.hardware import account_of, device_named
 from overspill.runtime.infeasible import infeasible_for
-from overspill.runtime.lower import copied, lower_step
+from overspill.runtime.lower import Stretch, lower
 from overspill.runtime.parallel import OneProcess, processes_of_collectives
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes, whole_pages
 
+from .borrowed import Borrowed
 from .captures import FoundStep, StepCaptures
 from .from_host import held_bytes
 from .gathered import gathered
 from .python_state import PythonState
-from .residency import bring_for_others
+from .residency import Residency, bring_for_others
 from .results import Results
 from .updates import update_together
 
@@ -65,20 +67,17 @@ class Compiled:
     """
 
     plan: Plan
+    stretch: Stretch
     program: LoweredProgram
-    """Returns the loss, the other tensors of `results`, and the residents `moving`."""
+    """Returns the loss, the other tensors of `results`, and the residents that `stretch` gives."""
     takes: tuple[str | int, ...]
-    """Each input of `program`: a resident's name, or a position among the buffers and the caller's tensors."""
-    moving: tuple[str, ...]
-    """Residents that the program takes and returns."""
-    stored: frozenset[str]
-    """Residents in the store when the program begins."""
+    """Each captured input: a resident's name, or a position among the buffers and the caller's tensors."""
+    names: dict[int, str]
+    """The residents that may move, by tensor."""
     kept_in_store: frozenset[str]
     """Residents that are also in the store, unknown to the graph."""
     idle: tuple[str, ...]
     """Residents that this step does not use; those that have been made are also in the store."""
-    copied: tuple[str, ...]
-    """Residents on the device and in the store. Their handles are the last inputs."""
     changed: tuple[int, ...]
     """Positions of inputs that the program changes, buffers counted first."""
     between: dict[str, int]
@@ -92,6 +91,14 @@ class Compiled:
     """Tensors read where they are. Another step's model may have them in its store."""
     partition: float | None
     """The `activation_memory_budget` of the partition; None with eager kernels."""
+
+    def at(self, place: Place) -> frozenset[str]:
+        """Return the residents that are at `place` when the program begins."""
+        return frozenset(name for tensor, name in self.names.items() if self.stretch.before[tensor] is place)
+
+    def borrowed(self, residency: Residency) -> Borrowed:
+        """Return the residents that the program takes and gives back."""
+        return Borrowed(self.stretch, self.names, residency)
 
 
 class StepPlans:
@@ -264,7 +271,7 @@ class StepPlans:
             for name, owned in self.state.owned.items()
             for path in owned.leaves
         }
-        stored = frozenset(name for name in state if name in last.stored)
+        stored = last.at(Place.STORE) & state.keys()
         staying = sum(nbytes for name, nbytes in state.items() if name not in stored)
         budget = last.plan.asked_bytes
         # By one partition all of them, as a loop with `torch.compile` has it.
@@ -340,25 +347,23 @@ class StepPlans:
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
         # Lower the plan.
         engine = self.state.engine_number
-        program = LoweredProgram(
-            lower_step(captured, plan.schedule, engine, plan.groups, update_together, self.arena.of(plan))
-        )
+        (stretch,) = lower(captured, plan.schedule, engine, self.arena.of(plan), plan.groups, update_together)
+        program = LoweredProgram(stretch.module)
         self._instrument(program, plan)
         # Match the graph's inputs with the residents by name.
         primals = captured.joint.primals
-        tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
-        stored = frozenset(plan.schedule.stored)
-        name_of = {tensor: str(name) for tensor, name in zip(tensor_of.values(), names, strict=True)}
+        name_of = {
+            captured.tensor_of[storages(node)[0]]: str(name)
+            for node, name in zip(primals, names, strict=True)
+            if captured.moves(node)
+        }
         outside = tuple(found.known.outside)
         written = captured.joint.mutated_storages
         changed = (n for node, n in zip(primals, names, strict=True) if not written.isdisjoint(storages(node)))
         return Compiled(
-            plan, program, names,
-            tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
-            frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
+            plan, stretch, program, names, name_of,
             kept_in_store or frozenset(),
             idle,
-            tuple(name_of[tensor] for tensor in copied(captured.graph, plan.schedule)),
             tuple(n for n in changed if isinstance(n, int) and n >= len(self.state.buffers)),
             {} if plan.places is None else {name_of[tensor]: at for tensor, at in plan.places.between.items()},
             found.results,
