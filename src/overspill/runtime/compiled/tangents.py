@@ -168,7 +168,7 @@ def without_absent(joint: fx.GraphModule, absent_tangents: Container[int]) -> No
             others.add(other := next(n for n in given if n not in absent))
             node.replace_all_uses_with(other)
             continue
-        for gone in absent.intersection(given):
+        for gone in filter(absent.__contains__, given):
             node.replace_input_with(gone, _zeros(gone, node))
         if others.intersection(given):
             others.add(node)
