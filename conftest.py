@@ -21,7 +21,7 @@ os.environ.setdefault("OVERSPILL_EFFORT", "0.1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Else every process that a test starts compiles all that it imports, and each worker all test files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -35,7 +35,8 @@ for accelerator in (torch.cuda, torch.mtia, torch.xpu):
         accelerator.manual_seed_all = lambda _: None
 # Loggers that do not propagate get a handler of pytest's, and this one renders all that is compiled for who has one.
 logging.getLogger("torch.__trace").propagate = True
-settings.register_profile("repeatable", derandomize=True)
+# How long an example takes to draw says how busy the machine is.
+settings.register_profile("repeatable", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

@@ -45,7 +45,10 @@ TIGHT = f"{TRAIN} --budget 80%"
         ("train alexnet --batch 2 --store tape", "unknown store 'tape'. Stores: disk, host, pinned"),
         ("train alexnet --batch 2 --store host --store-dir .", "--store-dir is for the disk store"),
         ("train alexnet --batch 2 --backend fast", "unknown backend 'fast'; backends: eager, inductor"),
-        ("train alexnet --batch 2 --optimizer lion", "unknown optimizer 'lion'; optimizers: sgd"),
+        (
+            "train alexnet --batch 2 --optimizer lion",
+            "unknown optimizer 'lion'; did you mean 'lion8bit'? Optimizers: sgd",
+        ),
         ("train alexnet --batch 2 --dtype int8", "unknown dtype 'int8'; dtypes: float32"),
         ("plan alexnet --batch 2 --dtype amp", "amp-bfloat16 takes the same bytes"),
         ("train alexnet --batch 2 --device tpu", "unknown device 'tpu'"),
@@ -141,7 +144,7 @@ def test_a_budget_below_the_floor_is_infeasible_and_the_floor_that_is_named_work
     assert ("parameters" in answer["cause"]) == (command == "plan")  # a loop's parameters move
     assert command == "train" or answer.keys() >= {"policy", "peak_bytes", "slowdown", "plan_seconds"}
     assert not list(store_dir.iterdir())
-    again = overspill(f"{command} nets:shallow --batch 512 --budget {answer['floor_bytes']} --json {extra}")
+    again = overspill(f"{command} nets:shallow --batch 512 --budget {answer['floor_bytes']}B --json {extra}")
     assert again.code == 0
     assert not list(store_dir.iterdir())
 

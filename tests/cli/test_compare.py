@@ -90,7 +90,7 @@ def test_where_nothing_fits_the_answer_is_no_and_names_what_would_do(overspill: 
     }
     assert "below auto's floor" in auto["error"]
     assert liveness["max_bytes"] > answer["floor_bytes"] == auto["floor_bytes"]
-    again = overspill(f"{COMPARE} --policies auto,liveness --budget {answer['floor_bytes']} --json")
+    again = overspill(f"{COMPARE} --policies auto,liveness --budget {answer['floor_bytes']}B --json")
     assert again.code == 0
 
 

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.cli.commands import Overspill
 from tests.placement.packing.first_fit import FirstFit
 
 import overspill as package
+from overspill.cli import group
+from overspill.cli.panels import COMMAND_PANELS, NEVER
 from overspill.core import Device, Schedule
+from overspill.core.budget import Budget
 from overspill.core.registry import Registry
 from overspill.devices import device_names
+from overspill.job import Job, NamedModel
 from overspill.models import names
 from overspill.policies import POLICIES
 from overspill.runtime import training
@@ -207,6 +212,36 @@ def test_help_names_every_command_and_option(overspill: Overspill) -> None:
         done = overspill(f"{command} --help")
         assert done.code == 0
         assert "--json" in done.out
+
+
+def test_help_shows_what_most_need_and_help_all_what_the_command_takes(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short, everything = overspill("train -h").out, overspill("train --help-all").out
+    assert len(short.splitlines()) < 45 < len(everything.splitlines())
+    assert "--budget" in short
+    assert "--partition" not in short
+    for text in ("--partition", "Fine-tuning", "Budget and plan"):
+        assert text in everything
+    for refused in NEVER["train"].split():
+        assert f"--{refused} " not in everything
+    assert overspill("train -h").out == short
+    assert {name for names in COMMAND_PANELS.values() for name in names.split()} == set(group().commands)
+
+
+def test_what_everyone_types_is_taken() -> None:
+    for dtype in ("bf16", "BFloat16", torch.bfloat16):
+        assert Job(NamedModel("alexnet"), 2, "AdamW", dtype).dtype == "bfloat16"  # type: ignore[arg-type]
+    assert Job(NamedModel("alexnet"), 2, "paged_AdamW8bit", "fp16").optimizer == "paged-adamw8bit"
+
+
+@pytest.mark.parametrize("budget", ["8", "45", "8000"])
+def test_a_budget_without_a_unit_is_asked_about(overspill: Overspill, budget: str) -> None:
+    done = overspill(f"plan alexnet --batch 2 --budget {budget}")
+    assert done.code == 2
+    assert f"write {budget}GiB" in done.err
+    assert Budget.parse(f"{budget}B").nbytes == int(budget)
 
 
 def test_help_and_lists_do_without_torch() -> None:

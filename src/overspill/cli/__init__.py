@@ -41,6 +41,7 @@ from .common import Outcome
 from .failures import OUTSIDE_FAILURE, Failure, explain, in_options
 from .narrator import QUIET
 from .output import OutputStream, print_error, print_human, print_json, shown, streams
+from .panels import COMMAND_PANELS, HELP_ALL, arrange
 
 app = typer.Typer(
     name="overspill",
@@ -76,7 +77,8 @@ def _add_command(name: str) -> None:
     A command that is not installed or does not load is replaced by one that reports this, whatever its arguments.
     """
     try:
-        app.command(name)(COMMANDS.named(name))
+        panel = next((panel for panel, names in COMMAND_PANELS.items() if name in names.split()), None)
+        app.command(name, rich_help_panel=panel)(COMMANDS.named(name))
     except RequestError as error:
         told = str(error)
 
@@ -92,6 +94,7 @@ for _name in dict.fromkeys((*COMMANDS, *COMMANDS.papers)):
 
 QUIET_OPTION = "--quiet"
 """May stand anywhere before a script's arguments, for every command."""
+_HELP = {"-h": "--help", HELP_ALL: "--help"}
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 plus the number of SIGINT, as shells have it."""
 
@@ -106,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Options of all commands.
     as_json = "--json" in ours
     QUIET.set(QUIET_OPTION in ours)
-    arguments = [word for word in ours if word != QUIET_OPTION] + arguments[len(ours) :]
+    arrange(group().commands, everything=HELP_ALL in ours)
+    ours = [_HELP.get(word, word) for word in ours if word != QUIET_OPTION]
+    arguments = ours + (arguments[arguments.index("--") :] if "--" in arguments else [])
     debug = bool(os.environ.get("OVERSPILL_DEBUG"))
     # Run it; with --json nothing else goes to standard output.
     with streams() as out:

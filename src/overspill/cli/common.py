@@ -31,39 +31,28 @@ def optional(metavar: str | None, text: str, *names: str, **how: Any) -> Any:
 
 
 Budget = Annotated[
-    str | None,
-    optional(
-        "SIZE",
-        "Bytes that the whole step may take on the device: 2GiB, 500MB, or a share of what it takes unmanaged, as 0.5 "
-        "or 50%.  [default: all of the device]",
-    ),
+    str | None, optional("SIZE", "Device memory of a step: 2GiB, 500MB, or 50%.  [default: all of the device]")
 ]
 Gpu = Annotated[
     str | None,
     optional(
-        "NAME",
-        "A name that `overspill devices` lists, or a device file.  [default: this CPU]",
-        autocompletion=complete.device,
+        "NAME", "A name of `overspill devices`, or a device file.  [default: this CPU]", autocompletion=complete.device
     ),
 ]
 PolicyName = Annotated[
-    str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.", autocompletion=complete.policy)
+    str, typer.Option(metavar="NAME", help="A name of `overspill policies`.", autocompletion=complete.policy)
 ]
 PlacerName = Annotated[
     str | None,
     optional(
         "NAME",
-        "An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned is an arena.  "
-        "[default: live bytes count; on a GPU, planned]",
+        "An allocator or solver whose peak counts: pytorch, planned, portfolio.  [default: on a GPU planned]",
         "--placement",
         autocompletion=complete.placer,
     ),
 ]
 WholeStep = Annotated[
-    bool,
-    typer.Option(
-        "--whole-step", help="Plan the update too: parameters, gradients and optimizer state may be in the store."
-    ),
+    bool, typer.Option("--whole-step", help="Weights, gradients and optimizer state may leave the device too.")
 ]
 Backend = Annotated[
     str,
@@ -74,22 +63,13 @@ Backend = Annotated[
     ),
 ]
 PlanFile = Annotated[Path | None, optional("FILE", "Save the plan there, as JSON.", "--out")]
-ReportFile = Annotated[
-    Path | None, optional("FILE", "Write a page to look at, as .html, which needs no network.", "--report")
-]
-TraceFile = Annotated[
-    Path | None, optional("FILE", "Save what happens when as a trace, .json, for ui.perfetto.dev.", "--trace")
-]
+ReportFile = Annotated[Path | None, optional("FILE", "Write a page to look at, as .html.", "--report")]
+TraceFile = Annotated[Path | None, optional("FILE", "Save a trace, as .json, for ui.perfetto.dev.", "--trace")]
 SnapshotFile = Annotated[
-    Path | None, optional("FILE", "Save allocations and frees as .pickle, for PyTorch's memory_viz.", "--snapshot")
+    Path | None, optional("FILE", "Save allocations, as .pickle, for PyTorch's memory_viz.", "--snapshot")
 ]
-TimesFile = Annotated[
-    Path | None,
-    optional("FILE", "Op times that `train --profile` measured, to plan with instead of estimates.", "--times"),
-]
-StoreDir = Annotated[
-    Path | None, optional("DIR", "Where the disk store keeps its file.  [default: the temporary directory]")
-]
+TimesFile = Annotated[Path | None, optional("FILE", "Op times to plan with, measured by `train --profile`.", "--times")]
+StoreDir = Annotated[Path | None, optional("DIR", "Folder of the disk store.  [default: the temporary one]")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -29,71 +29,50 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or "
-        "package.module:callable; with --script, the script's arguments.",
+        help="A name of `overspill models` or the Hub, hf:config.json, or package.module:callable.",
         show_default=False,
         autocompletion=complete.model,
     ),
 ]
-Batch = Annotated[
-    int | None,
-    optional(None, "Samples in a step; with --accumulate in a micro-batch of it, on several GPUs on each.", min=1),
-]
+Batch = Annotated[int | None, optional("N", "Samples in a step (in a micro-batch; on each GPU).", min=1)]
 ScriptFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="An unmodified training script, run with `cuda` redirected; its arguments after `--`.",
+        metavar="FILE", help="Your training script as it is; its arguments behind `--`.",
         show_default=False,
     ),
 ]  # fmt: skip
 Iterations = Annotated[int | None, optional("N", "Steps of the script to run.  [default: 3]", min=1)]
-TimeLimit = Annotated[
-    float | None,
-    optional("SECONDS", "When the script is ended, with an answer if it has trained by then.  [default: 600]"),
-]
+TimeLimit = Annotated[float | None, optional("SECONDS", "When the script is ended at the latest.  [default: 600]")]
 AllowWrites = Annotated[
-    bool,
-    typer.Option("--allow-writes", help="Let the script change real files; otherwise its changes are thrown away."),
+    bool, typer.Option("--allow-writes", help="Let the script change files; else changes are thrown away.")
 ]
-Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
+Small = Annotated[bool, typer.Option("--small", help="A small configuration: few channels, small inputs.")]
 ImageSize = Annotated[int | None, optional("N", "Height and width of the images.", min=1)]
 SeqLen = Annotated[int | None, optional("N", "Tokens in a sequence.", min=1)]
 MxnetFile = Annotated[Path | None, optional("FILE", "A symbol file of MXNet, as MXNet trains it.", "--mxnet")]
 TensorflowCallable = Annotated[
-    str | None,
-    optional(
-        "MODULE:CALLABLE",
-        "A function of yours that returns a Keras model, or a step and the tf.TensorSpecs of its arguments.",
-        "--tensorflow",
-    ),
+    str | None, optional("MODULE:CALLABLE", "Returns a Keras model, or a step and its tf.TensorSpecs.", "--tensorflow")
 ]
 OnnxFile = Annotated[Path | None, optional("FILE", "A model of ONNX, run and trained as MXNet would.", "--onnx")]
 InputShapes = Annotated[
-    list[str] | None,
-    optional(
-        "NAME=SHAPE",
-        "The shape of an input of --mxnet or --onnx, N being the batch, as data=N,3,224,224. Can be given again.",
-        "--input",
-    ),
+    list[str] | None, optional("NAME=SHAPE", "An input of --mxnet or --onnx: data=N,3,224,224. Repeatable.", "--input")
 ]
 Dtype = Annotated[
     str | None,
     optional(
         "NAME",
-        "float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16.  [default: float32]",
+        "float32, bfloat16, float16, or autocast: amp, amp-bfloat16.  [default: float32]",
         autocompletion=complete.constants(*DTYPES),
     ),
 ]
-Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
-Gpus = Annotated[int | None, optional("N", "GPUs that train together; --batch is of each, but of pp of all.", min=1)]
+Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients.")]
+Gpus = Annotated[int | None, optional("N", "GPUs that train together.", min=1)]
 Kind = Annotated[
     str | None,
     optional(
         "NAME",
-        (
-            "ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  "
-            "[default: ddp with --gpus]"
-        ),
+        ("ddp, fsdp, horovod, tp, pp, zero1, zero2 or zero3.  [default: ddp with --gpus]"),
         "--parallel",
         autocompletion=complete.constants(*KINDS, "zero1", "zero2", "zero3"),
     ),
@@ -102,18 +81,16 @@ Optimizer = Annotated[
     str | None,
     optional(
         "NAME",
-        f"{', '.join(models.optimizer_names())} (8-bit and paged ones are bitsandbytes').  [default: sgd]",
+        f"{', '.join(models.optimizer_names())}.  [default: sgd]",
         autocompletion=complete.constants(*models.optimizer_names()),
     ),
 ]
-ParamDtype = Annotated[str | None, optional("NAME", "Of fsdp: the dtype of gathered parameters, as bfloat16.")]
+ParamDtype = Annotated[str | None, optional("NAME", "Of fsdp: the dtype of gathered parameters.")]
 ReduceDtype = Annotated[str | None, optional("NAME", "Of fsdp: the dtype in which gradients are reduced.")]
 CpuOffload = Annotated[
-    bool, typer.Option("--cpu-offload", help="Of fsdp: shards, their gradients and the optimizer are on the host.")
+    bool, typer.Option("--cpu-offload", help="Of fsdp: shards, gradients and optimizer on the host.")
 ]
-MicroBatches = Annotated[
-    int | None, optional("M", "Of pp: how many --batch is read in.  [default: as many as GPUs]", min=1)
-]
+MicroBatches = Annotated[int | None, optional("M", "Of pp: micro-batches of --batch.  [default: one per GPU]", min=1)]
 
 
 def _option(name: str, said: Way) -> inspect.Parameter:

@@ -51,25 +51,15 @@ StoreName = Annotated[
     str | None,
     optional(
         "NAME",
-        "Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]",
+        "Where bytes go: disk, host or pinned.  [default: disk; on CUDA pinned]",
         autocompletion=complete.constants("disk", "host", "pinned"),
     ),
 ]
-Check = Annotated[
-    bool, typer.Option("--check", help="Run the same steps without Overspill too, and compare all numbers bit by bit.")
-]
-Checksum = Annotated[
-    bool, typer.Option("--checksum", help="Compare what comes back from the store with what went there (on the CPU).")
-]
+Check = Annotated[bool, typer.Option("--check", help="Run plainly too, and compare all numbers bit by bit.")]
+Checksum = Annotated[bool, typer.Option("--checksum", help="Check that bytes come back unchanged (on the CPU).")]
 Partition = Annotated[
     float | None,
-    optional(
-        "SHARE",
-        (
-            "Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: "
-            "the best of several]"
-        ),
-    ),
+    optional("SHARE", ("Inductor's partition for this activation_memory_budget.  [default: the best of several]")),
 ]
 DeviceName = Annotated[
     str | None,
@@ -79,7 +69,7 @@ DeviceName = Annotated[
         autocompletion=complete.constants("cpu", "cuda"),
     ),
 ]
-ProfileFile = Annotated[Path | None, optional("FILE", "Measure every op's time and save them there, for --times.")]
+ProfileFile = Annotated[Path | None, optional("FILE", "Measure op times and save them, for --times.")]
 
 
 @with_job()

@@ -12,6 +12,8 @@ from .errors import RequestError
 from .units import is_share, parse_bytes
 
 _UNIT = 1 << 40
+_LEAST_TYPED, _LEAST_GIVEN = 1 << 20, 1000
+"""Bytes of a typed budget and of an int from which on a number without a unit is taken for bytes."""
 SMALLEST = "smallest"
 
 
@@ -57,7 +59,10 @@ class Budget:
                     "like 12GiB"
                 )
             return cls(share=share)
-        return cls(nbytes=parse_bytes(asked))
+        nbytes, text = parse_bytes(asked), str(asked).strip()
+        if text.isdecimal() and nbytes < (_LEAST_TYPED if isinstance(asked, str) else _LEAST_GIVEN):
+            raise RequestError(f"a budget of {text} says no unit; write {text}GiB, {text}MiB, {text}% or {text}B")
+        return cls(nbytes=nbytes)
 
     def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int, floor_bytes: Callable[[], int]) -> int:
         """Return the budget in bytes, on a device with `device_bytes` of memory.

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""What people write for a dtype."""
 MakeOptimizer = Callable[[Iterable["Tensor"]], "Optimizer"]
 
 
@@ -76,66 +78,60 @@ class Job:
         float, None, "Clip each number of gradients to ±X.", COMPILED, metavar="X", positive=True
     )
     set_to_none: bool = way(
-        bool, True, "zero_grad gives gradients back, or fills them with zeros.", PIPELINE, COMPILED,
+        bool, True, "zero_grad frees gradients, or fills them with zeros.", PIPELINE, COMPILED,
         flag="--set-to-none/--no-set-to-none",
     )  # fmt: skip
     checkpointing: bool | tuple[str, ...] = way(
-        bool, False, "Compute the blocks that the model repeats again in backward.", PIPELINE
+        bool, False, "Recompute the model's repeated blocks in backward.", PIPELINE
     )
     """Or the names of the classes whose modules are computed again."""
     reentrant: bool | None = way(
-        bool, None, "Of --checkpointing: with reentrance, as in transformers before 5.  [default: without]",
+        bool, None, "Of --checkpointing: as in transformers before 5.  [default: not reentrant]",
         flag="--reentrant/--no-reentrant",
     )  # fmt: skip
     attention: str | None = way(
         str, None,
-        "The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn; of transformers also eager. "
-        " [default: as CUDA chooses]",
+        "Attention's kernel: flash, efficient, math, cudnn or (transformers) eager.  [default: as CUDA chooses]",
         INFERENCE, PIPELINE, metavar="NAME", choices=("flash", "efficient", "math", "cudnn", "eager"),
     )  # fmt: skip
-    channels_last: bool = way(bool, False, "Model and images in the memory format of that name.", INFERENCE)
+    channels_last: bool = way(bool, False, "Model and images in torch.channels_last.", INFERENCE)
     lora: int | None = way(
         int, None,
-        "Train adapters beside linear layers, as peft has them; all else is frozen.",
+        "LoRA: train adapters of this rank, as by peft.",
         metavar="RANK", positive=True
     )  # fmt: skip
     lora_targets: str | None = way(
         str, None,
-        "Layers that --lora adapts: the ends of their names, as q_proj,v_proj, or all-linear.  [default: as peft "
-        "chooses]",
+        "Layers that --lora adapts: q_proj,v_proj or all-linear.  [default: peft's]",
         metavar="NAMES",
     )  # fmt: skip
-    lora_dropout: float = way(float, 0.0, "Dropout of what adapters read.", metavar="P")
+    lora_dropout: float = way(float, 0.0, "Dropout of --lora.", metavar="P")
     quantize: str | None = way(
         str, None,
-        "Weights of linear layers as bitsandbytes has them: 4bit-double (scales quantised too, as QLoRA has it), "
-        "4bit-single, 8bit; 4bit is double.  [default: as the model's configuration says]",
+        "bitsandbytes' weights: 4bit (as QLoRA), 4bit-single, 8bit.  [default: as the model's configuration says]",
         INFERENCE, metavar="BITS", choices=("4bit", "4bit-double", "4bit-single", "8bit"),
     )  # fmt: skip
     upcast: bool | None = way(
         bool, None,
-        "Of --quantize: all else is float32, as peft's prepare_model_for_kbit_training makes it.  [default: it is]",
+        "Of --quantize: all else is float32, as by peft.  [default: it is]",
         flag="--upcast/--no-upcast",
     )  # fmt: skip
     shift_logits: bool | None = way(
         bool, None,
-        "The loss copies the logits of all tokens but the last, as in transformers before 4.50.  [default: it does "
-        "not]",
+        "The loss copies logits, as in transformers before 4.50.  [default: it does not]",
         flag="--shift-logits/--no-shift-logits",
     )  # fmt: skip
     loss_chunks: int | None = way(
         int, None,
-        "Output layer and loss of a causal model of transformers in N chunks of tokens, each computed again in "
-        "backward.",
+        "Output layer and loss in N chunks of tokens.",
         metavar="N", positive=True,
     )  # fmt: skip
     keep_outputs: bool | None = way(
         bool, None,
-        "A step's outputs, logits included, live until the next step has others, as in `out = model(...)`.  [default: "
-        "they do not]",
+        "Outputs live until the next step, as in `out = model(…)`.  [default: they do not]",
         flag="--keep-outputs/--no-keep-outputs",
     )  # fmt: skip
-    offload_optimizer: bool = way(bool, False, "The optimizer and its states are on the host.", COMPILED)
+    offload_optimizer: bool = way(bool, False, "Optimizer, state and update on the host.", COMPILED)
     cudnn_benchmark: bool = way(
         bool, False, "cuDNN tries its engines, as with torch.backends.cudnn.benchmark.", INFERENCE
     )
@@ -151,7 +147,9 @@ class Job:
         if self.batch is not None and self.batch < 1:
             raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more", fields=["batch"])
         if isinstance(self.optimizer, str):
-            models.check_optimizer(self.optimizer)
+            object.__setattr__(self, "optimizer", models.check_optimizer(self.optimizer))
+        dtype = str(self.dtype).lower().removeprefix("torch.")  # it may be torch's own
+        object.__setattr__(self, "dtype", _SHORT.get(dtype, dtype))
         if self.dtype not in DTYPES:
             raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}", fields=["dtype"])
         check_values(ways_of(self), self)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -41,15 +42,18 @@ def is_eight_bit(name: str) -> bool:
     return name in _NAMED and "states" in _NAMED[name][1]
 
 
-def check_optimizer(name: str) -> None:
-    """Raise RequestError for an unknown optimizer; torch is not imported."""
-    if name not in _NAMED:
-        raise RequestError(f"unknown optimizer {name!r}; optimizers: {', '.join(_NAMED)}", fields=["optimizer"])
+def check_optimizer(name: str) -> str:
+    """Return `name` as it is written here. Raises RequestError for an unknown optimizer; torch is not imported."""
+    known = name.lower().replace("_", "-")
+    if known not in _NAMED:
+        hint = did_you_mean(name, _NAMED)
+        raise RequestError(f"unknown optimizer {name!r}{hint} Optimizers: {', '.join(_NAMED)}", fields=["optimizer"])
+    return known
 
 
 def optimizer_named(name: str) -> Callable[[Iterable[Any]], Optimizer]:
     """Return the optimizer called `name`, as a function of the parameters. Raises RequestError for an unknown name."""
-    check_optimizer(name)
+    name = check_optimizer(name)
     from torch import optim  # noqa: PLC0415 - the names are listed without paying for torch
 
     from .eight_bit import Blockwise8bit  # noqa: PLC0415

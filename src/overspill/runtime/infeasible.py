@@ -41,7 +41,8 @@ def infeasible_for(
                 "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with "
                 "reserve="
             )
-        would_do = f"budget={error.floor_bytes} would do"
+        least = str(error.floor_bytes) if error.floor_bytes >= 1 << 20 else f'"{error.floor_bytes}B"'
+        would_do = f"budget={least} would do"
         if whole_step:
             would_do += " for steps on such inputs"
         elif what == "training":

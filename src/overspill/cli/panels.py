@@ -1,0 +1,69 @@
+"""How `--help` shows options: ten or so that most people need, and with `--help-all` all of them in panels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import typer
+
+HELP_ALL = "--help-all"
+_REST = "Output"
+PANELS: Mapping[str, str] = {
+    "Model": "batch optimizer dtype seq-len image-size small script iterations time-limit allow-writes mxnet "
+    "tensorflow onnx input inference generate",
+    "Training": "steps accumulate clip-norm clip-value set-to-none checkpointing reentrant attention channels-last "
+    "shift-logits loss-chunks keep-outputs offload-optimizer cudnn-benchmark check checksum",
+    "Fine-tuning": "lora lora-targets lora-dropout quantize upcast",
+    "Several GPUs": "gpus parallel param-dtype reduce-dtype cpu-offload micro-batches",
+    "Device": "gpu device torch cuda allocator allocator-config store store-dir",
+    "Budget and plan": "budget capacity policy policies placement placers points whole-step backend partition compiled "
+    "times solver seed",
+}
+"""The options of each panel in their order, without dashes; those of no panel are about output."""
+FIRST = frozenset(
+    ("batch", "optimizer", "dtype", "seq-len", "script", "lora", "checkpointing", "gpu", "budget", "policies", "steps",
+     "check", "report", "json")
+)  # fmt: skip
+"""The options that `--help` shows where a command has more than a dozen."""
+NEVER: Mapping[str, str] = {
+    "train": "script iterations time-limit allow-writes mxnet tensorflow onnx input inference generate gpus parallel "
+    "param-dtype reduce-dtype cpu-offload micro-batches quantize upcast keep-outputs offload-optimizer "
+    "cudnn-benchmark"
+}
+"""Options that a command refuses whatever their value, with a line that says why: no help shows them."""
+_MANY = 12
+COMMAND_PANELS: Mapping[str, str] = {
+    "Check before the run": "estimate advise plan",
+    "Train": "demo train doctor",
+    "Compare": "compare sweep policies reproduce",
+    "Look up and measure": "models devices calibrate snapshot pack",
+}
+"""The commands of each panel."""
+_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
+_ORDER = {name: at for at, name in enumerate(name for names in PANELS.values() for name in names.split())}
+
+
+def arrange(commands: Mapping[str, Any], *, everything: bool) -> None:
+    """Set the panel, order and visibility of the options of `commands`; `everything` shows all that they take."""
+    for name, command in commands.items():
+        options = [one for one in command.params if isinstance(one, typer.core.TyperOption)]
+        short = not everything and len(options) > _MANY
+        never = set(NEVER.get(name, "").split())
+        for option in options:
+            word = _word(option)
+            if option.is_flag:
+                option.metavar = " "  # else it says <bool>
+            option.hidden = word in never or (short and word not in FIRST)
+            option.rich_help_panel = _PANEL_OF.get(word, _REST) if everything and len(options) > _MANY else None
+        others = [one for one in command.params if one not in options]
+        command.params[:] = [*others, *sorted(options, key=lambda one: _ORDER.get(_word(one), len(_ORDER)))]
+        command.epilog = f"{HELP_ALL} shows all {_count(options, never)} options." if short else None
+
+
+def _word(option: typer.core.TyperOption) -> str:
+    return next(name for name in option.opts if name.startswith("--"))[2:]
+
+
+def _count(options: Iterable[typer.core.TyperOption], never: set[str]) -> int:
+    return sum(_word(option) not in never for option in options)
