@@ -428,7 +428,8 @@ class LoopState(StepState):
             guard = self.tensor_guards.get(name)
             if guard is None:
                 guard = self.tensor_guards[name] = TensorGuard(self, name)
-            GUARDS[id(resident.tensor)] = guard
+            if GUARDS.get(id(resident.tensor)) is not guard:
+                GUARDS[id(resident.tensor)] = guard
             if resident.away:
                 hide(resident.tensor)
 
@@ -471,9 +472,10 @@ class LoopState(StepState):
 
     def _is_known(self, state: dict[str, Any], name: str, owned: Any) -> bool:  # noqa: ARG002 - as it is called
         """Return whether `state` is the dictionary that an update left, with unchanged tensors."""
-        return state is owned.content and all(
-            owned.resident(path).tensor is tensor for path, tensor in tensors_in(state).items() if path in owned.leaves
-        )
+        if state is not owned.content:
+            return False
+        there = state if owned.leaves.keys() <= state.keys() else tensors_in(state)  # this is asked thrice a step
+        return all(owned.resident(path).tensor is there[path] for path in owned.leaves if path in there)
 
     def _unguard_state(self, name: str, updates: OptimizerUpdates, guard: Guarded) -> None:
         """Leave the dictionary as it is."""

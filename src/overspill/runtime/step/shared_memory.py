@@ -111,10 +111,12 @@ class Holders:
     def _is_foreign(self, storage: UntypedStorage, tensor: Tensor) -> bool:
         if storage.device.type != "cpu":
             return False  # all say that they are shared
+        if storage.resizable():
+            return storage.is_shared()
         at = key_of(storage), storage.data_ptr()
-        if not storage.resizable() and at not in self._foreign:
+        if at not in self._foreign:
             self._foreign[at] = not (self.in_arena(tensor) or mapped_file(at[1]) is not None)
-        return storage.is_shared() or (not storage.resizable() and self._foreign[at])
+        return storage.is_shared() or self._foreign[at]
 
     def _follow(
         self, unknown: Mapping[int, str], weights: Mapping[str, Tensor], residents: Mapping[str, Resident]

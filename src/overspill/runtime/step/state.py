@@ -245,7 +245,7 @@ class StepState:
                         )
         self._check_trained(groups)
         # Adopt the state of each parameter whose settings or state have changed.
-        settings = {id(group): updates.settings_of(group) for updates, group in groups.values()}
+        settings = {id(g): updates.settings_of(g) for updates in self.updates for g in updates.optimizer.param_groups}
         for name, parameter in self.parameters.items():
             if id(parameter) not in groups:
                 self._disown(name)
