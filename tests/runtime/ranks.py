@@ -15,19 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import overspill
-from overspill.core.errors import OverspillError
 from overspill.devices import this_cpu
 from overspill.runtime import calibrate as calibration
 from overspill.runtime.step.away import Away
 from overspill.runtime.tracker import LiveBytes
 
 from . import sharded_ranks
+from .sharded_ranks import failure
 
 STEPS, BATCH = 2, 8
 of_ranks = torch.ops._c10d_functional
@@ -183,14 +182,6 @@ def combined() -> Any:
     return planned(first, momentum(first)), planned(second, momentum(second), data=whole, process_group=False)
 
 
-def failure(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except OverspillError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def errors() -> dict[str, Any]:
     """What both ranks hear of one's trouble, and that they can go on together after it."""
     torch.manual_seed(0)
@@ -232,7 +223,6 @@ def errors() -> dict[str, Any]:
         parts, nn.CrossEntropyLoss(), momentum(parts), process_group=False, budget="1GiB", clip_norm=1.0
     )
     heard["parts"] = failure(lambda: clipped(*images(0)))
-    heard["compiled"] = failure(lambda: overspill.compile(fully_shard(nn.Sequential(nn.Linear(4, 4)))))
     return heard | {"finite": bool(torch.isfinite(loss))}
 
 

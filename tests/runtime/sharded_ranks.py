@@ -24,6 +24,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 import overspill
 from overspill.core.errors import OverspillError, StoreError, UnsupportedError
 from overspill.runtime.parallel import reduce_scatter
+from overspill.runtime.tracker import LiveBytes
 
 STEPS, WIDTH, DRAWN = 2, 30, 6
 Make = Callable[[nn.Module], Optimizer]
@@ -111,13 +112,13 @@ def everything(model: nn.Module, optimizer: Optimizer, losses: list[Tensor]) -> 
 
 
 def by_hand(
-    model: nn.Module, optimizer: Optimizer, accumulate: int = 1, clip_norm: float | None = None
+    model: nn.Module, optimizer: Optimizer, accumulate: int = 1, clip_norm: float | None = None, call: Any = None
 ) -> dict[str, Any]:
     losses = []
     for number in range(STEPS):
         total = torch.zeros(())
         for part in batch(number).chunk(accumulate):
-            value = loss(model, part) / accumulate
+            value = loss(model if call is None else call, part) / accumulate
             value.backward()
             total = total + value.detach()
         if clip_norm is not None:
@@ -139,12 +140,34 @@ def planned(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str,
     return result
 
 
+def in_a_loop(
+    model: nn.Module, optimizer: Optimizer, accumulate: int = 1, clip_norm: float | None = None, **options: Any
+) -> dict[str, Any]:
+    """Train a compiled model by the loop that FSDP's own is trained by."""
+    torch._dynamo.reset()
+    called = overspill.compile(model, **{"store": "host", "budget": "smallest"} | options)
+    session = called.overspill
+    session.tracker = LiveBytes(torch.device("cpu"))
+    found = by_hand(model, optimizer, accumulate, clip_norm, call=called)
+    state = sum(value.nbytes for name, value in found.items() if name[0].isdigit())
+    plan, *_ = session.plans
+    assert session.tracker.peak_bytes + state <= plan.peak_bytes <= plan.budget_bytes
+    schedules = [plan.schedule] * dist.get_world_size()
+    dist.all_gather_object(schedules, plan.schedule)
+    assert all(schedule == plan.schedule for schedule in schedules)
+    with torch.no_grad():
+        assert torch.equal(loss(called, batch(9)), loss(model, batch(9)))  # FSDP's own hooks gather in the second
+    session.close()
+    return found
+
+
 def both(
-    make: Make = adamw, *how: Any, frozen: bool = False, ways: Any = None, around: Any = (id, id), **options: Any
-) -> Any:
-    """What a planned step makes, by these `ways` to plan it, and what FSDP does; with what is done `around` sharding."""
+    make: Make = adamw, *how: Any, frozen: bool = False, ways: Any = None, around: Any = (id, id),
+    train: Any = planned, **options: Any,
+) -> Any:  # fmt: skip
+    """What training by plans, made in these `ways`, and FSDP make; with what is done `around` sharding."""
     ours, theirs = (sharded(*how, frozen=frozen, around=around) for _ in range(2))
-    return planned(ours, make(ours), **(ways or {}), **options), by_hand(theirs, make(theirs), **options)
+    return train(ours, make(ours), **(ways or {}), **options), by_hand(theirs, make(theirs), **options)
 
 
 def compiled(model: nn.Module) -> None:
@@ -172,6 +195,7 @@ def drawn() -> list[Any]:
         if draw.random() < 0.5:
             ways["placement"] = "planned"
         how = half, draw.random() < 0.7, mesh, draw.randint(3, 40), draw.randint(1, 4)
+        options["train"] = in_a_loop if draw.random() < 0.3 and "placement" not in ways else planned
         found.append(both(draw.choice([adamw, sgd]), *how, frozen=draw.random() < 0.3, ways=ways, **options))
     return found
 
@@ -237,14 +261,18 @@ def budgets() -> Any:
     return plan.budget_bytes, plan.peak_bytes, found[0], verbs, before.item() == again.item() > after.item()
 
 
-def said(shard: Callable[[nn.Module], Any], make: Make = adamw, **options: Any) -> str:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    shard(model)
+def failure(work: Callable[[], Any]) -> str:
     try:
-        overspill.train_step(model, nn.MSELoss(), make(model), budget="1MiB", **options).close()
+        work()
     except OverspillError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def said(shard: Callable[[nn.Module], Any], make: Make = adamw, **options: Any) -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shard(model)
+    return failure(lambda: overspill.train_step(model, nn.MSELoss(), make(model), budget="1MiB", **options).close())
 
 
 def integer() -> dict[str, str]:
@@ -327,6 +355,11 @@ def settings() -> tuple[set[str], dict[str, str]]:
 def refusals() -> dict[str, str]:
     """What is said of what a planned step does not shard."""
 
+    def forward() -> str:
+        model = fully_shard(nn.Linear(8, 8))
+        model.forward = overspill.compile(model.forward, budget="1MiB")
+        return failure(lambda: model(torch.ones(2, 8)))
+
     def split(model: nn.Module) -> None:
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
 
@@ -338,7 +371,75 @@ def refusals() -> dict[str, str]:
         "optimizer": said(fully_shard, lambda model: Adafactor(model.parameters())),
         "inductor": said(fully_shard, backend="inductor"),
         "group": said(fully_shard, process_group=False),
+        "compiled forward": forward(),
+        "compiled by inductor": called(fully_shard(nn.Linear(8, 8)), {"backend": "inductor"}),
     }
+
+
+class Parts(nn.Module):
+    """Two layers, with a graph break between them, or one that reads a weight where nothing is compiled."""
+
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.reads = nn.Linear(8, 8), nn.Linear(8, 8), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.reads:
+            x = self.read(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+    @torch._dynamo.disable
+    def read(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.first.weight)
+
+
+def called(model: nn.Module, options: Any = None) -> str:
+    """What is said where a compiled model is called and its backward runs."""
+    torch._dynamo.reset()
+    call = overspill.compile(model, **{"budget": "1MiB", "store": "host"} | (options or {}))
+    return failure(lambda: call(torch.ones(2, 8)).sum().backward())
+
+
+def in_two(**how: Any) -> nn.Module:
+    model = Parts(**how)
+    for part in (model.first, model.second, model):
+        fully_shard(part)
+    return model
+
+
+def loop_refusals() -> dict[str, str]:
+    """What is said of loops that a planned graph of a sharded model does not follow; the first one is right."""
+    model = sharded(None, True, None, WIDTH, 1)
+    call = overspill.compile(model, budget="1MiB", store="host")
+    return {
+        "parts": called(in_two()),
+        "one group": called(fully_shard(Parts())),
+        "read outside": called(in_two(reads=True)),
+        "budget": called(fully_shard(nn.Linear(8, 8)), {"budget": "200B" if dist.get_rank() else "1GiB"}),
+        "together": failure((loss(call, batch(0)) * loss(call, batch(1))).backward),
+    }
+
+
+def one_rank_plans() -> Any:
+    """A loop in which one rank wants other plans after the first step; and what is said where it alone compiles again."""
+    torch._dynamo.reset()
+    models = [sharded(None, True, None, WIDTH, 1) for _ in range(2)]
+    call, found = overspill.compile(models[0], budget="1MiB", store="host"), []
+    for model, runs in zip(models, (call, models[1]), strict=True):
+        optimizer, losses = adamw(model), []
+        for number in range(STEPS):
+            losses.append(loss(runs, batch(number)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            call.overspill.renewal.is_asked = dist.get_rank() == 1 and not number
+        found.append(everything(model, optimizer, losses))
+    if dist.get_rank():
+        torch._dynamo.reset()
+    return *found, failure(lambda: loss(call, batch(0)))
 
 
 def checkpoints() -> Any:
@@ -401,6 +502,10 @@ def full_disk() -> Any:
 
 
 CASES: dict[str, Callable[[], Any]] = {
+    "looped": lambda: both(adamw, HALF, True, None, WIDTH, 1, train=in_a_loop, accumulate=2, clip_norm=0.1),
+    "looped, roomy": lambda: both(sgd, None, False, frozen=True, train=in_a_loop, ways={"budget": "1GiB"}),
+    "loop refusals": loop_refusals,
+    "one rank plans": one_rank_plans,
     "sharded": both,
     "sharded, divided": divided,
     "sharded, half divided": lambda: divided(HALF, accumulate=2, clip_norm=0.1),

@@ -29,7 +29,7 @@ SECONDS = 400
 COMPILED = ("compiled outside", "compiled inside", "split")
 MOVING = ("moving", "moving, views")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-FSDP = ("sharded, divided", "settings", "budgets", "refusals", "checkpoints", "full disk")
+FSDP = ("sharded, divided", "looped", "settings", "budgets", "refusals", "checkpoints", "full disk")
 QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", *FSDP)
 
 
@@ -146,7 +146,6 @@ def test_two_halves_of_a_batch_train_as_the_whole_does_in_one_process(ranks: lis
         ("answers", "RequestError", "the answers to what the model asks of values"),
         ("values", "RequestError", "1.weight on rank 1 differs from rank 0's: pass process_group="),
         ("parts", "UnsupportedError", "clip_norm= of a step with collectives of its own"),
-        ("compiled", "UnsupportedError", "is sharded by fully_shard (FSDP2)"),
         ("wrapped", "RequestError", "pass the model that is inside (model.module)"),
     ],
 )

@@ -21,6 +21,9 @@ FOUR = (
     "sharded, replicated",
     "sharded, replicated half",
     "sharded, replicated and divided",
+    "looped, roomy",
+    "loop refusals",
+    "one rank plans",
     "drawn",
     "fewer ranks",
     "integer",
@@ -33,12 +36,38 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_once(tmp_path_factory, "four_ranks", FOUR, ranks=4)
 
 
-def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]]) -> None:
-    assert_bits_of_fsdp(ranks, "sharded, divided")
+@pytest.mark.parametrize("case", ["sharded, divided", "looped"])
+def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]], case: str) -> None:
+    assert_bits_of_fsdp(ranks, case)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in FOUR if case.startswith("sharded")])
+def test_all_ranks_plan_a_loop_again_if_one_must(more: list[dict[str, Any]]) -> None:
+    for ours, fsdp, said in of(more, "one rank plans"):
+        assert_same(ours, fsdp)
+        assert "one plans a call of which the other has a plan" in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("parts", "no error"),
+        ("one group", "UnsupportedError: a graph reads first.weight and not second.bias"),
+        ("read outside", "UnsupportedError: first.weight is read where no graph is compiled"),
+        ("budget", "InfeasibleBudget: "),
+        ("together", "UnsupportedError: one backward gives words.weight gradients of several calls"),
+    ],
+)
+def test_loops_that_graphs_of_a_sharded_model_do_not_follow_are_refused_on_all(
+    more: list[dict[str, Any]], asked: str, message: str
+) -> None:
+    for said in of(more, "loop refusals"):
+        assert said[asked].startswith(message)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in FOUR if case.startswith(("sharded", "looped"))])
 def test_each_of_four_ranks_gets_the_bits_of_fsdp(more: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_fsdp(more, case)
 
@@ -86,6 +115,8 @@ def test_the_smallest_budget_is_in_force_on_all_and_the_peak_is_what_is_measured
         ("optimizer", "UnsupportedError: Adafactor is not known to treat each element by itself"),
         ("inductor", "UnsupportedError: backend='inductor' of a model that fully_shard has sharded"),
         ("group", "RequestError: the model is sharded by fully_shard over its own mesh; leave process_group out"),
+        ("compiled forward", "UnsupportedError: FSDPLinear is sharded by fully_shard, and FSDP gathers its"),
+        ("compiled by inductor", "UnsupportedError: a session has one model that fully_shard has sharded"),
     ],
 )
 def test_what_is_not_sharded_is_refused_by_name(ranks: list[dict[str, Any]], asked: str, message: str) -> None:

@@ -13,7 +13,6 @@ from overspill.runtime.compiled.plan_check import WARN_INSTEAD
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.compiled.step_check import shown
 from overspill.runtime.options import Options
-from overspill.runtime.sharding import refuse_compiled
 
 ABSENT = object()
 """Stands for no forward in a module's own dictionary."""
@@ -50,7 +49,6 @@ class AttachedForwards:
         session.watch_calls.checks_steps = False  # `check` does, at each step
         self._backwards = 0
         for module in modules:
-            refuse_compiled(module)
             if isinstance(getattr(module.forward, "overspill", None), Session):
                 raise RequestError(
                     f"the forward of {type(module).__name__} is compiled already; leave out overspill.compile, or this "

@@ -103,6 +103,7 @@ class _Overlap:
         found: list[_Flight] = []
         changed = dict.fromkeys(range(len(self.nbytes)), 0)  # the index after the last change of a tensor's copy
         ran: dict[int, int] = {}
+        cut = self._cut()
         open_: dict[int, _Flight] = {}  # scatters, by result and by what they read
         for index, instruction in enumerate(self.before.instructions):
             verb, target = instruction.verb, instruction.target
@@ -116,7 +117,9 @@ class _Overlap:
             if verb in (Verb.RUN, Verb.RECOMPUTE) and target in apart:
                 op = self.graph.ops[target]
                 if _gathers(op):
-                    first = max([ran.get(target, 0), *(changed[t] for t in (*reads, *writes))])
+                    first = max(
+                        [ran.get(target, 0), cut if index > cut else 0, *(changed[t] for t in (*reads, *writes))]
+                    )
                     found.append(_Flight(op, index, first, index))
                 else:
                     found.append(_Flight(op, index, index, len(self.before.instructions)))
@@ -148,12 +151,19 @@ class _Overlap:
                     wanted[flight.at], before = min(wanted[flight.at], before), flight.at + 1
         return wanted
 
-    def _first_of_backward(self) -> int:
-        return next(
-            i
-            for i, it in enumerate(self.before.instructions)
-            if it.verb is Verb.RUN and self.graph.ops[it.target].phase is Phase.BACKWARD
+    def _cut(self) -> int:
+        """Return the index behind forward, over which no collective runs where forward and backward are two graphs."""
+        ops, runs = self.graph.ops, enumerate(self.before.instructions)
+        if self.graph.whole_step:
+            return 0
+        return 1 + max(
+            (i for i, it in runs if it.verb is Verb.RUN and ops[it.target].phase is Phase.FORWARD), default=-1
         )
+
+    def _first_of_backward(self) -> int:
+        instructions = self.before.instructions
+        runs = ((i, self.graph.ops[it.target]) for i, it in enumerate(instructions) if it.verb is Verb.RUN)
+        return next((i for i, op in runs if op.phase is Phase.BACKWARD), len(instructions))
 
     def _place_start(self, flight: _Flight, wanted: int) -> None:
         """Start a gather where it is wanted, or later if memory is short."""

@@ -40,6 +40,18 @@ def local_tensor(tensor: Any) -> Tensor:
     return tensor._local_tensor
 
 
+def largest_shard(tensor: Any) -> Tensor:
+    """Return a tensor without memory that has the shape of the largest rank's shard of a DTensor; any other itself."""
+    local: Tensor | None = getattr(tensor, LOCAL, None)
+    if local is None:
+        return tensor
+    shape = list(tensor.shape)
+    for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // ranks)
+    return local.new_empty(1).expand(shape)
+
+
 def done_work(future: Any) -> Any:
     """Return the handle of a collective that is done, as C++ expects it."""
     return torch._C._distributed_c10d._create_work_from_future(future).boxed()
@@ -67,6 +79,16 @@ def initialise(state: Any) -> None:
     """Let FSDP find its root, as its first forward does."""
     if state._is_root is None:
         state._lazy_init()
+
+
+def is_root(state: Any) -> bool:
+    """Return whether no module around that of a state is known to be sharded too."""
+    return state._is_root is not False
+
+
+def is_in_forward(state: Any) -> bool:
+    """Return whether FSDP's own forward of a module is running."""
+    return state._training_state.name == "FORWARD"
 
 
 def fsdp_groups(state: Any) -> Sequence[Any]:
@@ -122,6 +144,11 @@ def gradient_divisors(*given: Any) -> tuple[Any, Any, Any, Any]:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: PLC0415 - takes half a second
 
     return _fsdp_collectives._get_gradient_divide_factors(*given)
+
+
+def set_on_modules(parameter: Any, tensor: Tensor) -> None:
+    """Let all modules that have a sharded parameter have `tensor` in its place."""
+    parameter._setattr_on_modules(tensor)
 
 
 def whole_size(parameter: Any) -> torch.Size:

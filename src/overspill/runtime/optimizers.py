@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from overspill.core.units import format_bytes
 from overspill.models.eight_bit import Blockwise8bit
 from overspill.pytorch.dispatch import disable_current_modes
+from overspill.pytorch.distributed import largest_shard
 
 from .optimizer_step import own_step, temporary_bytes, tried
 from .reachable import tensors_in
@@ -86,10 +87,11 @@ def optimizer_needs(optimizers: Iterable[Optimizer], trained: Container[int] = (
 
 
 def _group_needs(optimizer: Optimizer, group: dict[str, Any], trained: Container[int]) -> OptimizerNeeds:
-    parameters = [p for p in group["params"] if p.requires_grad or id(p) in trained or optimizer.state.get(p)]
+    kept = [p for p in group["params"] if p.requires_grad or id(p) in trained or optimizer.state.get(p)]
+    parameters = [*map(largest_shard, kept)]
     if not parameters:
         return OptimizerNeeds(0, 0)
-    sizes = [p.nbytes for p in parameters if p.requires_grad]
+    sizes = [p.nbytes for p, of in zip(parameters, kept, strict=True) if of.requires_grad]
     # LBFGS by formula, others by a trial step.
     if isinstance(optimizer, torch.optim.LBFGS):  # whose state is that of its first parameter, for all
         vectors = 2 * group["history_size"] + LBFGS_VECTORS[group["line_search_fn"] is not None]
@@ -101,7 +103,7 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any], trained: Container
         update = _temporaries(optimizer, group, parameters[0], sizes) if sizes else 0
     except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
         # An optimizer that refuses tiny parameters: take the state there is, or assume twice the parameters.
-        has = [v for p in parameters for v in tensors_in(optimizer.state.get(p, {})).values()]
+        has = [v for p in kept for v in tensors_in(optimizer.state.get(p, {})).values()]
         state = sum(v.nbytes for v in has) or 2 * sum(p.nbytes for p in parameters)
         update = sum(sizes)
         warnings.warn(

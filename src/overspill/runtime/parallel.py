@@ -326,7 +326,10 @@ def _raise_first(failures: Sequence[_Failure | None]) -> None:
 
 def _difference(rank: int, mine: _Told, other: int, its: _Told) -> str:
     if mine.shapes == its.shapes:
-        return f"rank {rank} and rank {other} differ in training mode, requires_grad or autocast of the same step"
+        return (
+            f"rank {rank} and rank {other} differ in training mode, requires_grad or autocast of the same step, or one "
+            "plans a call of which the other has a plan"
+        )
     return (
         f"all ranks of a planned step need inputs of the same shapes: rank {rank} has {mine.shapes}, "
         f"rank {other} has {its.shapes}; pad to one length that all ranks know (padding='max_length') and leave "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -16,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overspill.capture.compiled.gathers import GatheredGroup
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs.gloo import GLOO_THREADS, gloo_bytes
-from overspill.pytorch.autograd import hooks_of
+from overspill.pytorch.autograd import accumulate_hooks_of, hooks_of
 from overspill.pytorch.distributed import (
     LOCAL,
     all_reduce_hook,
@@ -32,6 +34,8 @@ from overspill.pytorch.distributed import (
     gradient_divisors,
     group_name,
     initialise,
+    is_in_forward,
+    is_root,
     keep_shard,
     kept_shard,
     local_tensor,
@@ -61,13 +65,10 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise UnsupportedError for a sharded model, because no compiled graph has its gathers."""
-    if sharded_modules(model):
-        raise UnsupportedError(
-            f"{type(model).__name__} is sharded by fully_shard (FSDP2), whose hooks gather its parameters outside of "
-            "a compiled graph and its budget; give it to overspill.train_step, which plans the gathers too"
-        )
+def is_called_inside(model: nn.Module) -> bool:
+    """Return whether a call of `model` is inside FSDP's own hooks, of it or of a sharded module around it."""
+    states = [fsdp_state(module) for module in sharded_modules(model)]
+    return any(map(is_in_forward, states)) or (bool(states) and not is_root(states[0]))
 
 
 def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
@@ -218,6 +219,24 @@ class ShardGroup:
         return packed
 
 
+def gathered_group(group: ShardGroup, positions: Mapping[str, int], shard: Callable[[str], Tensor]) -> GatheredGroup:
+    """Return the group as a captured graph has it, with the `positions` of its parameters among the inputs.
+
+    `shard` returns the fake value of a rank's part.
+    """
+    names = {positions[name]: name for name in group.parameters}
+
+    def named(those: Sequence[int]) -> list[str]:
+        return [names[position] for position in those]
+
+    return GatheredGroup(
+        group.name.removeprefix("model."), tuple(names), tuple(map(shard, group.parameters)), group.ranks,
+        group.gather, group.gather_workspace_bytes(),
+        lambda *gradients, positions: group.scatter(named(positions), *gradients),
+        lambda positions: group.scatter_workspace_bytes(named(positions)), group.reshards,
+    )  # fmt: skip
+
+
 class ModelSharding:
     """How a model is sharded: its groups of parameters, and their ranks."""
 
@@ -241,6 +260,7 @@ class ModelSharding:
         self._shards = self.groups[0].group
         self._mesh = groups[0].mesh_info.mesh
         self._hooks: list[tuple[Any, Any, Any]] = []
+        self._casts: list[tuple[Any, Any, Any, Any]] = []
         self._is_taken = False
 
     @cached_property
@@ -297,6 +317,31 @@ class ModelSharding:
             for table, key, hook, cast in found:
                 self._hooks.append((table, key, hook))
                 table[key] = _Held(hook, cast, is_tracing, bring)
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Let FSDP's hooks only cast within the context, with the same objects each time: Dynamo traces them."""
+        if not self._casts:
+            self.hold(lambda: True, lambda: None)
+            self._casts = [(table, key, table[key], hook) for table, key, hook in self._hooks]
+            self._hooks.clear()
+        for table, key, cast, _ in self._casts:
+            table[key] = cast
+        try:
+            yield
+        finally:
+            for table, key, _, hook in self._casts:
+                table[key] = hook
+
+    def accumulate(self, name: str, gradient: Tensor) -> None:
+        """Add this rank's rows of a gradient to those that its parameter has, and call its hooks, as FSDP does."""
+        of = self.parameters[name]
+        if of.sharded_param.grad is None:
+            of.sharded_param.grad = of.to_sharded_dtensor(gradient)
+        else:
+            local_tensor(of.sharded_param.grad).add_(gradient)
+        for hook in accumulate_hooks_of(of.sharded_param).values():
+            hook(of.sharded_param)
 
     def let_go(self) -> None:
         """Restore FSDP's hooks and shards."""

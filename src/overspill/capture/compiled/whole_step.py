@@ -237,7 +237,7 @@ class CaptureOfWholeStep(CaptureOfStep):
 
     def build(self) -> CapturedStep:
         captured = super().build()
-        order = _early(captured.graph.ops)
+        order = early(captured.graph.ops)
         graph = replace(captured.graph, ops=numbered(captured.graph.ops[old] for old in order))
         nodes = {new: captured.nodes[old] for new, old in enumerate(order) if old in captured.nodes}
         loss, *others = returned(self.graph)
@@ -487,7 +487,7 @@ def _update_by_copy(run: Callable[..., None], strides: tuple[int, ...]) -> Calla
     return lambda parameter, gradient, *given: run(parameter, _laid_out(gradient, strides), *given)
 
 
-def _early(ops: Sequence[Op]) -> list[int]:
+def early(ops: Sequence[Op]) -> list[int]:
     """Return the ids of `ops` in order, with those in `AT_ONCE` right after the op that completes their gradient."""
     forward_end = max((op.id for op in ops if op.phase is Phase.FORWARD), default=-1)
     behind: list[int] = []  # for each op, itself or the one that it stands right behind

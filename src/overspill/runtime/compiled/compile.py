@@ -7,6 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,13 +25,13 @@ from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models
-from overspill.runtime.sharding import refuse_compiled
 
 from .backend import backend_of
 from .loop_plans import guards_without
 from .loop_state import trace_what_is_away
 from .plan_check import plans_needed
 from .session import Session
+from .sharded import ShardedModel
 from .step_check import watch_method
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -131,8 +132,6 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
     In a DistributedDataParallel, the forward of the module inside is compiled, in place. From outside, Dynamo finds
     nothing to compile if that forward is torch's own, as in nn.Sequential.
     """
-    if isinstance(model, nn.Module):
-        refuse_compiled(model)
     # Compile inside DDP.
     if isinstance(model, DistributedDataParallel):
         model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)
@@ -208,6 +207,7 @@ class _Call:
         self._recipe = recipe
         self.overspill = session
         self._called = False
+        self.sharded: ShardedModel | None = None
         if isinstance(recipe.model, nn.Module):
             self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
         watch_method(self, recipe.model, session.watch_calls)
@@ -216,14 +216,15 @@ class _Call:
         if torch.compiler.is_dynamo_compiling():  # a part of what is compiled around it, and of its plans
             return self._recipe.model(*args, **kwargs)
         if not self._called:  # not before: while it is unpickled, a method's module has no parameters yet
-            self._called = True
             of = getattr(self._recipe.model, "__self__", self._recipe.model)
             if isinstance(of, nn.Module):
                 self.overspill.loop.name(of)
+                self.sharded = self.overspill.shard(of)
                 self.overspill.follow(of.parameters())
+            self._called = True
         # Plan again if needed, and begin a step of the recorder.
         self.overspill.notice_kept_gradients()
-        self.overspill.begin_call(id(self))
+        self.overspill.begin_call(id(self), None if self.sharded is None else (args, kwargs))
         if (recorder := self.overspill.recorder) is not None:
             recorder.begin_step()
         # Call the model, then check that planned graphs ran.
@@ -232,7 +233,8 @@ class _Call:
         trace_what_is_away()
         watch = self.overspill.watch_calls
         before = watch.graphs_run
-        with whole_models(), plans_needed(self.overspill.options.backend):
+        inside = nullcontext() if self.sharded is None else self.sharded.called()
+        with inside, whole_models(), plans_needed(self.overspill.options.backend):
             try:
                 result = call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not

@@ -48,6 +48,7 @@ from .partitions import Partitioned
 from .pending_calls import GraphFrame
 from .planned import Planned
 from .session import Session
+from .sharded import ShardedModel, gradients_of
 from .tangents import (
     JointGradients,
     Layout,
@@ -87,6 +88,10 @@ class GraphCompiler:
         """Positions of the inputs that forward changes in place."""
         self.gradients: JointGradients | None = None
         self.timer: OpTimer | None = None
+        self.shards: dict[str, int] = {}
+        """Positions among the primals of parameters that are sharded, by name."""
+        self.sharded_gradients: dict[int, str] = {}
+        """Their names, by position among the gradients."""
         self.calls: CutCalls | None = None
         """Forward and backward of a step that is cut where the user's code runs."""
         self.fakes: list[Any] = []
@@ -216,6 +221,7 @@ class GraphCompiler:
             return self._plan(without_outputs_of_loss(graph) if ends else graph)
 
         captured, plan = self._if_only_loss(graph, made)
+        self.sharded_gradients = gradients_of(self.shards, graph)
         forward, backward = self._lowered(captured, plan)
         # Measure op times if asked.
         if self.session.options.profile:
@@ -262,29 +268,40 @@ class GraphCompiler:
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:
         """Return the session's plan of `graph` and the capture that it uses: whole, or in pieces of rows."""
-        divided, may_divide = cache(in_pieces), self.session.options.in_pieces  # the session keeps these, not `self`
-        loop, parameters = self.session.loop, self.parameters
+        divided = cache(in_pieces) if self.session.options.in_pieces else None  # the session keeps these, not `self`
+        loop, parameters, sharded = self.session.loop, self.parameters, self._sharded_in(graph)
         loop.has_parts |= self.session.has_other_frames(self.frame)
+        positions = self.shards
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
             if loop.is_in_force and (moving := loop.captured(joint, around[0], parameters, around[1])) is not None:
                 yield moving  # as the session's other graphs
                 return
             yield capture(joint, *around)
-            if may_divide and (other := divided(joint)) is not None:
+            if divided is not None and (other := divided(joint)) is not None:
                 yield capture(other, *around)
             if (moving := loop.captured(joint, around[0], parameters, around[1])) is not None:
                 yield moving
 
         def how(*given: Any) -> Partitioned[Captured]:
-            return Partitioned(captures(*given))
+            return Partitioned(captures(*given) if sharded is None else [sharded.captured(positions, *given)])
 
         def make(problem: GraphProblem[Any], captured: Partitioned[Captured], budget_bytes: int) -> Plan:
-            return captured.best_plan(lambda one: problem.search(one.graph, budget_bytes), problem.options.times)
+            def planned(nbytes: int) -> Plan:
+                return captured.best_plan(lambda one: problem.search(one.graph, nbytes), problem.options.times)
+
+            return planned(budget_bytes) if sharded is None else sharded.agreed(captured.graph, budget_bytes, planned)
 
         self.changed = _changed(graph)
-        found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
+        with nullcontext() if sharded is None else sharded.planning():
+            found, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, how, make)
         return found.of(self.planned.plan.graph), self.planned.plan
+
+    def _sharded_in(self, graph: JointGraph) -> ShardedModel | None:
+        """Return the sharded model if `graph` reads its parameters, and note where."""
+        sharded = self.session.sharded
+        self.shards = {} if sharded is None else sharded.positions(self.parameters, graph)
+        return sharded if self.shards else None
 
     def _for_layout(self, engine: int, arena: Arena, fore: Stretch, layout: Layout) -> Compiled | None:
         """Return a backward for gradients with other strides, by the same plan.
@@ -336,7 +353,7 @@ class GraphCompiler:
         compiled, gradients = self._boxed(module, _inputs, number=1), self.gradients
         assert gradients is not None  # there is no backward without a partition
         backwards: dict[Layout | None, Compiled | None] = {None: compiled}
-        has_arena = self.has_arena
+        has_arena, sharded, names = self.has_arena, self.session.sharded, self.sharded_gradients
 
         def run(args: list[Any]) -> Any:
             if has_arena and keeps_graph():
@@ -353,7 +370,8 @@ class GraphCompiler:
             elif gradients.can_differ:
                 gradients.fill(args, given)
             given.clear()
-            return gradients.of((backwards[layout] or compiled)(args))
+            made = gradients.of((backwards[layout] or compiled)(args))
+            return made if sharded is None else sharded.take(made, names)
 
         return boxed(run)
 
@@ -368,9 +386,13 @@ class GraphCompiler:
         if self.timer is not None and of is None:
             self.timer.instrument(program)
         assert self.planned is not None  # the partition, or the inference, has been asked for
-        graph = self.planned.plan.graph if of is None else of
+        graph, shards = self.planned.plan.graph if of is None else of, self.shards
+        agreed = 0 if self.session.sharded is None else self.session.sharded.number
 
         def run(session: Session, args: list[Any]) -> Any:
+            if session.sharded is not None and not number and shards:
+                session.sharded.begin_run(agreed)
+                session.sharded.give(shards, args)
             bring_for(args)
             return run_program(program, graph, session.begin_graph(), args)
 

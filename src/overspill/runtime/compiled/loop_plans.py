@@ -21,11 +21,13 @@ from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
+from overspill.runtime.step.away import GUARDS
 from overspill.runtime.step.from_host import move_buffers
 from overspill.runtime.step.inner_tensors import inner_tensors
 from overspill.runtime.transfer.engine import TransferEngine, first_line
 
 from .loop_state import LoopState, apart
+from .sharded import Whole
 from .weak_references import WeakReferences
 
 _LOG = logging.getLogger("overspill")
@@ -321,9 +323,10 @@ def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:
 
     def wanted(entries: Sequence[Any]) -> list[bool]:
         state = None if (alive := known()) is None else alive.state
-        if state is None or not state.in_force:
-            return [True] * len(entries)
-        own = {*state.names, *state.wrapper_guards}
-        return [not (isinstance(e.value, Tensor) and id(e.value) in own) for e in entries]
+        own = set[int]() if state is None or not state.in_force else {*state.names, *state.wrapper_guards}
+        return [
+            not (isinstance(e.value, Tensor) and (id(e.value) in own or isinstance(GUARDS.get(id(e.value)), Whole)))
+            for e in entries
+        ]
 
     return wanted

@@ -38,6 +38,7 @@ from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
 
+from .sharded import Whole, wholes
 from .stored_gradient import StoredGradient
 
 _TRIES = 2
@@ -569,6 +570,8 @@ def _begin(_: Any) -> None:
         for resident in state.residency.residents.values():
             show(resident.tensor)
             show(resident.wrapper())
+    for guard in wholes():
+        show(guard.parameter)
 
 
 def _end(_: Any) -> None:
@@ -578,10 +581,14 @@ def _end(_: Any) -> None:
             if resident.away:
                 hide(resident.tensor)
                 hide(resident.wrapper())
+    for guard in wholes():
+        hide(guard.parameter)
 
 
 def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor: Tensor, **how: Any) -> FakeTensor:
     guard = GUARDS.get(id(tensor))
+    if isinstance(guard, Whole) and guard.parameter is tensor:
+        return fake_parameter(mode, tensor, guard.spec.empty)
     if isinstance(guard, WrapperGuard) and guard.wrapper() is tensor and guard.is_away:
         return fake_parameter(
             mode, tensor, lambda: wrapped_again(tensor, {n: mode.from_tensor(t) for n, t in parts_of(tensor).items()})

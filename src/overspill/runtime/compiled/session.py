@@ -52,6 +52,7 @@ from .pending_calls import GraphFrame, GraphKey, Part, PendingCalls
 from .plan_check import PlanCheck
 from .planned import Planned, SessionStep
 from .renewal import Renewal
+from .sharded import ShardedModel
 from .step_check import check_step
 from .weak_references import WeakReferences
 
@@ -95,6 +96,8 @@ class Session(PlannedPeaks):
         if str(options.policy).partition(":")[0] != MOVES_PARAMETERS:
             self.loop.may_move = False
             self.loop.why_not = f"policy {options.policy} plans for a loop with them there"
+        self.sharded: ShardedModel | None = None
+        """The model of the session that `fully_shard` has sharded."""
         self._calling = 0  # which model is called, where there are several
         self.watch_calls = PlanCheck(options.on_unplanned)
         # Their plans, and what these are made by.
@@ -213,6 +216,21 @@ class Session(PlannedPeaks):
             self.renewal.is_asked = True
             self.renewal.begin_rounds()
 
+    def shard(self, module: nn.Module) -> ShardedModel | None:
+        """Return `module` as one that is sharded, or None if it is not. Raises UnsupportedError."""
+        if self.sharded is not None and self.sharded.is_of(module):
+            return self.sharded
+        found = ShardedModel.of(module)
+        if found is not None:
+            if self.sharded is not None or self.options.backend != "eager":
+                raise UnsupportedError(
+                    "a session has one model that fully_shard has sharded, with the eager backend; use "
+                    "overspill.train_step for others"
+                )
+            self.sharded, self.loop.may_move = found, False
+            self.loop.why_not = "fully_shard has given each rank its part of them"
+        return found
+
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device, until the next call."""
         if (state := self.loop.state) is not None:
@@ -256,10 +274,11 @@ class Session(PlannedPeaks):
         """Return whether any parameter of the models has a gradient now."""
         return self.followed.gradients_are_kept()
 
-    def begin_call(self, model: int) -> None:
+    def begin_call(self, model: int, given: Any = ()) -> None:
         """Plan again before a model call if plans are outdated.
 
-        Raises InfeasibleBudget if the plans do not settle within some rounds.
+        All ranks of a sharded model, which is called with `given`, plan again if one must. Raises InfeasibleBudget if
+        the plans do not settle within some rounds, and RequestError if ranks differ.
         """
         self._calling = model
         if self.plans and torch.is_grad_enabled() and self.followed.train():
@@ -270,7 +289,10 @@ class Session(PlannedPeaks):
             self.renewal.begin_rounds()
         if self.loop.from_host_to is not None and self.loop.state is None:
             self.loop.begin_on_host(*self._engine_on(self.loop.from_host_to))
-        if self.renewal.is_due(len(self.pending)):
+        is_due = self.renewal.is_due(len(self.pending))
+        if self.sharded is not None:
+            is_due = self.sharded.begin_call(given, accumulates=self.accumulates, is_due=is_due)
+        if is_due:
             self._plans.renew()
             self._compile_again()
 
@@ -315,7 +337,7 @@ class Session(PlannedPeaks):
                 'which says where it breaks, or leave placement="planned" out'
             )
         # Which call this is, and what the device holds outside its graph.
-        here = [e for e in examples if isinstance(e, nn.Parameter)]
+        here = [self.sharded.shard(e) if self.sharded else e for e in examples if isinstance(e, nn.Parameter)]
         part, trains = self.part(examples), bool(joint.tangents)
         self.followed.train()
         kind = GraphKey(part, (trains, *(batches.kind(e) for e in examples if not isinstance(e, nn.Parameter))))

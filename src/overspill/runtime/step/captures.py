@@ -41,7 +41,7 @@ from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
-from overspill.runtime.sharding import ShardGroup
+from overspill.runtime.sharding import gathered_group
 from overspill.runtime.transfer.forks import ForkedLock
 
 from .programs import PartitionPrograms, Step, after, step_programs
@@ -283,21 +283,12 @@ class StepCaptures:
         """Return the groups of parameters that `fully_shard` has made."""
         if self.state.sharding is None:
             return ()
-        names = [*self.state.parameters]
+        names = {name: position for position, name in enumerate(self.state.parameters)}
         with values[0].fake_mode:
-            return tuple(self._group(group, names) for group in self.state.sharding.groups)
-
-    def _group(self, group: ShardGroup, names: Sequence[str]) -> GatheredGroup:
-        def named(positions: Sequence[int]) -> list[str]:
-            return [names[position] for position in positions]
-
-        return GatheredGroup(
-            readable(group.name), tuple(map(names.index, group.parameters)),
-            tuple(self.state.planned(name).empty() for name in group.parameters), group.ranks,
-            group.gather, group.gather_workspace_bytes(),
-            lambda *gradients, positions: group.scatter(named(positions), *gradients),
-            lambda positions: group.scatter_workspace_bytes(named(positions)), group.reshards,
-        )  # fmt: skip
+            return tuple(
+                gathered_group(group, names, lambda name: self.state.planned(name).empty())
+                for group in self.state.sharding.groups
+            )
 
     def _sum_residents(self, captured: CapturedStep) -> list[str]:
         """Return the names of the residents for accumulated gradients; create those that are missing."""
