@@ -3,7 +3,7 @@
 import ast
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +38,12 @@ def test_a_name_that_moved_is_missed(path: str, attribute: str) -> None:
     assert not is_there(Name(path, attribute, "names"))
 
 
-def uses(text: str) -> Iterator[str]:
+def uses(tree: ast.AST) -> Iterator[str]:
     """Yield private names that are not the file's own: of PyTorch by path, and of any object but `self`."""
-    tree = ast.parse(text)
-    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and owner(node) in {"self", "cls"}}
-    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    own = own_names(nodes) | {node.id for node in nodes if isinstance(node, ast.Name)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if is_private(a.name))
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
@@ -58,6 +56,12 @@ def uses(text: str) -> Iterator[str]:
             and not re.search(r"\b(aten|ops|prims)\b", ast.unparse(node.value))
         ):
             yield ast.unparse(node)
+
+
+def own_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names of functions, classes and attributes that a file defines."""
+    named = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return named | {node.attr for node in nodes if isinstance(node, ast.Attribute) and owner(node) in {"self", "cls"}}
 
 
 def owner(node: ast.Attribute) -> str:
@@ -76,24 +80,13 @@ def is_foreign(name: str, known: set[str]) -> bool:
 def test_private_names_of_pytorch_stand_in_the_wall_alone() -> None:
     files = [path for source in SOURCES for path in source.rglob("*.py") if WALL not in path.parents]
     assert len(files) > 400
-    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
     # Private names of our own classes, which their neighbours may read.
-    known = {
-        node.attr
-        for text in texts.values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute) and owner(node) in {"self", "cls"}
-    }
-    known |= {
-        node.name
-        for text in texts.values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+    known = {name for tree in trees.values() for name in own_names([*ast.walk(tree)])}
     found = {
         str(path.relative_to(ROOT)): names
-        for path, text in texts.items()
-        if (names := sorted({name for name in uses(text) if is_foreign(name, known)}))
+        for path, tree in trees.items()
+        if (names := sorted({name for name in uses(tree) if is_foreign(name, known)}))
     }
     assert found == {}
 
@@ -112,7 +105,7 @@ def test_private_names_of_pytorch_stand_in_the_wall_alone() -> None:
     ],
 )
 def test_a_private_name_is_seen_however_it_is_written(text: str, count: int) -> None:
-    assert len(list(uses(text))) == count
+    assert len(list(uses(ast.parse(text)))) == count
 
 
 def test_the_ops_that_sources_name_are_there() -> None:
