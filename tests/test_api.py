@@ -38,6 +38,27 @@ def test_the_public_names_are_these() -> None:
         _ = overspill.estimat
 
 
+def test_results_errors_and_arguments_are_as_users_of_python_expect() -> None:
+    assert {*dir(overspill)} >= {*overspill.__all__}
+    model, inputs = nn.Linear(64, 64), torch.empty(8, 64)
+    made = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+    found = overspill.estimate(model, inputs, None, made, device="t4", dtype=torch.bfloat16)
+    named = overspill.estimate(model, inputs, None, "AdamW", device="t4", dtype="bf16")
+    assert repr(found) == str(found)
+    assert found.breakdown["optimizer_state"] > named.breakdown["optimizer_state"] > 0
+    split = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.0}], lr=0.1)
+    with pytest.raises(ValueError, match="several groups"):
+        overspill.estimate(model, inputs, None, split, device="t4")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPU here"):
+            overspill.plan(model, inputs, device=torch.device("cuda"))
+    assert overspill.plan(model, inputs, device=torch.device("cpu")).unmanaged_peak_bytes > 0
+    with pytest.raises(RuntimeError, match="infeasible"):
+        overspill.plan(model, inputs, device="cpu", budget="1KiB")
+    with pytest.raises(ValueError, match="write 8GiB"):
+        overspill.plan(model, inputs, device="cpu", budget=8)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), *(m for _ in range(4) for m in (nn.ReLU(), nn.Linear(256, 256))))
 

@@ -69,6 +69,10 @@ _LAZY = {
 _Reportable._pages = lambda: import_module("overspill.report.results")
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

@@ -266,7 +266,7 @@ def pack(
 def _device(device: str | Device) -> Device:
     from .devices import load_device  # noqa: PLC0415
 
-    return load_device(device) if isinstance(device, str) else device
+    return device if isinstance(device, Device) else load_device(device)
 
 
 def _job(

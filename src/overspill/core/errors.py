@@ -9,12 +9,15 @@ from typing import Any
 
 
 class OverspillError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is the command line's."""
+    """Base of all errors raised on purpose; `exit_code` is the command line's.
+
+    Some are one of Python's errors as well, which a caller may catch already.
+    """
 
     exit_code = 3
 
 
-class RequestError(OverspillError):
+class RequestError(OverspillError, ValueError):
     """The request is wrong: an unknown name, malformed size, or impossible combination.
 
     If it is about a Job, `fields` names those with a wrong value, or those that do not go together.
@@ -44,7 +47,7 @@ class Amount:
     nbytes: int
 
 
-class InfeasibleBudget(OverspillError):
+class InfeasibleBudget(OverspillError, RuntimeError):
     """No schedule of this policy fits the budget.
 
     `floor_bytes` is the smallest budget that works. `cause` names the op and the tensors that need it. If known,
@@ -93,14 +96,14 @@ class InfeasibleBudget(OverspillError):
         return _rebuilt, (type(self), str(self), _given(self))
 
 
-class UnplannedError(OverspillError):
+class UnplannedError(OverspillError, RuntimeError):
     """A call ran partly or wholly unplanned, so the budget was not enforced.
 
     The message says why and what would work.
     """
 
 
-class StoreError(OverspillError):
+class StoreError(OverspillError, OSError):
     """The store could not hold or return bytes, as on a full disk."""
 
 

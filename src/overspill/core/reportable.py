@@ -26,5 +26,7 @@ class Reportable:
         return str(Reportable._pages().in_notebook(self))
 
     def __str__(self) -> str:
-        """Return the verdict and its figures as text, for a terminal; `repr` has all fields."""
+        """Return the verdict and its figures as text, for a terminal."""
         return str(Reportable._pages().in_terminal(self))
+
+    __repr__ = __str__  # all fields of a plan are a megabyte

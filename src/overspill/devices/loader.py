@@ -51,7 +51,7 @@ def load_device(name: str | Path) -> Device:
 
     Args:
         name: A name, alias or path; case, spaces, dashes and underscores do not matter. `cpu` is this machine's, with
-            its physical memory. The driver's name of a GPU works too.
+            its physical memory, and `cuda` its GPU. The driver's name of a GPU works too, and a torch.device.
 
     Returns:
         The Device: memory in bytes, rates in bytes and FLOP per second, each figure with its source.
@@ -59,6 +59,10 @@ def load_device(name: str | Path) -> Device:
     Raises:
         RequestError: For an unknown name or a broken file.
     """
+    if not isinstance(name, (str, Path)):  # a torch.device
+        name = str(name)
+    if str(name).partition(":")[0] == "cuda":
+        name = _here(str(name))
     if isinstance(name, Path) or os.sep in name or name.lower().endswith(_SUFFIXES):
         return _from_file(Path(name))
     # Find the name, or suggest one like it.
@@ -74,6 +78,15 @@ def load_device(name: str | Path) -> Device:
         return this_cpu()
     device = DEVICES[found]
     return device if isinstance(device, Device) else _from_file(Path(device))
+
+
+def _here(name: str) -> str:
+    """Return the driver's name of this machine's GPU `name`. Raises RequestError if there is none."""
+    import torch  # noqa: PLC0415 - only here
+
+    if not torch.cuda.is_available():
+        raise RequestError(f"there is no GPU here for {name!r}; name the one that you mean, as rtx4090")
+    return torch.cuda.get_device_name(name)
 
 
 def this_cpu() -> Device:

@@ -58,7 +58,7 @@ class Setting:
             if allocator != "pytorch":
                 raise RequestError(f"the {allocator} allocator has no configuration text; pytorch's has")
             allocator_config = CachingConfig.parse(text)
-        found = load_device(device) if isinstance(device, str) else device
+        found = device if isinstance(device, Device) else load_device(device)
         if found.kind != "cuda":
             raise RequestError(f"{found.name} is not a GPU; `overspill devices` lists those that are known")
         return cls(found, allocator, allocator_config, software)

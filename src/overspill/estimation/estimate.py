@@ -15,7 +15,7 @@ from .figures import Figures
 from .memory_viz import write_estimate
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate(Figures, Reportable):
     """The memory that a device needs for a job, with advice.
 

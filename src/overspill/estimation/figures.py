@@ -27,7 +27,7 @@ from .scaling import Scaling
 from .unspecified import LOADING, Unspecified, unspecified
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Figures:
     """The memory that `device` needs for a recorded job.
 

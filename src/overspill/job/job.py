@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial, update_wrapper
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from overspill import models
@@ -146,6 +148,8 @@ class Job:
         # Each option by itself.
         if self.batch is not None and self.batch < 1:
             raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more", fields=["batch"])
+        if (groups := getattr(self.optimizer, "param_groups", None)) is not None:
+            object.__setattr__(self, "optimizer", _as_maker(self.optimizer, groups))
         if isinstance(self.optimizer, str):
             object.__setattr__(self, "optimizer", models.check_optimizer(self.optimizer))
         dtype = str(self.dtype).lower().removeprefix("torch.")  # it may be torch's own
@@ -466,6 +470,22 @@ def first_of(*rules: tuple[object, Iterable[str], str]) -> None:
     for holds, names, why in rules:
         if holds:
             raise RequestError(why, fields=names)
+
+
+def _as_maker(optimizer: Any, groups: list[dict[str, Any]]) -> MakeOptimizer:
+    """Return a function that makes an optimizer as the instance `optimizer` is. Raises RequestError."""
+    if len(groups) > 1:
+        raise RequestError(
+            "the optimizer has several groups of parameters, and which are which is not known here; pass a function of "
+            "the parameters that makes it",
+            fields=["optimizer"],
+        )
+    kind: Callable[..., Optimizer] = type(optimizer)
+    settings = {key: groups[0][key] for key in optimizer.defaults if key in groups[0]}
+    accepted = signature(kind).parameters
+    made: MakeOptimizer = partial(kind, **{key: value for key, value in settings.items() if key in accepted})
+    update_wrapper(made, kind, ("__name__",), ())
+    return made
 
 
 def job_of(

@@ -86,7 +86,7 @@ class Row:
         return {} if self.plan is None else self.plan.timeline.wait_seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Sequence[Row], Reportable):
     """One row for each policy, within the same budget."""
 

@@ -24,7 +24,7 @@ NO_LIMIT_BYTES = 1 << 60
 """More than any device has: the budget for a policy that makes one schedule."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Reportable):
     """A checked schedule with its simulated figures. Bytes are live ones, but for those of a device or an allocator."""
 

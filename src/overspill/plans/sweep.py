@@ -52,7 +52,7 @@ class SweepPoint:
         return self.plan.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep(Reportable):
     """Each policy's plans at many budgets, the largest budget first. Budgets are live bytes, or sizes of a GPU's card.
 

@@ -56,7 +56,7 @@ class Packing:
     """What ended the search, if nothing in the limits did."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Solution(Reportable):
     """A layout of a trace, the best proven bound, and the solver's wall-clock seconds."""
 
