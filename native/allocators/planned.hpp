@@ -86,6 +86,7 @@ class PlannedAllocator final : public CachingAllocator {
     PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = std::max(round_up(nbytes, kMinBlockBytes), kMinBlockBytes);
         Lane& lane = lane_of(stream);
+        most_ = std::max(most_, allocated.now);
         begin_step(lane, size);
         const bool followed = lane.shapes.followed != nullptr;
         const auto number = lane.shapes.number(size, lane.log, lane.begin);
@@ -293,7 +294,7 @@ class PlannedAllocator final : public CachingAllocator {
     bool crowds(Bytes more) const {
         const bool planned = std::any_of(lanes_.begin(), lanes_.end(),
                                          [](const auto& lane) { return lane != nullptr && lane->wanted > 0; });
-        const Bytes lived = std::max(allocated.peak, allocated.now + more);
+        const Bytes lived = std::max(most_, allocated.now + more);
         const Bytes slack = lived / kSlack + kSlackPages * kPageBytes;
         return planned && reserved.now + more > lived + slack && reserved.now - allocated.now > stuck_ + slack;
     }
@@ -549,6 +550,7 @@ class PlannedAllocator final : public CachingAllocator {
     std::vector<std::unique_ptr<Lane>> lanes_;
     PlannedCounts counts_;
     bool marked_ = false;
+    Bytes most_ = 0;   // that ever lived at once
     Bytes stuck_ = 0;  // idle bytes that were left when free pages were given back
 };
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .callbacks.recording import record
     from .devices import load_device
     from .estimation.api import estimate
+    from .runtime.allocator import allocator, step
     from .runtime.compiled.compile import compile  # noqa: A004
     from .runtime.compiled.session import Session
     from .runtime.graph_plan import plan_graph
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Session",
     "advise",
+    "allocator",
     "compare",
     "compile",
     "errors",
@@ -48,6 +50,7 @@ __all__ = [
     "plan",
     "plan_graph",
     "record",
+    "step",
     "sweep",
     "train_step",
 ]
@@ -55,6 +58,7 @@ __all__ = [
 _LAZY = {
     "Session": "overspill.runtime.compiled.session",
     "advise": "overspill.api",
+    "allocator": "overspill.runtime.allocator",
     "compare": "overspill.api",
     "compile": "overspill.runtime.compiled.compile",
     "estimate": "overspill.estimation.api",
@@ -63,6 +67,7 @@ _LAZY = {
     "plan": "overspill.api",
     "plan_graph": "overspill.runtime.graph_plan",
     "record": "overspill.callbacks.recording",
+    "step": "overspill.runtime.allocator",
     "sweep": "overspill.api",
     "train_step": "overspill.runtime.step.train_step",
 }

@@ -1,6 +1,8 @@
 #include "card.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -25,10 +27,25 @@ struct Range {
     int device;
 };
 
+// Memory of its own: a piece of one file that the process has only in memory.
+struct Memory {
+    off_t offset;
+    std::size_t nbytes;
+    int device;
+    bool is_mapped, is_released;
+};
+
 // One lock: the stand-in is for order and counts, and what it costs is far below what a real call costs.
 std::mutex guard;
 std::array<std::size_t, kMostDevices> used_of;
 std::map<Address, Range> blocks;  // cudaMalloc's
+std::map<Address, std::size_t> reserved;
+std::map<Address, std::uint64_t> mapped;  // the memory at each address
+std::unordered_map<std::uint64_t, Memory> memories;
+std::map<off_t, std::size_t> holes;  // of the file, before its end
+off_t file_end = 0;
+std::array<bool, kMostDevices> busy;  // something was launched since the host last waited for all of it
+bool events_held = false;
 std::map<Address, std::size_t> pinned;
 std::unordered_map<std::uint64_t, double> events;  // when each was recorded, in seconds
 std::unordered_map<std::uint64_t, int> stream_devices;
@@ -86,6 +103,22 @@ void* map_memory(std::size_t nbytes) {
     return reinterpret_cast<void*>(aligned);
 }
 
+int memory_file() {
+    static const int file = memfd_create("stand-in", 0);
+    return file;
+}
+
+// Give a piece of the file back. `guard` is held.
+void drop(std::unordered_map<std::uint64_t, Memory>::iterator found) {
+    const Memory& memory = found->second;
+    const int failed = fallocate(memory_file(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory.offset,
+                                 static_cast<off_t>(memory.nbytes));
+    require(failed == 0, "memory cannot be given back to the machine");
+    holes[memory.offset] = memory.nbytes;
+    used(memory.device) -= memory.nbytes;
+    memories.erase(found);
+}
+
 void log_locked(Kind kind, std::uint64_t stream, std::uint64_t first, std::uint64_t second, std::uint64_t nbytes,
                 std::uint32_t label) {
     if (logging.load(std::memory_order_relaxed)) entries.push_back({kind, label, stream, first, second, nbytes});
@@ -99,7 +132,8 @@ const Settings& settings() {
         return Settings{name != nullptr ? name : "NVIDIA H200",
                         static_cast<int>(std::min<std::size_t>(number("STAND_IN_DEVICES", 1), kMostDevices)),
                         number("STAND_IN_CARD_BYTES", std::size_t{140} << 30),
-                        number("STAND_IN_COPY_LIMIT", SIZE_MAX)};
+                        number("STAND_IN_COPY_LIMIT", SIZE_MAX),
+                        number("STAND_IN_VIRTUAL_MEMORY", 1) != 0};
     }();
     return found;
 }
@@ -146,6 +180,103 @@ bool free(void* address) {
     used(device) -= nbytes;
     blocks.erase(found);
     return true;
+}
+
+void* reserve_addresses(std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    void* start = mmap(nullptr, nbytes + kLargePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return nullptr;
+    const Address aligned = (reinterpret_cast<Address>(start) + kLargePage - 1) / kLargePage * kLargePage;
+    reserved[aligned] = nbytes;
+    return reinterpret_cast<void*>(aligned);
+}
+
+bool release_addresses(void* address, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    const auto found = reserved.find(reinterpret_cast<Address>(address));
+    if (found == reserved.end() || found->second != nbytes) return false;
+    const auto inside = mapped.lower_bound(found->first);
+    if (inside != mapped.end() && inside->first < found->first + nbytes) return false;
+    munmap(address, nbytes);
+    reserved.erase(found);
+    return true;
+}
+
+std::uint64_t create_memory(int device, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    count(Counter::kMallocs);
+    if (nbytes % kLargePage != 0 || fails(Failing::kMalloc) || !take_locked(device, nbytes)) return 0;
+    Memory made{file_end, nbytes, device, false, false};
+    const auto hole = std::find_if(holes.begin(), holes.end(), [&](const auto& entry) { return entry.second == nbytes; });
+    if (hole != holes.end()) {
+        made.offset = hole->first;
+        holes.erase(hole);
+    } else {
+        file_end += static_cast<off_t>(nbytes);
+        require(ftruncate(memory_file(), file_end) == 0, "the machine has no room for a file in memory");
+    }
+    const std::uint64_t memory = next_number += 16;
+    memories.emplace(memory, made);
+    return memory;
+}
+
+bool release_memory(std::uint64_t memory) {
+    const std::lock_guard lock(guard);
+    count(Counter::kFrees);
+    const auto found = memories.find(memory);
+    if (found == memories.end() || found->second.is_released) return false;
+    found->second.is_released = true;
+    if (!found->second.is_mapped) drop(found);  // otherwise when it is unmapped
+    return true;
+}
+
+bool map_memory(void* address, std::size_t nbytes, std::uint64_t memory) {
+    const std::lock_guard lock(guard);
+    const auto at = reinterpret_cast<Address>(address);
+    const auto found = memories.find(memory);
+    auto space = reserved.upper_bound(at);
+    if (found == memories.end() || space == reserved.begin()) return false;
+    --space;
+    Memory& made = found->second;
+    const auto next = mapped.lower_bound(at);
+    const bool is_free = next == mapped.end() || next->first >= at + nbytes;
+    const bool is_behind = next == mapped.begin() || std::prev(next)->first + memories[std::prev(next)->second].nbytes <= at;
+    if (made.is_mapped || made.is_released || made.nbytes != nbytes || at + nbytes > space->first + space->second ||
+        !is_free || !is_behind)
+        return false;
+    if (mmap(address, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory_file(), made.offset) == MAP_FAILED) return false;
+    made.is_mapped = true;
+    mapped[at] = memory;
+    blocks[at] = {nbytes, made.device};
+    log_locked(Kind::kMalloc, resolve(0), at, 0, nbytes, 0);
+    return true;
+}
+
+bool unmap_memory(void* address, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    const auto at = reinterpret_cast<Address>(address);
+    const auto found = mapped.find(at);
+    if (found == mapped.end() || memories[found->second].nbytes != nbytes) return false;
+    const auto memory = memories.find(found->second);
+    require(!busy[static_cast<std::size_t>(memory->second.device)], "memory was unmapped while work may use it");
+    log_locked(Kind::kFree, static_cast<std::uint64_t>(memory->second.device) + 1, at, 0, nbytes, 0);
+    mmap(address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    memory->second.is_mapped = false;
+    if (memory->second.is_released) drop(memory);
+    mapped.erase(found);
+    blocks.erase(at);
+    return true;
+}
+
+bool allow_access(void* address, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    const auto begin = reinterpret_cast<Address>(address);
+    for (Address at = begin; at < begin + nbytes;) {
+        const auto found = mapped.find(at);
+        if (found == mapped.end()) return false;
+        at += memories[found->second].nbytes;
+    }
+    return mprotect(address, nbytes, PROT_READ | PROT_WRITE) == 0;
 }
 
 int device_of(const void* address) {
@@ -252,10 +383,12 @@ void wait(std::uint64_t stream, std::uint64_t event) {
     log_locked(Kind::kWait, resolve(stream), event, 0, 0, 0);
 }
 
-void ask(std::uint64_t event) {
+bool ask(std::uint64_t event) {
     const std::lock_guard lock(guard);
     require(events.count(event) == 1, "an event was asked for that is not there");
+    if (events_held) return false;
     log_locked(Kind::kEventDone, 0, event, 0, 0, 0);
+    return true;
 }
 
 void synchronise_event(std::uint64_t event) {
@@ -275,6 +408,8 @@ void synchronise_stream(std::uint64_t stream) {
 void synchronise_device(int device) {
     const std::lock_guard lock(guard);
     count(Counter::kSyncs);
+    busy[static_cast<std::size_t>(device)] = false;
+    events_held = false;
     log_locked(Kind::kDeviceDone, static_cast<std::uint64_t>(device) + 1, 0, 0, 0, 0);
 }
 
@@ -289,6 +424,7 @@ std::uint64_t event_syncs() { return waited_events; }
 
 void launch(std::uint64_t stream) {
     count(Counter::kLaunches);
+    busy.fill(true);
     if (fails(Failing::kLaunch)) broken = true;
     if (!logging.load(std::memory_order_relaxed)) return;
     const std::lock_guard lock(guard);
@@ -298,6 +434,7 @@ void launch(std::uint64_t stream) {
 void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t stream) {
     const bool from_device = device_of(source) >= 0, to_device = device_of(target) >= 0;
     count(Counter::kCopies);
+    busy[static_cast<std::size_t>(current_device())] = true;
     if (from_device && !to_device) count(Counter::kOut, nbytes);
     if (!from_device && to_device) count(Counter::kIn, nbytes);
     if (nbytes <= settings().copy_limit_bytes) std::memmove(target, source, nbytes);
@@ -312,6 +449,7 @@ void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t st
 
 void set(void* target, int value, std::size_t nbytes, std::uint64_t stream) {
     if (nbytes <= settings().copy_limit_bytes) std::memset(target, value, nbytes);
+    busy[static_cast<std::size_t>(current_device())] = true;
     const std::lock_guard lock(guard);
     log_locked(Kind::kSet, resolve(stream), reinterpret_cast<Address>(target), 0, nbytes, 0);
 }
@@ -343,6 +481,12 @@ void stand_in_access(std::uint64_t stream, std::uint64_t address, std::uint64_t 
 }
 std::uint64_t stand_in_counter(int which) { return stand_in::counters[static_cast<std::size_t>(which)]; }
 void stand_in_fail(int what, std::int64_t nth) { stand_in::fail_at(static_cast<stand_in::Failing>(what), nth); }
+void stand_in_launch(std::uint64_t stream) { stand_in::launch(stream); }
+// Events are passed no more, until this is taken back or the host waits for the device.
+void stand_in_hold_events(int on) {
+    const std::lock_guard lock(stand_in::guard);
+    stand_in::events_held = on != 0;
+}
 std::size_t stand_in_used(int device) { return stand_in::used_bytes(device); }
 std::size_t stand_in_pinned() { return stand_in::pinned_bytes(); }
 std::uint64_t stand_in_event_syncs() { return stand_in::event_syncs(); }

@@ -18,6 +18,7 @@ struct Settings {
     int devices;
     std::size_t card_bytes;
     std::size_t copy_limit_bytes;
+    bool has_virtual_memory;
 };
 const Settings& settings();
 
@@ -61,6 +62,16 @@ bool free(void* address);
 int device_of(const void* address);  // -1: not a device's memory
 std::size_t used_bytes(int device);
 
+// Addresses without memory, and memory without addresses: 0 where there is no room. A whole mapping is taken away at
+// once, and only when the host has waited for the device since its last work.
+void* reserve_addresses(std::size_t nbytes);
+bool release_addresses(void* address, std::size_t nbytes);
+std::uint64_t create_memory(int device, std::size_t nbytes);
+bool release_memory(std::uint64_t memory);
+bool map_memory(void* address, std::size_t nbytes, std::uint64_t memory);
+bool unmap_memory(void* address, std::size_t nbytes);
+bool allow_access(void* address, std::size_t nbytes);
+
 // Page-locked host memory. Registering fails as the driver refuses: a page that is registered already, or on demand.
 enum class Registering { kDone, kShared, kRefused };
 Registering register_host(void* address, std::size_t nbytes);
@@ -82,7 +93,7 @@ std::uint64_t make_event();
 bool destroy_event(std::uint64_t event);
 void record(std::uint64_t event, std::uint64_t stream);
 void wait(std::uint64_t stream, std::uint64_t event);
-void ask(std::uint64_t event);  // all work is done at once, so it has passed
+bool ask(std::uint64_t event);  // all work is done at once, so it has passed, unless a test holds events back
 void synchronise_event(std::uint64_t event);
 void synchronise_stream(std::uint64_t stream);
 void synchronise_device(int device);

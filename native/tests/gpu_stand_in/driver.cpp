@@ -1,5 +1,15 @@
 // libcuda.so.1: what PyTorch asks of the driver about devices and contexts; the runtime has the rest.
+#if __has_include(<cuda.h>)
 #include <cuda.h>
+
+#include "../../live/driver.hpp"
+static_assert(sizeof(overspill::live::MemoryProperties) == sizeof(CUmemAllocationProp));
+static_assert(offsetof(overspill::live::MemoryProperties, location) == offsetof(CUmemAllocationProp, location));
+static_assert(sizeof(overspill::live::MemoryAccess) == sizeof(CUmemAccessDesc));
+static_assert(overspill::live::kHasVirtualMemory == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+#else
+#include "cuda_types.hpp"
+#endif
 
 #include <cstdint>
 #include <cstdio>
@@ -11,6 +21,8 @@ namespace {
 using namespace stand_in;
 
 std::uint64_t number(const void* handle) { return reinterpret_cast<std::uint64_t>(handle); }
+
+void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address)); }
 
 // A context is its device's number, off by one: nobody looks into it.
 CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(static_cast<std::uintptr_t>(device) + 1); }
@@ -51,8 +63,12 @@ CUresult CUDAAPI cuDeviceTotalMem(std::size_t* nbytes, CUdevice) {
 }
 
 // The runtime has the same numbers.
-int cudaDeviceGetAttribute(int* value, int attribute, int device);
+__attribute__((weak)) int cudaDeviceGetAttribute(int* value, int attribute, int device);
 CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+    if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) {
+        *value = settings().has_virtual_memory;
+        return CUDA_SUCCESS;
+    }
     return static_cast<CUresult>(cudaDeviceGetAttribute(value, static_cast<int>(attribute), device));
 }
 
@@ -118,5 +134,62 @@ CUresult CUDAAPI cuMemGetInfo(std::size_t* free_bytes, std::size_t* total) {
     *total = settings().card_bytes;
     *free_bytes = *total - used_bytes(current_device());
     return well();
+}
+
+CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, std::size_t nbytes) {
+    in_context();
+    *address = number(allocate(current_device(), nbytes));
+    return *address != 0 ? well() : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
+    synchronise_device(current_device());
+    return stand_in::free(pointer(address)) ? well() : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult CUDAAPI cuMemGetAllocationGranularity(std::size_t* nbytes, const CUmemAllocationProp*,
+                                               CUmemAllocationGranularity_flags) {
+    *nbytes = std::size_t{2} << 20;
+    return well();
+}
+CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* address, std::size_t nbytes, std::size_t, CUdeviceptr,
+                                     unsigned long long) {
+    *address = number(reserve_addresses(nbytes));
+    return *address != 0 ? well() : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult CUDAAPI cuMemAddressFree(CUdeviceptr address, std::size_t nbytes) {
+    return release_addresses(pointer(address), nbytes) ? well() : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* memory, std::size_t nbytes,
+                             const CUmemAllocationProp* properties, unsigned long long) {
+    *memory = create_memory(properties->location.id, nbytes);
+    return *memory != 0 ? well() : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle memory) {
+    return release_memory(memory) ? well() : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult CUDAAPI cuMemMap(CUdeviceptr address, std::size_t nbytes, std::size_t offset,
+                          CUmemGenericAllocationHandle memory, unsigned long long) {
+    return offset == 0 && map_memory(pointer(address), nbytes, memory) ? well() : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult CUDAAPI cuMemUnmap(CUdeviceptr address, std::size_t nbytes) {
+    return unmap_memory(pointer(address), nbytes) ? well() : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult CUDAAPI cuMemSetAccess(CUdeviceptr address, std::size_t nbytes, const CUmemAccessDesc*, std::size_t count) {
+    return count == 1 && allow_access(pointer(address), nbytes) ? well() : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned) {
+    in_context();
+    *event = reinterpret_cast<CUevent>(make_event());
+    return well();
+}
+CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
+    in_context();
+    record(number(event), number(stream));
+    return well();
+}
+CUresult CUDAAPI cuEventQuery(CUevent event) { return ask(number(event)) ? well() : CUDA_ERROR_NOT_READY; }
+CUresult CUDAAPI cuEventDestroy(CUevent event) {
+    return destroy_event(number(event)) ? well() : CUDA_ERROR_INVALID_VALUE;
 }
 }

@@ -292,8 +292,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (is_broken()) return result();
-    ask(number(event));
-    return result();
+    return ask(number(event)) ? result() : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     synchronise_event(number(event));

@@ -1,0 +1,278 @@
+// One GPU's allocator for PyTorch: streams and their events, out of memory, statistics, and a checker.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../allocators/planned.hpp"
+#include "gpu_device.hpp"
+
+namespace overspill::live {
+
+struct OutOfMemoryError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Looks at every block without what the allocator thinks of it: no byte twice, and none without memory.
+class Checker {
+  public:
+    void took(const GpuDevice& device, Address address, Bytes nbytes) {
+        const auto next = live_.lower_bound(address);
+        require(next == live_.end() || address + nbytes <= next->first, "overlaps the block above it", address);
+        require(next == live_.begin() || std::prev(next)->second <= address, "overlaps the block below it", address);
+        require(device.is_mapped(address, nbytes), "has no memory", address);
+        live_.emplace(address, address + nbytes);
+    }
+    void gave(Address address) { require(live_.erase(address) == 1, "was freed and is not there", address); }
+
+  private:
+    static void require(bool holds, const char* what, Address address) {
+        if (holds) return;
+        std::fprintf(stderr, "overspill: the block at %#llx %s\n", static_cast<unsigned long long>(address), what);
+        std::abort();
+    }
+
+    std::map<Address, Address> live_;
+};
+
+class Service {
+  public:
+    Service(const Driver& driver, int ordinal, bool plans, bool checks)
+        : driver_(driver), device_(driver, ordinal), ordinal_(ordinal) {
+        if (plans && device_.is_virtual()) {
+            auto planned = std::make_unique<PlannedAllocator>(device_, true);
+            planned_ = planned.get();
+            allocator_ = std::move(planned);
+        } else {
+            allocator_ = std::make_unique<CachingAllocator>(device_, CachingConfig{});
+        }
+        if (checks) checker_ = std::make_unique<Checker>();
+    }
+
+    bool plans() const { return planned_ != nullptr; }
+
+    void* take(Bytes nbytes, Stream stream) {
+        if (nbytes <= 0) return nullptr;
+        const std::lock_guard lock(mutex_);
+        finish_frees();
+        const std::int32_t number = number_of(stream);
+        PoolBlock* block = allocator_->allocate_block(nbytes, number);
+        while (block == nullptr && !waiting_.empty()) {  // memory that other streams were about to give back
+            {
+                const InContext here(driver_, device_.context());
+                driver_.check(driver_.synchronize(), "cuCtxSynchronize");
+            }
+            finish_frees();
+            block = allocator_->allocate_block(nbytes, number);
+        }
+        device_.trim();
+        if (block == nullptr) {
+            ++out_of_memory_;
+            throw OutOfMemoryError(told(nbytes));
+        }
+        ++allocator_->clock;
+        allocator_->segment_log.clear();
+        live_.emplace(block->address, Live{block, {}});
+        ++taken_;
+        if (checker_) checker_->took(device_, block->address, nbytes);
+        return reinterpret_cast<void*>(block->address);
+    }
+
+    // Whether there was such a block.
+    bool give(void* pointer) {
+        if (pointer == nullptr) return true;
+        const std::lock_guard lock(mutex_);
+        const auto found = live_.find(reinterpret_cast<Address>(pointer));
+        if (found == live_.end()) return false;
+        if (checker_) checker_->gave(found->first);
+        Live live = std::move(found->second);
+        live_.erase(found);
+        ++given_;
+        if (live.users.empty()) {
+            release(live.block);
+            return true;
+        }
+        // Other streams have used it: it is free when they have passed this point.
+        const InContext here(driver_, device_.context());
+        Waiting waits{live.block, {}};
+        for (const Stream user : live.users) {
+            const Event event = event_of();
+            const Result result = driver_.event_record(event, user);
+            if (result == kDeinitialized) return true;  // the process ends
+            driver_.check(result, "cuEventRecord");
+            waits.events.push_back(event);
+        }
+        waiting_.push_back(std::move(waits));
+        return true;
+    }
+
+    // A stream other than the block's own has work with it.
+    void uses(void* pointer, Stream stream) {
+        const std::lock_guard lock(mutex_);
+        const auto found = live_.find(reinterpret_cast<Address>(pointer));
+        if (found == live_.end() || number_of(stream) == found->second.block->stream) return;
+        auto& users = found->second.users;
+        if (std::find(users.begin(), users.end(), stream) == users.end()) users.push_back(stream);
+    }
+
+    void* base_of(void* pointer, std::size_t* nbytes) {
+        const std::lock_guard lock(mutex_);
+        const auto found = live_.find(reinterpret_cast<Address>(pointer));
+        if (found == live_.end()) return nullptr;
+        if (nbytes != nullptr) *nbytes = static_cast<std::size_t>(found->second.block->size);
+        return pointer;
+    }
+
+    void end_step() {
+        const std::lock_guard lock(mutex_);
+        if (planned_ != nullptr) planned_->mark();
+    }
+
+    void empty_cache() {
+        const std::lock_guard lock(mutex_);
+        if (!waiting_.empty()) {
+            const InContext here(driver_, device_.context());
+            driver_.check(driver_.synchronize(), "cuCtxSynchronize");
+        }
+        finish_frees();
+        allocator_->release_cached();
+        allocator_->segment_log.clear();
+        device_.trim();
+    }
+
+    void set_fraction(double fraction) {
+        const std::lock_guard lock(mutex_);
+        device_.limit(static_cast<Bytes>(fraction * static_cast<double>(device_.total_bytes())));
+    }
+
+    void wait_for_plans() {
+        if (planned_ != nullptr) planned_->wait();
+    }
+
+    // In the order of `Figures` in overspill/runtime/allocator.py.
+    static constexpr int kFigures = 20;
+    void figures(std::int64_t* into) {
+        const std::lock_guard lock(mutex_);
+        const PlannedCounts none, &counts = planned_ == nullptr ? none : planned_->counts();
+        const std::array<std::int64_t, kFigures> found{
+            allocator_->requested.now,
+            allocator_->requested.peak,
+            allocator_->allocated.now,
+            allocator_->allocated.peak,
+            allocator_->reserved.now,
+            allocator_->reserved.peak,
+            static_cast<std::int64_t>(live_.size()),
+            taken_,
+            given_,
+            static_cast<std::int64_t>(waiting_.size()),
+            allocator_->retries,
+            out_of_memory_,
+            counts.planned,
+            counts.carried,
+            counts.displaced,
+            counts.foreign,
+            counts.steps,
+            counts.plans,
+            planned_ == nullptr ? 0 : planned_->region_bytes(),
+            planned_ != nullptr,
+        };
+        std::copy(found.begin(), found.end(), into);
+    }
+
+    void reset_peaks() {
+        const std::lock_guard lock(mutex_);
+        for (Gauge* gauge : {&allocator_->requested, &allocator_->allocated, &allocator_->reserved}) gauge->peak = gauge->now;
+    }
+
+  private:
+    struct Live {
+        PoolBlock* block;
+        std::vector<Stream> users;
+    };
+    struct Waiting {
+        PoolBlock* block;
+        std::vector<Event> events;
+    };
+
+    std::int32_t number_of(Stream stream) {
+        return streams_.try_emplace(stream, static_cast<std::int32_t>(streams_.size())).first->second;
+    }
+
+    Event event_of() {
+        if (!events_.empty()) {
+            const Event event = events_.back();
+            events_.pop_back();
+            return event;
+        }
+        Event event = nullptr;
+        driver_.check(driver_.event_create(&event, kNoTiming), "cuEventCreate");
+        return event;
+    }
+
+    void release(PoolBlock* block) {
+        allocator_->free_block(block);
+        ++allocator_->clock;
+    }
+
+    // Free what other streams have passed.
+    void finish_frees() {
+        if (waiting_.empty()) return;
+        const InContext here(driver_, device_.context());
+        std::erase_if(waiting_, [this](Waiting& waits) {
+            while (!waits.events.empty()) {
+                const Result result = driver_.event_query(waits.events.back());
+                if (result == kNotReady) return false;
+                driver_.check(result, "cuEventQuery");
+                events_.push_back(waits.events.back());
+                waits.events.pop_back();
+            }
+            release(waits.block);
+            return true;
+        });
+    }
+
+    // As PyTorch says it, for those who look for its words.
+    std::string told(Bytes nbytes) const {
+        std::size_t free_bytes = 0, total = 0;
+        {
+            const InContext here(driver_, device_.context());
+            driver_.memory_info(&free_bytes, &total);
+        }
+        const auto text = [](auto value) {
+            std::array<char, 32> found{};
+            const double mib = static_cast<double>(value) / (1 << 20);
+            std::snprintf(found.data(), found.size(), mib < 1024 ? "%.2f MiB" : "%.2f GiB", mib < 1024 ? mib : mib / 1024);
+            return std::string(found.data());
+        };
+        return "CUDA out of memory. Tried to allocate " + text(nbytes) + ". GPU " + std::to_string(ordinal_) +
+               " has a total capacity of " + text(total) + " of which " + text(free_bytes) +
+               " is free. Of the memory that Overspill's allocator holds, " + text(allocator_->allocated.now) +
+               " is allocated, and " + text(allocator_->reserved.now - allocator_->allocated.now) + " is reserved but unallocated.";
+    }
+
+    const Driver& driver_;
+    GpuDevice device_;
+    int ordinal_;
+    std::mutex mutex_;
+    std::unique_ptr<Allocator> allocator_;
+    PlannedAllocator* planned_ = nullptr;
+    std::unique_ptr<Checker> checker_;
+    std::unordered_map<Address, Live> live_;
+    std::deque<Waiting> waiting_;
+    std::unordered_map<Stream, std::int32_t> streams_;
+    std::vector<Event> events_;
+    std::int64_t taken_ = 0, given_ = 0, out_of_memory_ = 0;
+};
+
+}  // namespace overspill::live

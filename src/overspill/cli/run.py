@@ -1,0 +1,37 @@
+"""`overspill run`: run a script with another allocator for its CUDA memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overspill.core.errors import RequestError
+
+from .common import Outcome, optional
+
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="A file, or a module by its dotted name.", show_default=False)
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="What the script gets.", show_default=False)
+]
+Allocator = Annotated[str, optional("NAME", "Where its CUDA memory comes from: planned.")]
+
+START = "import sys; from overspill.runtime.allocator import run_script; run_script(*sys.argv[1:3], sys.argv[3:])"
+
+
+def run(script: Script, arguments: Arguments = None, allocator: Allocator = "planned") -> Outcome:
+    """Run a training script as it is, with planned addresses for the steps that it repeats."""
+    from overspill.runtime.allocator import PLANNED
+
+    if allocator != PLANNED:
+        raise RequestError(f"there is no allocator {allocator!r} for a running job; there is {PLANNED!r}")
+    if not Path(script).is_file() and (script.endswith(".py") or find_spec(script.partition(".")[0]) is None):
+        raise RequestError(f"there is no file and no module {script}; name what `python` would run")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-c", START, allocator, script, *(arguments or ())])  # noqa: S606 - the script is the process

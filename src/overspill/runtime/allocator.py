@@ -1,0 +1,225 @@
+"""An allocator for any CUDA job: planned addresses for steps that repeat (native/live/, native/allocators/planned.hpp).
+
+PyTorch asks it for every block, as its pluggable allocator. Rules, streams and the driver are native; this module puts
+it in its place, says what does not work with it, and translates its figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+
+PLANNED = "planned"
+CHECK = "OVERSPILL_ALLOCATOR_CHECK"
+"""Set to 1, every block is checked by books of their own; the process ends where one is wrong."""
+WITHOUT = (
+    "these do not work with it, and PyTorch raises an error where they are asked for: CUDA graphs"
+    ' (torch.compile(mode="reduce-overhead")), torch.cuda.MemPool, torch.cuda.memory._snapshot and'
+    " _record_memory_history, sharing CUDA tensors between processes, torch.backends.cudnn.benchmark."
+    " PYTORCH_CUDA_ALLOC_CONF has no influence"
+)
+_LOG = logging.getLogger("overspill")
+_MOST_FIGURES = 64
+
+
+class Figures(NamedTuple):
+    """What the allocator of one GPU did so far; bytes are now and at their peak."""
+
+    requested: int
+    requested_peak: int
+    allocated: int
+    allocated_peak: int
+    reserved: int
+    reserved_peak: int
+    blocks: int
+    """Live blocks."""
+    taken: int
+    given: int
+    waiting: int
+    """Blocks that were freed, and that other streams may still use."""
+    retries: int
+    """How often idle pages were given back to make room."""
+    out_of_memory: int
+    planned: int
+    """Requests at their planned address."""
+    carried: int
+    """Alive beyond their step, and never planned."""
+    displaced: int
+    """Their place was taken, or too small."""
+    foreign: int
+    """No plan knew them."""
+    steps: int
+    plans: int
+    region: int
+    """Bytes that plans lie in."""
+    plans_at_all: int
+    """0 where the driver has no virtual memory: blocks are cached by PyTorch's rules then."""
+
+
+class LiveAllocator:
+    """The allocator in force."""
+
+    def __init__(self, library: Path, *, check: bool = False) -> None:
+        """Load `library`; PyTorch does not use it yet."""
+        self.path = library
+        self.library = ctypes.CDLL(str(library))
+        for name in ("take", "pool_refusal"):
+            getattr(self.library, f"overspill_{name}").restype = ctypes.c_void_p
+        self.library.overspill_take.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self.library.overspill_give.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self.library.overspill_set_fraction.argtypes = (ctypes.c_double, ctypes.c_int)
+        self.library.overspill_error.restype = ctypes.c_char_p
+        self.library.overspill_configure(1, int(check))
+
+    def begin(self, device: int) -> bool:
+        """Return whether the allocator of `device` plans. Raises UnsupportedError if the driver refuses."""
+        found = self.library.overspill_begin(device)
+        if found < 0:
+            raise UnsupportedError(f"the allocator cannot use GPU {device}: {self.error()}")
+        return bool(found)
+
+    def functions(self) -> dict[str, int]:
+        """Return the addresses that PyTorch is given besides those of malloc and free."""
+        names = ("record_stream", "empty_cache", "base_allocation", "set_fraction")
+        found = {name: _address(getattr(self.library, f"overspill_{name}")) for name in names}
+        return found | {"refuse_pool": self.library.overspill_pool_refusal()}
+
+    def step(self) -> None:
+        """End a step here, on all GPUs."""
+        self.library.overspill_step()
+
+    def wait(self) -> None:
+        """Wait for the plans that are being solved."""
+        self.library.overspill_wait()
+
+    def figures(self, device: int = 0) -> Figures:
+        """Return what happened on `device` so far."""
+        values = (ctypes.c_int64 * _MOST_FIGURES)()
+        count = self.library.overspill_figures(device, values)
+        return Figures(*values[:count])
+
+    def reset_peaks(self, device: int) -> None:
+        """Let peaks begin at what is there now."""
+        self.library.overspill_reset_peaks(device)
+
+    def error(self) -> str:
+        """Return what went wrong last in this thread."""
+        return self.library.overspill_error().decode()
+
+    def stats(self, device: int) -> dict[str, Any]:
+        """Return the figures of `device` in the form of PyTorch's own allocator, which has more of them."""
+        f = self.figures(device)
+        live = _stat(f.allocated, f.allocated_peak)
+        return {
+            "allocated_bytes": live,
+            "active_bytes": live,
+            "requested_bytes": _stat(f.requested, f.requested_peak),
+            "reserved_bytes": _stat(f.reserved, f.reserved_peak),
+            "allocation": _stat(f.blocks, f.blocks, f.taken, f.given),
+            "active": _stat(f.blocks + f.waiting, f.blocks + f.waiting, f.taken, f.given),
+            **{name: _stat(0, 0) for name in ("segment", "inactive_split", "inactive_split_bytes")},
+            **{name: _stat(0, 0)["all"] for name in ("oversize_allocations", "oversize_segments")},
+            "num_alloc_retries": f.retries,
+            "num_ooms": f.out_of_memory,
+            **dict.fromkeys(("max_split_size", "num_sync_all_streams", "num_device_alloc", "num_device_free"), 0),
+        }
+
+
+def _stat(now: int, peak: int, taken: int = 0, given: int = 0) -> dict[str, dict[str, int]]:
+    """Return one of PyTorch's statistics; pools by size are not told apart."""
+    none = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+    return {
+        "all": {"current": now, "peak": peak, "allocated": taken, "freed": given},
+        "small_pool": none,
+        "large_pool": none,
+    }
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@cache
+def library_path() -> Path:
+    """Return where the native allocator is: beside the other native modules. Raises UnsupportedError."""
+    from .transfer import _copies  # noqa: PLC0415 - for its place alone
+
+    path = Path(_copies.__file__).resolve().parent / "liboverspill_allocator.so"
+    if not path.exists():
+        raise UnsupportedError(
+            f"this build of Overspill has no allocator: there is no {path}; install it anew on Linux"
+        )
+    return path
+
+
+_in_force: LiveAllocator | None = None
+
+
+def allocator(name: str = PLANNED) -> LiveAllocator:
+    """Take all CUDA memory of this process from the allocator `name`; "planned" is the only one.
+
+    It has to be called before CUDA is first used. Steps that repeat get planned addresses from the third on; call
+    `overspill.step()` at the end of each step where steps differ much. Raises RequestError for another name,
+    UnsupportedError where PyTorch has no CUDA, or CUDA is in use.
+    """
+    global _in_force  # noqa: PLW0603 - a process has one allocator
+    if name != PLANNED:
+        raise RequestError(f"there is no allocator {name!r} for a running job; there is {PLANNED!r}")
+    if _in_force is not None:
+        return _in_force
+    import torch  # noqa: PLC0415
+
+    from overspill.pytorch import pluggable  # noqa: PLC0415
+
+    if not torch.backends.cuda.is_built() or torch.version.hip is not None:
+        raise UnsupportedError(f"overspill.allocator needs PyTorch for CUDA, not {torch.__version__}")
+    if pluggable.is_started():
+        raise UnsupportedError(
+            "CUDA is in use, and its allocator cannot be changed any more: call overspill.allocator before the first"
+            " tensor on CUDA, or start the job by `overspill run --allocator planned`"
+        )
+    found = LiveAllocator(library_path(), check=os.environ.get(CHECK) == "1")
+    if not torch.cuda.is_available():
+        raise UnsupportedError("overspill.allocator needs a GPU, and PyTorch finds none")
+    plans = found.begin(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    pluggable.change_allocator(found.path, found.functions())
+    pluggable.replace_statistics(found.stats, found.reset_peaks)
+    if plans:
+        _LOG.warning("Overspill's allocator is in force; %s", WITHOUT)
+    else:
+        _LOG.warning(
+            "Overspill's allocator is in force and plans nothing, for the driver has no virtual memory management: it"
+            " caches by PyTorch's rules; %s",
+            WITHOUT,
+        )
+    _in_force = found
+    return found
+
+
+def step() -> None:
+    """End a step of the job here, for the allocator in force; without one it does nothing."""
+    if _in_force is not None:
+        _in_force.step()
+
+
+def run_script(name: str, script: str, arguments: Sequence[str]) -> None:
+    """Run a file, or a module by its dotted name, as the main program with the allocator `name`."""
+    try:
+        allocator(name)
+    except OverspillError as error:
+        sys.exit(f"error: {error}")
+    sys.argv = [script, *arguments]
+    if Path(script).exists():
+        sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
