@@ -33,6 +33,7 @@ struct Memory {
     std::size_t nbytes;
     int device;
     bool is_mapped, is_released;
+    std::uint64_t since;  // the work before it was mapped
 };
 
 // One lock: the stand-in is for order and counts, and what it costs is far below what a real call costs.
@@ -44,7 +45,8 @@ std::map<Address, std::uint64_t> mapped;  // the memory at each address
 std::unordered_map<std::uint64_t, Memory> memories;
 std::map<off_t, std::size_t> holes;  // of the file, before its end
 off_t file_end = 0;
-std::array<bool, kMostDevices> busy;  // something was launched since the host last waited for all of it
+std::atomic<std::uint64_t> work{0};              // how much was launched so far, on any device
+std::array<std::uint64_t, kMostDevices> waited;  // how much of it was when the host last waited for all of a device
 bool events_held = false;
 std::map<Address, std::size_t> pinned;
 std::unordered_map<std::uint64_t, double> events;  // when each was recorded, in seconds
@@ -206,7 +208,7 @@ std::uint64_t create_memory(int device, std::size_t nbytes) {
     const std::lock_guard lock(guard);
     count(Counter::kMallocs);
     if (nbytes % kLargePage != 0 || fails(Failing::kMalloc) || !take_locked(device, nbytes)) return 0;
-    Memory made{file_end, nbytes, device, false, false};
+    Memory made{file_end, nbytes, device, false, false, 0};
     const auto hole = std::find_if(holes.begin(), holes.end(), [&](const auto& entry) { return entry.second == nbytes; });
     if (hole != holes.end()) {
         made.offset = hole->first;
@@ -246,6 +248,7 @@ bool map_memory(void* address, std::size_t nbytes, std::uint64_t memory) {
         return false;
     if (mmap(address, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory_file(), made.offset) == MAP_FAILED) return false;
     made.is_mapped = true;
+    made.since = work;
     mapped[at] = memory;
     blocks[at] = {nbytes, made.device};
     log_locked(Kind::kMalloc, resolve(0), at, 0, nbytes, 0);
@@ -258,7 +261,8 @@ bool unmap_memory(void* address, std::size_t nbytes) {
     const auto found = mapped.find(at);
     if (found == mapped.end() || memories[found->second].nbytes != nbytes) return false;
     const auto memory = memories.find(found->second);
-    require(!busy[static_cast<std::size_t>(memory->second.device)], "memory was unmapped while work may use it");
+    require(std::max(memory->second.since, waited[static_cast<std::size_t>(memory->second.device)]) == work,
+            "memory was unmapped while work may use it");
     log_locked(Kind::kFree, static_cast<std::uint64_t>(memory->second.device) + 1, at, 0, nbytes, 0);
     mmap(address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     memory->second.is_mapped = false;
@@ -408,7 +412,7 @@ void synchronise_stream(std::uint64_t stream) {
 void synchronise_device(int device) {
     const std::lock_guard lock(guard);
     count(Counter::kSyncs);
-    busy[static_cast<std::size_t>(device)] = false;
+    waited[static_cast<std::size_t>(device)] = work;
     events_held = false;
     log_locked(Kind::kDeviceDone, static_cast<std::uint64_t>(device) + 1, 0, 0, 0, 0);
 }
@@ -424,7 +428,7 @@ std::uint64_t event_syncs() { return waited_events; }
 
 void launch(std::uint64_t stream) {
     count(Counter::kLaunches);
-    busy.fill(true);
+    ++work;
     if (fails(Failing::kLaunch)) broken = true;
     if (!logging.load(std::memory_order_relaxed)) return;
     const std::lock_guard lock(guard);
@@ -434,7 +438,7 @@ void launch(std::uint64_t stream) {
 void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t stream) {
     const bool from_device = device_of(source) >= 0, to_device = device_of(target) >= 0;
     count(Counter::kCopies);
-    busy[static_cast<std::size_t>(current_device())] = true;
+    ++work;
     if (from_device && !to_device) count(Counter::kOut, nbytes);
     if (!from_device && to_device) count(Counter::kIn, nbytes);
     if (nbytes <= settings().copy_limit_bytes) std::memmove(target, source, nbytes);
@@ -449,7 +453,7 @@ void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t st
 
 void set(void* target, int value, std::size_t nbytes, std::uint64_t stream) {
     if (nbytes <= settings().copy_limit_bytes) std::memset(target, value, nbytes);
-    busy[static_cast<std::size_t>(current_device())] = true;
+    ++work;
     const std::lock_guard lock(guard);
     log_locked(Kind::kSet, resolve(stream), reinterpret_cast<Address>(target), 0, nbytes, 0);
 }
