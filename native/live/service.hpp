@@ -160,7 +160,7 @@ class Service {
         if (planned_ != nullptr) planned_->wait();
     }
 
-    // In the order of `Figures` in overspill/runtime/allocator.py.
+    // In the order of `AllocatorFigures` in overspill/runtime/allocator.py.
     static constexpr int kFigures = 20;
     void figures(std::int64_t* into) {
         const std::lock_guard lock(mutex_);

@@ -86,6 +86,11 @@ def fail(what: str, nth: int = 1) -> None:
     _library().stand_in_fail(FAILING.index(what), nth)
 
 
+def hold_events(on: bool) -> None:
+    """Let no event pass, until this is taken back or the host waits for a device."""
+    _library().stand_in_hold_events(int(on))
+
+
 def used_bytes(device: int = 0) -> int:
     """What is taken of the card now."""
     return _library().stand_in_used(device)

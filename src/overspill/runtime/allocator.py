@@ -31,7 +31,7 @@ _LOG = logging.getLogger("overspill")
 _MOST_FIGURES = 64
 
 
-class Figures(NamedTuple):
+class AllocatorFigures(NamedTuple):
     """What the allocator of one GPU did so far; bytes are now and at their peak."""
 
     requested: int
@@ -101,11 +101,11 @@ class LiveAllocator:
         """Wait for the plans that are being solved."""
         self.library.overspill_wait()
 
-    def figures(self, device: int = 0) -> Figures:
+    def figures(self, device: int = 0) -> AllocatorFigures:
         """Return what happened on `device` so far."""
         values = (ctypes.c_int64 * _MOST_FIGURES)()
         count = self.library.overspill_figures(device, values)
-        return Figures(*values[:count])
+        return AllocatorFigures(*values[:count])
 
     def reset_peaks(self, device: int) -> None:
         """Let peaks begin at what is there now."""

@@ -1,0 +1,108 @@
+"""WHAT: one use of the live allocator by PyTorch's CUDA build, in a process of its own; what came of it, as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import stand_in
+import torch
+from tests.gpu_rehearsal.processes import tell
+from tests.gpu_rehearsal.trouble import a_step, said
+from torch import nn
+
+import overspill
+from overspill.core.errors import is_out_of_memory
+
+MIB = 1 << 20
+
+
+def failure(what: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        what()
+    except Exception as error:  # noqa: BLE001
+        return said(error) | {"recognised": is_out_of_memory(error), "torch": isinstance(error, torch.OutOfMemoryError)}
+    return {}
+
+
+def plain_loop() -> dict[str, Any]:
+    """A loop that nobody changed, with an evaluation in between."""
+    used = overspill.allocator("planned")
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(2048, 512, device="cuda")
+    planned: list[int] = []
+    for turn in range(12):
+        before = used.figures()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        planned.append(used.figures().planned - before.planned)
+        if turn == 8:
+            with torch.no_grad():
+                model(torch.randn(3000, 512, device="cuda"))
+        overspill.step()
+        used.wait()
+    beyond = used.figures().reserved / used.figures().requested_peak
+    torch.cuda.reset_peak_memory_stats()
+    return {
+        "planned": planned,
+        "allocated": torch.cuda.memory_allocated() == used.figures().allocated == torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved() == used.figures().reserved == stand_in.used_bytes(),
+        "summary": "CUDA OOMs: 0" in torch.cuda.memory_summary(),
+        "beyond": beyond,
+    }
+
+
+def streams() -> dict[str, Any]:
+    """A block that another stream uses waits for it; an emptied cache gives all idle pages back."""
+    used = overspill.allocator()
+    other = torch.cuda.Stream()
+    x = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+    x.record_stream(other)
+    stand_in.hold_events(True)
+    del x
+    waiting = used.figures().waiting
+    torch.cuda.empty_cache()
+    return {"waiting": [waiting, used.figures().waiting], "used_bytes": stand_in.used_bytes()}
+
+
+def errors() -> dict[str, Any]:
+    """What it says where something cannot be."""
+    overspill.allocator()
+    torch.zeros(1, device="cuda")
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device="cuda")
+
+    return {
+        "graph": failure(capture),
+        "snapshot": failure(torch.cuda.memory._snapshot),
+        "memory": failure(lambda: torch.empty(1 << 41, dtype=torch.uint8, device="cuda")),
+        "ones": torch.ones(3, device="cuda").numel(),
+    }
+
+
+def late() -> dict[str, Any]:
+    """CUDA is in use already."""
+    torch.zeros(1, device="cuda")
+    return failure(overspill.allocator)
+
+
+def beside_train_step() -> dict[str, Any]:
+    """A managed step's arena and what is beside it come from the allocator too."""
+    used = overspill.allocator()
+    step, x = a_step()
+    for _ in range(5):
+        step(x, x)
+    return {
+        "offloaded": step.plans[0].offloaded_bytes,
+        "allocated": used.figures().allocated,
+        "blocks": used.figures().blocks,
+    }
+
+
+if __name__ == "__main__":
+    tell(globals()[sys.argv[1]]())
