@@ -110,6 +110,7 @@ class PlannedAllocator final : public CachingAllocator {
 
     void return_block(PoolBlock* block) override {
         Lane& lane = lane_of(block->stream);
+        most_ = std::max(most_, allocated.now + block->size);
         lane.log.freed(block->request);
         lane.live -= block->counted;
         if (block->planned) {
