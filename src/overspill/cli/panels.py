@@ -35,7 +35,7 @@ NEVER: Mapping[str, str] = {
 _MANY = 12
 COMMAND_PANELS: Mapping[str, str] = {
     "Check before the run": "estimate advise plan",
-    "Train": "demo train doctor",
+    "Train": "demo train run doctor",
     "Compare": "compare sweep policies reproduce",
     "Look up and measure": "models devices calibrate snapshot pack",
 }
