@@ -291,7 +291,7 @@ def test_of_several_graphs_a_later_one_names_a_budget_that_does_for_all() -> Non
             attempt(budget)
         return error.value.floor_bytes
 
-    enough = named(1)
+    enough = named(4096)
     for _ in range(4):  # what it names does, or the next says what does
         try:
             assert attempt(enough) <= enough
