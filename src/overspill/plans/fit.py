@@ -27,7 +27,7 @@ from overspill.planning.effort import EFFORT, at_effort
 from overspill.policies import Policy
 
 from .account import Account
-from .plan import Plan, make_plan
+from .plan import NOTHING_BYTES, Plan, make_plan
 
 R = TypeVar("R")
 GRID = 24
@@ -110,7 +110,7 @@ class Fit:
         if found is None:
             *_, fewest_there = self._beginnings
             alone = not self._may_fit(on_host=fewest_there)
-            floors = [search.from_floor(alone=alone) for search in self._searches[fewest_there]]
+            floors = [search.from_floor(alone=alone or self._is_far(search)) for search in self._searches[fewest_there]]
             found, fewest, cause = min(floors, key=lambda floor: floor[0].taken_bytes)
             if found.taken_bytes > self._tensor_bytes:
                 raise self._account.refusal(self._budget_bytes, found, fewest, cause)
@@ -135,6 +135,11 @@ class Fit:
         if self.hoped is None:
             return True
         return sum(t.nbytes for t in there_before(self.hoped.graph, model_on_host=on_host)) <= self._tensor_bytes
+
+    def _is_far(self, search: _Search) -> bool:
+        """Return whether even the fewest live bytes exceed a budget: then a plan of these is named, found at once."""
+        least, *_ = search.from_floor(alone=True)
+        return self._budget_bytes > NOTHING_BYTES and least.peak_bytes > self._tensor_bytes
 
     def _fastest(self, *, on_host: bool) -> Plan | None:
         """Return the fastest plan found that fits; the next placement is tried only if this one costs much."""

@@ -214,10 +214,14 @@ def most_known(found: Iterable[int | None]) -> int | None:
     return max((number for number in found if number is not None), default=None)
 
 
+NOTHING_BYTES = 1
+"""The budget that asks for the smallest that works."""
+
+
 def smallest_budget(plan: Callable[[int], Plan]) -> int:
     """Return the smallest budget, in bytes, for which `plan_within` has a plan."""
     try:
-        return plan(1).needed_bytes
+        return plan(NOTHING_BYTES).needed_bytes
     except InfeasibleBudget as error:
         return error.floor_bytes
 
