@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from overspill.core.errors import InfeasibleBudget
+from overspill.core.garbage import without_collection
 from overspill.job import Job
 
 from .common import (
@@ -50,6 +51,7 @@ SETTINGS = ("--budget", "--placement", "--whole-step")
 
 
 @with_job()
+@without_collection()  # the modules that are imported, the captures and the plan live until the command ends
 def plan(
     *,
     job: Job,
