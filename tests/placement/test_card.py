@@ -364,6 +364,10 @@ def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None
     plan = fit(make, card, 320 * MIB)
     assert plan.peak_bytes == well_placed
     with pytest.raises(InfeasibleBudget, match=r"10\.0 MiB: that") as error:
-        fit(make, card, 302 * MIB)
+        fit(make, card, 311 * MIB)
     assert error.value.floor_bytes == 315 * MIB
+    # A budget below the fewest live bytes is answered by the plan of these, without a search.
+    with pytest.raises(InfeasibleBudget) as far:
+        fit(make, card, 302 * MIB)
+    assert far.value.floor_bytes == 350 * MIB
     assert fit(make, card, error.value.floor_bytes).device_bytes == error.value.floor_bytes
