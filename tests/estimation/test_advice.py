@@ -15,6 +15,8 @@ from overspill.devices import load_device
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.api import estimate
 from overspill.estimation.estimate import Estimate
+from overspill.job import Parallel
+from overspill.runtime.advise import advise
 
 MIB = 1 << 20
 WIDE = 4096
@@ -164,6 +166,14 @@ def test_frozen_weights_beside_adapters_can_have_few_bits() -> None:
     words = " ".join(one.what for one in advice(made, quick=True))
     assert "QLoRA: adapters of rank 8" in words
     assert "LoRA: adapters of rank 8 alone" not in words
+
+
+def test_a_sharded_job_has_a_plan_of_ours_among_its_advice() -> None:
+    made = job(3000, 4096, parallel=Parallel("fsdp", 2))
+    ours = next(one for one in advise(made) if "fully_shard" in one.what)
+    assert ours.fits
+    assert ours.step_seconds
+    assert not any("fully_shard" in one.what or "overspill.compile" in one.what for one in advice(made, quick=True))
 
 
 def test_estimates_show_the_first_five() -> None:

@@ -220,7 +220,8 @@ class _Trials:
     def _planned(self, planner: Planner | None) -> Iterator[Advice]:
         """Yield the advice to use Overspill itself."""
         trains = self.estimate.retrace is None or self.estimate.retrace.job.optimizer is not None
-        if self.estimate.framework != "pytorch" or not trains or self.estimate.parallel is not None:
+        parallel = self.estimate.parallel
+        if self.estimate.framework != "pytorch" or not trains or (parallel is not None and parallel.kind != "fsdp"):
             return
         if planner is not None:
             self.progress("planning within the device's memory")
@@ -228,6 +229,8 @@ class _Trials:
             if found is not None and (found.minimum_capacity_bytes or 0) < self.estimate.minimum_capacity_bytes:
                 self.solved |= bool(found.fits)
                 yield found
+            return
+        if parallel is not None:
             return
         if self._hopeless([]):
             # Without a planner, only what it could do.
