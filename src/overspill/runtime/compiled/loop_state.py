@@ -594,6 +594,8 @@ def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor:
             mode, tensor, lambda: wrapped_again(tensor, {n: mode.from_tensor(t) for n, t in parts_of(tensor).items()})
         )
     resident = guard.resident() if isinstance(guard, TensorGuard) and guard.guards_one else None
-    if resident is None or resident.tensor is not tensor or not resident.away:  # another may have had this identity
+    if resident is None or resident.tensor is not tensor:  # another may have had this identity
+        return plain(mode, tensor, **how)
+    if not resident.away and tensor.nbytes == tensor.untyped_storage().nbytes():  # else it has memory with others
         return plain(mode, tensor, **how)
     return fake_parameter(mode, tensor, resident.spec.empty)
