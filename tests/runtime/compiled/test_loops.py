@@ -31,7 +31,6 @@ OWNED = 0.6
 """The budget, as a share of the bytes of weights, gradients and optimizer state."""
 
 KNOWN = {
-    "plain-8bit": REFUSED,  # its update is planned as one op
     "trainer-qlora": OVER,  # what a bfloat16 product takes inside
     "diffusers-lora": OVER,  # what a convolution's backward takes inside, behind frozen weights
     "sft": REFUSED,  # TRL's loss, at which the graph breaks

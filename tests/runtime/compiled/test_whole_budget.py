@@ -315,6 +315,48 @@ def test_weights_and_state_are_read_and_written_between_steps() -> None:
     compare(loop)
 
 
+def test_weights_that_share_a_larger_memory_get_another_plan() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(5):
+            compiled(batch(i, 4 if i < 3 else 5)).square().mean().backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+            if i == 1:
+                found = nn.utils.parameters_to_vector(model.parameters()).detach()
+                nn.utils.vector_to_parameters(found * 0.9, model.parameters())
+
+    compare(loop)
+
+
+class Levels(torch.optim.Optimizer):
+    """Steps by one of a few levels, in a table that it keeps for all parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.table = torch.linspace(-1, 1, 256)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(self.table[(mean.clamp(-1, 1) * 127 + 128).long()], alpha=group["lr"])
+
+
+def test_an_optimizer_that_keeps_a_table_of_its_own() -> None:
+    def loop(run: Run) -> None:
+        _, compiled, optimizer = begin(run, Levels)
+        for i in range(4):
+            loss_of(compiled, i).backward()
+            optimizer.step()
+            run.moves()
+            optimizer.zero_grad()
+
+    compare(loop, "60%")
+
+
 def test_a_view_of_a_weight_is_kept_from_some_step_on() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)

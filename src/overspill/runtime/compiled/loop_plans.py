@@ -149,7 +149,8 @@ class LoopPlans:
             infos[position] = replace(infos[position], movable=moves and node.meta["val"].is_contiguous())
             if joint.backward_outputs and state.trains(name):
                 ops.append(_update(state, name, position, mode))
-        rest = state.rest_bytes()
+        with disable_current_modes():  # tensors that optimizers keep are real ones
+            rest = state.rest_bytes()
         state.stale, self._signature, self._places = False, _signature(state), self._places_now()
         return CaptureOfCutStep(
             joint, infos, GradientOps(tuple(ops)), _without_residents(around, state, here, rest)

@@ -36,6 +36,17 @@ _BY_ROW = frozenset(
 """Ops other than pointwise ones that work row by row."""
 
 
+_IN_8_BITS = "bitsandbytes.optimizer_update_8bit_blockwise.default"
+"""An update of bitsandbytes, whose kernel on the CPU is written in Python: it restores the state in float32.
+
+Its schema says that it writes to its tables of levels, which all parameters have and which it only reads. (bitsandbytes
+0.50.2, _ops.py, backends/cpu/ops.py and csrc/kernels.cu)
+"""
+_TABLES = slice(12, 14)
+_BYTES_AN_ELEMENT = {"adam": 20, "lamb": 20, "lion": 20, "ademamix": 38}
+"""Scratch of the update on the CPU in float32, by its first argument; of others at most 12. (measured)"""
+
+
 Leaves = dict[str, tuple[torch.dtype, Spec | None]]
 """Tensors of a parameter's state that move, by path, with dtype and spec; None for the parameter's own."""
 
@@ -147,12 +158,25 @@ def _learned(
 
 
 def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, int]:
-    """Return the storages of parameters, gradients and state, with a bit for each parameter."""
+    """Return the storages of parameters, gradients and state, with a bit for each parameter.
+
+    A tensor that the optimizer keeps for all, as a table of levels, is of none until a step writes to it.
+    """
+    shared = {storage_key(t) for t in Outside(optimizer).tensors}
     found: dict[int, int] = {}
     for number, fake in enumerate(fakes):
         for tensor in (fake, fake.grad, *tensors_in(optimizer.state.get(fake, {})).values()):
-            found[storage_key(tensor)] = 1 << number
+            if storage_key(tensor) not in shared:
+                found[storage_key(tensor)] = 1 << number
     return found
+
+
+def _taken_inside(kind: str, parameter: Tensor) -> int:
+    """Return the bytes that an update in 8 bits takes inside of its op."""
+    if parameter.device.type != "cpu":
+        return 0
+    of_copy = 0 if parameter.dtype is torch.float32 else 4
+    return parameter.numel() * (_BYTES_AN_ELEMENT.get(kind, 12) + of_copy) + LEAST_MOVED_BYTES
 
 
 def _check_apart(optimizer: Optimizer, fakes: Sequence[Tensor], shared: set[int]) -> None:
@@ -253,6 +277,9 @@ class _OnFakes(Watching):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         given = (*args, *(kwargs or {}).values())
         changed = written_arguments(func, args, kwargs or {})
+        if str(func) == _IN_8_BITS:
+            changed = [a for a in changed if all(a is not table for table in args[_TABLES])]
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + _taken_inside(args[0], args[2]))
         if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
             lists = [a for a in given if isinstance(a, list) and a and isinstance(a[0], Tensor)]
             made = [a for a in (result, *changed) if isinstance(a, list)]
