@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import overspill
+from overspill.errors import UnsupportedError
 
 pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.filterwarnings("ignore")]
 WIDTH, LAYERS = 64, 8
@@ -149,3 +150,30 @@ def test_a_loop_has_the_bits_of_plain_pytorch_with_quantised_weights_away(
 
     plain, ours = run(None), run("75KiB")
     assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
+
+
+class Repacked(Layer):
+    """A layer that packs its weight otherwise when it is evaluated, as bitsandbytes' Linear4bit on some CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.weight.data = self.weight.data.t().contiguous()
+        return super().forward(x)
+
+
+def test_a_weight_that_forward_gives_other_memory_is_refused_and_training_goes_on() -> None:
+    def run(*, evaluates: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Repacked(packed) for _ in range(3)))
+        compiled = overspill.compile(model, budget="75KiB", store="host")
+        losses = []
+        for i in range(3):
+            if i == 1 and evaluates:
+                with torch.no_grad(), pytest.raises(UnsupportedError, match="other memory"):
+                    compiled.eval()(torch.ones(4, WIDTH))
+                compiled.train()
+            losses.append(compiled(torch.randn(4, WIDTH)).square().mean())
+            losses[-1].backward()
+        return losses
+
+    assert all(map(torch.equal, run(evaluates=True), run(evaluates=False)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ from .graph_compiler import Compiled, GraphCompiler
 from .pending_calls import GraphFrame
 from .plan_check import MOST_PLANS, too_many_kinds
 from .session import Session
+
+_OTHER_MEMORY = "set_ on a graph input"
+"""AOTAutograd's words where forward gives one of its inputs other memory."""
 
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session]) -> Compiled:
@@ -83,6 +87,13 @@ class _PerKind:
                 f"Dynamo left a number of the model open ({error}), and no plan can be made without it; "
                 "pass dynamic=False to torch.compile, or use overspill.compile"
             ) from None
+        except AssertionError as error:
+            if _OTHER_MEMORY not in str(error):
+                raise
+            raise UnsupportedError(
+                "forward gives a weight other memory (weight.data = …), and plans are for the one it has; do it before "
+                f"the call, or call the model without a plan{_of_linear4bit()}"
+            ) from None
         finally:
             compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
         compiler.tell(time.perf_counter() - begun)
@@ -102,6 +113,16 @@ class _PerKind:
                 found = compute_overlapping_tensors([args[i] for i in positions], symbolic=False)
                 overlaps += [(positions[i], args[positions[i]].storage_offset()) for i in sorted(found)]
         return tuple(kind(args[i]) for i in self.unknown), tuple(overlaps)
+
+
+def _of_linear4bit() -> str:
+    """Return how to keep bitsandbytes from doing so, if it is there: its Linear4bit does (0.50.2, nn/modules.py)."""
+    if "bitsandbytes" not in sys.modules:
+        return ""
+    return (
+        ". bitsandbytes packs weights of 4 bits anew where they are evaluated on a CPU; "
+        "layer.support_avx512bf16_for_cpu = False, for each Linear4bit, keeps them as they are"
+    )
 
 
 def _is_symbolic(example: Any) -> bool:
