@@ -14,7 +14,7 @@ copyright = "the authors of Overspill, Apache-2.0"  # noqa: A001 - Sphinx's name
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = [
     "docs/**",
-    "bench/README.md",
+    "bench/*.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "src/**/README.md",

@@ -179,7 +179,12 @@ def test_what_is_known_is_of_jobs_that_there_are_and_has_a_reason() -> None:
 
 def test_the_page_shows_the_record(jobs: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.print_record(ROOT / "bench" / "results" / "jobs.json")
-    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
+    record = capsys.readouterr().out.strip()
+    assert record in (ROOT / "bench" / "jobs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
+    assert record.split("\n\n")[0] in page
+    not_identical = [job for (job, way), known in KNOWN.items() if way in ("compile", "train_step")]
+    assert [job for job in not_identical if f"`{job}`" not in page] == []
 
 
 def test_a_record_is_written_added_to_and_printed(
