@@ -26,12 +26,18 @@ SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def working_folder() -> Iterator[str]:
-    """A folder for a trainer. Within the context, datasets names its sets by numbers: not all that it pickles for a name can be."""
+    """A folder for a trainer.
+
+    Within the context, datasets names its sets by numbers: not all that it pickles for a name can be. TRL computes
+    log-probabilities in tiles of as many columns as the models have words, not of 32 768, which would be more than them.
+    """
+    import trl.trainer.utils
     from datasets.fingerprint import Hasher
 
     count = itertools.count()
     numbered = patch.object(Hasher, "hash", classmethod(lambda *_: f"{next(count):016x}"))
-    with tempfile.TemporaryDirectory() as folder, numbered:
+    small = patch.object(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", VOCABULARY)
+    with tempfile.TemporaryDirectory() as folder, numbered, small:
         yield folder
 
 

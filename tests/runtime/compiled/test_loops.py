@@ -33,13 +33,7 @@ OWNED = 0.6
 KNOWN = {
     "trainer-qlora": OVER,  # what a bfloat16 product takes inside
     "diffusers-lora": OVER,  # what a convolution's backward takes inside, behind frozen weights
-    "sft": REFUSED,  # TRL's loss, at which the graph breaks
-    "sft-callback": REFUSED,
-    "sft-lora": REFUSED,
-    "sft-qlora": REFUSED,
-    "dpo": REFUSED,
-    "grpo": REFUSED,
-    "sentence-transformers": OVER,  # autograd adds up the gradients of two calls
+    "sft-qlora": OVER,  # likewise
 }
 """Loops that do not get their bits within the budget, and what becomes of them."""
 

@@ -243,7 +243,7 @@ def test_what_does_not_fit_beside_one_another_is_refused_with_a_budget_that_woul
 def refused() -> int:
     """The budget that the error names, which holds the batches of its step while it is there."""
     model = Net()
-    compiled = overspill.compile(model, budget="1000KiB", store="host")
+    compiled = overspill.compile(model, budget="940KiB", store="host")
     said = r"inputs stacked, .*overspill\.train_step"
     with pytest.raises(InfeasibleBudget, match=said) as error:
         trained(model, compiled, triplet)

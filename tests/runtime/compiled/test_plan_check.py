@@ -113,10 +113,28 @@ def test_where_dynamo_itself_fails_a_line_says_where() -> None:
         compiled(torch.randn(4, 8, requires_grad=True))
 
 
-def test_a_part_that_runs_without_a_plan_is_named_with_what_it_keeps() -> None:
-    model = overspill.compile(PartlyEager(8, 16, 8), budget="smallest", store="host")
-    with pytest.raises(UnplannedError, match=r"PartlyEager .*Sigmoid .*reserve='512'"):
+def test_what_a_part_without_a_plan_keeps_is_told_and_set_aside_from_the_second_step_on() -> None:
+    plain, model = twins(lambda: PartlyEager(8, 16, 8))
+    compiled = overspill.compile(model, budget="smallest", store="host")
+    with pytest.warns(UserWarning, match=r"PartlyEager .*Sigmoid.* 512 B"):
+        assert train(compiled, model, [4]) == train(plain, plain, [4])
+    before = [plan.peak_bytes for plan in compiled.overspill.plans]
+    assert train(compiled, model, [4, 4]) == train(plain, plain, [4, 4])
+    assert [plan.peak_bytes - 512 for plan in compiled.overspill.plans] == before
+    assert compiled.overspill.renewal.is_asked is False
+
+
+def test_a_budget_without_room_for_what_such_a_part_keeps_is_refused() -> None:
+    floor = overspill.compile(PartlyEager(8, 16, 8), budget="smallest", store="host")
+    with pytest.warns(UserWarning, match="PartlyEager"):
+        floor(torch.randn(4, 8)).sum().backward()
+    nbytes = max(plan.budget_bytes for plan in floor.overspill.plans)
+    model = overspill.compile(PartlyEager(8, 16, 8), budget=nbytes, store="host")
+    with pytest.warns(UserWarning, match="PartlyEager"):
+        model(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(InfeasibleBudget) as refused:
         model(torch.randn(4, 8))
+    assert refused.value.floor_bytes > nbytes
 
 
 @pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"budget": "smallest", "reserve": "512"}])

@@ -579,3 +579,72 @@ def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: 
     go_back()
     step(2)
     assert all(map(torch.equal, model.parameters(), expected))
+
+
+class Broken(nn.Module):
+    """A model of two graphs, with a parameter that both have, and one that the code between them reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(4), net(3)
+        self.second[0].weight = self.first[0].weight
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        y: Tensor = self.second(Scaled.apply(x, self.gain))
+        return y
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    @torch.compiler.disable
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, gain = ctx.saved_tensors
+        return gradients[0] * gain, (gradients[0] * x).sum(0)
+
+
+def test_several_graphs_and_calls_of_a_step() -> None:
+    def loop(run: Run) -> None:
+        torch.manual_seed(0)
+        model = Broken()
+        compiled = run.begin(model, (adamw, list(model.parameters())))
+        for i in range(4):
+            pair = compiled(batch(i)), compiled(batch(i + 9))
+            loss = (pair[0] * pair[1]).square().mean()
+            loss.backward()
+            run.see(loss, nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            run.optimizers[0].step()
+            run.moves()
+            run.optimizers[0].zero_grad()
+
+    ours = compare(loop, "75%")
+    assert len(ours.session.plans) == 2
+
+
+def test_another_model_of_the_session_is_first_called_between_forward_and_backward() -> None:
+    def loop(run: Run) -> None:
+        model, reference = net(), net(4)
+        run.model, run.optimizers = model, [adamw(model.parameters())]
+        calls: list[Callable[..., Any]] = [model, reference]
+        if run.budget is not None:
+            run.session = overspill.Session(budget=run.budget, store=run.store)
+            calls = [overspill.compile(one, session=run.session) for one in calls]
+        for i in range(3):
+            found = calls[0](batch(i))
+            with torch.no_grad():
+                expected = calls[1](batch(i))
+            loss = (found - expected).square().mean()
+            loss.backward()
+            run.optimizers[0].step()
+            run.moves()
+            run.optimizers[0].zero_grad()
+            run.see(loss)
+
+    compare(loop, "55%")

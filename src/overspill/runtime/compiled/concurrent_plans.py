@@ -17,7 +17,7 @@ from overspill.capture.compiled.joint import JointGraph, storage_bytes
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
-from overspill.planning.gaps import swappable_gaps
+from overspill.planning.gaps import may_move, swappable_gaps
 from overspill.planning.step_program import StepProgram
 from overspill.plans.account import Account
 from overspill.plans.fit import Fit, search
@@ -96,7 +96,8 @@ class GraphProblem(Generic[C]):
         keep = self.least_bytes if self.frame.broken else room.keep_bytes
         if keep is None or self.account.has_arena:
             return found
-        rest = budget - room.pending_bytes - keep - sum(t.nbytes for t in found.graph.tensors if t.persistent)
+        stays = sum(t.nbytes for t in found.graph.tensors if t.persistent and not may_move(t))
+        rest = budget - room.pending_bytes - keep - stays
         return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
 
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -57,7 +57,7 @@ class CutCalls:
         # Gradients: how autograd gets those that leave, and which parameters the update is of.
         device = captured.joint.device
         self._specs = {position: _spec(node.meta["val"], device) for position, node in captured.made.items()}
-        by_node = {node: self._specs[position] for position, node in captured.made.items()}
+        by_node = {node: position for position, node in captured.made.items()}
         self._returned = [by_node.get(n) if isinstance(n, fx.Node) else None for n in captured.joint.backward_outputs]
         self._updated = {position: owners[position] for position in captured.read}
         self._gradients = gradient_places(captured, stretches[-1].before)
@@ -87,29 +87,38 @@ class CutCalls:
         state.check_whole()
         if not state.in_force:
             state.enter()
-        state.gate.alone(state.look if state.is_between else state.begin)
+        state.begin_graph()
         for position, name in self._given.items():  # which Dynamo has no guards on
             if name in state.residency and args[position] is not state.residency[name].tensor:
                 raise OverspillError(f"{readable(name)} was replaced; compile the model again")
         trace_what_is_away()
         self._put_gradients_away()
         bring_for(args[position] for position in self._stretches[0].plain)
-        state.is_between = len(self._stretches) > 1
+        state.kept |= self._fixed  # also while stretches of other graphs run
+        state.is_between |= len(self._stretches) > 1
         return self._run(0, args, recorder)
 
     def backward(self, args: list[Any], recorder: RunRecorder | None) -> Sequence[Any]:
         """Return the gradients; those that leave the device are in the store."""
+        self._put_gradients_away()  # of other graphs and calls
         made = self._run(1, args, recorder)
-        engine = self._engine
-        for position, (one, spec) in enumerate(zip(made, self._returned, strict=True)):
-            if spec is not None and _is_handle(one, spec):
-                made[position] = StoredGradient(engine.view(one, spec.size, spec.stride, spec.dtype), spec, engine)
-        self._state.latest = self
-        self._state.is_between = False
+        state, engine = self._state, self._engine
+        waiting = state.waiting()
+        for number, position in enumerate(self._returned):
+            if position is None:
+                continue
+            one, spec = made[number], self._specs[position]
+            if _is_handle(one, spec):
+                made[number] = StoredGradient(engine.view(one, spec.size, spec.stride, spec.dtype), spec, engine)
+            elif self._updated.get(position) in waiting and _owns_memory(one):  # autograd adds the other call's to it
+                made[number] = StoredGradient.of(one, engine)
+        if self not in state.latest:
+            state.latest.append(self)
+        state.is_between = False
         return made
 
     def updates(self, optimizer: Optimizer) -> bool:
-        """Return whether the planned update is all that a step of `optimizer` is to do now."""
+        """Return whether the planned update is what a step of `optimizer` is to do now with its parameters."""
         state = self._state
         if len(self._stretches) < 3 or any(state.owned.get(name) is not owned for name, owned in self._owned.items()):
             return False  # the optimizer, its settings or its state are others than when this was planned
@@ -117,11 +126,16 @@ class CutCalls:
             return False
         if any(self._names[tensor] not in state.residency for tensor in self._stretches[2].takes):
             return False  # somebody has a view of one by now
-        there = {name for name, p in state.parameters.items() if _is_there(p.grad)}
-        return there == set(self._updated.values())
+        return all(_is_there(state.parameters[name].grad) for name in self._updated.values())
+
+    @property
+    def updated(self) -> Collection[str]:
+        """The names of the parameters that the planned update is of."""
+        return self._updated.values()
 
     def update(self, recorder: RunRecorder | None) -> list[tuple[Tensor, Tensor]]:
-        """Update all parameters; return them with what is left of their gradients."""
+        """Update the parameters of the graph; return them with what is left of their gradients."""
+        self._put_gradients_away(besides=self.updated)
         args: list[Any] = []
         left = []
         try:
@@ -130,14 +144,17 @@ class CutCalls:
                 parameter = self._state.parameters[self._updated[position]]
                 left.append((parameter, parameter.grad))
                 parameter.grad = None
-            args += [self._state.parameters[name].data for name in self._updated.values() if name in self._fixed]
+            fixed = [self._state.parameters[name] for name in self._updated.values() if name in self._fixed]
+            bring_for(fixed)  # which the update of another graph may have sent away
+            args += [parameter.data for parameter in fixed]
             self._run(2, args, recorder)
         finally:
             for name in self._updated.values():
                 self._state.owned[name].factors = ()
-        self._state.left = [gradient for _, gradient in left if isinstance(gradient, StoredGradient)]
-        for gradient in self._state.left:
+        gradients = [gradient for _, gradient in left if isinstance(gradient, StoredGradient)]
+        for gradient in gradients:
             gradient.forget_reads()
+        self._state.left += gradients
         return left
 
     def _gradient(self, position: int, place: Place) -> list[Tensor]:
@@ -175,9 +192,9 @@ class CutCalls:
             return [handle]
         return [self._engine.await_prefetch(self._engine.prefetch(handle)), handle]
 
-    def _put_gradients_away(self) -> None:
-        """Send the gradients of before to the store, but for those of this graph that may not leave."""
-        stay = {name for position, name in self._updated.items() if position not in self._specs}
+    def _put_gradients_away(self, besides: Iterable[str] = ()) -> None:
+        """Send gradients that are there to the store, but for those of this graph that may not leave."""
+        stay = {name for position, name in self._updated.items() if position not in self._specs}.union(besides)
         for name, parameter in self._state.parameters.items():
             gradient = parameter.grad
             if name in stay or name not in self._state.residency:
@@ -246,7 +263,8 @@ def _is_there(gradient: Tensor | None) -> bool:
 
 def _owns_memory(gradient: Tensor) -> bool:
     """Return whether a gradient is no view of larger memory, such as a bucket of DistributedDataParallel."""
-    return type(gradient) is Tensor and gradient.nbytes == gradient.untyped_storage().nbytes() and is_dense(gradient)
+    alone = type(gradient) is Tensor and gradient.nbytes == gradient.untyped_storage().nbytes()
+    return alone and not gradient.requires_grad and is_dense(gradient)
 
 
 def _is_handle(made: Tensor, spec: Spec) -> bool:
@@ -260,23 +278,26 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
     """Do a step of `optimizer` on the parameters of `state`; return these with their gradients, which it has used."""
     updates = next(of for of in state.updates if of.is_of(optimizer))
     state.check_whole()
-    state.end_reads()
+    state.end_reads({name for name, owned in state.owned.items() if owned.updates is updates})
     state.look()
     if updates.at_once:
         state.synchronize()
         return []
     done = []
     state.is_torn = True
-    if state.latest is not None and state.latest.updates(optimizer):
-        done = state.latest.update(None)
-    else:
-        for name, owned in state.owned.items():
-            parameter = state.parameters[name]
-            if owned.updates is updates and (gradient := parameter.grad) is not None:
-                done.append((parameter, gradient))
-                with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
-                    _update_one(state, owned, lent)
-                parameter.grad = None
+    rest = {n for n, owned in state.owned.items() if owned.updates is updates and state.parameters[n].grad is not None}
+    for calls in state.latest:
+        if rest.issuperset(calls.updated) and calls.updates(optimizer):
+            done += calls.update(None)
+            rest.difference_update(calls.updated)
+    for name in [name for name in state.owned if name in rest]:
+        parameter = state.parameters[name]
+        gradient = parameter.grad
+        assert gradient is not None
+        done.append((parameter, gradient))
+        with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
+            _update_one(state, state.owned[name], lent)
+        parameter.grad = None
     updates.finish()
     state.arm()
     state.is_torn = False

@@ -120,6 +120,8 @@ class GraphCompiler:
             session = session_now()
             check_saved_hooks()  # also without gradients: a hook that is compiled itself runs so
             session.see(planned, args)
+            if session.loop.state is not None:
+                session.loop.state.notice_saved()
             if not has_arena:
                 session.arenas.give_back()
             with wrappers_shown(args):
@@ -236,6 +238,7 @@ class GraphCompiler:
             state = self.session.loop.state
             assert state is not None
             state.engine, state.engine_number = self.session.engine, engine
+            state.pending = self.session.pending
             if not state.in_force:
                 assert self.planned is not None
                 self.session.move_all(self.planned)
@@ -270,7 +273,6 @@ class GraphCompiler:
         """Return the session's plan of `graph` and the capture that it uses: whole, or in pieces of rows."""
         divided = cache(in_pieces) if self.session.options.in_pieces else None  # the session keeps these, not `self`
         loop, parameters, sharded = self.session.loop, self.parameters, self._sharded_in(graph)
-        loop.has_parts |= self.session.has_other_frames(self.frame)
         positions = self.shards
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
@@ -389,7 +391,15 @@ class GraphCompiler:
         graph, shards = self.planned.plan.graph if of is None else of, self.shards
         agreed = 0 if self.session.sharded is None else self.session.sharded.number
 
+        trains = of is None and self.planned.kind.inputs[0]
+
         def run(session: Session, args: list[Any]) -> Any:
+            state = session.loop.state
+            if trains and state is not None and state.in_force:
+                if number:
+                    state.is_between = False
+                else:
+                    state.hold(args)
             if session.sharded is not None and not number and shards:
                 session.sharded.begin_run(agreed)
                 session.sharded.give(shards, args)

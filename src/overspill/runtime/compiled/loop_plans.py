@@ -42,15 +42,13 @@ class LoopPlans:
         self.state: LoopState | None = None
         self.may_move = True
         """Whether parameters may leave the device: not where Dynamo's own guards on them are in force."""
-        self.has_parts = False
-        """Whether a model of the session has more than one graph."""
         self.why_not = ""
         """Why parameters stay on the device, if they do."""
         self.from_host_to: torch.device | None = None
         """The device of models that begin in host memory."""
         self._followed = followed
         self._signature: list[Any] = []
-        self._places: list[int] = []
+        self._places: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # a search for plans on a card captures in several threads
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -94,7 +92,7 @@ class LoopPlans:
         if state is None or not state.in_force:
             return False
         before, now = self._signature, _signature(state)
-        replaced = bool(self._places) and self._places != self._places_now()
+        replaced = any(places != _places_of(module) for module, places in self._places.items())
         if replaced or [spec for spec, _ in before] != [spec for spec, _ in now]:
             self.close()  # others, or of another size or dtype: they get another state
             for module in self._modules if replaced else ():
@@ -107,19 +105,10 @@ class LoopPlans:
         state.stale = False
         return changed
 
-    def _places_now(self) -> list[int]:
-        """Return what Dynamo's guards would ask of the places of parameters: which tensors they have now."""
-        own = (p for module in self._modules for p in module.parameters())
-        return [id(tensor) for p in own for tensor in inner_tensors(p).values()]
-
     def captured(
         self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings
     ) -> CapturedCutStep | None:
         """Return the graph with all that may move, or None if parameters have to stay."""
-        if not self.is_in_force and (around.pending_bytes or around.sums or self.has_parts):
-            # They share the memory of what is there.
-            self.why_not = "several graphs or calls of the model wait for their backward"
-            return None
         here = [*_persistent(joint, parameters).values()]
         with self._lock:
             with disable_current_modes():
@@ -151,7 +140,9 @@ class LoopPlans:
                 ops.append(_update(state, name, position, mode))
         with disable_current_modes():  # tensors that optimizers keep are real ones
             rest = state.rest_bytes()
-        state.stale, self._signature, self._places = False, _signature(state), self._places_now()
+        state.stale, self._signature = False, _signature(state)
+        for module in self._modules:
+            self._places[module] = _places_of(module)
         return CaptureOfCutStep(
             joint, infos, GradientOps(tuple(ops)), _without_residents(around, state, here, rest)
         ).build()
@@ -259,6 +250,11 @@ class _Saving:
         return _Saving, ()
 
 
+def _places_of(module: nn.Module) -> list[int]:
+    """Return what Dynamo's guards would ask of the places of parameters: which tensors they have now."""
+    return [id(tensor) for p in module.parameters() for tensor in inner_tensors(p).values()]
+
+
 def _signature(state: LoopState) -> list[Any]:
     """Return what Dynamo's guards would ask of parameters, and whether they may move."""
     return [
@@ -270,7 +266,8 @@ def _signature(state: LoopState) -> list[Any]:
 def _without_residents(around: Surroundings, state: LoopState, here: Sequence[Tensor], rest_bytes: int) -> Surroundings:
     """Return the bytes around a graph that reads the parameters `here`, with all others in the store meanwhile."""
     inside = {id(p) for p in here}
-    away = [p for n, p in state.parameters.items() if id(p) not in inside and n in state.residency.residents]
+    moves = state.residency.residents.keys() - state.pinned
+    away = [p for name, p in state.parameters.items() if id(p) not in inside and name in moves]
     less = {
         TensorKind.PARAMETER: sum(p.nbytes for p in away),
         TensorKind.GRADIENT: sum(p.nbytes for p in away if p.requires_grad),

@@ -38,6 +38,7 @@ from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
 
+from .pending_calls import PendingCalls
 from .sharded import Whole, wholes
 from .stored_gradient import StoredGradient
 
@@ -227,12 +228,14 @@ class LoopState(StepState):
         """Parameters that graphs of this step have been planned with on the device."""
         self.pinned: set[str] = set()
         """Parameters that plans are to keep on the device, because the user's code reads them in a step."""
+        self.pending = PendingCalls()
+        """Those of the session."""
         self.is_torn = False
         """Whether an error has stopped an update, which some parameters have had and others have not."""
         self.left: list[StoredGradient] = []
         """Gradients that the last update has left in the store."""
-        self.latest: Any = None
-        """The calls whose backward ran last, which have a plan of the update."""
+        self.latest: list[Any] = []
+        """The calls whose backwards have run in this step, which have plans of updates."""
         self.holders.tells = False  # the user has not asked for any of them to move
         self.tensor_guards: dict[str, TensorGuard] = {}
         self.wrapper_guards: dict[int, WrapperGuard] = {}
@@ -329,17 +332,37 @@ class LoopState(StepState):
     def begin(self) -> None:
         """Notice what the user has changed, before a forward."""
         self.end_reads()
-        if self.latest is not None and self.drops_gradients is not False:
+        if self.latest and self.drops_gradients is not False:
             read = any(gradient.was_read for gradient in self.left)
             self.drops_gradients = not read and all(self.parameters[name].grad is None for name in self.owned)
+        self.latest.clear()
         self.left.clear()
         self.saved = self._noted
         self.look()
 
+    def notice_saved(self) -> None:
+        """Notice which parameters the user's code between two graphs of a step has saved, before C++ has the second's.
+
+        A Function saves what it has read without gradients.
+        """
+        if self.in_force and self.is_between:
+            there = [name for name, p in self.parameters.items() if name not in self.kept and not isinstance(p, Away)]
+            self.in_use |= self._saved_of(there)
+
+    def begin_graph(self) -> None:
+        """Notice what the user has changed, before a forward."""
+        self.gate.alone(self.look if self.is_between else self.begin)
+
+    def hold(self, args: Iterable[Any]) -> None:
+        """Keep parameters among `args` on the device until their update, for a program whose plan has them there."""
+        self.begin_graph()
+        self.kept.update(self.names[id(value)] for value in args if id(value) in self.names)
+        self.is_between = True
+
     def note_saved(self) -> None:
         """Note, before a forward, what graphs of the user's code have saved: its memory is to stay until backward."""
         self._reduced = {name for p in reduced() if (name := self.names.get(id(p))) is not None}
-        found = (n for n in self._saved_of(self.parameters) if not isinstance(self.parameters[n], Away))
+        found = self._saved_of(n for n, p in self.parameters.items() if n not in self.kept and not isinstance(p, Away))
         self._noted = {name for name in found if self._never_used[name] < _TRIES}
 
     def _saved_of(self, names: Iterable[str]) -> set[str]:
@@ -350,8 +373,11 @@ class LoopState(StepState):
         of_ddp = min((3, *(_references(self.parameters[name]) for name in self._reduced)))
         return {n for n in names if _references(self.parameters[n]) > (of_ddp if n in self._reduced else 0)}
 
-    def end_reads(self) -> None:
-        """Let what the user's code has read in this step move again, until plans keep it on the device."""
+    def end_reads(self, updated: Collection[str] = ()) -> None:
+        """Let what the user's code has read in this step move again, until plans keep it on the device.
+
+        Calls that wait for their backward keep what they have there, besides the parameters `updated` now.
+        """
         still = self._saved_of(self.saved)
         self._never_used.update(still)
         if new := (self.in_use | (self.saved - still)) - self.pinned:
@@ -359,7 +385,12 @@ class LoopState(StepState):
             self.stale = True
         self.in_use.clear()
         self.saved = set()
-        self.kept.clear()
+        self.kept &= self.waiting().difference(updated)
+
+    def waiting(self) -> set[str]:
+        """Return the parameters of calls that wait for their backward."""
+        keys = {key for kind in self.pending.others(None) for key in kind.part[1:]}
+        return {self.names[key] for key in keys if key in self.names}
 
     def stays(self, name: str) -> bool:
         """Return whether a parameter keeps its memory for now, whatever plans say."""

@@ -31,6 +31,7 @@ from overspill.pytorch.trees import tree_leaves
 
 from .double_backward import COMPILED
 from .dynamo_gaps import OF_EAGER, OWN_BACKWARD, PATCHES
+from .renewal import Renewal
 
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
@@ -111,11 +112,14 @@ class PlanCheck:
 
     Steps of optimizers are checked by `step_check`.
 
-    `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward.
+    `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward. `kept_bytes` are the most that
+    ops outside of them keep for backward in a call, which plans set aside.
     """
 
-    def __init__(self, on_unplanned: str) -> None:
+    def __init__(self, on_unplanned: str, renewal: Renewal) -> None:
         self.graphs_run = self.backwards_run = 0
+        self.kept_bytes = 0
+        self._renewal = renewal
         self.checks_steps = True
         """Whether each optimizer's steps are checked. A trainer's callback checks them itself."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -143,14 +147,15 @@ class PlanCheck:
         if now in self._seen:
             return
         self._seen.add(now)
-        # Some ops ran outside the planned graphs: what they keep for backward must fit.
+        # Some ops ran outside the planned graphs: plans are to set aside what these keep for backward.
         kept = _kept_outside(args, kwargs, result)
-        if (nbytes := sum(kept.values())) > room_bytes():
-            what, verb = ", ".join(sorted(kept)[:3]), "keeps" if len(kept) == 1 else "keep"
-            self.tell(
-                f"a part of {model} ran without a plan, and what it keeps does not fit beside the plans ({what} {verb} "
-                f"{format_bytes(nbytes)} for backward): {(reason := self._reason())}; set it aside with "
-                f"reserve='{nbytes}', or {_cure(reason)}"
+        if (nbytes := sum(kept.values())) > self.kept_bytes + room_bytes():
+            self.kept_bytes = nbytes
+            what = ", ".join(sorted(kept)[:3])
+            self._renewal.begin_rounds()
+            self._renewal.ask(
+                f"has a part of {model} that torch.compile does not trace ({what}), which keeps "
+                f"{format_bytes(nbytes)} for backward"
             )
 
     def unplanned_steps(self, optimizer: Optimizer) -> int:

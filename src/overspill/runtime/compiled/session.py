@@ -99,9 +99,9 @@ class Session(PlannedPeaks):
         self.sharded: ShardedModel | None = None
         """The model of the session that `fully_shard` has sharded."""
         self._calling = 0  # which model is called, where there are several
-        self.watch_calls = PlanCheck(options.on_unplanned)
         # Their plans, and what these are made by.
         self.renewal = Renewal()
+        self.watch_calls = PlanCheck(options.on_unplanned, self.renewal)
         self._plans = GraphPlans(options, self.renewal, self.loop)
         self.losses = OnlyLosses(self.renewal, reserved=options.reserve is not None)
         # What carries the plans out.
@@ -197,22 +197,14 @@ class Session(PlannedPeaks):
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
         return aside + min((plan.asked_bytes - plan.needed_bytes for plan in last), default=0)
 
-    def has_other_frames(self, frame: GraphFrame) -> bool:
-        """Return whether `frame` is one of several of its model."""
-        others = (p.frame.id for p in self._plans.planned if p.part[0] == self._calling)
-        return frame.broken or any(other != frame.id for other in others)
-
     def move_all(self, latest: Planned) -> None:
-        """Let parameters move from now on; graphs that were planned with them on the device keep them for this step."""
+        """Let parameters move from now on; calls that wait for their backward keep them on the device."""
         state = self.loop.state
         assert state is not None
         state.enter()
-        names = state.names
-        for planned in self._plans.planned:
-            if planned is not latest and planned.kind.inputs[0]:
-                state.kept.update(names[key] for key in planned.parameters if key in names)
-        if state.kept:
-            state.is_between = True
+        state.kept |= state.waiting()
+        state.is_between |= bool(state.kept)
+        if any(planned is not latest and planned.kind.inputs[0] for planned in self._plans.planned):
             self.renewal.is_asked = True
             self.renewal.begin_rounds()
 
@@ -343,9 +335,10 @@ class Session(PlannedPeaks):
         kind = GraphKey(part, (trains, *(batches.kind(e) for e in examples if not isinstance(e, nn.Parameter))))
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
         ends_in_loss = self.losses.is_only(joint, part, frame)
+        others = 0 if trains else self._plans.kept_by_others(kind, frame)
         surroundings = surroundings_of(
             joint, here, self.followed.parameters, self.followed.optimizers, self.options.reserve,
-            retained_bytes=self._kept_bytes() + (0 if trains else self._plans.kept_by_others(kind, frame)),
+            retained_bytes=self._kept_bytes() + self.watch_calls.kept_bytes + others,
             accumulates=self.accumulates, clips=self.clips,
             beside=self._other_batches(joint, [examples[i] for i in given], examples), ends_in_loss=ends_in_loss,
             trained=self.followed.trained,

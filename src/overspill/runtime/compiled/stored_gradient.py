@@ -209,8 +209,8 @@ class StoredGradient(Tensor):
         first = args[0] if args else None
         if op is aten.add_.Tensor and isinstance(args[1], cls) and args[1]._content.added_to is not None:
             return _added_already(*args, **kwargs)
-        if isinstance(first, cls) and (sharing := _sharing(op, first)) is not None:
-            return sharing
+        if (found := _without_transfers(op, args, kwargs)) is not None:
+            return found
         if isinstance(first, cls) and torch.Tag.inplace_view in getattr(op, "tags", ()):
             own = first.take().detach()  # its shape is that of this object alone
             op(own, *args[1:], **kwargs)
@@ -253,6 +253,13 @@ for _types in foreach_types():  # clipping takes foreach kernels on a GPU, with 
     _types.append(StoredGradient)
 
 
+def _without_transfers(op: Any, args: Any, kwargs: dict[str, Any]) -> StoredGradient | None:
+    """Return a result that is in the store as well, over the same bytes or a sum; None for other ops."""
+    if op is aten.add.Tensor and _are_alike(*args) and not kwargs:
+        return _sum(*args)
+    return _sharing(op, args[0]) if args and isinstance(args[0], StoredGradient) else None
+
+
 def _sharing(op: Any, gradient: StoredGradient) -> StoredGradient | None:
     """Return the result of an op that only makes another object over the same bytes, or None for other ops."""
     if op is aten.detach_.default:
@@ -265,6 +272,26 @@ def _sharing(op: Any, gradient: StoredGradient) -> StoredGradient | None:
             other._show(content.real)
         return other
     return None
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two tensors are gradients of one parameter, as autograd adds them up, and one is in the store."""
+    both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype is other.dtype
+    alike = both and (one.size(), one.stride(), one.device) == (other.size(), other.stride(), other.device)
+    return alike and any(isinstance(of, StoredGradient) and of.is_stored for of in (one, other))
+
+
+def _sum(one: Tensor, other: Tensor) -> StoredGradient:
+    """Return the sum of two gradients, in the store as they are."""
+    engine = next(e for of in (one, other) if isinstance(of, StoredGradient) and (e := of._content.engine) is not None)
+    with ExitStack() as held:
+        values = [held.enter_context(of.read()) if isinstance(of, StoredGradient) else of for of in (one, other)]
+        if isinstance(one, StoredGradient) and one.is_stored:
+            total = values[0].add_(values[1])  # a copy of our own
+        else:
+            total = values[0] + values[1]
+    values.clear()
+    return StoredGradient.of(total, engine)
 
 
 def _added_already(target: Tensor, gradient: StoredGradient, *, alpha: Any = 1) -> Tensor:
