@@ -145,7 +145,7 @@ $(DOCS): $(READY)  # what writes the site (docs/conf.py)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "overspill[docs]"
 	touch $@
 
-gpu-wheels:  ## what a GPU machine without a network installs from (docs/gpu.md), into build/wheels
+gpu-wheels:  ## what a GPU machine without a network installs from (bench/gpu_campaign.md), into build/wheels
 	bench/gpu_install.sh gather
 
 clean:

@@ -6,7 +6,7 @@
 
 One process an experiment, with a time limit of its own, and one JSON line each, written as soon as it is known; an
 experiment that fails has its error in its line. `bench/gpu_report.py` makes tables and decisions of the lines. About three
-quarters of an hour on a large GPU; docs/gpu.md says how to run it there and how to send the result.
+quarters of an hour on a large GPU; bench/gpu_campaign.md says how to run it there and how to send the result.
 """
 
 from __future__ import annotations
