@@ -24,9 +24,12 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 import overspill
 from overspill.core.errors import OverspillError, StoreError, UnsupportedError
 from overspill.runtime.parallel import reduce_scatter
+from overspill.runtime.step.captures import StepCaptures
 from overspill.runtime.tracker import LiveBytes
 
 STEPS, WIDTH, DRAWN = 2, 30, 6
+LENGTHS = ((9, 6), (6, 9), (9, 9), (9, 6), (6, 9))
+"""Of the batches of even and odd ranks, by step."""
 Make = Callable[[nn.Module], Optimizer]
 
 
@@ -90,9 +93,13 @@ def loss(model: nn.Module, words: Tensor) -> Tensor:
     return F.cross_entropy(call(words[:, :-1]).float(), words[:, 1:].flatten())
 
 
-def batch(step: int, samples: int = 4) -> Tensor:
+def batch(step: int, length: int = 9) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randint(0, 23, (samples, 9), generator=generator)
+    return torch.randint(0, 23, (4, length), generator=generator)
+
+
+def batch_of_any_length(step: int) -> Tensor:
+    return batch(step, LENGTHS[step][dist.get_rank() % 2])
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -112,12 +119,13 @@ def everything(model: nn.Module, optimizer: Optimizer, losses: list[Tensor]) -> 
 
 
 def by_hand(
-    model: nn.Module, optimizer: Optimizer, accumulate: int = 1, clip_norm: float | None = None, call: Any = None
-) -> dict[str, Any]:
+    model: nn.Module, optimizer: Optimizer, accumulate: int = 1, clip_norm: float | None = None, call: Any = None,
+    steps: int = STEPS, data: Callable[[int], Tensor] = batch,
+) -> dict[str, Any]:  # fmt: skip
     losses = []
-    for number in range(STEPS):
+    for number in range(steps):
         total = torch.zeros(())
-        for part in batch(number).chunk(accumulate):
+        for part in data(number).chunk(accumulate):
             value = loss(model if call is None else call, part) / accumulate
             value.backward()
             total = total + value.detach()
@@ -129,9 +137,11 @@ def by_hand(
     return everything(model, optimizer, losses)
 
 
-def planned(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str, Any]:
+def planned(
+    model: nn.Module, optimizer: Optimizer, steps: int = STEPS, data: Callable[[int], Tensor] = batch, **options: Any
+) -> dict[str, Any]:
     step = overspill.train_step(model, loss, optimizer, **{"store": "host", "budget": "smallest"} | options)
-    losses = [step(batch(number)) for number in range(STEPS)]
+    losses = [step(data(number)) for number in range(steps)]
     result = everything(model, optimizer, losses)
     for plan in step.plans:
         gathered = {tensor.id for tensor in plan.graph.tensors if tensor.name.endswith(" gathered")}
@@ -156,7 +166,8 @@ def in_a_loop(
     dist.all_gather_object(schedules, plan.schedule)
     assert all(schedule == plan.schedule for schedule in schedules)
     with torch.no_grad():
-        assert torch.equal(loss(called, batch(9)), loss(model, batch(9)))  # FSDP's own hooks gather in the second
+        evaluated = loss(called if accumulate > 1 else model, batch(9))
+        assert torch.equal(evaluated, loss(model, batch(9)))  # FSDP's own hooks gather
     session.close()
     return found
 
@@ -305,6 +316,19 @@ def tell(model: nn.Module, setters: dict[str, Any]) -> None:
                 getattr(module, name)(*given)
 
 
+def lengths() -> Any:
+    """Batches of other lengths on each rank, and how many steps were captured for them."""
+    ours, theirs = (sharded(None, True, None, WIDTH, 1) for _ in range(2))
+    how, captures = {"steps": len(LENGTHS), "data": batch_of_any_length, "accumulate": 2}, StepCaptures.capture
+    calls: list[Any] = []
+    StepCaptures.capture = lambda *given, **more: calls.append(None) or captures(*given, **more)  # type: ignore[assignment]
+    try:
+        found = planned(ours, adamw(ours), budget="80KiB", **how)
+    finally:
+        StepCaptures.capture = captures  # type: ignore[method-assign]
+    return found, by_hand(theirs, adamw(theirs), **how), len(calls)
+
+
 class Premultiplied:
     """Scatters gradients as NCCL does with a divide factor: multiplied by its inverse, then summed. Gloo has no such sum."""
 
@@ -360,6 +384,10 @@ def refusals() -> dict[str, str]:
         model.forward = overspill.compile(model.forward, budget="1MiB")
         return failure(lambda: model(torch.ones(2, 8)))
 
+    def by_name() -> str:
+        call = torch.compile(fully_shard(Parts()), backend="overspill", options={"budget": "1MiB"})
+        return failure(lambda: call(torch.ones(2, 8)))
+
     def split(model: nn.Module) -> None:
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
 
@@ -372,6 +400,7 @@ def refusals() -> dict[str, str]:
         "inductor": said(fully_shard, backend="inductor"),
         "group": said(fully_shard, process_group=False),
         "compiled forward": forward(),
+        "compiled by name": by_name(),
         "compiled by inductor": called(fully_shard(nn.Linear(8, 8)), {"backend": "inductor"}),
     }
 
@@ -502,12 +531,14 @@ def full_disk() -> Any:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "looped": lambda: both(adamw, HALF, True, None, WIDTH, 1, train=in_a_loop, accumulate=2, clip_norm=0.1),
+    "looped": lambda: both(adamw, HALF, True, None, WIDTH, 1, train=in_a_loop, clip_norm=0.1),
+    "looped, accumulated": lambda: both(adamw, HALF, train=in_a_loop, accumulate=2, clip_norm=0.1),
     "looped, roomy": lambda: both(sgd, None, False, frozen=True, train=in_a_loop, ways={"budget": "1GiB"}),
     "loop refusals": loop_refusals,
     "one rank plans": one_rank_plans,
     "sharded": both,
     "sharded, divided": divided,
+    "lengths": lengths,
     "sharded, half divided": lambda: divided(HALF, accumulate=2, clip_norm=0.1),
     "sharded, compiled": lambda: both(around=(compiled, id)),
     "sharded, roomy": lambda: both(sgd, None, False, frozen=True, ways={"budget": "1GiB"}),

@@ -136,8 +136,7 @@ def test_two_halves_of_a_batch_train_as_the_whole_does_in_one_process(ranks: lis
 @pytest.mark.parametrize(
     ("trouble", "kind", "message"),
     [
-        ("shapes", "RequestError", "need inputs of the same shapes"),
-        ("later shapes", "RequestError", "need inputs of the same shapes"),
+        ("kinds", "RequestError", "differ in the kinds of their inputs"),
         ("split", "RequestError", "9 samples cannot be split into 2 equal micro-batches"),
         ("budget", "InfeasibleBudget", "is below auto's floor"),
         ("store", "RequestError", "cannot write to the store directory /nowhere"),

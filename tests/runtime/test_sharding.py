@@ -21,7 +21,9 @@ FOUR = (
     "sharded, replicated",
     "sharded, replicated half",
     "sharded, replicated and divided",
+    "lengths",
     "looped, roomy",
+    "looped, accumulated",
     "loop refusals",
     "one rank plans",
     "drawn",
@@ -39,6 +41,11 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", ["sharded, divided", "looped"])
 def test_each_rank_gets_the_bits_of_fsdp(ranks: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_fsdp(ranks, case)
+
+
+@pytest.mark.long
+def test_a_length_is_captured_once_or_twice_on_each_rank(more: list[dict[str, Any]]) -> None:
+    assert all(4 <= captures <= 6 for *_, captures in of(more, "lengths"))
 
 
 @pytest.mark.long
@@ -67,7 +74,7 @@ def test_loops_that_graphs_of_a_sharded_model_do_not_follow_are_refused_on_all(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in FOUR if case.startswith(("sharded", "looped"))])
+@pytest.mark.parametrize("case", [case for case in FOUR if case.startswith(("sharded", "looped", "lengths"))])
 def test_each_of_four_ranks_gets_the_bits_of_fsdp(more: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_fsdp(more, case)
 
@@ -92,7 +99,7 @@ def assert_same(ours: dict[str, Any], fsdp: dict[str, Any]) -> None:
 
 def assert_bits_of_fsdp(ranks: list[dict[str, Any]], case: str) -> None:
     found = of(ranks, case)
-    for ours, fsdp in found:
+    for ours, fsdp, *_ in found:
         assert_same(ours, fsdp)
     assert not torch.equal(found[0][0]["losses"], found[1][0]["losses"])
 
@@ -116,6 +123,7 @@ def test_the_smallest_budget_is_in_force_on_all_and_the_peak_is_what_is_measured
         ("inductor", "UnsupportedError: backend='inductor' of a model that fully_shard has sharded"),
         ("group", "RequestError: the model is sharded by fully_shard over its own mesh; leave process_group out"),
         ("compiled forward", "UnsupportedError: FSDPLinear is sharded by fully_shard, and FSDP gathers its"),
+        ("compiled by name", "UnsupportedError: FSDPParts is sharded by fully_shard (FSDP2), whose hooks"),
         ("compiled by inductor", "UnsupportedError: a session has one model that fully_shard has sharded"),
     ],
 )

@@ -258,6 +258,18 @@ class Graph(Saved):
         return replace(self, ops=tuple(replace(op, frames=()) for op in self.ops), frames=())
 
     @cached_property
+    def structure(self) -> str:
+        """Return what a schedule is valid for, as text that does not depend on the sizes of inputs and activations."""
+        fixed = {TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE}
+        tensors = [(t.kind.value, t.persistent, t.movable, t.nbytes if t.kind in fixed else 0) for t in self.tensors]
+        ops = [
+            (op.name, op.phase.value, op.reads, op.writes, op.recompute_reads, op.recompute_writes, op.given,
+             len(op.algorithms), op.collective and op.collective.kind.value)
+            for op in self.ops
+        ]  # fmt: skip
+        return repr((tensors, ops, self.outputs, self.whole_step))
+
+    @cached_property
     def read_only(self) -> frozenset[int]:
         """Movable tensors that no op writes, such as frozen weights; their copies in the store stay valid."""
         return frozenset(t.id for t in self.tensors if t.persistent and t.movable and not self.written_by[t.id])

@@ -22,6 +22,11 @@ def kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else Constant(leaf)
 
 
+def kind_of_any_size(leaf: Any) -> Any:
+    """Return the same without shape and strides, which may differ between ranks."""
+    return (leaf.dim(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else Constant(leaf)
+
+
 def repeats(leaves: Sequence[Any]) -> tuple[int, ...]:
     """Return for each input the position of the first one that is the same tensor.
 

@@ -2,7 +2,8 @@
 
 Each rank trains on its own batch, and gradients are averaged as in DistributedDataParallel (Li et al., "PyTorch
 Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds one rule:
-all ranks run the same schedule. Rank 0 plans. An error on one rank before the step begins is raised on all ranks.
+all ranks run the same schedule, that of the rank with the largest inputs. An error on one rank before the step begins
+is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from overspill.capture.compiled.graph import Captured
 from overspill.capture.programs.functions import ProgramFunction
 from overspill.capture.programs.workspaces import FUNCTIONAL
 from overspill.core import Graph
-from overspill.core.errors import OverspillError, RequestError
+from overspill.core.errors import InvalidSchedule, OverspillError, RequestError
 from overspill.plans.plan import Plan
 from overspill.pytorch.dispatch import OpOverload
 from overspill.pytorch.distributed import active_ddp, default_store, group_names
@@ -52,6 +53,27 @@ def _named(name: str, before: str) -> Any:
 
 all_gather = _named("all_gather_single", "all_gather_into_tensor")
 reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+_NOT_ALIKE = (
+    "the plan of the rank with the largest batch does not fit this rank's: pad to one length that all ranks know "
+    "(padding='max_length')"
+)
+
+
+class Meeting(NamedTuple):
+    """What ranks know of one another before a step."""
+
+    leader: int
+    """The rank with the largest inputs."""
+    shapes: int
+    """The digest of their shapes."""
+    number: int
+    """Of the plan that all ranks have; 0 if they have different ones."""
+    leaders: int
+    """Of the leader's plan; 0 if it has none."""
+    alike: bool
+    """Whether all ranks have inputs of the same shapes."""
 
 
 class OneProcess:
@@ -88,13 +110,48 @@ class OneProcess:
         del key
         return known
 
-    def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
-        """Return the plan from `make(budget)`, the same on all ranks.
+    def digest(self, key: Any) -> int:
+        """Return a number by which ranks compare keys."""
+        del key
+        return 0
 
-        Raises RequestError, and the errors of `make`.
+    def meet(self, key: Any, shapes: int, elements: int, number: int) -> Meeting:
+        """Return whose inputs are the largest, and which plan all ranks have for them.
+
+        `key` leaves out the shapes of the inputs, whose digest is `shapes` and which have so many `elements`. `number`
+        is that of this rank's plan, or 0. Raises RequestError on all ranks if their keys differ.
         """
-        del graph
+        del key, elements
+        return Meeting(0, shapes, number, number, True)
+
+    def shared(self, value: Any, leader: int) -> Any:
+        """Return the `value` that the rank `leader` has."""
+        del leader
+        return value
+
+    def plan(
+        self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan], *, leader: int = 0, own: bool = False
+    ) -> Plan:
+        """Return the plan that the rank `leader` gets from `make(budget)`, the same on all ranks.
+
+        The budget is the smallest of all ranks, or the leader's `own`. Raises RequestError, and the errors of `make`.
+        """
+        del graph, leader, own
         return make(budget_bytes)
+
+    def check_plan(self, plan: Plan, graph: Graph) -> Plan:
+        """Return another rank's plan for the graph of this one. Raises RequestError if it does not fit."""
+        if plan.graph.structure != graph.structure:
+            raise RequestError(_different_graphs([[op.name for op in g.ops] for g in (plan.graph, graph)]))
+        try:
+            peak = check(graph, plan.schedule).peak_bytes
+        except InvalidSchedule as error:
+            raise RequestError(f"{_NOT_ALIKE} ({error})") from None
+        if (places := plan.places) is not None:
+            larger = any(graph.tensors[t].nbytes > plan.graph.tensors[t].nbytes for t, _ in places.offsets)
+            if larger:
+                raise RequestError(_NOT_ALIKE)
+        return replace(plan, graph=graph, peak_bytes=peak)
 
     def check_schedule(self, plan: Plan) -> None:
         """Raise RequestError on all ranks if one is about to run other instructions."""
@@ -189,7 +246,7 @@ class DataParallel(OneProcess):
         try:
             yield
         except Exception as error:
-            self._exchange(_FAILED, known=False)
+            self._exchange(_FAILED)
             self._gather(_Told(failure=_Failure.of(error)))
             raise
 
@@ -213,10 +270,26 @@ class DataParallel(OneProcess):
                 default_store().set(_FAILURE, f"rank {dist.get_rank()} failed ({type(error).__name__}: {said})")
 
     def agree(self, key: Any, *, known: bool) -> bool:
+        return all(known for _, known, *_ in self._agreed(key, int(known)))
+
+    def digest(self, key: Any) -> int:
+        return _digest(_spelled(key))
+
+    def meet(self, key: Any, shapes: int, elements: int, number: int) -> Meeting:
+        found = self._agreed(key, number, shapes, elements)
+        leader = max(range(self.size), key=lambda rank: (found[rank][3], -rank))
+        numbers = {number for _, number, *_ in found}
+        return Meeting(
+            leader, found[leader][2], numbers.pop() if len(numbers) == 1 else 0, found[leader][1],
+            len({shapes for _, _, shapes, _ in found}) == 1,
+        )  # fmt: skip
+
+    def _agreed(self, key: Any, *given: int) -> list[list[int]]:
+        """Return the digest of `key`, and what is given, of all ranks. Raises RequestError if their keys differ."""
         text = _spelled(key)
-        mine = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        found = self._exchange(mine, known=known)
-        if any(digest != mine for digest, _ in found):
+        mine = _digest(text)
+        found = self._exchange(mine, *given)
+        if any(digest != mine for digest, *_ in found):
             told = self._gather(_Told(text, _shapes(key)))
             _raise_first([one.failure for one in told])
             other = next(rank for rank, one in enumerate(told) if one.text != text)
@@ -224,26 +297,30 @@ class DataParallel(OneProcess):
         if DataParallel.has_told:  # all go on
             DataParallel.has_told = False
             default_store().set(_FAILURE, "")
-        return all(known for _, known in found)
+        return found
 
-    def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
-        # All ranks must have the same graph; rank 0 plans within the smallest budget.
-        alike = graph.without_frames()  # a rank may come from another line
-        digest = hashlib.blake2b(alike.to_json().encode()).hexdigest()
+    def plan(
+        self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan], *, leader: int = 0, own: bool = False
+    ) -> Plan:
+        # All ranks must have the same ops on the same tensors, whose sizes may differ.
+        digest = _digest(graph.structure)
         found = self._gather((digest, budget_bytes))
         if any(other != digest for other, _ in found):
             raise RequestError(_different_graphs(self._gather([op.name for op in graph.ops])))
-        made: list[Any] = [None]
+        made: Plan | None = None
         with self.together():
-            if self.rank == 0:
-                made = [make(min(budget for _, budget in found))]
+            if self.rank == leader:
+                made = make(budget_bytes if own else min(budget for _, budget in found))
         # Each rank checks the plan against its own graph.
-        with others_needed():
-            dist.broadcast_object_list(made, group=self._control, group_src=0)
-        plan: Plan = made[0]
+        plan: Plan = self.shared(made, leader)
         with self.together():
-            check(graph, plan.schedule)
-        return replace(plan, graph=graph)
+            return self.check_plan(plan, graph)
+
+    def shared(self, value: Any, leader: int) -> Any:
+        values = [value]
+        with others_needed():
+            dist.broadcast_object_list(values, group=self._control, group_src=leader)
+        return values[0]
 
     def check_schedule(self, plan: Plan) -> None:
         digest = hashlib.blake2b(repr((plan.schedule.instructions, plan.groups)).encode()).hexdigest()
@@ -254,11 +331,12 @@ class DataParallel(OneProcess):
                 "Overspill, options and machine on all"
             )
 
-    def _exchange(self, digest: int, *, known: bool) -> list[tuple[int, bool]]:
-        mine = torch.tensor([digest, known], device="cpu")
+    def _exchange(self, *given: int) -> list[list[int]]:
+        """Return four numbers of each rank, of which those that are not given are 0."""
+        mine = torch.tensor([*given, *[0] * (4 - len(given))], device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
         lent((mine, *found), lambda one, *each: dist.all_gather([*each], one, group=self._control))
-        return [(int(digest), bool(known)) for digest, known in (pair.tolist() for pair in found)]
+        return [one.tolist() for one in found]
 
     def _gather(self, value: Any) -> list[Any]:
         found = [None] * self.size
@@ -327,14 +405,13 @@ def _raise_first(failures: Sequence[_Failure | None]) -> None:
 def _difference(rank: int, mine: _Told, other: int, its: _Told) -> str:
     if mine.shapes == its.shapes:
         return (
-            f"rank {rank} and rank {other} differ in training mode, requires_grad or autocast of the same step, or one "
-            "plans a call of which the other has a plan"
+            f"rank {rank} and rank {other} differ in the kinds of their inputs, training mode, requires_grad or "
+            "autocast of the same step, or one plans a call of which the other has a plan"
         )
     return (
-        f"all ranks of a planned step need inputs of the same shapes: rank {rank} has {mine.shapes}, "
-        f"rank {other} has {its.shapes}; pad to one length that all ranks know (padding='max_length') and leave "
-        "partial batches out (drop_last=True), or use DistributedDataParallel(overspill.compile(model)), which plans "
-        "on each rank, if it is not sharded"
+        f"a compiled model that is sharded needs inputs of the same shapes on all ranks: rank {rank} has "
+        f"{mine.shapes}, rank {other} has {its.shapes}; pad to one length that all ranks know (padding='max_length') "
+        "and leave partial batches out (drop_last=True), or use overspill.train_step, which takes other lengths on each"
     )
 
 
@@ -428,6 +505,10 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     """Return the storage of `tensor` as one row, `[elements]`, shared with all its views."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((elements,), (1,), 0)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _spelled(key: Any) -> str:

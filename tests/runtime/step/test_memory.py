@@ -56,7 +56,7 @@ def test_a_model_larger_than_its_budget_is_trained_from_the_first_step_on() -> N
 
 def test_state_that_the_last_micro_batch_has_on_the_device_counts_in_those_before() -> None:
     with pytest.raises(InfeasibleBudget) as refusal:
-        Pair(wide, options={"budget": 1}).train()
+        Pair(wide, options={"budget": "1B"}).train()
     pair = Pair(wide, gradients={"accumulate": 2}, options={"budget": int(1.6 * refusal.value.floor_bytes)})
     pair.train(2)
     last, before = pair.step.plans

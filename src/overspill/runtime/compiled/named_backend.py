@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from overspill.core.errors import OverspillError, UnplannedError
+from overspill.core.errors import OverspillError, UnplannedError, UnsupportedError
 from overspill.pytorch.dynamo import (
     CALLBACK,
     OptimizedModule,
@@ -32,6 +32,7 @@ from overspill.pytorch.dynamo import (
     reset_dynamo,
 )
 from overspill.pytorch.modules import COMPILED_CALL, ORIGINAL
+from overspill.runtime.sharding import sharded_modules
 
 from .backend import _SESSIONS, overspill_backend, session_of
 from .dynamo_gaps import Refused
@@ -112,11 +113,18 @@ def callback_for_call(plain: Callable[[Any], Any], callback: Any) -> Any:
 def _begin_call(backend: TorchCompileWrapper, one: _OneCall) -> None:
     session = session_of(one.options, begins_calls=True)
     if session is not one.known():
+        models = [model for model, other in _compiled_models() if other is backend]
+        for model in models:
+            if sharded_modules(model):
+                raise UnsupportedError(
+                    f"{type(_inside(model)).__name__} is sharded by fully_shard (FSDP2), whose hooks gather its "
+                    "parameters outside of graphs of torch.compile(backend='overspill') and of their budget; use "
+                    "model = overspill.compile(model, budget=...), or overspill.train_step"
+                )
         one.known = weakref.ref(session)
-        for model, other in _compiled_models():
-            if other is backend:
-                session.loop.name(_inside(model))
-                session.follow(model.parameters())
+        for model in models:
+            session.loop.name(_inside(model))
+            session.follow(model.parameters())
     session.notice_kept_gradients()
     session.begin_call(id(backend))
     trace_what_is_away()

@@ -32,7 +32,7 @@ from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.hardware import account_of, device_named
 from overspill.runtime.infeasible import infeasible_for
 from overspill.runtime.lower import Stretch, lower
-from overspill.runtime.parallel import OneProcess, processes_of_collectives
+from overspill.runtime.parallel import Meeting, OneProcess, processes_of_collectives
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
@@ -67,6 +67,8 @@ class Compiled:
     """
 
     plan: Plan
+    number: int
+    """The number by which all processes know its schedule."""
     stretch: Stretch
     program: LoweredProgram
     """Returns the loss, the other tensors of `results`, and the residents that `stretch` gives."""
@@ -76,6 +78,8 @@ class Compiled:
     """The residents that may move, by tensor."""
     kept_in_store: frozenset[str]
     """Residents that are also in the store, unknown to the graph."""
+    is_last: bool
+    """Whether it has the update."""
     idle: tuple[str, ...]
     """Residents that this step does not use; those that have been made are also in the store."""
     changed: tuple[int, ...]
@@ -117,6 +121,7 @@ class StepPlans:
         self._fixed_budget: int | None = None
         self.arena = StepArena()
         self._told = False
+        self._leader = self._number = 0
         self._timers: list[tuple[str, OpTimer]] = []
 
     @property
@@ -163,19 +168,52 @@ class StepPlans:
         if (now := self.beside()) != self._beside_then:
             self.clear()
             self._beside_then, self._fixed_budget = now, None
-        # All processes plan again if one of them must.
+        # All processes run the plan of the one with the largest inputs.
         key = self._key(inputs, last=last)
-        with self.processes.announcing():
-            found = self._known(key, [*self.state.buffers.values(), *batches.tensors(inputs)])
-        if not self.processes.agree(key, known=found is not None) or found is None:
+        shapes = self.processes.digest(key)
+        meeting, found = self._meet(key, inputs, shapes, last=last)
+        if not meeting.alike:
+            meeting, found = self._meet(key, inputs, meeting.shapes, last=last)
+        if not meeting.number or found is None:
             outside = self._outside_graph(inputs, whole)
-            if last:
+            if meeting.leaders:
+                found = self._followed(key, meeting, found, inputs, outside)
+            elif last:
+                self._leader = meeting.leader
                 found = self._planned(inputs, outside)
             else:
                 found = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
             bring_for_others(found.outside)
-            self._keep(key, found)
+            self._keep((key, meeting.shapes), found)
         self._check_apart(found.changed, inputs)
+        return found
+
+    def _meet(self, key: Any, inputs: tuple[Any, ...], shapes: int, *, last: bool) -> tuple[Meeting, Compiled | None]:
+        """Return what the processes know of one another, and the plan of `inputs` next to the largest of `shapes`."""
+        tensors = batches.tensors(inputs)
+        with self.processes.announcing():
+            found = self._known((key, shapes), [*self.state.buffers.values(), *tensors])
+        elements = sum(tensor.numel() for tensor in tensors)
+        number = 0 if found is None else found.number
+        alike = self._key(inputs, last=last, sizes=False)
+        return self.processes.meet(alike, self.processes.digest(key), elements, number), found
+
+    def _followed(
+        self, key: Any, meeting: Meeting, found: Compiled | None, inputs: tuple[Any, ...], outside_graph: OutsideGraph
+    ) -> Compiled:
+        """Return the leader's plan, lowered for `inputs`; all processes do this together."""
+        mine = None if found is None else (found.plan, found.kept_in_store, found.is_last, found.partition)
+        plan, kept, is_last, partition = self.processes.shared(mine, meeting.leader)
+        with self.processes.together():
+            given = [*self.state.buffers.values(), *batches.tensors(inputs)]
+            found = self._known((key, meeting.shapes), given, meeting.leaders)
+            if found is None:
+                if not is_last:
+                    staying = sum(nbytes for name, nbytes in self._state_bytes().items() if name not in kept)
+                    outside_graph = (*outside_graph, (TensorKind.OPTIMIZER_STATE, staying))
+                steps = self._capture(inputs, outside_graph, last=is_last, partition=partition)
+                fitting = self.processes.check_plan(plan, steps.steps.graph)
+                found = self._lowered(steps, fitting, None if is_last else kept, meeting.leaders)
         return found
 
     def _check_apart(self, changed: tuple[int, ...], inputs: tuple[Any, ...]) -> None:
@@ -192,11 +230,15 @@ class StepPlans:
                     "buffer; give it a clone()"
                 )
 
-    def _key(self, inputs: tuple[Any, ...], *, last: bool) -> Any:
-        """Return the key of a plan: all that it depends on except the model's Python and tensor values."""
+    def _key(self, inputs: tuple[Any, ...], *, last: bool, sizes: bool = True) -> Any:
+        """Return the key of a plan: all that it depends on except the model's Python and tensor values.
+
+        Without `sizes`, the shapes of the inputs are left out.
+        """
         leaves, spec = tree_flatten(inputs)
+        kind = batches.kind if sizes else batches.kind_of_any_size
         return (
-            spec, last, tuple(map(batches.kind, leaves)), batches.repeats(leaves),
+            spec, last, tuple(map(kind, leaves)), batches.repeats(leaves),
             tuple(p.requires_grad for p in self.state.parameters.values()),
             tuple(name for name in self.state.parameters if name not in self.state.residency),
             frozenset(self.state.holders.overlapping), _settings_of_torch(self.state.where.type),
@@ -205,11 +247,11 @@ class StepPlans:
     def share_buffers(self, inputs: tuple[Any, ...]) -> None:
         """Broadcast the buffers of rank 0 before the model reads their values. Raises RequestError."""
         if self.processes.size > 1:
-            self.processes.agree(self._key(inputs, last=False), known=True)
+            self.processes.agree(self._key(inputs, last=False, sizes=False), known=True)
             self.processes.share_buffers(self.state.buffers.values())
 
-    def _known(self, key: Any, given: Sequence[Tensor]) -> Compiled | None:
-        """Return an earlier plan for these inputs that is still valid, or None.
+    def _known(self, key: Any, given: Sequence[Tensor], number: int = 0) -> Compiled | None:
+        """Return an earlier plan for these inputs that is still valid, or None; the one with a `number` if it is given.
 
         The model's Python must be unchanged, and the values in `given` must satisfy the guards of the plan. Raises
         UnsupportedError if too many plans differ only in such values.
@@ -217,7 +259,7 @@ class StepPlans:
         known = self._compiled.get(key, [])
         places = []
         for compiled in known:
-            if not compiled.python.changed():
+            if number in (0, compiled.number) and not compiled.python.changed():
                 bring_for_others(compiled.outside)
                 if (place := compiled.guards.difference(given)) is None:
                     known.remove(compiled)
@@ -266,11 +308,7 @@ class StepPlans:
         The plan of the last one has some optimizer state on the device and some in the store. State on the device stays
         there if it fits, and otherwise goes to the store too.
         """
-        state = {
-            f"{name}.{path}": owned.spec(path, self.state.planned(name)).nbytes
-            for name, owned in self.state.owned.items()
-            for path in owned.leaves
-        }
+        state = self._state_bytes()
         stored = last.at(Place.STORE) & state.keys()
         staying = sum(nbytes for name, nbytes in state.items() if name not in stored)
         budget = last.plan.asked_bytes
@@ -284,6 +322,13 @@ class StepPlans:
             if not staying:
                 raise
         return self._planned(inputs, outside, frozenset(state), budget, partition)
+
+    def _state_bytes(self) -> dict[str, int]:
+        return {
+            f"{name}.{path}": owned.spec(path, self.state.planned(name)).nbytes
+            for name, owned in self.state.owned.items()
+            for path in owned.leaves
+        }
 
     def _instrument(self, program: LoweredProgram, plan: Plan) -> None:
         """Time each op of the lowered step, if the user profiles."""
@@ -306,6 +351,7 @@ class StepPlans:
         """
         # Capture, and work out the budget.
         may_grow = budget is None and self.options.limit.smallest
+        is_relative = budget is None and self.options.limit.is_relative
         with self.processes.together():
             found = self._capture(inputs, outside_graph, last=kept_in_store is None, partition=partition)
             if self._must_agree(found):
@@ -315,7 +361,11 @@ class StepPlans:
                 budget = self._budget(found.steps.graph, planned)
 
         def agreed(nbytes: int) -> Plan:
-            return self.processes.plan(found.steps.graph, nbytes, lambda n: self._gathered(found.steps, planned(n)))
+            def make(n: int) -> Plan:
+                return self._gathered(found.steps, planned(n))
+
+            graph = found.steps.graph
+            return self.processes.plan(graph, nbytes, make, leader=self._leader, own=is_relative)
 
         # Plan, and gather updates; all processes agree on one plan.
         with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
@@ -326,25 +376,32 @@ class StepPlans:
                     raise
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
+        self._number += 1
+        if is_relative and self.processes.size > 1:
+            self._fixed_budget = max(self._fixed_budget or 0, plan.asked_bytes)  # of the largest step of all
+        self.processes.check_schedule(plan)
+        with self.processes.together():
+            return self._lowered(found, plan, kept_in_store, self._number)
+
+    def _lowered(self, found: FoundStep, plan: Plan, kept_in_store: frozenset[str] | None, number: int) -> Compiled:
+        """Return the captured step by a plan of its graph that all processes know as `number`."""
         # Reserve the store.
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._captures.state_of(captured))
-        self.processes.check_schedule(plan)
         if self.state.where.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
-        with self.processes.together():
-            if self.state.engine is None:
-                asked = self.options
-                self.state.engine, self.state.engine_number = open_engine(
-                    asked.store, self.state.where, asked.store_dir, checksum=asked.checksum
-                )
-            idle = () if kept_in_store is not None else self._idle(names, plan)
-            kept_bytes = sum(whole_pages(self.state.residency[n].spec.nbytes) for n in (*(kept_in_store or ()), *idle))
-            if self.state.from_host:
-                kept_bytes -= held_bytes(plan)
-            elif plan.places is not None:  # to the arena they come by way of the store
-                kept_bytes += sum(whole_pages(plan.graph.tensors[t].nbytes) for t in plan.places.between)
-            self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
+        if self.state.engine is None:
+            asked = self.options
+            self.state.engine, self.state.engine_number = open_engine(
+                asked.store, self.state.where, asked.store_dir, checksum=asked.checksum
+            )
+        idle = () if kept_in_store is not None else self._idle(names, plan)
+        kept_bytes = sum(whole_pages(self.state.residency[n].spec.nbytes) for n in (*(kept_in_store or ()), *idle))
+        if self.state.from_host:
+            kept_bytes -= held_bytes(plan)
+        elif plan.places is not None:  # to the arena they come by way of the store
+            kept_bytes += sum(whole_pages(plan.graph.tensors[t].nbytes) for t in plan.places.between)
+        self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
         # Lower the plan.
         engine = self.state.engine_number
         (stretch,) = lower(captured, plan.schedule, engine, self.arena.of(plan), plan.groups, update_together)
@@ -361,8 +418,9 @@ class StepPlans:
         written = captured.joint.mutated_storages
         changed = (n for node, n in zip(primals, names, strict=True) if not written.isdisjoint(storages(node)))
         return Compiled(
-            plan, stretch, program, names, name_of,
+            plan, number, stretch, program, names, name_of,
             kept_in_store or frozenset(),
+            kept_in_store is None,
             idle,
             tuple(n for n in changed if isinstance(n, int) and n >= len(self.state.buffers)),
             {} if plan.places is None else {name_of[tensor]: at for tensor, at in plan.places.between.items()},
@@ -402,6 +460,8 @@ class StepPlans:
 
     def join_processes(self, processes: OneProcess) -> None:
         """Plan together with `processes` from now on."""
+        self.clear()
+        self._number = 0
         self.processes = self._captures.processes = processes
 
     def _capture(
