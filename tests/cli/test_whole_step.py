@@ -97,5 +97,7 @@ def test_an_infeasible_budget_names_one_that_works(overspill: Overspill) -> None
     refused = overspill("plan nets:shallow --batch 8 --whole-step --budget 1KiB --json")
     assert refused.code == 1
     assert refused.answer["stored_bytes"] is None
-    words = f"train nets:shallow --batch 8 --whole-step --steps 1 --store host --budget {refused.answer['floor_bytes']}"
+    words = (
+        f"train nets:shallow --batch 8 --whole-step --steps 1 --store host --budget {refused.answer['floor_bytes']}B"
+    )
     assert overspill(words).code == 0
