@@ -18,6 +18,8 @@ from torch import nn
 import overspill
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.runtime.reachable import same_bits
+from overspill.runtime.step.away import Away
+from overspill.runtime.step.residency import bring_for_others
 
 Change = Callable[[Any], Any]
 
@@ -135,6 +137,21 @@ def test_what_shares_memory_with_a_weight_is_as_in_plain_training(
     pair.train(2)
     assert is_away(pair)
     pair.assert_same()
+
+
+def test_a_tensor_that_has_the_id_of_one_that_is_gone_is_not_taken_for_it() -> None:
+    pair = Pair(Mlp)
+    pair.train()
+    alias = weight(pair.model).detach()
+    pair.train(2)
+    assert is_away(pair)
+    assert isinstance(alias, Away)
+    freed, others = id(alias), []
+    del alias
+    while id(other := torch.ones(1)) != freed:
+        others.append(other)
+        assert len(others) < 10_000
+    pair.step._state.gate.alone(lambda: bring_for_others([other]))  # as a step does with tensors that its graph reads
 
 
 @pytest.mark.parametrize("backwards", [False, True])

@@ -28,7 +28,7 @@ from overspill.pytorch.storages import tensor_uses
 from overspill.pytorch.trees import tree_map_only
 from overspill.runtime.parallel import reduced
 from overspill.runtime.reachable import tensors_in
-from overspill.runtime.step.away import GUARDS, Away, hide, show
+from overspill.runtime.step.away import GUARDS, Away, hide, show, watch
 from overspill.runtime.step.checks import check_optimizer
 from overspill.runtime.step.from_host import check_on_host, move_state
 from overspill.runtime.step.gate import Reading
@@ -138,7 +138,7 @@ class WrapperGuard:
         """Guard the subclass, and let it be hidden with what it wraps."""
         if (wrapper := self.wrapper()) is None:
             return
-        GUARDS[id(wrapper)] = self
+        watch(wrapper, self)
         for tensor in inner_tensors(wrapper).values():
             resident = state.residency.residents.get(state.names.get(id(tensor), ""))
             if resident is not None:
@@ -461,7 +461,7 @@ class LoopState(StepState):
             if guard is None:
                 guard = self.tensor_guards[name] = TensorGuard(self, name)
             if GUARDS.get(id(resident.tensor)) is not guard:
-                GUARDS[id(resident.tensor)] = guard
+                watch(resident.tensor, guard)
             if resident.away:
                 hide(resident.tensor)
 

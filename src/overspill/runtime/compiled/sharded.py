@@ -28,7 +28,7 @@ from overspill.pytorch.distributed import local_tensor, set_on_modules, whole_si
 from overspill.pytorch.trees import tree_leaves
 from overspill.runtime import batches
 from overspill.runtime.sharding import ModelSharding, gathered_group, is_called_inside, processes_of, sharding_of
-from overspill.runtime.step.away import GUARDS, hide
+from overspill.runtime.step.away import GUARDS, hide, watch
 from overspill.runtime.step.residency import Spec
 
 _PLANS = 0
@@ -42,7 +42,7 @@ class Whole:
         self.name = name
         self.spec = spec
         self.parameter = nn.Parameter(spec.placeholder())
-        GUARDS[id(self.parameter)] = self
+        watch(self.parameter, self)
         hide(self.parameter)
 
     def fetch(self, **_: bool) -> None:
@@ -55,7 +55,7 @@ class Whole:
 
 def wholes() -> list[Whole]:
     """Return all guards of whole parameters that there are."""
-    return [guard for guard in GUARDS.values() if isinstance(guard, Whole)]
+    return [guard for ref in GUARDS.valuerefs() if isinstance(guard := ref(), Whole)]
 
 
 class ShardedModel:

@@ -9,10 +9,11 @@ Known limit: C++ code that holds the tensor itself reads NaN, or 0 where it has 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from functools import partial
 from inspect import isfunction, isgetsetdescriptor
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,10 @@ from overspill.pytorch.dispatch import TensorBase, disabled_torch_function
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.trees import tree_leaves
 
-GUARDS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+GUARDS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The guard of each watched tensor, by the tensor's id: an object whose `fetch()` brings it back."""
+_WATCHED: dict[int, weakref.ref[Tensor]] = {}
+"""The watched tensors. With a tensor goes its entry in GUARDS, for another one may get its id."""
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that return its values, or views of them."""
 _METHODS = (
@@ -69,6 +72,21 @@ class AwayParameter(Away, nn.Parameter):
 
 _CLASSES: dict[type[Tensor], type[Tensor]] = {Tensor: Away, nn.Parameter: AwayParameter}
 _PLAIN = {away: plain for plain, away in _CLASSES.items()}
+
+
+def watch(tensor: Tensor, guard: Any) -> None:
+    """Let `guard` bring back `tensor`, as long as both exist."""
+    key = id(tensor)
+    GUARDS[key] = guard
+    known = _WATCHED.get(key)
+    if known is None or known() is not tensor:
+        _WATCHED[key] = weakref.ref(tensor, partial(_gone, key))
+
+
+def _gone(key: int, tensor: weakref.ref[Tensor]) -> None:
+    if _WATCHED.get(key) is tensor:
+        del _WATCHED[key]
+        GUARDS.pop(key, None)
 
 
 def plain_type(tensor: Tensor) -> type[Tensor]:

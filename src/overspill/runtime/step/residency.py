@@ -29,7 +29,7 @@ from overspill.pytorch.storages import raise_on_access, storage_key
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .away import GUARDS, Away, hide, show
+from .away import GUARDS, Away, hide, show, watch
 from .gate import During, Gate, Reading
 
 
@@ -100,7 +100,7 @@ class Alias:
         """Give the tensor a placeholder as data; the `guard` of the resident brings it back."""
         if (tensor := self.tensor()) is not None:
             tensor.data = self._spec.placeholder()
-            GUARDS[id(tensor)] = guard
+            watch(tensor, guard)
             hide(tensor)
 
     def come_back(self, data: Tensor) -> None:
@@ -414,7 +414,7 @@ class Guarded(dict[str, Any]):
         self._gate: Gate | None = gate
         self._bring: Callable[[], None] | None = None
         for value in tensors_in(dict(content)).values():
-            GUARDS[id(value)] = self
+            watch(value, self)
             if type(value) is Tensor and value.numel() and _is_placeholder(value):  # state made by a step
                 hide(value)
 
