@@ -263,6 +263,33 @@ class Deep(nn.Module):
         return x
 
 
+class Broken(nn.Module):
+    """A graph break in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Deep(), Deep()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)  # type: ignore[no-any-return]
+
+
+def wide(step: int, call: Any, count: Any, update: Any) -> None:
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step))
+    out = call(x)
+    with count(x):
+        out.square().mean().backward()
+        update()
+
+
+def test_the_graph_before_a_break_keeps_what_the_later_one_leaves_once_that_is_known() -> None:
+    session, peaks = managed(Broken, wide, "1300KiB")
+    assert max(peaks) <= 1300 << 10
+    assert session.plans[0].slowdown < 1.05, "1.2 if it keeps the least"
+
+
 class Halves(nn.Module):
     """Of which Dynamo leaves the forward out, and makes two graphs of the parts."""
 

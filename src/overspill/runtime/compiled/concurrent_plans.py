@@ -54,9 +54,12 @@ class Room:
     """Bytes that the call itself may keep; None: as many as fit."""
     sums: bool = False
     """Whether others have gradients of the same parameters, which are on the device during its backward."""
+    is_settled: bool = False
+    """Whether the others are known, also those behind a graph break."""
 
 
 ALONE = Room()
+KNOWN_ALONE = Room(is_settled=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class GraphProblem(Generic[C]):
     def captured(self, room: Room, budget: int) -> C:
         """Capture with bytes reserved for concurrent calls.
 
-        Before a graph break, all bytes that can be freed are reserved for the later graphs.
+        Before a graph break, all bytes that can be freed are reserved for the later graphs, until these are known.
         """
         here = self.surroundings
         around = replace(
@@ -93,7 +96,7 @@ class GraphProblem(Generic[C]):
         )
         found = self.capture(self.joint, self.inputs, around)
         # Reserve what the call must not keep between forward and backward.
-        keep = self.least_bytes if self.frame.broken else room.keep_bytes
+        keep = self.least_bytes if self.frame.broken and not room.is_settled else room.keep_bytes
         if keep is None or self.account.has_arena:
             return found
         stays = sum(t.nbytes for t in found.graph.tensors if t.persistent and not may_move(t))
@@ -190,6 +193,7 @@ def free_memory_for(
         sum(count * problems[other].loss_bytes for other, count in alike.items()),
         keep,
         sums,
+        is_settled=True,
     )
 
 
@@ -218,7 +222,7 @@ class Settlement:
     def rooms(self, budget: int) -> dict[GraphKey, Room]:
         """Return the Room of each kind of call. Raises InfeasibleBudget, with a budget that works."""
         try:
-            alone = {k: self._keeps(k, ALONE, budget) for k in self.kinds}
+            alone = {k: self._keeps(k, KNOWN_ALONE, budget) for k in self.kinds}
         except InfeasibleBudget:
             raise self._too_small(budget, self.smallest()[0]) from None
         # First try: all keep what they would keep alone.
@@ -249,7 +253,7 @@ class Settlement:
 
     def smallest(self) -> tuple[int, dict[GraphKey, int]]:
         """Return the smallest budget found in which all fit, and the bytes that each keeps then."""
-        most = {k: self._keeps(k, ALONE, self.problems[k].floor_bytes(ALONE)) for k in self.kinds}
+        most = {k: self._keeps(k, KNOWN_ALONE, self.problems[k].floor_bytes(KNOWN_ALONE)) for k in self.kinds}
         for share in reversed(SHARES):
             keeps = self._shared(share, most)
             budget = max(self.problems[k].floor_bytes(self._room(k, keeps, None)) for k in self.kinds)

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
-from overspill.plans.fit import fit
+from overspill.plans.fit import NEAR, fit
 from overspill.plans.plan import Plan
 from overspill.runtime.infeasible import infeasible_for
 from overspill.runtime.options import PLANNED, Options
@@ -222,6 +222,9 @@ class GraphPlans:
             several = len({kind.part[0] for kind in planned.beside} | {planned.part[0]}) > 1
             calls = f"calls a model {planned.beside.total() + 1} times before their backwards"
             self._renewal.ask(TOGETHER if several else calls)
+        elif any(p.frame.broken and not p.room.is_settled and p.plan.slowdown > NEAR for p in together):
+            self._renewal.is_asked = True  # what is behind the graph break is known now, and may leave it more
+            self._renewal.begin_rounds()
 
     def _check_whole(self, latest: Planned, here: Sequence[Tensor], known: set[int]) -> None:
         budget = latest.plan.asked_bytes
