@@ -468,30 +468,53 @@ class PlannedAllocator final : public CachingAllocator {
                 large_.free.erase(key(block));
                 take(block);
             } else {
-                if (!device_.map(block->address, block->size)) break;
+                const Bytes got = map_front(lane, block->address, block->size);
+                if (got == 0) break;
                 large_.unmapped.erase(Key{block->stream, block->address});
+                if (got < block->size) {
+                    PoolBlock* rest = blocks_.make(block->address + got, block->size - got, lane.stream);
+                    rest->base = lane.base;
+                    rest->born = birth();
+                    rest->mapped = false;
+                    rest->splice(block, block->next);
+                    large_.unmapped.emplace(Key{rest->stream, rest->address}, rest);
+                    block->size = got;
+                    following = rest;
+                }
                 block->mapped = true;
-                log_exchange(SegmentAction::kMap, block->address, block->size, lane.stream);
                 take(block);
             }
         }
         // Planned blocks that live behind a part without memory stay with the heap.
         lane.bytes = block->address - lane.base;
         if (block == lane.tail && lane.bytes < wanted) {
-            const Bytes more = std::min(wanted - lane.bytes, lane.tail->size - kPageBytes);
-            if (more > 0 && device_.map(lane.tail->address, more)) {
+            const Bytes more =
+                map_front(lane, lane.tail->address, std::min(wanted - lane.bytes, lane.tail->size - kPageBytes));
+            if (more > 0) {
                 PoolBlock* added = blocks_.make(lane.tail->address, more, lane.stream);
                 added->base = lane.base;
                 added->splice(lane.tail->prev, lane.tail);
                 lane.tail->address += more;
                 lane.tail->size -= more;
                 lane.bytes += more;
-                log_exchange(SegmentAction::kMap, added->address, more, lane.stream);
                 take(added);
             }
         }
         lane.leased = true;
         mark_used(lane);
+    }
+
+    // Memory for a range from its front on: all of it, or as much as the device has. How much that is.
+    Bytes map_front(const Lane& lane, Address address, Bytes nbytes) {
+        Bytes done = 0;
+        for (Bytes part = nbytes; part > 0;) {
+            if (done + part <= nbytes && device_.map(address + done, part))
+                done += part;
+            else
+                part = part / 2 / kPageBytes * kPageBytes;
+        }
+        if (done > 0) log_exchange(SegmentAction::kMap, address, done, lane.stream);
+        return done;
     }
 
     // The heap's idle pages go where the region has no memory, rather than new ones.

@@ -58,6 +58,7 @@ class GpuDevice final : public Device {
     bool map(Address address, Bytes nbytes) override {
         if (!room(nbytes)) return false;
         const InContext here(driver_, context_);
+        if (nbytes > kMuchBytes && !has_free(nbytes)) return false;
         Address at = address;
         Result result = kSuccess;
         for (; at < address + nbytes && result == kSuccess; at += kPageBytes) result = map_page(at);
@@ -97,6 +98,8 @@ class GpuDevice final : public Device {
     }
 
   private:
+    static constexpr Bytes kMuchBytes = 32 * kPageBytes;
+
     GpuDevice(const Driver& driver, int ordinal, int handle, bool is_virtual)
         : Device(memory_of(driver, handle)), driver_(driver), is_virtual_(is_virtual) {
         properties_.location.device = ordinal;
@@ -114,6 +117,13 @@ class GpuDevice final : public Device {
     }
 
     bool room(Bytes nbytes) const { return held_ + nbytes <= limit_.value_or(total_bytes()); }
+
+    // Asked before a large mapping, which would fail only after its last page that fits.
+    bool has_free(Bytes nbytes) const {
+        std::size_t free_bytes = 0, total = 0;
+        driver_.check(driver_.memory_info(&free_bytes, &total), "cuMemGetInfo");
+        return static_cast<Bytes>(free_bytes + spare_.size() * kPageBytes) >= nbytes;
+    }
 
     Result map_page(Address page) {
         MemoryHandle handle = 0;

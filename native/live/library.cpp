@@ -45,16 +45,20 @@ Service* existing(int device) {
     return device >= 0 && device < kMostDevices ? services().of[static_cast<std::size_t>(device)].load() : nullptr;
 }
 
+// `lock` is that of the services.
+const Driver& driver(const std::lock_guard<std::mutex>&) {
+    auto& found = services().driver;
+    if (found == nullptr) found = std::make_unique<Driver>();
+    return *found;
+}
+
 Service& service(int device) {
     if (Service* found = existing(device)) return *found;
     if (device < 0 || device >= kMostDevices) throw std::runtime_error("there is no GPU " + std::to_string(device));
     Services& all = services();
     const std::lock_guard lock(all.mutex);
     auto& at = all.of[static_cast<std::size_t>(device)];
-    if (at == nullptr) {
-        if (all.driver == nullptr) all.driver = std::make_unique<Driver>();
-        at = new Service(*all.driver, device, settings.plans, settings.checks);
-    }
+    if (at == nullptr) at = new Service(driver(lock), device, settings.plans, settings.checks);
     return *at.load();
 }
 
@@ -148,10 +152,15 @@ OVERSPILL_API const char* overspill_error() { return last_error.c_str(); }
 
 OVERSPILL_API void overspill_configure(int plans, int checks) { settings = {plans != 0, checks != 0}; }
 
-// 1: plans, 0: the driver has no virtual memory, -1: an error.
-OVERSPILL_API int overspill_begin(int device) {
+// 1: plans, 0: the driver has no virtual memory, -1: an error. It makes no context on the GPU.
+OVERSPILL_API int overspill_can_plan(int device) {
     int plans = 0;
-    return attempt([&] { plans = service(device).plans(); }) ? plans : -1;
+    return attempt([&] {
+        const std::lock_guard lock(services().mutex);
+        plans = driver(lock).has_virtual_memory(device);
+    })
+               ? plans
+               : -1;
 }
 
 OVERSPILL_API void* overspill_take(std::size_t nbytes, int device, Stream stream) {

@@ -60,8 +60,6 @@ class Service {
         if (checks) checker_ = std::make_unique<Checker>();
     }
 
-    bool plans() const { return planned_ != nullptr; }
-
     void* take(Bytes nbytes, Stream stream) {
         if (nbytes <= 0) return nullptr;
         const std::lock_guard lock(mutex_);

@@ -206,6 +206,21 @@ def test_out_of_memory_says_so_as_pytorch_does_and_the_job_goes_on(gpu: Gpu) -> 
     assert gpu.used == 16 * MIB
 
 
+def test_a_plan_that_does_not_fit_lies_where_there_is_room(gpu: Gpu) -> None:
+    step = [(True, block, 6 * MIB, 0) for block in range(10)] + [(False, block, 0, 0) for block in reversed(range(10))]
+    for _ in range(4):
+        gpu.run(step)
+        allocator().step()
+        allocator().wait()
+    allocator().library.overspill_empty_cache()
+    gpu.limit(40 * MIB)
+    before = gpu.figures.planned
+    for block in range(10):
+        gpu.take(block, 6 * MIB)
+    assert 5 <= len(gpu.live) <= gpu.figures.planned - before + 1
+    assert gpu.used <= 40 * MIB
+
+
 def test_a_refusal_of_the_driver_harms_nothing(gpu: Gpu) -> None:
     gpu.take("a", 6 * MIB)
     stand_in().stand_in_fail(0, 2)  # the second page of the next mapping
@@ -227,7 +242,7 @@ from overspill.runtime.allocator import LiveAllocator, library_path
 if len(sys.argv) > 1: ctypes.CDLL(sys.argv[1])
 a = LiveAllocator(library_path(), check=True)
 try:
-    print(a.begin(0))
+    print(a.can_plan())
 except Exception as error:
     print(type(error).__name__, error)
 else:
@@ -242,7 +257,7 @@ else:
 
 @pytest.mark.parametrize(
     ("driver", "said"),
-    [(True, ["False", "20 80", "0"]), (False, ["UnsupportedError the allocator cannot use GPU 0: there is no CUDA"])],
+    [(True, ["False", "20 80", "0"]), (False, ["UnsupportedError the allocator cannot be used: there is no CUDA"])],
 )
 def test_without_virtual_memory_it_caches_and_without_a_driver_it_says_so(driver: bool, said: list[str]) -> None:
     arguments = [str(stand_in_path())] if driver else []

@@ -80,11 +80,11 @@ class LiveAllocator:
         self.library.overspill_error.restype = ctypes.c_char_p
         self.library.overspill_configure(1, int(check))
 
-    def begin(self, device: int) -> bool:
-        """Return whether the allocator of `device` plans. Raises UnsupportedError if the driver refuses."""
-        found = self.library.overspill_begin(device)
+    def can_plan(self) -> bool:
+        """Return whether the driver has what planned addresses take. Raises UnsupportedError if there is none."""
+        found = self.library.overspill_can_plan(0)  # GPUs of one machine are alike, and none of them is touched
         if found < 0:
-            raise UnsupportedError(f"the allocator cannot use GPU {device}: {self.error()}")
+            raise UnsupportedError(f"the allocator cannot be used: {self.error()}")
         return bool(found)
 
     def functions(self) -> dict[str, int]:
@@ -190,7 +190,7 @@ def allocator(name: str = PLANNED) -> LiveAllocator:
     found = LiveAllocator(library_path(), check=os.environ.get(CHECK) == "1")
     if not torch.cuda.is_available():
         raise UnsupportedError("overspill.allocator needs a GPU, and PyTorch finds none")
-    plans = found.begin(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    plans = found.can_plan()
     pluggable.change_allocator(found.path, found.functions())
     pluggable.replace_statistics(found.stats, found.reset_peaks)
     if plans:
