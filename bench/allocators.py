@@ -95,7 +95,10 @@ def jobs(instances: Path | None, snapshots: list[Path], steps: int, blocks: int)
 
 def row_of(job: Job) -> Row:
     allocator, ends = PlannedAllocator(), set(job.ends)
-    reserved, requested, live, first = [], [], {}, -1
+    reserved: list[int] = []
+    requested: list[int] = []
+    live: dict[int, int] = {}
+    first = -1
     requests = 0
     for at, (action, block, nbytes, stream) in enumerate(
         zip(*(getattr(job.events, c).tolist() for c in COLUMNS[:4]), strict=True)
