@@ -13,6 +13,15 @@ SOURCES = (ROOT / "src" / "overspill", ROOT / "packages" / "overspill-papers" / 
 ENTRY = re.compile(r"^- \*\*(.+?)\*\* \(`([\w./]+)`(?:, `(\w+)`)?\): ")
 
 
+LONG_WINDED = {f"docs/{name}.md" for name in ("compiled", "whole_step", "structure")} | {
+    f"docs/howto/{name}.md"
+    for name in ("place_blocks", "plan_a_graph", "several_models", "shard_a_model", "write_a_policy")
+}
+"""Pages that do not keep to the lengths of sentences yet."""
+MOST_WORDS = 39_000
+"""Of all pages of docs/, outside of code and transcripts."""
+
+
 def plain(text: str) -> str:
     """`text` without case and without what is between words."""
     return re.sub(r"[\W_]", "", text.lower())
@@ -63,3 +72,40 @@ def test_the_files_that_the_glossary_names_are_there() -> None:
 def test_the_tests_that_a_page_names_are_there(page: Path) -> None:
     named = re.findall(r"\btests/[\w/]+\.py", page.read_text(encoding="utf-8"))
     assert [name for name in named if not any((root / name).exists() for root in (ROOT, SOURCES[1].parents[1]))] == []
+
+
+def prose(page: Path) -> str:
+    """The page's text without comments, code and pictures; a code span is one word, a link what it shows."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"^(`{3,}|:{3,}).*?^\1\s*$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"`[^`]{0,200}`", "CODE", text)
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+def lengths(page: Path) -> list[int]:
+    """The words of each sentence of the page's paragraphs and lists."""
+    text = re.sub(r"^(\||#+ ).*$", "\n", prose(page), flags=re.MULTILINE)
+    found = []
+    for paragraph in re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.)\s+", text.replace("**", "")):
+        sentences = re.split(r'(?<=[.!?])[)"*]*\s+(?=[A-Z“"(*0-9`])', " ".join(paragraph.split()))
+        found += [len(sentence.split()) for sentence in sentences if len(sentence.split()) > 1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md" and str(page.relative_to(ROOT)) not in LONG_WINDED],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_sentences_are_short(page: Path) -> None:
+    """At most 17 words in the mean, 6 % of more than 30, and none of more than 45."""
+    words = lengths(page)
+    assert sum(words) <= 17 * len(words)
+    assert sum(n > 30 for n in words) <= 0.06 * len(words)
+    assert max(words) <= 45
+
+
+def test_the_docs_do_not_grow() -> None:
+    words = sum(bool(re.search(r"\w", word)) for page in (ROOT / "docs").rglob("*.md") for word in prose(page).split())
+    assert words <= MOST_WORDS
