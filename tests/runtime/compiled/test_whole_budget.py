@@ -582,7 +582,7 @@ def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: 
 
 
 class Broken(nn.Module):
-    """A model of two graphs, with a parameter that both have, and one that the code between them reads."""
+    """A model of three graphs, with a parameter that two have, and one that the code between them reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -591,7 +591,9 @@ class Broken(nn.Module):
         self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        ramp = torch.arange(WIDTH) * 0.1 + torch.ones(WIDTH)
+        torch._dynamo.graph_break()  # behind a graph without inputs
+        x = self.first(x + ramp)
         torch._dynamo.graph_break()
         y: Tensor = self.second(Scaled.apply(x, self.gain))
         return y
@@ -625,7 +627,7 @@ def test_several_graphs_and_calls_of_a_step() -> None:
             run.optimizers[0].zero_grad()
 
     ours = compare(loop, "75%")
-    assert len(ours.session.plans) == 2
+    assert len(ours.session.plans) == 3
 
 
 def test_another_model_of_the_session_is_first_called_between_forward_and_backward() -> None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from overspill.core.errors import UnsupportedError
 from overspill.pytorch.dispatch import HigherOrderOperator, OpOverload
+from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
 from overspill.pytorch.graphs import PARAMETER_SOURCES, SOURCE, LazyGraphModule
 from overspill.pytorch.schemas import argument, position_of, written_arguments
 from overspill.pytorch.storages import key_of
@@ -85,6 +86,12 @@ class JointGraph:
         self.primals = [n for n in placeholders if "tangents" not in str(n.target)]
         self.tangents = [n for n in placeholders if "tangents" in str(n.target)]
         self.snapshots = [n for n in self.module.graph.nodes if SNAPSHOT in n.meta]
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """The mode of its fake tensors; a graph may have them without inputs."""
+        nodes = self.module.graph.nodes
+        return next(value.fake_mode for n in nodes if isinstance(value := n.meta.get("val"), FakeTensor))
 
     @cached_property
     def device(self) -> torch.device:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from overspill.capture.sharding import GATHER, SCATTER
 from overspill.core import Collective, CollectiveKind, LayerType, Op, Phase, TensorKind, numbered
-from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
+from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.storages import storage_key
 
 from .backward import Backward
@@ -204,7 +204,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         self.input_nodes = list(joint.primals)
         self.updates = tuple(u for u in ops.updates if self.input_nodes[u.parameter] in joint.gradients)
         self.graph = joint.module.graph
-        self.fake_mode: FakeTensorMode = next(n.meta["val"].fake_mode for n in joint.primals)
+        self.fake_mode = joint.fake_mode
         self._add_placeholders(joint, inputs)
         super().__init__(joint, inputs, surroundings)
 

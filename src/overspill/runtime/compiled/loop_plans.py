@@ -20,7 +20,7 @@ from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, 
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
-from overspill.pytorch.fake_tensors import FakeTensor, FakeTensorMode
+from overspill.pytorch.fake_tensors import FakeTensorMode
 from overspill.runtime.step.away import GUARDS
 from overspill.runtime.step.from_host import move_buffers
 from overspill.runtime.step.inner_tensors import inner_tensors
@@ -129,7 +129,7 @@ class LoopPlans:
         infos = [_info(node, inputs) for node in joint.primals]
         fixed = {k for n in joint.forward_outputs if hasattr(n, "meta") for k in storages(n)} | joint.mutated_storages
         ops: list[ParameterUpdate] = []
-        mode = next(v.fake_mode for n in joint.primals if isinstance(v := n.meta.get("val"), FakeTensor))
+        mode = joint.fake_mode
         for position, node in enumerate(joint.primals):
             if (parameter := own.get(position)) is None:
                 continue
