@@ -281,7 +281,9 @@ class PlannedAllocator final : public CachingAllocator {
             lend(lane);
             block = find_free(pool, size, lane.stream);
         }
-        if (block == nullptr && crowds(round_up(size, kPageBytes))) {
+        // In a step as planned the region is needed, whatever lies idle in it now.
+        const bool as_planned = lane.leased && lane.shapes.followed != nullptr && lane.shapes.clean;
+        if (block == nullptr && !as_planned && crowds(round_up(size, kPageBytes))) {
             release_cached();
             lane.crowded = true;
             stuck_ = reserved.now - allocated.now;

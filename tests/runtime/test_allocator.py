@@ -175,6 +175,22 @@ def test_a_step_that_repeats_gets_its_planned_addresses_and_no_calls_of_the_driv
     assert stand_in().stand_in_counter(8) == calls[0]
 
 
+def test_steps_of_three_lengths_that_leave_a_block_to_the_next_make_no_calls_of_the_driver(gpu: Gpu) -> None:
+    step = a_step(random.Random(6), 60, large=24)
+    gpu.take(("weights", 0), 30 * MIB)
+    calls = []
+    for turn in range(24):
+        gpu.take(("input", turn), 3 * MIB * (1 + turn % 3))
+        if turn:
+            gpu.give(("input", turn - 1))
+        gpu.run([(a, b, 1 + nbytes * (8 + turn % 3) // 10, s) for a, b, nbytes, s in step], turn)
+        allocator().step()
+        allocator().wait()
+        calls.append(stand_in().stand_in_counter(8))
+    assert calls[12:] == calls[12:13] * 12
+    assert gpu.figures.planned > 12 * 60
+
+
 def test_what_another_stream_uses_is_given_to_nobody_before_it_has_passed(gpu: Gpu) -> None:
     gpu.take("a", 4 * MIB)
     gpu.uses("a", 1)
