@@ -357,6 +357,24 @@ def test_an_optimizer_that_keeps_a_table_of_its_own() -> None:
     compare(loop, "60%")
 
 
+def test_steps_by_a_closure() -> None:
+    def loop(run: Run) -> None:
+        _, compiled, optimizer = begin(run)
+        for i in range(3):
+
+            def closure(seed: int = i) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(compiled, seed)
+                loss.backward()
+                return loss
+
+            run.see(optimizer.step(closure))
+            run.moves()
+        optimizer.zero_grad()
+
+    compare(loop)
+
+
 def test_a_view_of_a_weight_is_kept_from_some_step_on() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)

@@ -27,6 +27,7 @@ from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models
 
 from .backend import backend_of
+from .cut_calls import watch_optimizers
 from .loop_plans import guards_without
 from .loop_state import trace_what_is_away
 from .plan_check import plans_needed
@@ -210,6 +211,7 @@ class _Call:
         self.sharded: ShardedModel | None = None
         if isinstance(recipe.model, nn.Module):
             self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
+        watch_optimizers()  # before a first step, whose closure may be all that calls the model
         watch_method(self, recipe.model, session.watch_calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -337,16 +337,22 @@ def _takes_in(state: LoopState, optimizer: Optimizer) -> bool:
     return True
 
 
+def _states_with(optimizer: Optimizer) -> list[LoopState]:
+    return [state for state in states() if state.in_force and _takes_in(state, optimizer)]
+
+
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what `optimizer` is asked to do, for the models whose state may be away; what is left it does itself."""
-    states_ = [state for state in states() if state.in_force and _takes_in(state, optimizer)]
-    if not states_:
-        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
     loss = None
-    if closure is not None:
+    states_ = _states_with(optimizer)
+    # A plan of the first step is made in its closure, which all of torch.optim but LBFGS call before anything else.
+    if closure is not None and (states_ or (is_own(optimizer) and not isinstance(optimizer, torch.optim.LBFGS))):
         with torch.enable_grad():
             loss = closure()
+        states_ = _states_with(optimizer)
+    elif not states_:
+        return None
     used = [pair for state in states_ for pair in update(state, optimizer)]
     if used:  # the step that follows finds no gradients, and is to leave no traces outside of parameters' state
         _STEPPING[id(optimizer)] = used, None if is_own(optimizer) else Outside(optimizer)

@@ -40,7 +40,7 @@ from overspill.runtime.recording.recorder import RunRecorder
 
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
-from .cut_calls import CutCalls, watch_optimizers
+from .cut_calls import CutCalls
 from .double_backward import compiled_node, refuse_double_backward
 from .loop_plans import persistent
 from .loop_state import bring_for, wrappers_shown
@@ -242,7 +242,6 @@ class GraphCompiler:
             if not state.in_force:
                 assert self.planned is not None
                 self.session.move_all(self.planned)
-            watch_optimizers()
             self.calls = self._calls_of(captured, stretches)
         self._again = partial(self._for_layout, engine, arena, stretches[0])
         return shown(captured, stretches)
