@@ -50,6 +50,8 @@ unimplemented = torch._dynamo.exc.unimplemented
 """End the graph here, and say why."""
 install_guard = torch._dynamo.guards.install_guard
 """What is to hold before a compiled call."""
+same_object = torch._dynamo.guards.GuardBuilder.ID_MATCH
+"""A guard's kind: that an object is the very one that was compiled for."""
 is_from_global_source = torch._dynamo.source.is_from_global_source
 """Whether an object was read from a global."""
 is_from_local_source = torch._dynamo.source.is_from_local_source

@@ -668,3 +668,39 @@ def test_another_model_of_the_session_is_first_called_between_forward_and_backwa
             run.see(loss)
 
     compare(loop, "55%")
+
+
+def test_layers_that_have_one_forward_keep_their_own_weights() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = torch.relu(self.other(torch.relu(self.one(x))))
+            return y
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        @torch._dynamo.disable(recursive=False)
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def loop(run: Run) -> None:
+        model = Layers()
+        compiled = run.begin(model, (adamw, list(model.parameters())))
+        for i in range(3):
+            loss = loss_of(compiled, i)
+            loss.backward()
+            run.optimizers[0].step()
+            run.moves()
+            run.optimizers[0].zero_grad()
+            run.see(loss)
+
+    compare(loop, "150KiB")

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from overspill.capture.compiled.backward import check_saved_hooks
 from overspill.capture.compiled.cut_step import CapturedCutStep
@@ -29,7 +29,9 @@ from overspill.plans.plan import NO_LIMIT_BYTES, Plan
 from overspill.pytorch.aot import aot_autograd, boxed
 from overspill.pytorch.autograd import keeps_graph
 from overspill.pytorch.dispatch import DisableAutocast, disable_current_modes
+from overspill.pytorch.dynamo import install_guard, same_object
 from overspill.pytorch.functorch import functorch_config
+from overspill.pytorch.graphs import SOURCE
 from overspill.pytorch.trees import tree_leaves
 from overspill.runtime.arena import Arena
 from overspill.runtime.driver import LoweredProgram
@@ -243,6 +245,9 @@ class GraphCompiler:
                 assert self.planned is not None
                 self.session.move_all(self.planned)
             self.calls = self._calls_of(captured, stretches)
+            for node, example in zip(self.module.graph.find_nodes(op="placeholder"), self.examples, strict=True):
+                if isinstance(example, nn.Parameter) and (source := getattr(node, SOURCE, None)) is not None:
+                    install_guard(source.make_guard(same_object))  # one code may be of several layers
         self._again = partial(self._for_layout, engine, arena, stretches[0])
         return shown(captured, stretches)
 

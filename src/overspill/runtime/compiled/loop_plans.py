@@ -20,6 +20,7 @@ from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, 
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
+from overspill.pytorch.dynamo import same_object
 from overspill.pytorch.fake_tensors import FakeTensorMode
 from overspill.runtime.step.away import GUARDS
 from overspill.runtime.step.from_host import move_buffers
@@ -322,9 +323,10 @@ def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:
     def wanted(entries: Sequence[Any]) -> list[bool]:
         state = None if (alive := known()) is None else alive.state
         own = set[int]() if state is None or not state.in_force else {*state.names, *state.wrapper_guards}
-        return [
-            not (isinstance(e.value, Tensor) and (id(e.value) in own or isinstance(GUARDS.get(id(e.value)), Whole)))
-            for e in entries
-        ]
+
+        def is_ours(value: Any) -> bool:
+            return isinstance(value, Tensor) and (id(value) in own or isinstance(GUARDS.get(id(value)), Whole))
+
+        return [e.guard_type == same_object.__name__ or not is_ours(e.value) for e in entries]
 
     return wanted
