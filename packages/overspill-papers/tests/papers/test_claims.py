@@ -51,6 +51,23 @@ def test_a_figure_agrees_within_15_percent_and_a_limit_is_kept_or_not(
     assert result.agrees is agrees
 
 
+@pytest.mark.parametrize(
+    ("value", "bound", "ours", "without", "counts"),
+    [
+        (100, "=", 100, 110, False),
+        (100, "=", 100, 120, True),
+        (100, "=", 120, None, True),
+        (1, ">", 2, 1.5, False),
+        (1, ">", 2, 1, True),
+        (1, "<", 0.5, None, True),
+    ],
+)
+def test_a_row_counts_if_it_fails_or_taking_the_mechanism_out_turns_it(
+    value: float, bound: str, ours: float, without: float | None, counts: bool
+) -> None:
+    assert Result(claim(value, bound), ours, without=without).counts is counts
+
+
 def test_a_policy_without_a_schedule_is_a_result_too() -> None:
     def compute(lab: Lab) -> float:
         raise InfeasibleBudget("no   room", budget_bytes=1, floor_bytes=2, cause="")

@@ -79,8 +79,12 @@ class Result:
 
     @property
     def agrees_anyway(self) -> bool:
-        """Whether ours agrees, and would without the paper's mechanism."""
-        return self.agrees and _agrees(self.claim, self.without)
+        """Whether ours agrees, and would without the paper's mechanism.
+
+        A limit that is just met without it, as when a policy is compared with itself, would not.
+        """
+        just = self.claim.is_limit and self.without is not None and isclose(self.without, self.claim.value)
+        return self.agrees and not just and _agrees(self.claim, self.without)
 
     @property
     def certain(self) -> str:
@@ -91,6 +95,14 @@ class Result:
 
     @property
     def counts(self) -> bool:
+        """Whether the row tells of the mechanism.
+
+        It could fail, repeats no other row, and would not agree without the mechanism.
+        """
+        return self.is_judged and not self.agrees_anyway
+
+    @property
+    def is_judged(self) -> bool:
         """Whether the row could fail, and repeats no other row."""
         claim = self.claim
         return not (claim.fitted or claim.aside or claim.repeats or self.certain)
@@ -107,19 +119,16 @@ def _agrees(claim: Claim, ours: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of figures that agree, limits, and rows that do not count.
-
-    Figures are those that can disagree.
-    """
+    """Numbers of figures that agree, of limits that are kept, and of rows that do not count."""
 
     figures: int
     agreeing: int
     agreeing_anyway: int
-    """Those of the agreeing figures that would agree without the paper's mechanism."""
+    """Figures beside these, which agree without the paper's mechanism too."""
     limits: int
     limits_kept: int
     limits_kept_anyway: int
-    """Those of the kept limits that would be kept without the paper's mechanism."""
+    """Limits beside these, which are kept without the paper's mechanism too."""
     fitted: int
     aside: int
     certain: int
@@ -128,16 +137,16 @@ class Counts:
     @classmethod
     def of(cls, found: Sequence[Result]) -> Counts:
         """Return the counts of some results."""
-        judged = [result for result in found if result.counts]
-        limits = [result for result in judged if result.claim.is_limit]
-        figures = [result for result in judged if not result.claim.is_limit]
+        limits = [result for result in found if result.counts and result.claim.is_limit]
+        figures = [result for result in found if result.counts and not result.claim.is_limit]
+        anyway = [result.claim.is_limit for result in found if result.is_judged and result.agrees_anyway]
         return cls(
             len(figures),
             sum(r.agrees for r in figures),
-            sum(r.agrees_anyway for r in figures),
+            anyway.count(False),
             len(limits),
             sum(r.agrees for r in limits),
-            sum(r.agrees_anyway for r in limits),
+            anyway.count(True),
             sum(bool(result.claim.fitted) for result in found),
             sum(bool(result.claim.aside) for result in found),
             sum(bool(result.certain) for result in found),
@@ -173,7 +182,7 @@ def _result(claim: Claim, lab: Lab, without: Lab | None) -> Result:
     result = Result(claim, ours, trouble)
     if claim.assumed and ours is not None:
         result = replace(result, scaled=tuple(claim.compute(lab.scaled(scale)) for scale in SCALES))
-    if without is not None and result.counts and result.agrees:
+    if without is not None and result.is_judged and result.agrees:
         result = replace(result, without=_computed(claim, without)[0])
     return result
 

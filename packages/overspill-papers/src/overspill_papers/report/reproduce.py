@@ -58,7 +58,11 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
         "",
         *(Text(f"({number}) {said}") for said, number in remarks.items()),
         *([""] if remarks else []),
-        *([Text(f"*: would agree {paper.without} too.")] if any(result.agrees_anyway for result in found) else []),
+        *(
+            [Text(f"*: does not count, for it would agree {paper.without} too.")]
+            if any(result.agrees_anyway for result in found)
+            else []
+        ),
         Text(
             f"Ours are simulated, on {paper.machine} and the step as the paper's framework runs it; nothing was "
             "measured."
@@ -68,16 +72,18 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
 
 
 def counted(counts: Counts, without: str) -> str:
-    """Return how many figures agree, in words, and how many would without the paper's mechanism.
+    """Return how many figures agree and limits are kept, in words, and which rows do not count.
 
-    As `22 of 25 figures within 15 %, 9 of them with nothing offloaded too; 2 of 2 limits kept, 1 of them …; rows that
-    do not count: 7 that a constant was set by, 3 other readings, 2 that cannot fail, 1 that repeats others`.
+    As `13 of 20 figures within 15 %; 1 of 1 limits kept; rows that do not count: 11 figures and 1 limit that would hold
+    with nothing offloaded too, 7 that a constant was set by, 3 other readings, 2 that cannot fail`.
     """
-
-    def said(agreeing: int, of: int, what: str, anyway: int) -> str:
-        return f"{agreeing} of {of} {what}, {anyway} of them {without} too" if of else ""
-
+    anyway = [
+        f"{number} {what}{'s' * (number > 1)}"
+        for number, what in ((counts.agreeing_anyway, "figure"), (counts.limits_kept_anyway, "limit"))
+        if number
+    ]
     beside = (
+        (" and ".join(anyway), f"that would hold {without} too"),
         (counts.fitted, "by which a constant was set"),
         (counts.aside, "other readings"),
         (counts.certain, "that cannot fail"),
@@ -85,8 +91,8 @@ def counted(counts: Counts, without: str) -> str:
     )
     left = ", ".join(f"{number} {what}" for number, what in beside if number)
     parts = (
-        said(counts.agreeing, counts.figures, f"figures within {100 * TOLERANCE:.0f} %", counts.agreeing_anyway),
-        said(counts.limits_kept, counts.limits, "limits kept", counts.limits_kept_anyway),
+        f"{counts.agreeing} of {counts.figures} figures within {100 * TOLERANCE:.0f} %" if counts.figures else "",
+        f"{counts.limits_kept} of {counts.limits} limits kept" if counts.limits else "",
         f"rows that do not count: {left}" if left else "",
     )
     return "; ".join(filter(None, parts))

@@ -121,8 +121,8 @@ _WEIGHT_GRADIENTS = (
     "and gone, as soon as it is made, it is 4.0 GB."
 )
 _DEEPER = (
-    "Over the six networks of Fig. 11 alone it is 80.9 %, GoogLeNet's. The four very deep ones, of small batches, "
-    "leave more."
+    "The axis of Fig. 1 ends at 30 000 MB, so the very deep networks, of up to 67 GB, are not in it. With them it "
+    "would be 96.7 %."
 )
 _FITS = (
     "VGG-16 (128) fits the GPU here with nothing offloaded, as layers release what is used up, and loses nothing. "
@@ -156,7 +156,7 @@ CLAIMS: tuple[Claim, ...] = (
     _claim("Fig. 1", "AlexNet (128), baseline", 'required a "mere" 1.1 GB', "I", 1.1, "GB",
            partial(baseline_gb, "alexnet", 128)),
     *(
-        _claim("Fig. 1", f"baseline's memory that is never used at once, {word} of ten networks", _UNUSED, "I", value,
+        _claim("Fig. 1", f"baseline's memory that is never used at once, {word} of six networks", _UNUSED, "I", value,
             "%",
                partial(unused_percent, of), note)
         for word, value, of, note in (("least", 53, min, ""), ("most", 79, max, _DEEPER))
