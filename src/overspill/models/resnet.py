@@ -137,8 +137,12 @@ def build_cifar(name: str, *, small: bool, size: int | None) -> BuiltModel:
     §4.2 with n = 5; the small one has half the channels.
     """
     image_size = checked_size(name, "image_size", size, default=32, minimum=4)
-    width = 8 if small else 16
-    blocks, channels = _stages((5, 5, 5), width, bottleneck=False, shortcut=padding)
-    module = nn.Sequential(conv_norm(3, width, 3), nn.ReLU(), *blocks, *_head(channels, 10))
+    return cifar(name, (5, 5, 5), width=8 if small else 16, image_size=image_size)
+
+
+def cifar(name: str, blocks: tuple[int, int, int], *, image_size: int, width: int = 16) -> BuiltModel:
+    """Return a ResNet for CIFAR-10 with so many basic blocks of `width`, twice and four times `width`."""
+    body, channels = _stages(blocks, width, bottleneck=False, shortcut=padding)
+    module = nn.Sequential(conv_norm(3, width, 3), nn.ReLU(), *body, *_head(channels, 10))
     he_init(module, "fan_out")
     return BuiltModel(name, module, normalised_image_batches(name, image_size, 10, 4), classification_loss)

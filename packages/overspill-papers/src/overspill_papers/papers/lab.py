@@ -53,6 +53,8 @@ class LabSetting:
     """False: each weight's gradient is applied and freed as soon as it is made."""
     shared_bandwidth: bool = False
     """Whether transfers take their bandwidth from ops, as if each op needed all of it (vDNN §V-B)."""
+    conv_efficiency: float | None = None
+    """The share of its FLOP/s that the device reaches in convolutions, if not that of its profile."""
 
 
 class Lab:
@@ -101,6 +103,8 @@ class Lab:
         if setting.shared_bandwidth:
             share = device.offload_bytes_per_second / device.memory_bytes_per_second
             device = replace(device, transfer_compute_share=share)
+        if setting.conv_efficiency is not None:
+            device = replace(device, efficiency={**device.efficiency, LayerType.CONV: setting.conv_efficiency})
         return device
 
     def graph(self, setting: LabSetting) -> Graph:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from overspill_papers.capture.mxnet.symbol import VARIABLE, Node, NodeOutput, Symbol
 
 CLASSES = 1000
+NO_LIMIT_MIB = 1 << 20
+"""§5.1: "We did not limit the memory usage of the cuDNN workspace"."""
 
 
 class Builder:
@@ -47,7 +49,7 @@ class Builder:
         """Return a convolution."""
         return self.layer(
             "Convolution", name, data, ("weight", "bias") if bias else ("weight",), num_filter=filters, kernel=kernel,
-            stride=(stride, stride), pad=pad, no_bias=not bias,
+            stride=(stride, stride), pad=pad, no_bias=not bias, workspace=NO_LIMIT_MIB,
         )  # fmt: skip
 
     def batch_norm(self, name: str, data: NodeOutput) -> NodeOutput:
