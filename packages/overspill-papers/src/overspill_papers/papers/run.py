@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from overspill.core import Device, Graph, LayerType, Schedule, Timeline, Verb
-from overspill.placement import ALLOCATE, Events, Replay, replay
+from overspill.placement import Events, Replay, replay
 from overspill.simulate import trace_of
 from overspill_papers.placement import CnmemConfig, TwoEndedConfig
 from overspill_papers.placement.allocators.two_ended import TRIAL_POOL_BYTES
@@ -97,10 +97,14 @@ class PolicyRun:
         """Return whether the step and its repetition survive in `pool` on the device."""
         return self._replayed(pool, self.device.usable_bytes).fits
 
-    def chunks_mapped(self, chunk_bytes: int, least_bytes: int) -> int:
-        """Return the chunks that a step maps, with separate addresses for each block of more than `least_bytes`."""
-        large = (self.events.action == ALLOCATE) & (self.events.nbytes > least_bytes)
-        return int(np.ceil(self.events.nbytes[large] / chunk_bytes).sum())
+    def mapped_bytes(self, pool: PaperPool) -> int:
+        """Return the bytes that `pool`, of virtual addresses, maps in a step that repeats another.
+
+        Where the device has no room for the step, it is as if it had.
+        """
+        done = self._replayed(pool, self.device.usable_bytes)
+        events = (done if done.fits else self._replayed(pool)).segment_events
+        return sum(e.nbytes for e in events if e.action == "segment_map" and e.at >= len(self.events))
 
     def seconds_of(self, layer: LayerType) -> float:
         """Return the seconds in which ops of layers of this type ran."""
