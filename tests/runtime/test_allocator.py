@@ -317,4 +317,5 @@ def test_a_script_that_cannot_have_it_does_not_run(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs PyTorch for CUDA" in done.stderr
     assert "there is no file and no module absent.py" in run("absent.py").stderr
-    assert "there is no allocator 'x'" in run("train.py", "--allocator", "x").stderr
+    assert "there is no allocator 'x'" in run("--allocator", "x", "train.py").stderr
+    assert run("train.py", "--epochs", "3").stderr == done.stderr

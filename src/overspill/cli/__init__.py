@@ -80,7 +80,9 @@ def _add_command(name: str) -> None:
     """
     try:
         panel = next((panel for panel, names in COMMAND_PANELS.items() if name in names.split()), None)
-        app.command(name, rich_help_panel=panel)(COMMANDS.named(name))
+        # What stands behind a script is the script's.
+        settings = {"allow_interspersed_args": False} if name == "run" else None
+        app.command(name, rich_help_panel=panel, context_settings=settings)(COMMANDS.named(name))
     except RequestError as error:
         told = str(error)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import overspill
-from overspill.core.errors import OverspillError, StoreError
+from overspill.core.errors import OverspillError, RequestError, StoreError
 from overspill.runtime.compiled.named_backend import session_with
 from overspill.runtime.transfer.engine import TransferEngine
 
@@ -704,3 +706,28 @@ def test_layers_that_have_one_forward_keep_their_own_weights() -> None:
             run.see(loss)
 
     compare(loop, "150KiB")
+
+
+def test_the_state_of_an_optimizer_that_is_gone_goes_though_dynamo_keeps_the_programs() -> None:
+    def used() -> list[weakref.ref[Tensor]]:
+        run = Run("45%", "host")
+        _, compiled, optimizer = begin(run)
+        for seed in range(2):
+            loss_of(compiled, seed).backward()
+            optimizer.step()
+        run.moves()
+        return [weakref.ref(t) for state in optimizer.state.values() for t in state.values() if t.dim()]
+
+    state = used()
+    gc.collect()
+    assert state
+    left = [tensor for ref in state if (tensor := ref()) is not None]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in left) < WIDTH
+
+
+def test_what_is_compiled_already_is_not_compiled_again() -> None:
+    model = net()
+    compiled = overspill.compile(model, budget="8MiB", store="host")
+    for again in (compiled, overspill.compile(model.forward, budget="8MiB", store="host")):
+        with pytest.raises(RequestError, match="compiled by Overspill"):
+            overspill.compile(again, budget="4MiB", store="host")

@@ -105,6 +105,11 @@ def compile(  # noqa: A001 - named as torch.compile is
         budget, policy, store, store_dir, backend, planned_for(device), reserve, times, placement=placement,
         checksum=checksum, on_unplanned=on_unplanned, partition=partition,
     )  # fmt: skip
+    if isinstance(getattr(model, "__dict__", {}).get("overspill"), Session):
+        raise RequestError(
+            "this is compiled by Overspill already; to change the budget, compile what it was made of (a module is its "
+            "`_orig_mod`)"
+        )
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     optimizers = None if given is None else [unwrapped(o) for o in given]
     parameters = model.parameters() if isinstance(model, nn.Module) else ()

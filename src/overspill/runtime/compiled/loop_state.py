@@ -529,6 +529,13 @@ class LoopState(StepState):
         self.tensor_guards.clear()
         self.wrapper_guards.clear()
 
+    def forget_optimizers(self) -> None:
+        """Leave the state of optimizers to these, behind `release`; Dynamo may keep the programs that have it here."""
+        for owned in self.owned.values():
+            for name in owned.residents():
+                self.residency.residents.pop(name, None)
+            owned.content, owned.seen, owned.shown = {}, (), ()
+
 
 def _references(parameter: Tensor) -> int:
     """Return how many references C++ holds to a parameter, besides its object's and its gradient node's."""
