@@ -29,8 +29,8 @@ from overspill.runtime.transfer.stores import make_store
 
 def test_the_public_names_are_these() -> None:
     assert overspill.__all__ == [
-        "Session", "advise", "compare", "compile", "errors", "estimate", "load_device", "pack", "plan",
-        "plan_graph", "record", "sweep", "train_step",
+        "Session", "advise", "allocator", "compare", "compile", "errors", "estimate", "load_device", "pack", "plan",
+        "plan_graph", "record", "step", "sweep", "train_step",
     ]  # fmt: skip
     assert all(getattr(overspill, name) is not None for name in overspill.__all__)
     assert all(issubclass(getattr(errors, name), OverspillError) for name in errors.__all__)

@@ -233,7 +233,7 @@ def test_the_list_has_every_experiment_with_its_seconds_and_every_topic_with_wha
 
 
 def test_the_page_has_every_topic_as_it_is(gpu: ModuleType) -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "bench" / "gpu_campaign.md").read_text(encoding="utf-8")
     for number, topic in importlib.import_module("gpu.catalogue").TOPICS.items():
         assert f"| {number} {topic.title} | {topic.question} | {topic.decides} |\n" in page
 

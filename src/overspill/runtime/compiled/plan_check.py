@@ -153,6 +153,7 @@ class PlanCheck:
             self.kept_bytes = nbytes
             what = ", ".join(sorted(kept)[:3])
             self._renewal.begin_rounds()
+            self._renewal.is_asked = False  # what was to be planned anew anyway is no reason to say nothing
             self._renewal.ask(
                 f"has a part of {model} that torch.compile does not trace ({what}), which keeps "
                 f"{format_bytes(nbytes)} for backward"
