@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import overspill
-from overspill.errors import RequestError, UnplannedError, UnsupportedError
+from overspill.errors import RequestError, UnsupportedError
 from overspill.pytorch.dynamo import IDENTITY
 from overspill.runtime.reachable import same_bits
 
