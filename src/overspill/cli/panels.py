@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -58,12 +58,8 @@ def arrange(commands: Mapping[str, Any], *, everything: bool) -> None:
             option.rich_help_panel = _PANEL_OF.get(word, _REST) if everything and len(options) > _MANY else None
         others = [one for one in command.params if one not in options]
         command.params[:] = [*others, *sorted(options, key=lambda one: _ORDER.get(_word(one), len(_ORDER)))]
-        command.epilog = f"{HELP_ALL} shows all {_count(options, never)} options." if short else None
+        command.epilog = f"{HELP_ALL} shows all {len(options) - len(never)} options." if short else None
 
 
 def _word(option: typer.core.TyperOption) -> str:
     return next(name for name in option.opts if name.startswith("--"))[2:]
-
-
-def _count(options: Iterable[typer.core.TyperOption], never: set[str]) -> int:
-    return sum(_word(option) not in never for option in options)

@@ -20,7 +20,7 @@ FORMS = {
     "llama-3.1-8b": "the same without a network or a login, for " + ", ".join(SHORT),
 }
 """The forms of such names, and their meaning."""
-_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.py)(,.*)?")
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.py)")
 _SIZES = ("width", "depth", "heads", "vocabulary", "seq_len")
 
 
@@ -28,9 +28,9 @@ def full_name(name: str) -> str:
     """Return `name`, or what it is short for: `hf:owner/name` for a name on the Hub or of `PUBLISHED`."""
     if ":" in name:
         return name
-    known = published(name.partition(",")[0]) if "/" not in name else name.partition(",")[0]
-    fields = name[name.find(",") :] if "," in name else ""
-    return f"{HUGGING_FACE}:{known}{fields}" if known and _ON_HUB.fullmatch(known) else name
+    source, comma, fields = name.partition(",")
+    known = source if "/" in source else published(source)
+    return f"{HUGGING_FACE}:{known}{comma}{fields}" if known and _ON_HUB.fullmatch(known) else name
 
 
 def is_configured(name: str) -> bool:
