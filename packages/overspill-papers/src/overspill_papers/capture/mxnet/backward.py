@@ -6,16 +6,22 @@ Nodes are in the order in which MXNet's executor runs them. After `src/nnvm/grad
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from .operators import Operator, Shape, Shapes, known, operator_of
+from overspill.core.errors import UnsupportedError
+
+from .operators import Operator, operator_of
+from .shapes import Shape, Shapes, known
 from .symbol import VARIABLE, Node, NodeOutput, Symbol
 
 INPLACE_SUM_CAP = 8
 """MXNET_EXEC_INPLACE_GRAD_SUM_CAP: as many gradients and more are added one after the other."""
 HEAD_GRADIENT = "head_grad"
+TRAINED = "__grad_req__"
+"""The attribute of a variable that has no gradient if it is `null`."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,11 @@ class MxnetStep:
     gradients: dict[str, NodeOutput]
     """The entry of each parameter's gradient."""
     auxiliary: frozenset[str]
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward."""
+        return self.forward_count < len(self.nodes)
 
 
 @dataclass
@@ -97,27 +108,48 @@ def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_SymbolGraph, fr
 
     Operators infer the shapes of weights.
     """
-    shapes: list[list[Shape | None]] = [
-        [inputs.get(node.name, node.numbers("__shape__") or None)] if node.is_variable else [] for node in symbol.nodes
+    counts = Counter[int]()
+    for entry in (*(entry for node in symbol.nodes for entry in node.inputs), *symbol.heads):
+        counts[entry.node] = max(counts[entry.node], entry.number + 1)
+    shapes: list[Shapes] = [
+        [inputs.get(node.name, node.numbers("__shape__") or None)] if node.is_variable else [None] * counts[i]
+        for i, node in enumerate(symbol.nodes)
     ]  # fmt: skip
-    auxiliary: set[str] = set()
-    of: list[Operator | None] = []
-    for i, node in enumerate(symbol.nodes):
-        of.append(None if node.is_variable else operator_of(node))
-        operator = of[-1]
-        if operator is None:
-            continue
-        # An operator completes the shapes of its inputs.
-        read: Shapes = [shapes[entry.node][entry.number] for entry in node.inputs]
-        made = operator.infer(node, read)
-        for entry, shape in zip(node.inputs, read, strict=True):
-            shapes[entry.node][entry.number] = shape
-        shapes[i] = list(made)
-        auxiliary |= {symbol.nodes[node.inputs[k].node].name for k in operator.auxiliary if k < len(node.inputs)}
+    of = [None if node.is_variable else operator_of(node) for node in symbol.nodes]
+    left = [i for i, operator in enumerate(of) if operator is not None]
+    while left:
+        # What must wait for a shape that a later operator infers is tried again.
+        waiting = {i: error for i in left if (error := _infer(symbol, i, of[i], shapes)) is not None}
+        if len(waiting) == len(left):
+            raise next(iter(waiting.values()))
+        left = list(waiting)
+    auxiliary = {node.name for node in symbol.nodes if node.attrs.get(TRAINED) == "null"}
+    for node, operator in zip(symbol.nodes, of, strict=True):
+        states = () if operator is None else operator.auxiliary
+        auxiliary |= {symbol.nodes[node.inputs[k].node].name for k in states if k < len(node.inputs)}
     whole = [
         tuple(known(node, row, k) for k in range(len(row))) for node, row in zip(symbol.nodes, shapes, strict=True)
     ]
     return _SymbolGraph(list(symbol.nodes), whole, of, [None] * len(of)), frozenset(auxiliary)
+
+
+def _infer(symbol: Symbol, i: int, operator: Operator | None, shapes: list[Shapes]) -> UnsupportedError | None:
+    """Infer the shapes of node `i` and of what it reads; return an error if one is not known yet."""
+    node = symbol.nodes[i]
+    if operator is None:
+        return None
+    read: Shapes = [shapes[entry.node][entry.number] for entry in node.inputs]
+    operator.complete(node, read, shapes[i])
+    made, error = None, None
+    try:
+        made = operator.infer(node, read)
+    except UnsupportedError as unknown:
+        error = unknown
+    for entry, shape in zip(node.inputs, read, strict=True):
+        shapes[entry.node][entry.number] = shape
+    if made is not None and (node.inputs or None in shapes[i]):
+        shapes[i] = list(made)
+    return error
 
 
 def _gradients(graph: _SymbolGraph, symbol: Symbol, parameters: Collection[int]) -> dict[int, NodeOutput]:
@@ -129,7 +161,7 @@ def _gradients(graph: _SymbolGraph, symbol: Symbol, parameters: Collection[int])
         found[head] = [NodeOutput(graph.add(Node(VARIABLE, HEAD_GRADIENT), (shape,), None), 0)]
     for i in reversed(order):
         node, operator = graph.nodes[i], graph.of[i]
-        if operator is None:
+        if operator is None or operator.gradients == 0:
             continue
         # Sum the gradients of the node's outputs.
         above = [
@@ -138,10 +170,11 @@ def _gradients(graph: _SymbolGraph, symbol: Symbol, parameters: Collection[int])
         ]
         if not operator.backward:
             made = [above[0]] * len(node.inputs)
-        elif any(entry is None for entry in above) and "g" in operator.backward:
+        elif not any(above) and "g" in operator.backward:
             continue  # nothing below the loss depends on it
         else:
-            made = _gradient_node(graph, i, operator, above)
+            whole = [entry or _zeros(graph, i, k) for k, entry in enumerate(above)]
+            made = _gradient_node(graph, i, operator, whole)
         # Pass the gradients on to the inputs.
         for entry, gradient in zip(node.inputs, made, strict=False):
             if gradient is not None:
@@ -150,17 +183,16 @@ def _gradients(graph: _SymbolGraph, symbol: Symbol, parameters: Collection[int])
     return _distinct(graph, {i: entry for i, entry in sums.items() if entry is not None})
 
 
-def _gradient_node(
-    graph: _SymbolGraph, i: int, operator: Operator, above: list[NodeOutput | None]
-) -> list[NodeOutput | None]:
+def _gradient_node(graph: _SymbolGraph, i: int, operator: Operator, above: list[NodeOutput]) -> list[NodeOutput | None]:
     """Add the node that makes the gradients of node `i`'s inputs."""
     node = graph.nodes[i]
     read: list[NodeOutput] = []
     for what in operator.backward:
         if what == "g":
-            read += [entry for entry in above if entry is not None]
+            read += above
         elif what[0] == "o":
-            read.append(NodeOutput(i, int(what[1:])))
+            if int(what[1:]) < len(graph.shapes[i]):
+                read.append(NodeOutput(i, int(what[1:])))
         elif int(what[1:]) < len(node.inputs):
             read.append(node.inputs[int(what[1:])])
     count = len(node.inputs) if operator.gradients is None else operator.gradients
@@ -168,6 +200,13 @@ def _gradient_node(
     gradient = Node(f"_backward_{node.op}", f"{node.name}_backward", tuple(read), node.attrs, (i,))
     made = graph.add(gradient, shapes, operator, i)
     return [NodeOutput(made, k) for k in range(count)]
+
+
+def _zeros(graph: _SymbolGraph, i: int, k: int) -> NodeOutput:
+    """Return an entry of zeros: the gradient of output `k` of node `i`, which nothing reads."""
+    shape = graph.shapes[i][k]
+    node = Node("_zeros", "zeros", attrs={"shape": str(shape)})
+    return NodeOutput(graph.add(node, (shape,), operator_of(node)), 0)
 
 
 def _sum(graph: _SymbolGraph, parts: list[NodeOutput], shape: Shape) -> NodeOutput | None:

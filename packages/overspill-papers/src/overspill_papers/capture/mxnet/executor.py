@@ -19,7 +19,8 @@ from overspill.costs.scratch import Scratch
 
 from .backward import HEAD_GRADIENT, MxnetStep, training_step
 from .memory_plan import ITEM_BYTES, MemoryPlan
-from .operators import Shape, is_operator
+from .operators import is_operator
+from .shapes import Shape
 from .symbol import Node, NodeOutput, Symbol
 
 WORKSPACE_MIB = 1024
@@ -94,6 +95,8 @@ class _SymbolExecutor:
             dict.fromkeys(self._place(NodeOutput(i, k), phase, layer) for k in range(len(self.step.shapes[i])))
         )
         self._take_space(self._space_bytes(i), layer, phase)
+        if phase is Phase.FORWARD and self.step.trains:
+            self._reserve(i, layer)
         self._ledger.add(RecordedOp(node.op, layer, phase, 0, reads, writes))
 
     def _place(self, entry: NodeOutput, phase: Phase, layer: str) -> int:
@@ -106,6 +109,14 @@ class _SymbolExecutor:
             name = self.step.nodes[entry.node].name
             self._storages[storage] = self._allocate(self.plan.nbytes[storage], kind, name, phase, layer)
         return self._storages[storage]
+
+    def _reserve(self, i: int, layer: str) -> None:
+        """Allocate what the operator of node `i` keeps from its first run on."""
+        node, operator = self.step.nodes[i], self.step.of[i]
+        shapes = [self.step.shapes[entry.node][entry.number] for entry in node.inputs]
+        nbytes = 0 if operator is None else operator.reserve(node, shapes)
+        if nbytes:
+            self._allocate(nbytes, TensorKind.ACTIVATION, f"reserve of {node.name}", Phase.FORWARD, layer)
 
     def _take_space(self, nbytes: int, layer: str, phase: Phase) -> None:
         """Use `nbytes` of temporary space.
@@ -124,7 +135,7 @@ class _SymbolExecutor:
         layer = i if forward is None else forward
         if operator is None:
             return 0
-        if is_operator(self.step.nodes[layer], "Convolution"):
+        if is_operator(self.step.nodes[layer], "Convolution", "Deconvolution"):
             return self._workspace_bytes(layer)
         read = self.step.nodes[layer].inputs
         shapes = [self.step.shapes[entry.node][entry.number] for entry in read]
@@ -138,6 +149,8 @@ class _SymbolExecutor:
         node = self.step.nodes[layer]
         data, weight = (self.step.shapes[entry.node][entry.number] for entry in node.inputs[:2])
         made = self.step.shapes[layer][0]
+        if is_operator(node, "Deconvolution"):  # it runs as the gradient of a convolution
+            data, made = made, data
         sizes = Sizes(
             data[0], data[1], made[1], data[2:], made[2:], weight[2:], node.number("num_group", 1), ITEM_BYTES, 1
         )

@@ -53,6 +53,10 @@ class Node:
         value = ast.literal_eval(text)
         return tuple(int(v) for v in value) if isinstance(value, (tuple, list)) else (int(value),)
 
+    def places(self, name: str) -> tuple[int | None, ...]:
+        """Return the entries of attribute `name`, integers or None, as in `(0, None)`."""
+        return tuple(None if v is None else int(v) for v in ast.literal_eval(self.attrs.get(name, "()")))
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return whether attribute `name` is true."""
         text = self.attrs.get(name)

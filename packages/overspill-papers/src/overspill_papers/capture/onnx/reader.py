@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill_papers.capture.mxnet.operators import Shape
+from overspill_papers.capture.mxnet.shapes import Shape
 from overspill_papers.capture.mxnet.symbol import VARIABLE, Node, NodeOutput, Symbol
 
 LABEL = "softmax_label"
