@@ -8,6 +8,7 @@ that may move, as in a whole step (`whole_step.py`), but ops do not cross the cu
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -17,6 +18,16 @@ from overspill.core import LayerType, Phase, TensorKind
 from .graph import CLIP, GRADIENTS, TANGENTS_ARE_GIVEN, Captured, CaptureOfStep, InputInfo, Surroundings, lies_as
 from .joint import JointGraph, storages
 from .whole_step import UPDATE, CaptureOfWholeStep, GradientOps, ParameterUpdate
+
+Build = Callable[[JointGraph, list[InputInfo], GradientOps, Surroundings], "CapturedCutStep"]
+"""Captures a step that is cut, as `capture_cut_step` does."""
+
+
+def capture_cut_step(
+    joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, surroundings: Surroundings
+) -> CapturedCutStep:
+    """Return the Graph of the step around `joint`, which is changed; `inputs` are by position."""
+    return CaptureOfCutStep(joint, inputs, ops, surroundings).build()
 
 
 @dataclass(frozen=True)

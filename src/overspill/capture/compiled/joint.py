@@ -72,7 +72,7 @@ class JointGraph:
 
     def copied(self) -> JointGraph:
         """Return a copy of the graph that may be changed."""
-        return JointGraph(copied(self.module), len(self.forward_outputs))
+        return type(self)(copied(self.module), len(self.forward_outputs))
 
     def _read_outputs(self, num_forward_outputs: int) -> None:
         output = self.module.graph.find_nodes(op="output")[0]

@@ -6,8 +6,8 @@ gradients among the arguments of backward. The last ones, as many as its metadat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -17,12 +17,17 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, mutat
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 from overspill.pytorch.autograd import keeps_graph
 from overspill.runtime.arena import storage_at, tensor_at
-from overspill.runtime.driver import LoweredProgram
-from overspill.runtime.recording.instrument import run
-from overspill.runtime.recording.recorder import RunRecorder
+from overspill.runtime.lower import Stretch
 
-Lowered = tuple[Captured, tuple[fx.GraphModule, ...]]
-"""The captured step and its lowered graphs: forward, and backward if any."""
+
+class Lowered(NamedTuple):
+    """A captured step, lowered by its plan."""
+
+    captured: Captured
+    stretches: Sequence[Stretch]
+    """Forward, and backward if any; the update where it is captured."""
+    runs: Sequence[Callable[[list[Any]], Any]]
+    """How forward and backward run, on lists of arguments, which they empty."""
 
 
 WRITES_OVER = "backward(retain_graph=True) would read what this backward writes over; {}"
@@ -35,11 +40,10 @@ class CallsOfPlan:
     AOTAutograd does not check the last `unchecked` saved tensors for changes.
     """
 
-    def __init__(self, captured: Captured, modules: Sequence[fx.GraphModule], unchecked: int) -> None:
-        self._graph = captured.graph
-        self._programs = [LoweredProgram(module) for module in modules]
+    def __init__(self, lowered: Lowered, unchecked: int) -> None:
+        captured, (fore, *_), self._runs = lowered
         # Empty tensors pad the saved ones to the number that AOTAutograd counted.
-        outputs = self._programs[0].results
+        outputs = fore.module.graph.find_nodes(op="output")[0].args[0][: fore.own]
         self._own = len(captured.joint.forward_outputs)
         loose = sum(bool(node.meta.get(NO_VERSION_CHECK)) for node in outputs[self._own :])
         if loose > unchecked:
@@ -47,25 +51,26 @@ class CallsOfPlan:
         self._place = len(outputs) - loose
         self._padding = [torch.empty(0, device="cpu")] * (unchecked - loose)
         self._saved = self._place - self._own
-        self._cure = _no_second_time(captured.joint, modules)
+        self._cure = _no_second_time(captured.joint, [stretch.module for stretch in lowered.stretches])
 
-    def forward(self, args: list[Any], recorder: RunRecorder | None) -> list[Any]:
+    def forward(self, args: list[Any]) -> list[Any]:
         """Return the results, followed by the saved tensors."""
-        found = list(run(self._programs[0], self._graph, recorder, args))
+        found = list(self._runs[0](args))
         # Inductor returns a tensor and its detach() as one, and AOTAutograd marks that one: pytorch #195357.
         first = {id(result): i for i, result in reversed([*enumerate(found[: self._own])])}
         for i, result in enumerate(found[: self._own]):
             found[i] = result.detach() if isinstance(result, Tensor) and first[id(result)] != i else result
-        if len(self._programs) > 1:
+        if len(self._runs) > 1:
             found[self._place : self._place] = self._padding
         return found
 
-    def backward(self, args: list[Any], recorder: RunRecorder | None) -> tuple[Any, ...]:
+    def backward(self, args: list[Any]) -> Sequence[Any]:
         """Return the gradients. Raises UnsupportedError if it would have to run twice, and cannot."""
         if self._cure and keeps_graph():
             raise UnsupportedError(WRITES_OVER.format(self._cure))
         del args[self._saved : self._saved + len(self._padding)]
-        return run(self._programs[1], self._graph, recorder, args)
+        made: Sequence[Any] = self._runs[1](args)
+        return made
 
 
 def _no_second_time(joint: JointGraph, modules: Sequence[fx.GraphModule]) -> str:

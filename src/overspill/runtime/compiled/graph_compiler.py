@@ -38,7 +38,6 @@ from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import Stretch, lower, shown
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.instrument import run as run_program
-from overspill.runtime.recording.recorder import RunRecorder
 
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
@@ -184,13 +183,17 @@ class GraphCompiler:
         from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
         partition = self.session.options.partition
-        return compile_with_inductor(self.module, self.examples, self._plan_programs, self._begin_graph, partition)
+        return compile_with_inductor(self.module, self.examples, self._plan_programs, partition)
 
-    def _begin_graph(self) -> RunRecorder | None:
-        return self.session.begin_graph()
+    def _plan_programs(self, joint: JointGraph, capture_by: Callable[..., Partitioned[Captured]]) -> Lowered:
+        """Return the captured programs, lowered, for `compile_with_inductor`."""
+        loop, parameters = self.session.loop, self.parameters  # the session keeps these, not `self`
 
-    def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
-        """Return the captured programs and their lowered graphs, for `compile_with_inductor`."""
+        def captures(calls: JointGraph, inputs: Any, around: Any, *more: Any) -> Iterator[Captured]:
+            return loop.captures(calls, inputs, parameters, around, *more)
+
+        def how(*given: Any) -> Partitioned[Captured]:
+            return capture_by(*given, captures)
 
         def make(problem: GraphProblem[Any], partitioned: Partitioned[Captured], budget_bytes: int) -> Plan:
             plan = partitioned.best_plan(lambda one: problem.search(one.graph, budget_bytes))
@@ -204,7 +207,9 @@ class GraphCompiler:
         plan = self.planned.plan
         captured = partitioned.of(plan.graph)
         self.planned.partition = captured.partition
-        return captured, tuple(stretch.module for stretch in lower(captured, plan.schedule, *self._prepared(plan)))
+        stretches = self._lowered(captured, plan)
+        runs = [self._boxed(stretch.module, None, number=number) for number, stretch in enumerate(stretches[:2])]
+        return Lowered(captured, stretches, runs)
 
     def _prepared(self, plan: Plan) -> tuple[int, Arena]:
         """Return the number of an engine whose store fits `plan`, and the arena of the plan."""
@@ -226,14 +231,14 @@ class GraphCompiler:
 
         captured, plan = self._if_only_loss(graph, made)
         self.sharded_gradients = gradients_of(self.shards, graph)
-        forward, backward = self._lowered(captured, plan)
+        forward, backward = shown(captured, self._lowered(captured, plan))
         # Measure op times if asked.
         if self.session.options.profile:
             self.timer = self.session.timer = OpTimer(captured.graph, self.where)
         return forward, backward
 
-    def _lowered(self, captured: Captured, plan: Plan) -> list[fx.GraphModule]:
-        """Open the store and lower `plan`; return what AOTAutograd is shown: forward, and backward if any."""
+    def _lowered(self, captured: Captured, plan: Plan) -> tuple[Stretch, ...]:
+        """Open the store and lower `plan`; return its stretches: forward, and backward if any, then the update."""
         engine, arena = self._prepared(plan)
         stretches = lower(captured, plan.schedule, engine, arena)
         if isinstance(captured, CapturedCutStep):
@@ -249,7 +254,7 @@ class GraphCompiler:
                 if isinstance(example, nn.Parameter) and (source := getattr(node, SOURCE, None)) is not None:
                     install_guard(source.make_guard(same_object))  # one code may be of several layers
         self._again = partial(self._for_layout, engine, arena, stretches[0])
-        return shown(captured, stretches)
+        return stretches
 
     def _calls_of(self, captured: CapturedCutStep, stretches: Sequence[Stretch]) -> CutCalls:
         loop = self.session.loop
@@ -280,17 +285,15 @@ class GraphCompiler:
         positions = self.shards
 
         def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
-            if loop.is_in_force and (moving := loop.captured(joint, around[0], parameters, around[1])) is not None:
-                yield moving  # as the session's other graphs
-                return
             yield capture(joint, *around)
             if divided is not None and (other := divided(joint)) is not None:
                 yield capture(other, *around)
-            if (moving := loop.captured(joint, around[0], parameters, around[1])) is not None:
-                yield moving
 
-        def how(*given: Any) -> Partitioned[Captured]:
-            return Partitioned(captures(*given) if sharded is None else [sharded.captured(positions, *given)])
+        def how(joint: JointGraph, inputs: Any, around: Any) -> Partitioned[Captured]:
+            if sharded is not None:
+                return Partitioned([sharded.captured(positions, joint, inputs, around)])
+            plain = partial(captures, joint, inputs, around)
+            return Partitioned(loop.captures(joint, inputs, parameters, around, plain))
 
         def make(problem: GraphProblem[Any], captured: Partitioned[Captured], budget_bytes: int) -> Plan:
             def planned(nbytes: int) -> Plan:
@@ -352,7 +355,7 @@ class GraphCompiler:
         """Plan and lower a forward without backward (evaluation under no_grad)."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
         captured, plan = self._plan(graph)
-        (module,) = self._lowered(captured, plan)
+        (module,) = shown(captured, self._lowered(captured, plan))
         return self._boxed(module, _inputs)
 
     def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:

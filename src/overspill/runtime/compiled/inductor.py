@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from overspill.capture.compiled.cut_step import Build, CapturedCutStep
 from overspill.capture.compiled.effects import without_tokens
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, copied, draws
+from overspill.capture.compiled.whole_step import GradientOps
 from overspill.capture.programs.failures import inductor_failures
 from overspill.capture.programs.graph import capture_programs
 from overspill.capture.programs.joint import JointOfPrograms, joint_of_call
@@ -26,6 +28,7 @@ from overspill.capture.programs.known_shapes import with_known_shapes
 from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.capture.programs.uncompiled import kernels_later
+from overspill.capture.programs.whole_step import capture_cut_step_of_programs
 from overspill.core.errors import UnsupportedError
 from overspill.pytorch.aot import min_cut_rematerialization_partition
 from overspill.pytorch.dynamo import TracingContext, count_calls
@@ -38,26 +41,29 @@ from overspill.pytorch.inductor import (
     compile_fx,
     compile_fx_inner,
 )
-from overspill.runtime.recording.recorder import RunRecorder
+from overspill.runtime.step.away import Away
 
 from .calls import CallsOfPlan, Lowered
 from .partitions import PARTITIONS, Partitioned
 
-Begin = Callable[[], RunRecorder | None]
-"""Called before a graph runs; returns the recorder to notify, or None."""
-Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[Captured]]
+Captures = Callable[
+    [JointGraph, list[InputInfo], Surroundings, Callable[[], Iterable[Captured]], Build], Iterable[Captured]
+]
+"""The captures of a step by one partition, of the plain ones and of how to build one that is cut: as
+`LoopPlans.captures`."""
+Capture = Callable[[JointGraph, list[InputInfo], Surroundings, Captures], Partitioned[Captured]]
 Plan = Callable[[JointGraph, Capture], Lowered]
-"""From a joint graph and how to capture it: the chosen capture, and the lowered graphs of its plan."""
+"""From a joint graph and how to capture it: the chosen capture, lowered by its plan."""
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, examples: Sequence[Any], plan: Plan, begin: Begin, partition: float | None = None
+    module: fx.GraphModule, examples: Sequence[Any], plan: Plan, partition: float | None = None
 ) -> Callable[..., Any]:
     """Return a callable that runs Dynamo's `module` by `plan` with Inductor's kernels.
 
     `partition` is that of Options.
     """
-    by_partition = ByPartition(module, examples, begin, partition)
+    by_partition = ByPartition(module, examples, partition)
     usual = by_partition.usual
     if usual.joint is None:  # no ops
         return by_partition.compiled[usual]
@@ -67,18 +73,19 @@ def compile_with_inductor(
 class ByPartition:
     """`module` compiled by the usual partition, and by others on demand."""
 
-    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], begin: Begin, partition: float | None) -> None:
+    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], partition: float | None) -> None:
         spare = copied(module)
         self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(copied(spare), examples)
-        self._begin = begin
         self._tried: set[float] = set()
-        self.usual = _Compiler(begin, set(), partition)
+        self.usual = _Compiler(set(), partition)
         self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
-    def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned[Captured]:
-        """Return the captured programs of each partition, made on demand."""
-        return Partitioned(c.captured(inputs, surroundings) for c in self._all())
+    def capture(
+        self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, captures: Captures | None = None
+    ) -> Partitioned[Captured]:
+        """Return the captured programs of each partition, made on demand; None: parameters stay on the device."""
+        return Partitioned(found for c in self._all() for found in c.captured(inputs, surroundings, captures))
 
     def lowered(self, lowered: Lowered) -> Callable[..., Any]:
         """Return the callable that runs by this plan.
@@ -86,8 +93,8 @@ class ByPartition:
         No other partition is made afterwards, because that would keep the examples, real tensors, alive.
         """
         self._compile = None
-        chosen = next(c for c in self.compiled if c.partition == lowered[0].partition)
-        chosen.run_by(*lowered)
+        chosen = next(c for c in self.compiled if c.partition == lowered.captured.partition)
+        chosen.run_by(lowered)
         return self.compiled[chosen]
 
     def _all(self) -> Iterator[_Compiler]:
@@ -107,7 +114,7 @@ class ByPartition:
         if partition in self._tried:
             return None
         self._tried.add(partition)
-        compiler = _Compiler(self._begin, self.usual.seen, partition)
+        compiler = _Compiler(self.usual.seen, partition)
         with _left_out(partition):
             self.compiled[compiler] = compile_by(compiler)
             return compiler
@@ -152,7 +159,7 @@ def programs_of(
     seen: set[Any] = set()
 
     def programs(partition: float | None) -> PartitionPrograms:
-        compiler = _Compiler(lambda: None, seen, partition, list(lasting))
+        compiler = _Compiler(seen, partition, list(lasting))
         compiler.compiled(make_module(), examples)
         # Without a program of exactly these inputs there is nothing to plan.
         if compiler.joint is None or compiler.programs is None:
@@ -178,11 +185,14 @@ def programs_of(
 def align(args: list[Any], positions: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Replace GPU tensors that lack the alignment Inductor's kernels assume by copies.
 
-    Only `args` at `positions` are replaced. Returns those tensors and their copies, by position.
+    Only `args` at `positions` are replaced. Returns those tensors and their copies, by position. What is in the store
+    comes back to memory of its own.
     """
     found = {}
     for i in positions:
-        if isinstance(tensor := args[i], Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT:
+        if not isinstance(tensor := args[i], Tensor) or isinstance(tensor, Away):
+            continue
+        if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT:
             args[i] = clone_preserve_strides(tensor)
             found[i] = tensor, args[i]
     return found
@@ -241,8 +251,7 @@ class _Compiler:
     before. `lasting` are the inputs that stay from step to step, if Dynamo does not know them.
     """
 
-    def __init__(self, begin: Begin, seen: set[Any], partition: float | None, lasting: list[int] | None = None) -> None:
-        self._begin = begin
+    def __init__(self, seen: set[Any], partition: float | None, lasting: list[int] | None = None) -> None:
         self.seen = seen
         set_by_user = float(functorch_config.activation_memory_budget)
         self.partition = set_by_user if partition is None else partition
@@ -326,9 +335,9 @@ class _Compiler:
             assert lowered is not None  # both programs are planned before the first call
             if is_backward:
                 align(args, range(len(args) - tangents, len(args)))
-                return lowered.backward(args, self._begin())
+                return lowered.backward(args)
             copied = align(args, compiled.inputs_to_check)
-            found = lowered.forward(args, self._begin())
+            found = lowered.forward(args)
             for tensor, copy in (copied[i] for i in copied.keys() & compiled.mutated_input_idxs):
                 tensor.copy_(copy)
             return found
@@ -344,18 +353,29 @@ class _Compiler:
         primals, tangents = values[: len(joint.primals)], values[len(joint.primals) :]
         self.programs = follow(forward, backward, primals, tangents, len(joint.forward_outputs), mode)
 
-    def captured(self, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
-        """Return the captured Graph of the programs."""
+    def captured(
+        self, inputs: list[InputInfo], surroundings: Surroundings, captures: Captures | None
+    ) -> Iterable[Captured]:
+        """Return the captured Graphs of the programs, without or with parameters that move."""
         assert self.programs is not None
         assert self.joint is not None
+        programs, traced = self.programs, self.joint
         if self._calls is None:
-            self._calls = joint_of_call(self.programs, self.joint, self._unchecked)
-        found = capture_programs(self.programs, self.joint, self._calls, inputs, surroundings)
-        return replace(found, partition=self.partition)
+            self._calls = joint_of_call(programs, traced, self._unchecked)
+        calls, partition = self._calls, self.partition
 
-    def run_by(self, captured: Captured, modules: Sequence[fx.GraphModule]) -> None:
+        def plain() -> list[Captured]:
+            return [replace(capture_programs(programs, traced, calls, inputs, surroundings), partition=partition)]
+
+        def build(joint: JointGraph, infos: list[InputInfo], ops: GradientOps, around: Surroundings) -> CapturedCutStep:
+            found = capture_cut_step_of_programs(programs, traced, joint, infos, ops, around)
+            return replace(found, partition=partition)
+
+        return plain() if captures is None else captures(calls, inputs, surroundings, plain, build)
+
+    def run_by(self, lowered: Lowered) -> None:
         """Run by this plan from now on."""
-        self._lowered = CallsOfPlan(captured, modules, self._unchecked)
+        self._lowered = CallsOfPlan(lowered, self._unchecked)
 
 
 def _program_of(compiled: Any, prefix: str, traced: fx.GraphModule) -> Program:

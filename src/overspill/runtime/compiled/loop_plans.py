@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from overspill.capture.compiled.cut_step import CapturedCutStep, CaptureOfCutStep
-from overspill.capture.compiled.graph import InputInfo, Surroundings
+from overspill.capture.compiled.cut_step import Build, CapturedCutStep, capture_cut_step
+from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, input_of, storages
 from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, StateInfo
 from overspill.core import TensorKind
@@ -106,15 +106,36 @@ class LoopPlans:
         state.stale = False
         return changed
 
-    def captured(
-        self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings
+    def captures(
+        self,
+        joint: JointGraph,
+        inputs: Sequence[InputInfo],
+        parameters: Parameters,
+        around: Surroundings,
+        plain: Callable[[], Iterable[Captured]],
+        build: Build = capture_cut_step,
+    ) -> Iterator[Captured]:
+        """Yield the captures of `joint`: the `plain` ones, then that with all that may move, by `build`.
+
+        Once parameters move, it is only the last, as for the session's other graphs.
+        """
+        in_force = self.is_in_force
+        if not in_force:
+            yield from plain()
+        if (moving := self._captured(joint, inputs, parameters, around, build)) is not None:
+            yield moving
+        elif in_force:
+            yield from plain()
+
+    def _captured(
+        self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings, build: Build
     ) -> CapturedCutStep | None:
         """Return the graph with all that may move, or None if parameters have to stay."""
         here = [*_persistent(joint, parameters).values()]
         with self._lock:
             with disable_current_modes():
                 state = self._state_of(here)
-            return None if state is None else self._capture(state, joint, inputs, parameters, around, here)
+            return None if state is None else self._capture(state, joint, inputs, parameters, around, here, build)
 
     def _capture(
         self,
@@ -124,6 +145,7 @@ class LoopPlans:
         parameters: Parameters,
         around: Surroundings,
         here: Sequence[Tensor],
+        build: Build,
     ) -> CapturedCutStep:
         joint = joint.copied()
         own = _persistent(joint, parameters)
@@ -144,9 +166,7 @@ class LoopPlans:
         state.stale, self._signature = False, _signature(state)
         for module in self._modules:
             self._places[module] = _places_of(module)
-        return CaptureOfCutStep(
-            joint, infos, GradientOps(tuple(ops)), _without_residents(around, state, here, rest)
-        ).build()
+        return build(joint, infos, GradientOps(tuple(ops)), _without_residents(around, state, here, rest))
 
     def names(self, captured: CapturedCutStep, parameters: Parameters) -> tuple[dict[int, str], dict[int, str]]:
         """Return the names of the residents of a captured graph, by tensor, and of parameters, by position."""

@@ -33,7 +33,7 @@ def of_programs(
     with nothing_compiled():
         module, examples, inputs = traced(step, batch)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
-        partitions = ByPartition(module, examples, lambda: None, options.partition)
+        partitions = ByPartition(module, examples, options.partition)
         joint = partitions.usual.joint
         if joint is None:
             raise UnsupportedError("torch.compile found nothing to compile in the step")
