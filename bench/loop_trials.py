@@ -101,7 +101,7 @@ class Outcome:
         return 0 < self.budget_bytes < self.owned_bytes
 
 
-def run(name: str, budget: str | int | None, measures: bool = True) -> Ran:
+def run(name: str, budget: str | int | None, measures: bool = True, backend: str = "eager") -> Ran:
     """Run a loop with the line for `budget`, or without it for None. Peaks are of PyTorch's allocator."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
@@ -111,7 +111,7 @@ def run(name: str, budget: str | int | None, measures: bool = True) -> Ran:
         with _measured() if measures else nullcontext() as found, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mark = (lambda: None) if found is None else _mark_of(found)
-            line = Line(budget, mark)
+            line = Line(budget, mark, backend)
             with _steps_counted(line, mark) as counted:
                 trained = LOOPS[name].trains(line)
     except Exception as error:  # noqa: BLE001 - what ends in any error is told

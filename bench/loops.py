@@ -6,8 +6,8 @@
     python bench/loops.py --read bench/results/loops.json
 
 The loops are in `loops_by_library/`, with tiny models; the line is all that Overspill adds. Each runs in a process of its
-own, on one thread, with eager kernels. Compared are losses, norms, weights, buffers, optimizer state and the files of
-checkpoints. The peak is of PyTorch's allocator: placeholders and the store do not count, what the model's maker needs
+own, on one thread, with eager kernels; with `--backend inductor` by Inductor's, and plainly by stock torch.compile.
+Compared are losses, norms, weights, buffers, optimizer state and the files of checkpoints. The peak is of PyTorch's allocator: placeholders and the store do not count, what the model's maker needs
 before the line neither. A budget by `--owned` is a share of the bytes of weights, gradients and optimizer state, as
 measured plainly. Where a budget is refused, those that refusals name are tried.
 Libraries that some need: `make loops-libraries`. Some minutes for all.
@@ -34,6 +34,7 @@ from paired import json_record
 
 from overspill.core.units import format_bytes
 from overspill.planning.effort import VARIABLE
+from overspill.runtime.options import BACKENDS
 
 LIBRARIES = (
     "transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes", "schedulefree", "diffusers",
@@ -91,7 +92,7 @@ def outcome(name: str, options: argparse.Namespace) -> Outcome:
 
 
 def _ran(name: str, budget: str | int | None, options: argparse.Namespace) -> Ran | str:
-    call = name, budget, not options.no_peaks
+    call = name, budget, not options.no_peaks, options.backend
     _, found = next(each([call], run, 1, options.seconds, loud=options.verbose))
     return found
 
@@ -140,6 +141,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--loops", default=",".join(LOOPS), metavar="NAME,…")
     parser.add_argument("--budget", default="70%", help="of the line, as overspill.compile takes it")
     parser.add_argument("--owned", type=float, metavar="SHARE", help="instead: of weights, gradients and state")
+    parser.add_argument("--backend", default="eager", choices=BACKENDS, help="whose kernels run")
     parser.add_argument("--no-peaks", action="store_true", help="do not record allocations")
     parser.add_argument("--seconds", type=float, default=300.0, help="a run that takes longer is a crash")
     parser.add_argument("--verbose", action="store_true", help="with all that the loops print, and tracebacks")

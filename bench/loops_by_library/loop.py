@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import torch
 from ground_truth.beside import add_directory
 from torch import nn
 from torch.optim import Optimizer
@@ -24,15 +25,24 @@ from overspill.runtime.compiled.session import Session
 M = TypeVar("M", bound=nn.Module)
 Figures = Sequence[Any]
 """What a loop logs of a step: its loss, the norm of its gradients."""
+INDUCTOR = "inductor"
 LIBRARIES = "OVERSPILL_LOOPS"
 """The environment variable that names the folder of `make loops-libraries`, if that is another."""
 
 
 class Line:
-    """The line that a user adds to the loop; without a budget, nothing in its place."""
+    """The line that a user adds to the loop; without a budget, nothing in its place.
 
-    def __init__(self, budget: str | int | None, at_line: Callable[[], None] = lambda: None) -> None:
+    With Inductor's kernels the line without a budget is stock torch.compile, and partition=1 has its bits.
+    """
+
+    def __init__(
+        self, budget: str | int | None, at_line: Callable[[], None] = lambda: None, backend: str = "eager"
+    ) -> None:
         self.budget = budget
+        self._options: dict[str, Any] = {"backend": backend}
+        if backend == INDUCTOR:
+            self._options["partition"] = 1.0
         self._holders: list[Any] = []
         """What has a session, once training has begun."""
         self._at_line = at_line
@@ -48,19 +58,21 @@ class Line:
         """Return the callbacks to give a trainer: `[overspill.callbacks.Budget(…)]`, or another of the kind."""
         self._at_line()
         if self.budget is None:
-            return []
-        self._holders.append(getattr(overspill.callbacks, kind)(self.budget))
+            return [_stock(kind)] if self._is_inductor else []
+        self._holders.append(getattr(overspill.callbacks, kind)(self.budget, **self._options))
         return self._holders[-1:]
 
     def forward(self, *models: nn.Module) -> None:
         """Put `model.forward = overspill.compile(model.forward, budget=…)`; several models share the budget."""
         self._at_line()
         if self.budget is None:
+            for model in models if self._is_inductor else ():
+                model.forward = torch.compile(model.forward, dynamic=False)
             return
         if len(models) == 1:
-            models[0].forward = overspill.compile(models[0].forward, budget=self.budget)
+            models[0].forward = overspill.compile(models[0].forward, budget=self.budget, **self._options)
         else:
-            session = overspill.Session(budget=self.budget)
+            session = overspill.Session(budget=self.budget, **self._options)
             for model in models:
                 model.forward = overspill.compile(model.forward, session=session)
         self._holders.append(models[0].forward.overspill)
@@ -69,10 +81,27 @@ class Line:
         """Put `model = overspill.compile(model, budget=…)`."""
         self._at_line()
         if self.budget is None:
-            return model
-        compiled = overspill.compile(model, budget=self.budget)
+            return torch.compile(model, dynamic=False) if self._is_inductor else model
+        compiled = overspill.compile(model, budget=self.budget, **self._options)
         self._holders.append(compiled.overspill)
         return compiled
+
+    @property
+    def _is_inductor(self) -> bool:
+        return self._options["backend"] == INDUCTOR
+
+
+def _stock(kind: str) -> Any:
+    """Return a trainer's callback that compiles the model by stock torch.compile where the line's would."""
+    if kind != "Budget":
+        raise NotImplementedError(f"{kind} has no stock torch.compile to compare with")
+    from transformers import TrainerCallback
+
+    class Stock(TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+            model.forward = torch.compile(model.forward, dynamic=False)
+
+    return Stock()
 
 
 @dataclass(frozen=True)

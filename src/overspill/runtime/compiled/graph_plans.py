@@ -14,7 +14,7 @@ from overspill.core.units import format_bytes
 from overspill.plans.fit import NEAR, fit
 from overspill.plans.plan import Plan
 from overspill.runtime.infeasible import infeasible_for
-from overspill.runtime.options import PLANNED, Options
+from overspill.runtime.options import Options
 
 from .concurrent_calls import ConcurrentCalls
 from .concurrent_plans import ALONE, C, GraphProblem, Room, Settlement
@@ -172,7 +172,7 @@ class GraphPlans:
                 with self._loop.staying():
                     return self._fitted(problem, room, budget)
             except InfeasibleBudget as error:
-                if self._options.placement == PLANNED or not self._loop.may_move:
+                if not self._loop.may_move:
                     raise
                 refusal = error.with_traceback(None)
         try:

@@ -96,6 +96,9 @@ class Session(PlannedPeaks):
         if str(options.policy).partition(":")[0] != MOVES_PARAMETERS:
             self.loop.may_move = False
             self.loop.why_not = f"policy {options.policy} plans for a loop with them there"
+        elif options.placement == PLANNED:
+            self.loop.may_move = False
+            self.loop.why_not = "placement='planned' has no addresses for them; leave it out"
         self.sharded: ShardedModel | None = None
         """The model of the session that `fully_shard` has sharded."""
         self._calling = 0  # which model is called, where there are several
