@@ -216,6 +216,26 @@ def test_a_policy_is_judged_in_the_pool_of_its_paper_and_says_what_it_chose(over
     assert rows["window:window=1048576,every_step"]["note"].startswith("moves feature maps alone here")
 
 
+def test_on_a_gpu_each_policy_has_its_own_pool_and_ours_is_never_slower(overspill: Overspill) -> None:
+    asked = "--batch 64 --gpu titan-x --policies auto,vdnn-dynamic,dymem,superneurons,window,checkpoint-cost"
+    done = overspill(f"compare alexnet {asked} --budget 75% --json")
+    rows = by_policy(done.answer)
+    assert {name: row["pool"] for name, row in rows.items()} == {
+        "auto": "planned", "vdnn-dynamic": "cnmem", "dymem": "gtbm", "superneurons": "pytorch", "window": "chunked",
+        "checkpoint-cost": "pytorch",
+    }  # fmt: skip
+    fitting = [row["step_seconds"] for row in rows.values() if row["fits"]]
+    assert len(fitting) > 1
+    assert rows["auto"]["fits"]
+    assert rows["auto"]["step_seconds"] == min(fitting)
+    # Of policies that do not fit, the advice is one that does.
+    none = overspill(
+        f"compare alexnet --batch 64 --gpu titan-x --budget {done.answer['budget_bytes']} --policies in-core"
+    )
+    assert none.code == 1
+    assert "auto fits in its pool, planned, and takes" in none.error
+
+
 def test_a_budget_above_the_card_is_refused_and_never_advised(overspill: Overspill) -> None:
     done = overspill("compare nets:shallow --batch 16 --gpu titan-x --policies auto --budget 13GiB")
     assert done.code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -16,13 +17,15 @@ from overspill.core import Graph, LayerType, Op, Phase, Places, Tensor, TensorKi
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
-from overspill.placement.card import Card
+from overspill.placement.card import LIVE, Card
 from overspill.placement.card_events import events_of
-from overspill.placement.events import ALLOCATE, EMPTY, FREE
+from overspill.placement.events import ALLOCATE, EMPTY, FREE, Events
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
 from overspill.planning.effort import EFFORT
+from overspill.planning.floor import floor_of
+from overspill.planning.step_program import StepProgram
 from overspill.plans.fit import FROM_FLOOR, GRID, TRIES, UPWARDS, Fit, fit, least_of, on_grid, search, upwards_from
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.simulate import trace_of
@@ -59,7 +62,9 @@ def test_no_larger_plan_is_looked_for_where_the_least_takes_far_more_than_the_ro
             raise InfeasibleBudget("infeasible", budget_bytes=live, floor_bytes=1000, cause="a test")
         asked.extend([live] if EFFORT.get() == 1 else [])
         graph = SimpleNamespace(tensors=(), ops=())
-        return SimpleNamespace(peak_bytes=live, taken_bytes=2 * live, unmanaged_peak_bytes=4000, graph=graph)
+        return SimpleNamespace(
+            peak_bytes=live, taken_bytes=2 * live, unmanaged_peak_bytes=4000, graph=graph, step_seconds=1.0
+        )
 
     assert Fit(make, Doubling(DEVICE), DEVICE.context_bytes + room)._fastest(on_host=False) is None
     assert (min(asked), len(asked)) == (1000, 1 + larger)
@@ -222,19 +227,80 @@ def test_what_would_do_with_less_is_advised_and_does() -> None:
         planned(310 * MIB, graph=uneven)
     advice = str(error.value).split("smaller; ")[1]
     assert re.fullmatch(
-        r'with placement="planned" (\S+ MiB) would do, with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \S+ MiB would do',
+        r'with overspill.allocator\("planned"\) \S+ MiB would do, with placement="planned" \S+ MiB would do, '
+        "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \\S+ MiB would do",
         advice,
     )
-    planned_bytes, expanding_bytes = (change.nbytes for change in error.value.changes)
-    assert planned_bytes <= expanding_bytes < error.value.floor_bytes
+    live_bytes, planned_bytes, expanding_bytes = (change.nbytes for change in error.value.changes)
+    assert live_bytes <= planned_bytes <= expanding_bytes < error.value.floor_bytes
+    assert (planned(live_bytes, CARD.in_allocator, uneven).device_bytes or 0) <= live_bytes
     assert sum(part.nbytes for part in error.value.parts[:2]) == error.value.floor_bytes
     expandable = replace(CARD, config=CachingConfig(expandable_segments=True))
     with pytest.raises(InfeasibleBudget) as error:
         planned(310 * MIB, expandable, uneven)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in str(error.value)
     by_plan = replace(CARD, solver=DEFAULT)
-    enough = parse_bytes(advice.split('"planned" ')[1].split(" would")[0]) + MIB
+    enough = parse_bytes(advice.split('="planned" ')[1].split(" would")[0]) + MIB
     assert (planned(enough, by_plan, uneven).device_bytes or 0) <= enough
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
+def test_a_plan_in_the_live_allocator_survives_on_its_card_and_gives_nothing_back_once_it_is_planned(
+    share: float,
+) -> None:
+    """The allocator has no more memory than the budget from the first step on; all blocks lie apart."""
+    card, graph = CARD.in_allocator, network([Layer((11 + 5 * (i % 5)) * MIB + 512) for i in range(16)])
+    least = card.context_bytes + floor_of(StepProgram(graph)).nbytes
+    budget = int(least + (share - 0.5) * (card.context_bytes + unmanaged_peak(graph, DEVICE) - least))
+    plan = planned(budget, card, graph)
+    assert plan.pool == LIVE
+    assert least < (plan.device_bytes or 0) <= budget
+    assert plan.offloaded_bytes + plan.recomputed_ops > 0
+    retries = []
+    for steps in (2, 9, 12):
+        events = events_of(graph, plan.schedule, card.handle_bytes, steps=steps, backwards=share == 0.8)
+        done = replay(events, LIVE, capacity_bytes=budget - card.context_bytes)
+        assert done.fits
+        retries.append(done.retries)
+        lie_apart(events, done.addresses)
+    assert retries[1] == retries[2]
+    # In PyTorch's allocator such a plan takes more.
+    assert CARD.placed(plan).taken_bytes > card.placed(plan).taken_bytes
+
+
+def lie_apart(events: Events, addresses: Any) -> None:
+    """Check independently that no two live blocks share a byte."""
+    ends: dict[int, int] = {}
+    starts: list[int] = []
+    for action, block, nbytes in zip(
+        events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), strict=True
+    ):
+        start = int(addresses[block])
+        if action == ALLOCATE and nbytes:
+            at = bisect(starts, start)
+            assert at == 0 or ends[starts[at - 1]] <= start
+            assert at == len(starts) or start + nbytes <= starts[at]
+            starts.insert(at, start)
+            ends[start] = start + nbytes
+        elif action == FREE and start in ends:
+            starts.remove(start)
+            del ends[start]
+
+
+def test_the_live_allocator_is_taken_only_where_pytorchs_costs_time() -> None:
+    both = replace(CARD, solver=DEFAULT, always=False, may_be_live=True)
+    graph = network([Layer((11 + 5 * (i % 5)) * MIB + 512) for i in range(16)])  # none of it in an arena
+    ample = planned(both.context_bytes + 2 * unmanaged_peak(graph, DEVICE), both, graph)
+    assert (ample.pool, ample.slowdown) == ("pytorch", 1)
+    budget = both.context_bytes + int(0.7 * unmanaged_peak(graph, DEVICE))
+    tight, alone = planned(budget, both, graph), planned(budget, CARD, graph)
+    assert (tight.pool, alone.pool) == (LIVE, "pytorch")
+    assert tight.step_seconds < alone.step_seconds
+    assert tight.step_seconds == planned(budget, CARD.in_allocator, graph).step_seconds
+    assert both.measured(tight).device_bytes == tight.device_bytes
+    with pytest.raises(InfeasibleBudget, match=r"overspill\.allocator") as error:
+        planned(both.context_bytes + MIB, both, graph)
+    assert planned(error.value.floor_bytes, both, graph).pool == LIVE
 
 
 def test_a_library_handle_comes_up_once_a_thread() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from overspill.core.errors import RequestError
-from overspill.core.units import format_bytes
+from overspill.core.units import format_bytes, format_seconds
 from overspill.job import Job
 
 from . import complete
@@ -50,8 +50,8 @@ Placement = Annotated[
     optional(
         "NAME",
         (
-            "What places the blocks of all plans, as `overspill plan` has it; own: each policy's paper's.  [default: "
-            "PyTorch's]"
+            "What places the blocks of all plans, as `overspill plan` has it; own: each policy's own.  [default: "
+            "on a GPU own]"
         ),
         autocompletion=complete.placer,
     ),
@@ -194,7 +194,6 @@ def _outcome(
     from overspill.report.compare import compare_page, row_figures
     from overspill.report.picture import draw
     from overspill.report.placements import placement_figures
-    from overspill.runtime.options import PYTORCH
 
     device, budget_bytes, unmanaged = rows.device, rows.budget_bytes, rows.unmanaged_bytes
     found = [row_figures(row, device) for row in rows]
@@ -216,8 +215,9 @@ def _outcome(
         message += f"; {least[1]} needs the least, {format_bytes(least[0])}"
         enough = device.index is None or least[0] <= device.memory_bytes
         message += f"; --budget {least[0]} would do" if enough else f", more than {device.name} has"
-        crowded = [row.policy for row in rows if row.crowded and row.pool == PYTORCH]
-        if crowded and request["placement"] is None:
-            message += f"; live tensors of {', '.join(crowded)} fit, in another pool than PyTorch's: --placement own"
+    if (other := rows.instead) is not None and other.plan is not None:
+        message += (
+            f"; {other.policy} fits in its pool, {other.pool}, and takes {format_seconds(other.plan.step_seconds)}"
+        )
     refusal = {"floor_bytes": None if least is None else least[0], "error": message, "exit_code": 1}
     return of_page(answer | refusal, page, files, 1, message)

@@ -115,19 +115,17 @@ def plan(
     if out is not None:
         made.schedule.save(out)
     files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
-    return _feasible(request, made, options.placer, title, files)
+    return _feasible(request, made, title, files)
 
 
-def _feasible(
-    request: dict[str, Any], made: Plan, placer: str | None, title: str, files: dict[str, Path | None]
-) -> Outcome:
+def _feasible(request: dict[str, Any], made: Plan, title: str, files: dict[str, Path | None]) -> Outcome:
     from overspill.placement.place import place_plan
     from overspill.report.plan import peak_of, peak_rows, plan_page, stored_by_kind, too_small
     from overspill.runtime.transfer.stores import store_bytes
 
     # All figures, for the JSON.
     peak = peak_of(made)
-    placed = place_plan(made, placer)
+    placed = place_plan(made, made.pool)
     answer = request | {
         "budget_bytes": made.asked_bytes,
         "peak_bytes": made.peak_bytes,
@@ -160,7 +158,7 @@ def _feasible(
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": peak_rows(made.graph, peak),
     }
-    page = plan_page(made, title, placer, placed)
+    page = plan_page(made, title, made.pool, placed)
     _write(made, title, page, files)
     if made.fits_device:
         return of_page(answer, page, files)

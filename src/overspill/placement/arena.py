@@ -128,7 +128,7 @@ def in_arena(plan: Plan, solver: Solver, limits: Limits, grain: int = 1) -> Plan
     """
     places = places_of(plan.graph, plan.schedule, plan.groups, solver, limits, grain)
     kept = places.arena_bytes + places.retained_bytes
-    return replace(plan, places=places, retained_bytes=kept, peak_bytes=places.total_bytes)
+    return replace(plan, places=places, retained_bytes=kept, peak_bytes=places.total_bytes, pool=solver.name)
 
 
 @dataclass(frozen=True)

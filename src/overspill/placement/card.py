@@ -22,17 +22,22 @@ from overspill.policies.in_core import Liveness
 
 from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
+from .allocators.planned import PlannedAllocator
 from .arena import in_arena
 from .card_events import STEPS, events_of
+from .events import Events
 from .packing import DEFAULT, SOLVERS, solver_named
 from .place import SEARCH, place_plan
 from .replay import replay
+from .simulated_device import PAGE_BYTES, round_up
 
 STEPS_EXPANDING = 12
 """Steps simulated with expandable segments.
 
 These grow in later steps too, ever more rarely: for GPT-2, not beyond the twelfth.
 """
+STEPS_LEARNING = 6
+"""Steps simulated with planned addresses, of which the first three, or four, are as a profile has them."""
 SHARES = (0.0, 0.5, 1.0)
 """The shares to try of the likely workspaces of convolutions."""
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
@@ -40,6 +45,11 @@ TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "o
 ARENA_GRAIN_BYTES = 1 << 20
 """An arena that ends between two multiples of this costs the same: the allocator's segments are multiples of 2 MiB, and
 blocks are small up to 1 MiB."""
+LIVE = PlannedAllocator.name
+"""The allocator that a job can have in place of PyTorch's (`overspill.allocator`)."""
+CALLED = f'overspill.allocator("{LIVE}")'
+LIVE_GRAIN = 1024
+"""The share of the requested bytes to which the memory is found on which that allocator survives."""
 SPARE_BYTES = 4 << 20
 """Two small segments, for scalars and other small blocks that no plan counts."""
 
@@ -62,7 +72,7 @@ class PoolAccount(Account):
 
     def placed(self, plan: Plan) -> Plan:
         """Return `plan` with the bytes that its blocks take."""
-        return replace(plan, reserved_bytes=place_plan(plan, self.pool).peak_bytes)
+        return replace(plan, reserved_bytes=place_plan(plan, self.pool).peak_bytes, pool=self.pool)
 
 
 @dataclass(frozen=True)
@@ -83,16 +93,21 @@ class Card(Account):
     """Whether workspaces of libraries are measured on this GPU, and not the likeliest."""
     may_have_arena: bool = True
     """Whether an arena would do in place of the allocator, if there is none."""
+    is_live: bool = False
+    """Whether `overspill.allocator` has the blocks outside of an arena, at planned addresses, and not PyTorch's."""
+    may_be_live: bool = False
+    """Whether that allocator is tried too, where PyTorch's costs time: on a GPU that is not here."""
 
     @property
     def placed_by(self) -> str:
         """The name of the allocator or solver that places blocks."""
-        return self.pool or (self.solver if self.solver and self.always else None) or CachingAllocator.name
+        usual = LIVE if self.is_live else CachingAllocator.name
+        return self.pool or (self.solver if self.solver and self.always else None) or usual
 
     @property
     def is_steady(self) -> bool:
-        """Whether a plan of fewer live bytes also takes less when it is placed: in an arena, and in no allocator."""
-        return self.solver is not None
+        """Whether a plan of fewer live bytes also takes less when it is placed: at planned addresses."""
+        return self.solver is not None or self.is_live
 
     @property
     def is_card(self) -> bool:
@@ -111,8 +126,19 @@ class Card(Account):
 
     @property
     def alternatives(self) -> tuple[Card, ...]:
-        """The account with an arena; if the user did not require one, also the account without."""
-        return (self,) if self.always or self.solver is None else (self, self.alone)
+        """The account with an arena; if the user did not require one, also those without."""
+        found = (self,) if self.always or self.solver is None else (self, self.alone)
+        return (*found, self.in_allocator) if self.may_be_live else found
+
+    @property
+    def in_allocator(self) -> Card:
+        """The same with all blocks in `overspill.allocator`."""
+        return replace(self.alone, is_live=True, may_be_live=False, pool=None)
+
+    @property
+    def least(self) -> Card:
+        """The alternative in which plans take the least."""
+        return self.in_allocator if self.may_be_live else self
 
     @property
     def beginnings(self) -> tuple[bool, ...]:
@@ -121,6 +147,9 @@ class Card(Account):
 
     def reserved_bytes(self, plan: Plan) -> int:
         """Return the most that the allocator takes from the device for `plan`, over the plan's first steps.
+
+        `overspill.allocator` takes what there is, and gives idle pages back before memory runs out. So of it the
+        memory counts on which these steps survive.
 
         Blocks have other addresses in four cases: cuDNN takes less workspace than is likely, if none was measured;
         kernels make their results in another order; matrices were multiplied before; or the driver gives segments at
@@ -133,13 +162,18 @@ class Card(Account):
             op.name in CONVOLUTIONS and op.workspace_bytes for op in plan.graph.ops
         )
         steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
-        found = []
+        if self.is_live:
+            has_elastic, steps = False, STEPS_LEARNING
+        found: list[int] = []
         orders = product(SHARES if has_elastic else SHARES[-1:], (False, True), (False,))
         for share, backwards, used in [*orders, (SHARES[-1], False, True)]:
             events = events_of(
                 plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups,
                 backwards=backwards, places=plan.places, used=used, model_on_host=plan.model_on_host,
             )  # fmt: skip
+            if self.is_live:
+                found.append(_survives_on(events, max(found, default=0)))
+                continue
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
                 found.append(replay(events, "pytorch", config=config).peak_device_bytes)
@@ -150,7 +184,7 @@ class Card(Account):
         if self.solver is not None:
             inside = in_arena(plan, solver_named(self.solver), SEARCH, ARENA_GRAIN_BYTES)
             plan = replace(inside, peak_bytes=plan.peak_bytes)
-        return replace(plan, reserved_bytes=self.reserved_bytes(plan))
+        return replace(plan, reserved_bytes=self.reserved_bytes(plan), pool=self.placed_by)
 
     def charged(self, plan: Plan, budget_bytes: int) -> Plan:
         """Return a placed plan with the card bytes of it and of the unmanaged step, for a card of `budget_bytes`."""
@@ -165,7 +199,8 @@ class Card(Account):
     def measured(self, plan: Plan) -> Plan:
         """Return a plan with the card bytes that it needs now: placed as it was, if it was."""
         alone = plan.places is None and plan.reserved_bytes is not None
-        return self.charged((self.alone if alone else self).placed(plan), plan.asked_bytes)
+        account = self.in_allocator if alone and plan.pool == LIVE else self.alone if alone else self
+        return self.charged(account.placed(plan), plan.asked_bytes)
 
     def unmanaged(self, graph: Graph) -> int:
         """Return the card bytes of a step of `graph` with nothing moved or recomputed; budgets are shares of it."""
@@ -189,7 +224,7 @@ class Card(Account):
     def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
         """Return the error for a card that is too small for the plan `least`; see `Account.refusal`."""
         floor_bytes, live_bytes = least.taken_bytes + self.context_bytes, least.peak_bytes
-        pool = f"the allocator {self.pool}" if self.pool else "PyTorch's allocator"
+        pool = f"the allocator {self.pool}" if self.pool else CALLED if self.is_live else "PyTorch's allocator"
         needed, budget = format_apart(floor_bytes, budget_bytes)
         at_least = "" if least is fewest else f"at least {format_bytes(fewest.peak_bytes)}"
         # Settings that would need a smaller card.
@@ -223,7 +258,9 @@ class Card(Account):
         found: list[tuple[Card, Plan, str]] = []
         if not plan.model_on_host and may_leave(plan.graph):
             found.append((self, replace(plan, places=None, model_on_host=True), 'the model on the CPU, device="cuda",'))
-        if self.solver is None and self.pool is None:
+        if self.pool is None and not self.is_live:
+            found.append((self.in_allocator, replace(plan, places=None), CALLED))
+        if self.solver is None and self.pool is None and not self.is_live:
             if self.may_have_arena:
                 found.append((replace(self, solver=DEFAULT, config=CachingConfig()), plan, 'placement="planned"'))
             if not self.config.expandable_segments:
@@ -232,3 +269,20 @@ class Card(Account):
                 found.append((replace(self, config=expanding), plan, setting))
         taken = sorted((other.placed(one).taken_bytes, what) for other, one, what in found)
         return tuple(Amount(what, nbytes + self.context_bytes) for nbytes, what in taken if nbytes < reserved_bytes)
+
+
+def _survives_on(events: Events, at_least: int) -> int:
+    """Return the memory, found upwards from `at_least`, on which `overspill.allocator` serves these events."""
+    requested = max(at_least, round_up(events.peak_requested_bytes, PAGE_BYTES))
+    grain = round_up(requested // LIVE_GRAIN, PAGE_BYTES)
+
+    def survives(grains: int) -> bool:
+        return replay(events, LIVE, capacity_bytes=requested + grains * grain).fits
+
+    too_few, enough = -1, 0
+    while not survives(enough):
+        too_few, enough = enough, 2 * enough + 1
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if survives(middle) else (middle, enough)
+    return requested + enough * grain

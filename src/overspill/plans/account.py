@@ -76,6 +76,11 @@ class Account:
         return (self,)
 
     @property
+    def least(self) -> Account:
+        """The alternative in which plans take the least; itself if none is known to."""
+        return self
+
+    @property
     def beginnings(self) -> tuple[bool, ...]:
         """Whether the model may begin in host memory: the possible answers, in the order in which plans try them."""
         return (bool(self.model_on_host),)

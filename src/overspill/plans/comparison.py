@@ -94,6 +94,8 @@ class Comparison(Sequence[Row], Reportable):
     device: Device
     budget_bytes: int
     """Live bytes, or those of a GPU's memory."""
+    instead: Row | None = None
+    """A row that was not asked for and fits, if none of `rows` does."""
 
     @property
     def unmanaged_bytes(self) -> int | None:
@@ -205,7 +207,7 @@ def _row(
         return Row(name, None, False, 0.0, " ".join(str(error).split()))
     fits = plan.needed_bytes <= budget_bytes and plan.fits_device
     crowded = not fits and pool is not None and plan.peak_bytes <= plan.most_live_bytes
-    return Row(name, plan, fits, 0.0, pool=pool, crowded=crowded)
+    return Row(name, plan, fits, 0.0, pool=plan.pool, crowded=crowded)
 
 
 def planner(

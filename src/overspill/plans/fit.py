@@ -110,10 +110,12 @@ class Fit:
         if found is None:
             *_, fewest_there = self._beginnings
             alone = not self._may_fit(on_host=fewest_there)
-            floors = [search.from_floor(alone=alone or self._is_far(search)) for search in self._searches[fewest_there]]
+            least = self._account.least
+            ways = [one for one in self._searches[fewest_there] if least in (one.account, self._account)]
+            floors = [search.from_floor(alone=alone or self._is_far(search)) for search in ways]
             found, fewest, cause = min(floors, key=lambda floor: floor[0].taken_bytes)
             if found.taken_bytes > self._tensor_bytes:
-                raise self._account.refusal(self._budget_bytes, found, fewest, cause)
+                raise least.refusal(self._budget_bytes, found, fewest, cause)
         charged = self._account.charged(found, self._budget_bytes)
         return replace(charged, plan_seconds=time.perf_counter() - self._begun)
 
@@ -142,9 +144,20 @@ class Fit:
         return self._budget_bytes > NOTHING_BYTES and least.peak_bytes > self._tensor_bytes
 
     def _fastest(self, *, on_host: bool) -> Plan | None:
-        """Return the fastest plan found that fits; the next placement is tried only if this one costs much."""
+        """Return the fastest plan found that fits; the next placement is tried only if this one costs much.
+
+        Where the last takes the least in any case, the others are tried only for plans as fast as there, but for GAIN.
+        """
         found: list[Plan] = []
-        for number, search in enumerate(self._searches[on_host] if self._may_fit(on_host=on_host) else (), 1):
+        searches = self._searches[on_host] if self._may_fit(on_host=on_host) else []
+        if self._account.least is not self._account:
+            most_seconds = 0.0 if self.hoped is None else GAIN * self.hoped.step_seconds
+            for search in searches[:-1]:
+                plan = search.fastest(most_seconds)
+                if plan is not None and plan.step_seconds <= most_seconds:
+                    return plan
+            searches = searches[-1:]
+        for number, search in enumerate(searches, 1):
             if (plan := search.fastest()) is not None:
                 found.append(plan)
                 if plan.taken_bytes <= LOOSE * plan.peak_bytes or plan.slowdown <= NEAR:
@@ -166,7 +179,7 @@ class _Search:
     ) -> None:
         self.made = made
         self._on_host = on_host
-        self._account = account
+        self.account = account
         self._bytes = tensor_bytes
         self._full, self._little = effort, FIRST_EFFORT * effort
         self._tried: dict[tuple[int, float], Plan] = {}
@@ -176,19 +189,23 @@ class _Search:
         """The live bytes that are tried first: all of the budget."""
         return self._near(self._bytes)
 
-    def fastest(self) -> Plan | None:
-        """Return the fastest plan tried that fits, or None."""
+    def fastest(self, most_seconds: float = math.inf) -> Plan | None:
+        """Return the fastest plan tried that fits, or None; none is searched for that takes longer than these."""
         try:
-            low = self._largest_that_fits()
+            low = self._largest_that_fits(most_seconds)
         except InfeasibleBudget:
             low = 0
+        if not low and most_seconds < math.inf:
+            return None
         if not low:
             least, *_ = self.from_floor(alone=True)
-            if not self._account.is_steady and least.taken_bytes <= HOPE * self._bytes:
+            if not self.account.is_steady and least.taken_bytes <= HOPE * self._bytes:
                 self.from_floor()
         elif (found := self._at(low, self._little)).slowdown > (NEAR if len(found.graph.ops) > MANY_OPS else 1):
-            more = 0 if self._account.is_steady else UPWARDS
-            self._at_all([low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)])
+            more = 0 if self.account.is_steady else UPWARDS
+            first, *_ = self._at_all([low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)])
+            if self.account.is_steady and (excess := first.taken_bytes - self._bytes) > 0 and low > excess:
+                self._at(low - excess, self._full)
         # In the order of live bytes, because threads add them in any.
         fitting = [
             plan for _, plan in sorted(self._tried.items(), key=itemgetter(0)) if plan.taken_bytes <= self._bytes
@@ -209,7 +226,7 @@ class _Search:
         beyond = (live for live in islice(upwards_from(max(floor, fewest.peak_bytes)), FROM_FLOOR) if live < most)
         return min([fewest, *self._at_all(beyond)], key=lambda plan: plan.taken_bytes), fewest, cause
 
-    def _largest_that_fits(self) -> int:
+    def _largest_that_fits(self, most_seconds: float) -> int:
         """Return the most live bytes found with which a plan fits, or 0. Raises InfeasibleBudget below the fewest."""
         asked, low, over = self.first_bytes, 0, self._bytes
         for _ in range(TRIES):
@@ -219,7 +236,9 @@ class _Search:
                 low = max(low, asked)
             else:
                 over = asked
-            if low and self._account.is_steady:
+                if plan.step_seconds > most_seconds:  # with fewer bytes it takes longer still
+                    break
+            if low and self.account.is_steady:
                 break
             # Bisect; before anything fits, go down by the excess.
             asked = self._near((low + over) // 2 if low else min(asked, plan.peak_bytes) - excess)
@@ -228,7 +247,7 @@ class _Search:
         return low
 
     def _near(self, nbytes: int) -> int:
-        return max(1, nbytes) if self._account.is_steady else on_grid(nbytes)
+        return max(1, nbytes) if self.account.is_steady else on_grid(nbytes)
 
     def _at_all(self, asked: Iterable[int]) -> list[Plan]:
         """Return the plans for these live bytes, made at once; the search frees Python's lock."""
@@ -244,7 +263,7 @@ class _Search:
             plan = self.made(live_bytes, effort)
             if self._on_host and may_leave(plan.graph):
                 plan = replace(plan, model_on_host=True)
-            self._tried[live_bytes, effort] = self._account.placed(plan)
+            self._tried[live_bytes, effort] = self.account.placed(plan)
         return self._tried[live_bytes, effort]
 
 

@@ -44,7 +44,9 @@ class Plan(Reportable):
     retained_bytes: int
     """Bytes on the device between forward and backward, without persistent tensors."""
     reserved_bytes: int | None = None
-    """Bytes that the allocator takes from the device; None if live bytes count, as are the next four."""
+    """Bytes that the allocator takes from the device; None if live bytes count, as are the next five."""
+    pool: str | None = None
+    """The allocator or solver that places its blocks."""
     device_bytes: int | None = None
     """Those bytes and the CUDA context: the card that the plan needs; None if a budget is no card."""
     device_budget_bytes: int | None = None

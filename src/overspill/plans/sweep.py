@@ -104,13 +104,15 @@ def sweep(
     progress: Callable[[str], None] | None = None,
     account: Account | None = None,
     best: Best | None = None,
+    account_for: Callable[[Policy], Account] | None = None,
 ) -> Sweep:
     """Plan each of `policies` at up to `points` budgets, from what the step takes unmanaged to the smallest that works.
 
     Budgets are chosen where the curves bend; a policy's own smallest is added to them. A policy that makes one schedule
     has one point. `progress` is called with each activity. `account` is what of the device budgets count (without it,
-    live bytes). Policies that may run a step in pieces of rows have the `best` plan of its graphs. Raises RequestError
-    for an unknown name, and for fewer points than the two ends.
+    live bytes), and `account_for` returns that of a policy (without it, the same). Policies that may run a step in
+    pieces of rows have the `best` plan of its graphs. Raises RequestError for an unknown name, and for fewer points
+    than the two ends.
     """
     check_points(points)
     asked = {str(policy): policy for policy in map(policy_named, policies)}
@@ -118,7 +120,13 @@ def sweep(
     account = account or Account(device)
     top, whole = account.unmanaged(graph), account.most_unmanaged(graph)
     curves = [
-        _Curve(name, planner(graph, policy, account, times, best), top, policy.plans_for_budget, progress or _nobody)
+        _Curve(
+            name,
+            planner(graph, policy, account_for(policy) if account_for else account, times, best),
+            top,
+            policy.plans_for_budget,
+            progress or _nobody,
+        )
         for name, policy in asked.items()
     ]
     for curve in curves:

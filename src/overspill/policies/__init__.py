@@ -28,8 +28,8 @@ POLICIES: Registry[type[Policy]] = Registry(
 IDEAS = {
     "vdnn": "vDNN's policies are vdnn-all, vdnn-conv and vdnn-dynamic, which takes the first that fits; its pool is "
     "placement=cnmem",
-    "virtual-addressing": "it says where blocks lie, and not what moves: placement=chunked simulates it, "
-    "placement=virtual trains by it; what moves in that paper is for the policy window",
+    "virtual-addressing": "it says where blocks lie, and not what moves: placement=chunked simulates it; what moves in "
+    "that paper is for the policy window",
     "profile-guided": "it says where blocks lie, and nothing moves: its heuristic is placement=skyline, its integer "
     "program placement=mip",
 }

@@ -43,7 +43,7 @@ class Policy(ABC):
     unlimited: ClassVar[bool] = False
     """Whether the policy assumes unlimited memory: no budget is too small for it."""
     placement: ClassVar[str | None] = None
-    """The allocator of its paper; None: PyTorch's."""
+    """The allocator that it is made for, that of its paper; None: PyTorch's."""
     moves_all: ClassVar[bool] = False
     """Whether its paper moves parameters and optimizer state as all other tensors."""
     parameters: ClassVar[tuple[Parameter, ...]] = ()

@@ -18,7 +18,7 @@ from overspill.simulate import trace_of
 from .listing import percent, recomputed
 from .page import Axis, Column, Curve, Figure, Mark, Page, Point, Points, Table, Unit, Verdict
 from .placements import Crossing, placement_tables
-from .plan import peak_of, peak_rows
+from .plan import peak_of, peak_rows, pool_notes
 
 FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
@@ -273,10 +273,9 @@ def explanation(
     ]
     # Notes that apply to some rows only.
     if pools := {row["pool"] for row in rows if row["crowded"]}:
-        pool, hint = PYTORCHS, "; --placement own takes the one of each policy's paper"
-        if _pools(rows):
-            pool, hint = " or ".join(sorted(pools)), ""
-        found.append(f"`{CROWDED}`: live tensors would fit, and do not as {pool} places them{hint}.")
+        pool = " or ".join(sorted(pools)) if _pools(rows) else PYTORCHS
+        found.append(f"`{CROWDED}`: live tensors would fit, and do not as {pool} places them.")
+    found += pool_notes(row["pool"] for row in rows)
     if device.index is not None:
         found.append(
             "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from overspill.capture.compiled.whole_step import NORM
 from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timeline, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes, format_seconds
+from overspill.placement.card import CALLED, LIVE
 from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
 from overspill.policies import POLICIES, policy_named
@@ -19,7 +20,7 @@ from overspill.simulate import check
 
 from .listing import count, format_flops, percent
 from .page import Column, Figure, Page, Table, Unit, Verdict
-from .page.step import step
+from .page.step import reserved_by, step
 
 SHOWN_TENSORS = 5
 
@@ -41,7 +42,7 @@ def plan_page(plan: Plan, title: str | None = None, placer: str | None = None, p
             peak_table(plan, peak),
             _largest(plan.graph, peak),
         ),
-        ("Times and memory are simulated, not measured.", *step_notes(plan)),
+        ("Times and memory are simulated, not measured.", *pool_notes([plan.pool]), *step_notes(plan)),
     )
 
 
@@ -80,7 +81,7 @@ def _rows(plan: Plan, placer: str | None, placed: Placed | None) -> Iterator[tup
     # Memory: of a plan for a card of a GPU, the card and what is in it.
     if plan.device_bytes is not None and plan.reserved_bytes is not None:
         yield "card", format_bytes(plan.needed_bytes), format_bytes(plan.unmanaged_bytes)
-        yield "  reserved by PyTorch", format_bytes(plan.reserved_bytes), ""
+        yield f"  {reserved_by(plan)}", format_bytes(plan.reserved_bytes), ""
         yield "  context", format_bytes(plan.device_bytes - plan.reserved_bytes), ""
     yield "live tensors at the peak", format_bytes(plan.peak_bytes), format_bytes(plan.unmanaged_peak_bytes)
     if plan.device_bytes is None:
@@ -294,6 +295,14 @@ def step_notes(plan: Plan) -> list[str]:
 
 def _plural(kind: TensorKind) -> str:
     return "optimizer state" if kind is TensorKind.OPTIMIZER_STATE else f"{kind.value}s"
+
+
+def pool_notes(pools: Iterable[str | None]) -> list[str]:
+    """Return the note on how a job gets the pool that plans are for, if it is not the one that it has anyway."""
+    if LIVE not in pools:
+        return []
+    start = f"overspill run --allocator {LIVE}"
+    return [f"`{LIVE}` is {CALLED}: call it before CUDA is used, or start the job by `{start}`."]
 
 
 def too_small(plan: Plan) -> str:

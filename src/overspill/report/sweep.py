@@ -12,9 +12,10 @@ from overspill.plans.sweep import Sweep, SweepPoint
 from .compare import TIME, bound_curve
 from .listing import percent, recomputed
 from .page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
+from .plan import pool_notes
 
 FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops",
-    "recomputed_ops", "model_on_host", "fits")  # fmt: skip
+    "recomputed_ops", "model_on_host", "pool", "fits")  # fmt: skip
 """The plan's figures in a row; null without a plan."""
 COLUMNS = {
     "policy": Column("policy"),
@@ -33,8 +34,8 @@ COLUMNS = {
 SMALL_SLOWDOWN = 1.05
 MEMORY = Axis("budget", Unit.BYTES)
 OF_CARD = (
-    "Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of "
-    "that."
+    "Budgets are sizes of the card, with its context and what each policy's own pool takes; live is what tensors take "
+    "of that."
 )
 
 
@@ -63,6 +64,7 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
         "recomputed_flops": plan.recomputed_flops,
         "recomputed_ops": plan.recomputed_ops,
         "model_on_host": plan.model_on_host,
+        "pool": plan.pool,
         "fits": sweep.fits(point),
     }
 
@@ -87,6 +89,7 @@ def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
             "left out."
         ),
         *(() if sweep.unmanaged_device_bytes is None else (OF_CARD,)),
+        *pool_notes(point.plan.pool for point in sweep.points if point.plan is not None),
         *_on_host(sweep),
         *(f"{name}: not below {format_bytes(floor.nbytes)} ({floor.cause})" for name, floor in sweep.floors.items()),
     )

@@ -9,6 +9,7 @@ from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.estimate import Estimate
 from overspill.job import Job
+from overspill.placement.card import CALLED, LIVE
 from overspill.plans.plan import Plan
 
 from .options import Options
@@ -65,6 +66,8 @@ def _as_advice(plan: Plan, what: str) -> Advice:
     cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; the same numbers"
     if plan.model_on_host:
         what = f"{what}, the model on the CPU"
+    if plan.pool == LIVE:
+        what = f"{what} in {CALLED}"
     needed = plan.device_bytes
     return Advice(
         what, cost, Price.TIME, needed, needed, fits=True, step_seconds=plan.step_seconds, slowdown=plan.slowdown,

@@ -22,9 +22,10 @@ from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
 from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
 from overspill.placement.arena import ArenaAccount
-from overspill.placement.card import Card, PoolAccount
+from overspill.placement.card import LIVE, Card, PoolAccount
 from overspill.placement.packing import DEFAULT
 from overspill.plans.account import Account
+from overspill.policies import policy_named
 
 from . import accelerator
 from .options import PLANNED, PYTORCH, Options
@@ -145,6 +146,7 @@ def account_of(
     """
     placer, asked = options.placer, options.placement
     of_paper = placer is not None and asked not in (PLANNED, PYTORCH)
+    own = policy_named(options.policy).placement
     if device.index is None or (of_paper and device.index != ABSENT):
         available = None if options.device is not None else usable_bytes(where)
         if asked == PLANNED:
@@ -154,8 +156,9 @@ def account_of(
         return PoolAccount(device, placer, available_bytes=available)
     card = replace(card_of(device, software), available_bytes=card_bytes(device), estimated_bytes=estimated_bytes)
     if of_paper:
-        return replace(card, pool=placer)
-    return replace(card, solver=None if asked == PYTORCH else DEFAULT, always=asked == PLANNED)
+        return card.in_allocator if placer == LIVE else replace(card, pool=placer)
+    card = replace(card, solver=None if asked == PYTORCH else DEFAULT, always=asked == PLANNED)
+    return replace(card, may_be_live=asked is None and own == LIVE and device.index == ABSENT)
 
 
 def card_of(device: Device, software: Software | None = None) -> Card:

@@ -21,17 +21,18 @@ from overspill.estimation.figures import Figures
 from overspill.estimation.script import of_script
 from overspill.job import Job, Script
 from overspill.plans.account import Account
-from overspill.plans.comparison import Comparison, compare
+from overspill.plans.comparison import Comparison, Row, compare
 from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import Policy
+from overspill.policies.auto import Auto
 
 from .capture_job import captures_of, with_programs
 from .compiled.partitions import Partitioned
 from .hardware import account_of, allocator_config, as_absent, device_named
 from .infeasible import split_update
-from .options import Options
+from .options import OWN, Options
 from .step.gathered import gathered
 
 CPU = torch.device("cpu")
@@ -80,6 +81,16 @@ class JobStep:
             return plan
         return gathered(self.captures.of(plan.graph), plan, self.account.measured)
 
+    def accounts(self, placement: str | None, software: Software | None) -> Callable[[Policy], Account]:
+        """Return a function from a policy to its account; on a GPU in its own pool, if no `placement` is given."""
+        own = OWN if placement is None and self.account.is_card else placement
+
+        def account_for(policy: Policy) -> Account:
+            options = replace(self.options, policy=policy, placement=own)
+            return account_of(options, self.account.device, CPU, software, self.account.estimated_bytes)
+
+        return account_for
+
     def best(self, search_in: Callable[[Graph], Fit]) -> Plan:
         """Return the best of the plans found by a search in each capture."""
         return self.captures.best_plan(lambda step: search_in(step.graph), self.options.times)
@@ -120,15 +131,24 @@ def compare_job(
     progress: Callable[[str], None] | None = None,
     software: Software | None = None,
 ) -> Comparison:
-    """Return a row for each of `policies` on one step of a job within the budget. Raises RequestError."""
+    """Return a row for each of `policies` on one step of a job within the budget. Raises RequestError.
+
+    On a GPU each has its own pool, unless another is asked for. If none fits, `auto` is tried too.
+    """
     step = step_of(job, options, software)
-    budget_bytes, device = step.budget_bytes(), step.account.device
+    budget_bytes = step.budget_bytes()
 
-    def account_for(policy: Policy) -> Account:
-        return account_of(replace(step.options, policy=policy), device, CPU, software, step.account.estimated_bytes)
+    def rows_of(asked: Iterable[str | Policy], placement: str | None) -> list[Row]:
+        account_for = step.accounts(placement, software)
+        graph, device = step.graph, step.account.device
+        return compare(graph, device, asked, budget_bytes, options.times, progress, account_for, step.best)
 
-    rows = compare(step.graph, device, policies, budget_bytes, options.times, progress, account_for, step.best)
-    return Comparison(tuple(rows), device, budget_bytes)
+    rows, instead = rows_of(policies, options.placement), None
+    tried = options.placement is None and any(row.policy == Auto.name for row in rows)
+    if step.account.is_card and not tried and not any(row.fits for row in rows):
+        (ours,) = rows_of([Auto.name], None)
+        instead = ours if ours.fits else None
+    return Comparison(tuple(rows), step.account.device, budget_bytes, instead)
 
 
 def sweep_job(
@@ -141,7 +161,8 @@ def sweep_job(
 ) -> Sweep:
     """Return the cost of one step of a job by each of `policies` at `points` budgets. Raises RequestError."""
     step = step_of(job, options, software)
-    return sweep(step.graph, step.account.device, policies, points, options.times, progress, step.account, step.best)
+    account, account_for = step.account, step.accounts(options.placement, software)
+    return sweep(step.graph, account.device, policies, points, options.times, progress, account, step.best, account_for)
 
 
 def _asked(

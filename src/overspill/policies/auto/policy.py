@@ -40,6 +40,7 @@ class Auto(Policy):
     recomputes = True
     plans_for_budget = True
     in_pieces = True
+    placement = "planned"
 
     def __init__(self, *, memory_optimal: bool = False, effort: Effort | None = None) -> None:
         """Set how long to search by `effort`; None for the default."""

@@ -10,7 +10,8 @@ import numpy as np
 from overspill.core import OF_OPS, Event, Frame, Graph, Layout, Schedule, Stream, Timeline, Trace, Verb
 from overspill.core.units import format_apart, format_bytes
 from overspill.placement.allocators.caching import CachingAllocator
-from overspill.placement.packing import SOLVERS, solver_named
+from overspill.placement.card import CALLED, LIVE
+from overspill.placement.packing import DEFAULT, SOLVERS, solver_named
 from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.replay import layout_of
 from overspill.plans.plan import Plan
@@ -34,7 +35,7 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
     is_placed = (
         plan.device_bytes is not None or placer is not None
     )  # the budget is for addresses too, not for live bytes
-    placer = placer or CachingAllocator.name
+    placer = DEFAULT if placer == LIVE else placer or CachingAllocator.name
     budget, *taken = (Mark(what, nbytes, on_addresses=is_placed) for what, nbytes in limits_of(plan))
     planned = run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups)
     plain = run(plan.graph, Liveness().plan(plan.graph, plan.device), plan.unmanaged_timeline, "unmanaged", placer)
@@ -49,7 +50,13 @@ def limits_of(plan: Plan) -> list[tuple[str, int]]:
     """
     if plan.device_bytes is None or plan.reserved_bytes is None:
         return [("budget", plan.budget_bytes)]
-    return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
+    return [("budget less the context", plan.most_live_bytes), (reserved_by(plan), plan.reserved_bytes)]
+
+
+def reserved_by(plan: Plan) -> str:
+    """Return which allocator reserves the bytes of a plan for a card, in words."""
+    called = {LIVE: CALLED, None: "PyTorch", CachingAllocator.name: "PyTorch"}
+    return f"reserved by {called.get(plan.pool, 'PyTorch' if plan.pool in SOLVERS else plan.pool)}"
 
 
 def _above(plan: Plan, planned: StepRun) -> str:
