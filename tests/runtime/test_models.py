@@ -125,11 +125,17 @@ def test_the_arena_keeps_the_budget(model: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "partition"), [("eager", None), ("inductor", 1)])
-def test_a_preview_is_the_plan_of_the_run(backend: str, partition: float | None) -> None:
+@pytest.mark.parametrize(
+    ("backend", "partition", "whole_step", "budget"),
+    [("eager", None, True, "70%"), ("inductor", 1, True, "70%"), ("eager", None, False, 1_900_000)],
+)
+def test_a_preview_is_the_plan_of_the_run(
+    backend: str, partition: float | None, whole_step: bool, budget: str | int
+) -> None:
     job = training("gpt2")
-    options = Options("70%", store="host", backend=backend, partition=partition, whole_step=True)
+    options = Options(budget, store="host", backend=backend, partition=partition, whole_step=whole_step)
     seen, run = preview(job, options), train(job, options).plan
     assert run is not None
+    assert whole_step or seen.schedule.stored
     assert seen.schedule.instructions == run.schedule.instructions
     assert (seen.peak_bytes, seen.budget_bytes) == (run.peak_bytes, run.budget_bytes)

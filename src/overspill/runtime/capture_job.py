@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from overspill.capture.compiled.absent_gpu import captured_for
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.known_values import KnownValues
-from overspill.capture.compiled.trace import trace
+from overspill.capture.compiled.trace import captures, trace
 from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
@@ -27,7 +27,9 @@ from overspill.models.step import TrainingStep, under_autocast, whole_dtype
 from overspill.pytorch.patching import patched
 
 from . import batches
+from .compiled.loop_plans import LoopPlans, persistent
 from .compiled.partitions import Partitioned
+from .compiled.weak_references import WeakReferences
 from .options import Options
 from .step.train_step import TrainStep
 from .step.updates import as_on
@@ -47,17 +49,18 @@ def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
     return next(_eager_captures(job, Options(whole_step=whole_step), None)).graph
 
 
-def captures_of(job: Job, options: Options, device: Device) -> Partitioned[Captured]:
+def captures_of(job: Job, options: Options, device: Device, *, moves: bool) -> Partitioned[Captured]:
     """Return the captures of one step of a job for `device`, beginning with the one that PyTorch runs.
 
-    With eager's kernels the others are in pieces of rows, if `options` allow them, and ops of a GPU have the algorithms
-    to choose from. With Inductor's there are no others.
+    With eager's kernels the others are in pieces of rows, if `options` allow them, and then, if it `moves`, with all of
+    the memory of a step that is cut where the user's code runs. Ops of a GPU have the algorithms to choose from. With
+    Inductor's there are no others.
     """
     if options.backend != "eager":
         return with_programs(job, options, device, lambda captures: Partitioned([next(iter(captures))]))
 
     def found() -> Iterator[Captured]:
-        made = _eager_captures(job, options, device)
+        made = _eager_captures(job, options, device, moves=moves)
         while True:
             with captured_for(device):
                 if (step := next(made, None)) is None:
@@ -86,8 +89,8 @@ def with_programs(job: Job, options: Options, device: Device, use: Callable[[Par
         return of_programs(model, next(batches.split(batch, job.accumulate)), optimizer, options, use, job)
 
 
-def _eager_captures(job: Job, options: Options, device: Device | None) -> Iterator[Captured]:
-    """Yield captures of one step: as PyTorch runs it, then in pieces of rows.
+def _eager_captures(job: Job, options: Options, device: Device | None, *, moves: bool = False) -> Iterator[Captured]:
+    """Yield captures of one step: as PyTorch runs it, then in pieces of rows, then with all that `moves` in a loop.
 
     The update is that of `device`; None: of this machine.
     """
@@ -99,11 +102,16 @@ def _eager_captures(job: Job, options: Options, device: Device | None) -> Iterat
                 made = (replace(found, graph=sharded(found.graph, sharding)) for found in made)
     else:
         with _fakes(job, device) as (model, batch, optimizer):
-            around = partial(
-                surroundings_of_job, job, parameters=model.parameters(), optimizer=optimizer, reserve=options.reserve
-            )
-            steps = Partitioned(trace(model, next(batches.split(batch, job.accumulate)), around))
-        made = iter(steps)
+            traced = trace(model, next(batches.split(batch, job.accumulate)))
+            around = surroundings_of_job(
+                job, traced.joint, traced.parameters, parameters=model.parameters(), optimizer=optimizer,
+                reserve=options.reserve,
+            )  # fmt: skip
+        loop = LoopPlans(WeakReferences(model.parameters(), [optimizer]), options)
+        loop.may_move &= moves
+        loop.name(model)
+        plain = partial(captures, traced.joint, traced.inputs, around)
+        made = loop.captures(traced.joint, traced.inputs, persistent(traced.examples), around, plain)
     yield from made
 
 

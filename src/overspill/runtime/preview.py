@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.recording.graph import graph_of
 from overspill.core import Graph
 from overspill.core.device import ABSENT
@@ -73,10 +74,11 @@ class JobStep:
         try:
             plan = self.planner()(self.budget_bytes())
         except InfeasibleBudget as error:
+            stays = not any(isinstance(captured, CapturedCutStep) for captured in self.captures)
             by_calls = self.options.backend == "eager" and not (
                 self.options.whole_step or isinstance(self.job.model, Script)
             )
-            raise error.with_help(split_update(error)) if by_calls else error from None
+            raise error.with_help(split_update(error)) if by_calls and stays else error from None
         if not self.options.whole_step or self.job.parallel is not None or not runs_here or self.options.profile:
             return plan
         return gathered(self.captures.of(plan.graph), plan, self.account.measured)
@@ -110,18 +112,18 @@ def preview(job: Job, options: Options, software: Software | None = None, estima
             return JobStep(job, options, account, captures).plan()
 
         if options.backend == "eager":
-            return plan(recorded or captures_of(job, options, account.device))
+            return plan(recorded or captures_of(job, options, account.device, moves=True))
         # Inductor's programs are written while they are planned.
         return with_programs(job, options, account.device, plan)
 
 
-def step_of(job: Job, options: Options, software: Software | None = None) -> JobStep:
-    """Return the step of a job that `preview` plans.
+def step_of(job: Job, options: Options, software: Software | None = None, *, moves: bool = False) -> JobStep:
+    """Return the step of a job that `preview` plans; a step in a loop `moves` all of its memory, or activations alone.
 
     With Inductor's kernels it has only the usual capture. Raises RequestError.
     """
     options, account, recorded = _asked(job, options, software)
-    return JobStep(job, options, account, recorded or captures_of(job, options, account.device))
+    return JobStep(job, options, account, recorded or captures_of(job, options, account.device, moves=moves))
 
 
 def compare_job(

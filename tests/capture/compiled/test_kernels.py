@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from overspill.capture.compiled.batch_norm import CUDNN_BATCH_NORM, recomputes_without_statistics
-from overspill.capture.compiled.graph import Captured, Surroundings
+from overspill.capture.compiled.graph import Captured, Surroundings, capture
 from overspill.capture.compiled.kernels import RUN_AS, eager_kernels
 from overspill.capture.compiled.trace import trace
 from overspill.core import Instruction, Schedule, Verb
@@ -35,9 +35,14 @@ class Function(nn.Module):
         return self.function(self.weight, self.mean, self.variance).float().sum()
 
 
+def captured_of(module: nn.Module, batch: tuple[Tensor, ...]) -> Captured:
+    found = trace(module, batch)
+    return capture(found.joint, found.inputs, Surroundings())
+
+
 def captured(function: Any, *shape: int) -> Captured:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return next(trace(Function(function, *shape), (), lambda *_: Surroundings()))
+        return captured_of(Function(function, *shape), ())
 
 
 def targets(found: Captured) -> set[Any]:
@@ -68,7 +73,7 @@ def test_a_recurrent_layer_is_one_op_in_each_direction_and_its_workspace_has_its
             return self.layer(x)[0].sum()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        found, again = (next(trace(Net(), (torch.zeros(5, 3, 6),), lambda *_: Surroundings())) for _ in range(2))
+        found, again = (captured_of(Net(), (torch.zeros(5, 3, 6),)) for _ in range(2))
     assert found.graph.tensors == again.graph.tensors  # though PyTorch has results of ops in a cache then
     (node,) = found.joint.module.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default)
     args = fx.node.map_arg(node.args, lambda n: n.meta["val"])

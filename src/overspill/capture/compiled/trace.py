@@ -1,4 +1,4 @@
-"""Trace a module's training step to a Graph with Dynamo and AOTAutograd.
+"""Trace a module's training step to a joint graph with Dynamo and AOTAutograd.
 
 The step is traced on fake tensors: nothing is computed.
 """
@@ -24,9 +24,6 @@ from .joint import JointGraph
 from .kernels import eager_kernels
 from .pieces import in_pieces
 
-SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
-"""Other bytes on the device during the step, given a joint graph and the parameters that it reads."""
-
 
 class DynamoGraph(NamedTuple):
     """The graph of a step as Dynamo traces it."""
@@ -36,6 +33,21 @@ class DynamoGraph(NamedTuple):
     """The graph's inputs, by position."""
     inputs: list[InputInfo]
     """Kind and readable name of each input."""
+
+
+class JointOfStep(NamedTuple):
+    """The joint graph of a step as AOTAutograd traces it."""
+
+    joint: JointGraph
+    examples: Sequence[Any]
+    """The inputs of Dynamo's graph, by position."""
+    inputs: list[InputInfo]
+    """Kind and readable name of each input."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters among the inputs."""
+        return [example for example in self.examples if isinstance(example, nn.Parameter)]
 
 
 class _Traced(BaseException):
@@ -61,10 +73,8 @@ def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph 
     return found[0] if found else None
 
 
-def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Iterator[Captured]:
-    """Yield the captured Graph of one training step, then the same in pieces of rows if its chains are worth it.
-
-    `step(*batch)` returns the loss. The second Graph is made only when the caller requests it.
+def trace(step: nn.Module, batch: tuple[Tensor, ...]) -> JointOfStep:
+    """Return the joint graph of one training step; `step(*batch)` returns the loss.
 
     Call this with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises
     OverspillError if nothing requires a gradient, and Dynamo's errors if the module is not a single graph.
@@ -85,11 +95,19 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
         raise OverspillError(
             f"{type(model).__name__} gave no graph that could be planned; does its loss need gradients?"
         )
-    (joint,) = found
-    around = surroundings_of(joint, [e for e in examples if isinstance(e, nn.Parameter)])
+    return JointOfStep(found[0], examples, inputs)
+
+
+def captures(
+    joint: JointGraph,
+    inputs: list[InputInfo],
+    around: Surroundings,
+    divided: Callable[[JointGraph], JointGraph | None] | None = in_pieces,
+) -> Iterator[Captured]:
+    """Yield the captured Graph of `joint`, then the same `divided` in pieces of rows, if its chains are worth it."""
     yield capture(joint, inputs, around)
-    if (divided := in_pieces(joint)) is not None:
-        yield capture(divided, inputs, around)
+    if divided is not None and (other := divided(joint)) is not None:
+        yield capture(other, inputs, around)
 
 
 @contextmanager

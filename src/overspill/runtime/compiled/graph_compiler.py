@@ -15,11 +15,11 @@ from torch import fx, nn
 
 from overspill.capture.compiled.backward import check_saved_hooks
 from overspill.capture.compiled.cut_step import CapturedCutStep
-from overspill.capture.compiled.graph import Captured, capture
+from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, copied, device_of, storages
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.pieces import in_pieces
-from overspill.capture.compiled.trace import describe_inputs, leaves_told
+from overspill.capture.compiled.trace import captures, describe_inputs, leaves_told
 from overspill.capture.programs.functions import compile_functions
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
@@ -284,15 +284,10 @@ class GraphCompiler:
         loop, parameters, sharded = self.session.loop, self.parameters, self._sharded_in(graph)
         positions = self.shards
 
-        def captures(joint: JointGraph, *around: Any) -> Iterator[Captured]:
-            yield capture(joint, *around)
-            if divided is not None and (other := divided(joint)) is not None:
-                yield capture(other, *around)
-
-        def how(joint: JointGraph, inputs: Any, around: Any) -> Partitioned[Captured]:
+        def how(joint: JointGraph, inputs: list[InputInfo], around: Surroundings) -> Partitioned[Captured]:
             if sharded is not None:
                 return Partitioned([sharded.captured(positions, joint, inputs, around)])
-            plain = partial(captures, joint, inputs, around)
+            plain = partial(captures, joint, inputs, around, divided)
             return Partitioned(loop.captures(joint, inputs, parameters, around, plain))
 
         def make(problem: GraphProblem[Any], captured: Partitioned[Captured], budget_bytes: int) -> Plan:

@@ -22,6 +22,7 @@ from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.dynamo import same_object
 from overspill.pytorch.fake_tensors import FakeTensorMode
+from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.step.away import GUARDS
 from overspill.runtime.step.from_host import move_buffers
 from overspill.runtime.step.inner_tensors import inner_tensors
@@ -32,6 +33,8 @@ from .sharded import Whole
 from .weak_references import WeakReferences
 
 _LOG = logging.getLogger("overspill")
+MOVES_PARAMETERS = "auto"
+"""The policy by which parameters move in a loop."""
 Parameters = Mapping[int, weakref.ref[Tensor]]
 """Parameters, and tensors that they have, among the inputs of Dynamo's graph, by number."""
 
@@ -39,11 +42,13 @@ Parameters = Mapping[int, weakref.ref[Tensor]]
 class LoopPlans:
     """Makes the LoopState of a session, and captures graphs around it."""
 
-    def __init__(self, followed: WeakReferences) -> None:
+    def __init__(self, followed: WeakReferences, options: Options) -> None:
         self.state: LoopState | None = None
-        self.may_move = True
+        self.may_move = str(options.policy).partition(":")[0] == MOVES_PARAMETERS
         """Whether parameters may leave the device: not where Dynamo's own guards on them are in force."""
-        self.why_not = ""
+        self.why_not = "" if self.may_move else f"policy {options.policy} plans for a loop with them there"
+        if self.may_move and options.placement == PLANNED:
+            self.may_move, self.why_not = False, "placement='planned' has no addresses for them; leave it out"
         """Why parameters stay on the device, if they do."""
         self.from_host_to: torch.device | None = None
         """The device of models that begin in host memory."""

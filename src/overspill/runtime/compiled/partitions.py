@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Generic
 
+from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds
@@ -67,9 +68,11 @@ class Partitioned(Generic[C]):
         """Return a function from a budget in bytes of `account` to the best plan."""
 
         def within(nbytes: int) -> Plan:
-            return self.best_plan(
-                lambda one: search(one.graph, account, options.policy, nbytes, options.times), options.times
-            )
+            def search_in(captured: C) -> Fit:
+                here = account.alone if isinstance(captured, CapturedCutStep) else account
+                return search(captured.graph, here, options.policy, nbytes, options.times)
+
+            return self.best_plan(search_in, options.times)
 
         return within
 

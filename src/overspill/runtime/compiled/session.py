@@ -46,7 +46,7 @@ from overspill.runtime.transfer.stores import store_bytes
 
 from .concurrent_plans import C, GraphProblem
 from .graph_plans import GraphPlans
-from .loop_plans import LoopPlans
+from .loop_plans import MOVES_PARAMETERS, LoopPlans
 from .only_loss import OnlyLosses
 from .pending_calls import GraphFrame, GraphKey, Part, PendingCalls
 from .plan_check import PlanCheck
@@ -56,8 +56,6 @@ from .sharded import ShardedModel
 from .step_check import check_step
 from .weak_references import WeakReferences
 
-MOVES_PARAMETERS = "auto"
-"""The policy by which parameters move in a loop."""
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -92,13 +90,7 @@ class Session(PlannedPeaks):
         # The models and train steps that share the budget.
         self.followed = WeakReferences(parameters, optimizers)
         self._steps: weakref.WeakSet[SessionStep] = weakref.WeakSet()
-        self.loop = LoopPlans(self.followed)
-        if str(options.policy).partition(":")[0] != MOVES_PARAMETERS:
-            self.loop.may_move = False
-            self.loop.why_not = f"policy {options.policy} plans for a loop with them there"
-        elif options.placement == PLANNED:
-            self.loop.may_move = False
-            self.loop.why_not = "placement='planned' has no addresses for them; leave it out"
+        self.loop = LoopPlans(self.followed, options)
         self.sharded: ShardedModel | None = None
         """The model of the session that `fully_shard` has sharded."""
         self._calling = 0  # which model is called, where there are several
