@@ -209,6 +209,20 @@ def test_gradients_are_read_behind_each_step() -> None:
     compare(loop)
 
 
+def test_gradients_are_read_behind_each_step_though_the_first_was_not_planned() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(4):
+            optimizer.zero_grad()
+            compiled(batch(i, rows=96)).square().mean().backward()
+            if i == 0:
+                optimizer.param_groups[0]["amsgrad"] = True
+            optimizer.step()
+            run.see(*(p.grad for p in model.parameters()))
+
+    compare(loop, budget="70%")
+
+
 @pytest.mark.parametrize("zeros", ["before", pytest.param("between", marks=pytest.mark.long), "never"])
 def test_accumulation(zeros: str) -> None:
     def loop(run: Run) -> None:

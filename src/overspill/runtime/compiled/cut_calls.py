@@ -298,6 +298,11 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
         with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
             _update_one(state, state.owned[name], lent)
         parameter.grad = None
+        if isinstance(gradient, StoredGradient):
+            gradient.forget_reads()
+            state.left.append(gradient)
+        else:
+            state.reads_unseen = True
     updates.finish()
     state.arm()
     state.is_torn = False

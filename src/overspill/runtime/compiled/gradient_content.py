@@ -54,7 +54,9 @@ class Content:
                 "read the parameter's `.grad` after backward"
             )
         if self.handle is None and self.real is None:
-            raise OverspillError("this gradient is gone: the update of its parameter has used it up")
+            raise OverspillError(
+                "this gradient is gone: the update of its parameter has used it up; read it before optimizer.step()"
+            )
 
     def leave(self, data: Tensor) -> None:
         """Start to send `data` as its bytes, which `settle` ends. Raises StoreError; then it stays on the device."""

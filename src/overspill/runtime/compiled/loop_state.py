@@ -211,6 +211,8 @@ class LoopState(StepState):
         """Whether a plan moves its tensors."""
         self.drops_gradients: bool | None = None
         """Whether the loop has dropped all gradients whenever a forward began; None before any step."""
+        self.reads_unseen = False
+        """Whether an update has left gradients on the device, of which nobody sees who reads them."""
         self.is_saving = False
         """Whether a state dict is being made, to which the store gives what it has."""
         self.is_between = False
@@ -332,11 +334,12 @@ class LoopState(StepState):
     def begin(self) -> None:
         """Notice what the user has changed, before a forward."""
         self.end_reads()
-        if self.latest and self.drops_gradients is not False:
+        if self.left and not self.reads_unseen and self.drops_gradients is not False:
             read = any(gradient.was_read for gradient in self.left)
             self.drops_gradients = not read and all(self.parameters[name].grad is None for name in self.owned)
         self.latest.clear()
         self.left.clear()
+        self.reads_unseen = False
         self.saved = self._noted
         self.look()
 
