@@ -1,4 +1,4 @@
-"""What jobs reserve with planned addresses, beside PyTorch's allocator and its expandable segments; all simulated.
+"""What jobs reserve with the live allocators, beside PyTorch's and its expandable segments; all simulated.
 
     python bench/allocators.py [--instances bench/instances] [--snapshots FILE.pickle...] [--steps 8] [--json FILE]
 
@@ -7,7 +7,7 @@ of bench/traces.py. `lengths` are the traces with one of five lengths in each st
 with the end of each step told (`overspill.step`). Snapshots are jobs that somebody recorded.
 
 `beyond` is the peak of reserved bytes over the peak of requested ones, from the first planned address on, in the same
-events for all three. Requests a second are those of the CPU time of the last half of a job, frees included, with plans in force.
+events for all. `chunked` maps memory so often in each 100 events. Requests a second are those of the CPU time of the last half of a job, frees included, with plans in force.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from paired import json_record
 from traces import FAMILIES, training_trace
 
 from overspill.placement import CachingConfig, Events, replay
+from overspill.placement.allocators.chunked import ChunkedAllocator
+from overspill.placement.allocators.native_allocator import NativeAllocator
 from overspill.placement.allocators.planned import PlannedAllocator
+from overspill.placement.allocators.two_ended import LEARNING, TwoEndedAllocator
 from overspill.placement.packing.files import read_trace
 from overspill.placement.snapshot import events_of, read_snapshot
 
@@ -56,6 +59,10 @@ class Row:
     """Reserved beyond requested, once plans are in force."""
     planned_whole: float
     """Of the whole job, its profile included."""
+    chunked: float
+    gtbm: float
+    chunked_maps: float
+    """Mappings and unmappings an event, once plans are in force."""
 
 
 def joined(parts: list[Events]) -> Events:
@@ -93,8 +100,9 @@ def jobs(instances: Path | None, snapshots: list[Path], steps: int, blocks: int)
         yield Job(path.name, events_of(read, read.devices[0]))
 
 
-def row_of(job: Job) -> Row:
-    allocator, ends = PlannedAllocator(), set(job.ends)
+def driven(job: Job, allocator: NativeAllocator) -> tuple[list[int], list[int], int, int]:
+    """Return reserved and requested bytes after each event, the first with a planned address, and requests from there."""
+    ends = set(job.ends)
     reserved: list[int] = []
     requested: list[int] = []
     live: dict[int, int] = {}
@@ -112,16 +120,26 @@ def row_of(job: Job) -> Row:
             allocator.mark_step()
         reserved.append(allocator.reserved.now)
         requested.append(allocator.requested.now)
-        if first < 0 and allocator.counts.planned:
+        if first < 0 and isinstance(allocator, PlannedAllocator) and allocator.counts.planned:
             first = at
+    return reserved, requested, first, requests
+
+
+def row_of(job: Job) -> Row:
+    allocator = PlannedAllocator()
+    reserved, requested, first, requests = driven(job, allocator)
     counts = allocator.counts
     from_here = max(first, 0)
     most = max(requested[from_here:])
     others = [replay(job.events, config=config, curves=True).reserved for config in (None, EXPANDABLE)]
     pytorch, expandable = (int(curve[from_here:].max()) for curve in others if curve is not None)
+    chunks, ends = ChunkedAllocator(), TwoEndedAllocator(LEARNING)
+    chunked, gtbm = (max(driven(job, pool)[0][from_here:]) for pool in (chunks, ends))
+    maps = sum(event.at >= from_here for event in chunks.segment_log) / (len(job.events) - from_here)
     return Row(
         job.name, len(job.events), counts.planned / (requests + 1), pytorch / most - 1, expandable / most - 1,
         max(reserved[from_here:]) / most - 1, max(reserved) / max(requested) - 1,
+        chunked / most - 1, gtbm / most - 1, maps,
     )  # fmt: skip
 
 
@@ -151,14 +169,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     out = sys.stdout.write
-    out(f"{'job':34}{'events':>9}{'planned':>9}{'pytorch':>9}{'expandable':>12}{'beyond':>9}{'whole':>9}\n")
+    out(
+        f"{'job':34}{'events':>9}{'planned':>9}{'pytorch':>9}{'expandable':>12}{'beyond':>9}{'whole':>9}{'chunked':>9}{'maps':>7}{'gtbm':>9}\n"
+    )
     rows = []
     for job in jobs(options.instances, options.snapshots, options.steps, options.blocks):
         row = row_of(job)
         rows.append(asdict(row))
         out(
             f"{row.job:34}{row.events:9}{row.planned_share:9.1%}{row.pytorch:9.2%}{row.expandable:12.2%}"
-            f"{row.planned:9.2%}{row.planned_whole:9.2%}\n"
+            f"{row.planned:9.2%}{row.planned_whole:9.2%}{row.chunked:9.2%}{100 * row.chunked_maps:7.1f}{row.gtbm:9.2%}\n"
         )
     speeds = {family: requests_a_second(family, options.blocks) for family in FAMILIES}
     out("requests a second in replay: " + ", ".join(f"{f} {s / 1e6:.0f} M" for f, s in speeds.items()) + "\n")

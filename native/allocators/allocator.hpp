@@ -25,6 +25,9 @@ struct SegmentEvent {
     std::int32_t stream;
 };
 
+// How long a block is expected to stay; in Python: overspill.core.Mobility.
+enum class Mobility : std::int8_t { kMovable = 0, kTemporary = 1, kReclaimed = 2 };
+
 // A number of bytes, its first maximum and the event of that.
 struct Gauge {
     Bytes now = 0;
@@ -48,8 +51,8 @@ class Allocator {
     Allocator& operator=(const Allocator&) = delete;
 
     // A block of at least `nbytes` (more than none), or nullptr when there is no room.
-    PoolBlock* allocate_block(Bytes nbytes, std::int32_t stream) {
-        PoolBlock* block = nbytes <= kAddressSpaceBytes ? find_block(nbytes, stream) : nullptr;
+    PoolBlock* allocate_block(Bytes nbytes, std::int32_t stream, Mobility mobility = Mobility::kMovable) {
+        PoolBlock* block = nbytes <= kAddressSpaceBytes ? find_grouped_block(nbytes, stream, mobility) : nullptr;
         if (block == nullptr) return nullptr;
         block->free = false;
         block->requested = nbytes;
@@ -76,8 +79,12 @@ class Allocator {
     virtual void resume() {}
     virtual PoolBlock* in_chain(PoolBlock* block) const { return block; }
 
+    // A step of the job ends here; and until what an allocator learns from steps is there.
+    virtual void mark() {}
+    virtual void wait() {}
+
     // The bytes of all segments up to the end of their last live blocks.
-    Bytes spread_bytes() const {
+    virtual Bytes spread_bytes() const {
         Bytes spread = reserved.now;
         for (const PoolBlock* block : idle_blocks())
             if (block->mapped && block->last()) spread -= block->size;
@@ -85,7 +92,7 @@ class Allocator {
     }
 
     // The bytes of the free blocks that hold a request, by their sizes alone.
-    Bytes usable_bytes(Bytes request) const {
+    virtual Bytes usable_bytes(Bytes request) const {
         if (request <= 1) return reserved.now - allocated.now;
         Bytes usable = 0;
         for (const PoolBlock* block : idle_blocks())
@@ -100,6 +107,9 @@ class Allocator {
 
   protected:
     virtual PoolBlock* find_block(Bytes nbytes, std::int32_t stream) = 0;
+
+    // The same for allocators that group blocks by their mobility.
+    virtual PoolBlock* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility) { return find_block(nbytes, stream); }
 
     virtual void return_block(PoolBlock* block) = 0;
 

@@ -21,6 +21,7 @@ struct PoolBlock {
     bool free = true;
     bool mapped = true;     // false: address space without memory behind it
     bool in_small = false;  // which pool of the caching allocator the block belongs to
+    std::int8_t region = 0;  // which part of a pool with two ends
     Bytes requested = 0;
     PoolBlock* prev = nullptr;
     PoolBlock* next = nullptr;

@@ -101,9 +101,9 @@ class Stepper {
                                    : std::make_unique<DeviceInPython>(capacity_bytes, device)),
           allocator_(make_allocator(name, config, *device_)) {}
 
-    std::optional<Address> allocate(std::int64_t at, Bytes nbytes, std::int32_t stream) {
+    std::optional<Address> allocate(std::int64_t at, Bytes nbytes, std::int32_t stream, std::int8_t mobility) {
         allocator_->clock = at;
-        PoolBlock* block = allocator_->allocate_block(nbytes, stream);
+        PoolBlock* block = allocator_->allocate_block(nbytes, stream, Mobility{mobility});
         if (block == nullptr) return std::nullopt;
         live_[block->address] = block;
         return block->address;
@@ -135,12 +135,10 @@ class Stepper {
 
     bool finds(Bytes nbytes, std::int32_t stream) { return caching().finds(nbytes, stream); }
 
-    // What only the planned one can: end a step, and say what it did.
-    void mark_step() { planning().mark(); }
-    std::vector<std::int64_t> counts() const {
-        const PlannedCounts& found = planning().counts();
-        return {found.planned, found.carried, found.displaced, found.foreign, found.steps, found.plans, found.since};
-    }
+    void mark_step() { allocator_->mark(); }
+
+    // What only the planned one can say.
+    std::array<std::int64_t, 7> counts() const { return planning().counts().values(); }
 
     std::array<GaugeTuple, 3> gauges() const {
         return {tuple_of(allocator_->requested), tuple_of(allocator_->allocated), tuple_of(allocator_->reserved)};
@@ -226,11 +224,13 @@ Array column_of(std::vector<std::int64_t>&& values) {
 nb::tuple replay(const std::string& name, const nb::dict& config, std::optional<Bytes> capacity_bytes,
                  const Column<std::int8_t>& action, const Column<std::int64_t>& block,
                  const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream,
-                 std::int64_t block_count, bool curves, std::optional<Bytes> request_bytes) {
+                 std::int64_t block_count, bool curves, std::optional<Bytes> request_bytes,
+                 const std::optional<Column<std::int8_t>>& mobility) {
     Device device(capacity_bytes);
     const auto allocator = make_allocator(name, config, device);
     const EventsView events{
-        action.data(), block.data(), nbytes.data(), stream.data(), static_cast<std::int64_t>(action.shape(0)), block_count};
+        action.data(), block.data(), nbytes.data(), stream.data(), mobility ? mobility->data() : nullptr,
+        static_cast<std::int64_t>(action.shape(0)), block_count};
     ReplayResult result;
     {
         const nb::gil_scoped_release released;
@@ -257,13 +257,13 @@ NB_MODULE(_native, module) {
     module.def("names", &overspill::names, "The allocators that there are.");
     module.def("replay", &overspill::replay, nb::arg("name"), nb::arg("config"), nb::arg("capacity_bytes").none(),
                nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"),
-               nb::arg("block_count"), nb::arg("curves"), nb::arg("request_bytes").none());
+               nb::arg("block_count"), nb::arg("curves"), nb::arg("request_bytes").none(), nb::arg("mobility") = nb::none());
     module.def("round_size", &overspill::rounded, nb::arg("nbytes"), nb::arg("divisions"));
     using overspill::Stepper;
     nb::class_<Stepper>(module, "Stepper")
         .def(nb::init<const std::string&, const nb::dict&, std::optional<overspill::Bytes>, nb::handle>(),
              nb::arg("name"), nb::arg("config"), nb::arg("capacity_bytes").none(), nb::arg("device").none())
-        .def("allocate", &Stepper::allocate)
+        .def("allocate", &Stepper::allocate, nb::arg("at"), nb::arg("nbytes"), nb::arg("stream"), nb::arg("mobility") = 0)
         .def("free", &Stepper::free)
         .def("empty_cache", &Stepper::empty_cache)
         .def("adopt", &Stepper::adopt)

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
@@ -24,6 +25,7 @@
 
 namespace overspill {
 
+// In the order of `PlannedCounts` in placement/allocators/planned.py.
 struct PlannedCounts {
     std::int64_t planned = 0;    // requests that got their planned address
     std::int64_t carried = 0;    // that live on into the next step, and are not planned
@@ -32,6 +34,8 @@ struct PlannedCounts {
     std::int64_t steps = 0;
     std::int64_t plans = 0;   // solved
     std::int64_t since = -1;  // when the last one came into force
+
+    std::array<std::int64_t, 7> values() const { return {planned, carried, displaced, foreign, steps, plans, since}; }
 };
 
 class PlannedAllocator final : public CachingAllocator {
@@ -39,14 +43,14 @@ class PlannedAllocator final : public CachingAllocator {
     PlannedAllocator(Device& device, bool background) : CachingAllocator(device, heap_settings()), solver_(background) {}
 
     // A step ends here, whatever its requests.
-    void mark() {
+    void mark() override {
         marked_ = true;
         for (const auto& lane : lanes_)
             if (lane != nullptr) lane->ends = true;
     }
 
     // Until all plans that were asked for are there.
-    void wait() { solver_.wait(); }
+    void wait() override { solver_.wait(); }
 
     const PlannedCounts& counts() const { return counts_; }
 

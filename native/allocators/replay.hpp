@@ -19,6 +19,7 @@ struct EventsView {
     const std::int64_t* block;
     const std::int64_t* nbytes;
     const std::int32_t* stream;
+    const std::int8_t* mobility;  // nullptr: all are movable
     std::int64_t count;
     std::int64_t block_count;
 };
@@ -77,7 +78,8 @@ class Replayer {
             result_.addresses[block] = kNowhere;
             return true;
         }
-        PoolBlock* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at]);
+        PoolBlock* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at],
+                                                      events_.mobility == nullptr ? Mobility::kMovable : Mobility{events_.mobility[at]});
         if (placed != nullptr) {
             states_[block] = State::kLive;
             blocks_[block] = placed;

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -46,12 +48,18 @@ class GpuDevice final : public Device {
         DevicePointer address = 0;
         const auto size = static_cast<std::size_t>(round_up(nbytes, kPageBytes));
         if (driver_.address_reserve(&address, size, kPageBytes, 0, 0) != kSuccess) return std::nullopt;
+        reserved_.emplace(static_cast<Address>(address), Reserved{size, size});
         return static_cast<Address>(address);
     }
 
+    // The driver takes addresses back only as they were reserved: when no part of them is left.
     void unreserve(Address address, Bytes nbytes) override {
-        const auto size = static_cast<std::size_t>(round_up(nbytes, kPageBytes));
-        driver_.check(driver_.address_free(static_cast<DevicePointer>(address), size), "cuMemAddressFree");
+        const auto found = std::prev(reserved_.upper_bound(address));
+        found->second.left -= static_cast<std::size_t>(round_up(nbytes, kPageBytes));
+        if (found->second.left > 0) return;
+        const auto start = static_cast<DevicePointer>(found->first);
+        driver_.check(driver_.address_free(start, found->second.size), "cuMemAddressFree");
+        reserved_.erase(found);
     }
 
     // Page by page, since a mapping can only be taken away as a whole.
@@ -91,7 +99,8 @@ class GpuDevice final : public Device {
 
     // Whether there is memory behind all of a range.
     bool is_mapped(Address address, Bytes nbytes) const {
-        if (!is_virtual_) return true;
+        const auto plain = plain_.upper_bound(address);
+        if (plain != plain_.begin() && address + nbytes <= std::prev(plain)->first + std::prev(plain)->second) return true;
         for (Address page = address / kPageBytes * kPageBytes; page < address + nbytes; page += kPageBytes)
             if (!pages_.contains(page)) return false;
         return true;
@@ -149,14 +158,19 @@ class GpuDevice final : public Device {
         held_ -= kPageBytes;
     }
 
+    struct Reserved {
+        std::size_t size, left;
+    };
+
     const Driver& driver_;
     bool is_virtual_;
     MemoryProperties properties_;
     Context context_ = nullptr;
     std::optional<Bytes> limit_;
     Bytes held_ = 0;
+    std::map<Address, Reserved> reserved_;  // addresses
     std::unordered_map<Address, MemoryHandle> pages_;
-    std::unordered_map<Address, Bytes> plain_;
+    std::map<Address, Bytes> plain_;
     std::vector<MemoryHandle> spare_;  // memory without an address
 };
 

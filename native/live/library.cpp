@@ -25,7 +25,8 @@ using overspill::live::Stream;
 constexpr int kMostDevices = 64;
 
 struct Settings {
-    bool plans = true, checks = false;
+    std::string allocator = "planned";
+    bool checks = false;
 };
 Settings settings;
 thread_local std::string last_error;
@@ -58,7 +59,7 @@ Service& service(int device) {
     Services& all = services();
     const std::lock_guard lock(all.mutex);
     auto& at = all.of[static_cast<std::size_t>(device)];
-    if (at == nullptr) at = new Service(driver(lock), device, settings.plans, settings.checks);
+    if (at == nullptr) at = new Service(driver(lock), device, settings.allocator, settings.checks);
     return *at.load();
 }
 
@@ -150,16 +151,16 @@ OVERSPILL_API void overspill_set_fraction(double fraction, int device) { service
 
 OVERSPILL_API const char* overspill_error() { return last_error.c_str(); }
 
-OVERSPILL_API void overspill_configure(int plans, int checks) { settings = {plans != 0, checks != 0}; }
+OVERSPILL_API void overspill_configure(const char* allocator, int checks) { settings = {allocator, checks != 0}; }
 
-// 1: plans, 0: the driver has no virtual memory, -1: an error. It makes no context on the GPU.
-OVERSPILL_API int overspill_can_plan(int device) {
-    int plans = 0;
+// 1: the driver has virtual memory, 0: it has none, -1: an error. It makes no context on the GPU.
+OVERSPILL_API int overspill_has_virtual_memory(int device) {
+    int found = 0;
     return attempt([&] {
         const std::lock_guard lock(services().mutex);
-        plans = driver(lock).has_virtual_memory(device);
+        found = driver(lock).has_virtual_memory(device);
     })
-               ? plans
+               ? found
                : -1;
 }
 

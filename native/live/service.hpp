@@ -15,7 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "../allocators/chunked.hpp"
 #include "../allocators/planned.hpp"
+#include "../allocators/two_ended.hpp"
 #include "gpu_device.hpp"
 
 namespace overspill::live {
@@ -48,15 +50,10 @@ class Checker {
 
 class Service {
   public:
-    Service(const Driver& driver, int ordinal, bool plans, bool checks)
-        : driver_(driver), device_(driver, ordinal), ordinal_(ordinal) {
-        if (plans && device_.is_virtual()) {
-            auto planned = std::make_unique<PlannedAllocator>(device_, true);
-            planned_ = planned.get();
-            allocator_ = std::move(planned);
-        } else {
-            allocator_ = std::make_unique<CachingAllocator>(device_, CachingConfig{});
-        }
+    // The allocator `name`; where the driver has no virtual memory, one that caches by PyTorch's rules.
+    Service(const Driver& driver, int ordinal, const std::string& name, bool checks)
+        : driver_(driver), device_(driver, ordinal), ordinal_(ordinal), allocator_(made(name)) {
+        planned_ = dynamic_cast<PlannedAllocator*>(allocator_.get());
         if (checks) checker_ = std::make_unique<Checker>();
     }
 
@@ -134,7 +131,7 @@ class Service {
 
     void end_step() {
         const std::lock_guard lock(mutex_);
-        if (planned_ != nullptr) planned_->mark();
+        allocator_->mark();
     }
 
     void empty_cache() {
@@ -154,16 +151,13 @@ class Service {
         device_.limit(static_cast<Bytes>(fraction * static_cast<double>(device_.total_bytes())));
     }
 
-    void wait_for_plans() {
-        if (planned_ != nullptr) planned_->wait();
-    }
+    void wait_for_plans() { allocator_->wait(); }
 
     // In the order of `AllocatorFigures` in overspill/runtime/allocator.py.
-    static constexpr int kFigures = 20;
+    static constexpr int kFigures = 21;
     void figures(std::int64_t* into) {
         const std::lock_guard lock(mutex_);
-        const PlannedCounts none, &counts = planned_ == nullptr ? none : planned_->counts();
-        const std::array<std::int64_t, kFigures> found{
+        const std::array<std::int64_t, 14> found{
             allocator_->requested.now,
             allocator_->requested.peak,
             allocator_->allocated.now,
@@ -176,16 +170,11 @@ class Service {
             static_cast<std::int64_t>(waiting_.size()),
             allocator_->retries,
             out_of_memory_,
-            counts.planned,
-            counts.carried,
-            counts.displaced,
-            counts.foreign,
-            counts.steps,
-            counts.plans,
             planned_ == nullptr ? 0 : planned_->region_bytes(),
-            planned_ != nullptr,
+            device_.is_virtual(),
         };
-        std::copy(found.begin(), found.end(), into);
+        const auto counts = (planned_ == nullptr ? PlannedCounts{} : planned_->counts()).values();
+        std::copy(counts.begin(), counts.end(), std::copy(found.begin(), found.end(), into));
     }
 
     void reset_peaks() {
@@ -194,6 +183,13 @@ class Service {
     }
 
   private:
+    std::unique_ptr<Allocator> made(const std::string& name) {
+        if (!device_.is_virtual()) return std::make_unique<CachingAllocator>(device_, CachingConfig{});
+        if (name == "chunked") return std::make_unique<ChunkedAllocator>(device_, kPageBytes);
+        if (name == "gtbm") return std::make_unique<TwoEndedAllocator>(device_, TwoEndedConfig{std::nullopt, true, true});
+        return std::make_unique<PlannedAllocator>(device_, true);
+    }
+
     struct Live {
         PoolBlock* block;
         std::vector<Stream> users;

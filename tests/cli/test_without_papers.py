@@ -29,7 +29,7 @@ REFUSED = {
     "plan alexnet --batch 4 --small --policy vdnn-all:m": "the policy 'vdnn-all'",
     "estimate alexnet --batch 4 --small --allocator tensorflow": "the allocator 'tensorflow'",
     "plan googlenet --batch 4": "the model 'googlenet'",
-    "estimate alexnet --batch 4 --small --allocator gtbm": "the allocator 'gtbm'",
+    "estimate alexnet --batch 4 --small --allocator cnmem": "the allocator 'cnmem'",
     "pack blocks.csv --solver mip": "the solver 'mip'",
     "plan densenet121 --batch 4": "the model 'densenet121'",
     "estimate --mxnet net.json --batch 4 --input data=N,3": "the framework 'mxnet'",

@@ -38,7 +38,7 @@ def plain_loop() -> dict[str, Any]:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        planned.append(used.figures().planned - before.planned)
+        planned.append(used.figures().counts.planned - before.counts.planned)
         if turn == 8:
             with torch.no_grad():
                 model(torch.randn(3000, 512, device="cuda"))

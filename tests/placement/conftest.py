@@ -9,17 +9,10 @@ import pytest
 from overspill.core import Mobility
 from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
 from overspill.placement.allocators.base import Allocator
+from overspill.placement.allocators.chunked import ChunkedConfig
 from overspill.placement.allocators.planned import PlannedConfig
-from overspill_papers.placement import (
-    BestFitConfig,
-    BfcConfig,
-    BuddyConfig,
-    ChainerConfig,
-    ChunkedConfig,
-    CnmemConfig,
-    MxnetConfig,
-    TwoEndedConfig,
-)
+from overspill.placement.allocators.two_ended import TwoEndedConfig
+from overspill_papers.placement import BestFitConfig, BfcConfig, BuddyConfig, ChainerConfig, CnmemConfig, MxnetConfig
 
 MIB = 1 << 20
 
@@ -84,6 +77,8 @@ def _cnmem(r: random.Random) -> CnmemConfig:
 
 
 def _two_ended(r: random.Random) -> TwoEndedConfig:
+    if r.random() < 0.2:
+        return TwoEndedConfig(learns=True)
     return TwoEndedConfig(pool_bytes=r.choice([None, 0, 1000, 30 * MIB, 90 * MIB]), grows=r.random() < 0.7)
 
 

@@ -20,7 +20,14 @@ Script = Annotated[
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script gets.", show_default=False)
 ]
-Allocator = Annotated[str, optional("NAME", "Where its CUDA memory comes from.  [default: planned]")]
+Allocator = Annotated[
+    str,
+    optional(
+        "NAME",
+        "Where its CUDA memory comes from: planned, chunked (2 MiB pieces behind virtual addresses) or gtbm (two ends)."
+        "  [default: planned]",
+    ),
+]
 
 START = "import sys; from overspill.runtime.allocator import run_script; run_script(*sys.argv[1:3], sys.argv[3:])"
 
@@ -30,10 +37,9 @@ def run(script: Script, arguments: Arguments = None, allocator: Allocator = "pla
 
     For jobs whose reserved memory is far above what is allocated. Not tried on a GPU yet (docs/allocator.md).
     """
-    from overspill.runtime.allocator import PLANNED
+    from overspill.runtime.allocator import check_live
 
-    if allocator != PLANNED:
-        raise RequestError(f"there is no allocator {allocator!r} for a running job; there is {PLANNED!r}")
+    check_live(allocator)
     if not Path(script).is_file() and (script.endswith(".py") or find_spec(script.partition(".")[0]) is None):
         raise RequestError(f"there is no file and no module {script}; name what `python` would run")
     given = arguments or []

@@ -127,7 +127,7 @@ def _replay_natively(
     columns = (events.action, events.block, events.nbytes, events.stream)
     try:
         failed_at, skipped, retries, addresses, table, gauges, histories = _native.replay(
-            kind.core, settings, capacity_bytes, *columns, events.block_count, curves, request_bytes
+            kind.core, settings, capacity_bytes, *columns, events.block_count, curves, request_bytes, events.mobility
         )
     except ValueError as error:
         raise RequestError(str(error)) from None

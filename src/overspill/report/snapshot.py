@@ -73,6 +73,8 @@ def _otherwise(others: Otherwise) -> Table:
         ("recorded settings", others.recorded_bytes),
         ("expandable_segments:True", others.expandable_bytes),
         ("planned", others.planned_bytes),
+        ("chunked", others.chunked_bytes),
+        ("gtbm", others.gtbm_bytes),
     )
     columns = (Column("allocator"), Column("reserved", Unit.BYTES, bar=True), Column("beyond requests", Unit.SHARE))
     requested = others.requested_bytes

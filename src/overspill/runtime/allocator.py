@@ -1,4 +1,4 @@
-"""An allocator for any CUDA job: planned addresses for steps that repeat (native/live/, native/allocators/planned.hpp).
+"""An allocator for any CUDA job: planned addresses, chunks, or two ends (native/live/, native/allocators/).
 
 PyTorch asks it for every block, as its pluggable allocator. Rules, streams and the driver are native; this module puts
 it in its place, says what does not work with it, and translates its figures.
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.placement.allocators.planned import PlannedCounts
 
 PLANNED = "planned"
+LIVE = (PLANNED, "chunked", "gtbm")
+"""Those that a running job can have, by the names that they have in simulation."""
 CHECK = "OVERSPILL_ALLOCATOR_CHECK"
 """Set to 1, every block is checked by books of their own; the process ends where one is wrong."""
 WITHOUT = (
@@ -49,40 +52,35 @@ class AllocatorFigures(NamedTuple):
     retries: int
     """How often idle pages were given back to make room."""
     out_of_memory: int
-    planned: int
-    """Requests at their planned address."""
-    carried: int
-    """Alive beyond their step, and never planned."""
-    displaced: int
-    """Their place was taken, or too small."""
-    foreign: int
-    """No plan knew them."""
-    steps: int
-    plans: int
     region: int
     """Bytes that plans lie in."""
-    plans_at_all: int
+    virtual: int
     """0 where the driver has no virtual memory: blocks are cached by PyTorch's rules then."""
+    counts: PlannedCounts
+    """Of `planned`; zeros of the others."""
 
 
 class LiveAllocator:
     """The allocator in force."""
 
-    def __init__(self, library: Path, *, check: bool = False) -> None:
-        """Load `library`; PyTorch does not use it yet."""
+    def __init__(self, library: Path, name: str = PLANNED, *, check: bool = False) -> None:
+        """Load `library` for the allocator `name`; PyTorch does not use it yet."""
+        self.name = name
         self.path = library
         self.library = ctypes.CDLL(str(library))
-        for name in ("take", "pool_refusal"):
-            getattr(self.library, f"overspill_{name}").restype = ctypes.c_void_p
+        for function in ("take", "pool_refusal"):
+            getattr(self.library, f"overspill_{function}").restype = ctypes.c_void_p
         self.library.overspill_take.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         self.library.overspill_give.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self.library.overspill_set_fraction.argtypes = (ctypes.c_double, ctypes.c_int)
         self.library.overspill_error.restype = ctypes.c_char_p
-        self.library.overspill_configure(1, int(check))
+        self.library.overspill_configure(name.encode(), int(check))
 
-    def can_plan(self) -> bool:
-        """Return whether the driver has what planned addresses take. Raises UnsupportedError if there is none."""
-        found = self.library.overspill_can_plan(0)  # GPUs of one machine are alike, and none of them is touched
+    def has_virtual_memory(self) -> bool:
+        """Return whether the driver has what these allocators take. Raises UnsupportedError if there is none."""
+        found = self.library.overspill_has_virtual_memory(
+            0
+        )  # GPUs of one machine are alike, and none of them is touched
         if found < 0:
             raise UnsupportedError(f"the allocator cannot be used: {self.error()}")
         return bool(found)
@@ -104,8 +102,9 @@ class LiveAllocator:
     def figures(self, device: int = 0) -> AllocatorFigures:
         """Return what happened on `device` so far."""
         values = (ctypes.c_int64 * _MOST_FIGURES)()
-        count = self.library.overspill_figures(device, values)
-        return AllocatorFigures(*values[:count])
+        found = values[: self.library.overspill_figures(device, values)]
+        own = len(AllocatorFigures._fields) - 1
+        return AllocatorFigures._make([*found[:own], PlannedCounts._make(found[own:])])
 
     def reset_peaks(self, device: int) -> None:
         """Let peaks begin at what is there now."""
@@ -164,17 +163,27 @@ def library_path() -> Path:
 _in_force: LiveAllocator | None = None
 
 
-def allocator(name: str = PLANNED) -> LiveAllocator:
-    """Take all CUDA memory of this process from the allocator `name`; "planned" is the only one.
+def check_live(name: str) -> None:
+    """Raise RequestError unless a running job can have the allocator `name`."""
+    if name not in LIVE:
+        raise RequestError(f"there is no allocator {name!r} for a running job; there are {', '.join(LIVE)}")
 
-    It has to be called before CUDA is first used. Steps that repeat get planned addresses from the third on; call
-    `overspill.step()` at the end of each step where steps differ much. Raises RequestError for another name,
-    UnsupportedError where PyTorch has no CUDA, or CUDA is in use.
+
+def allocator(name: str = PLANNED) -> LiveAllocator:
+    """Take all CUDA memory of this process from the allocator `name`.
+
+    - "planned": steps that repeat get planned addresses from the third on.
+    - "chunked": any 2 MiB of memory serve any request; no fragmentation, and many calls of the driver.
+    - "gtbm": what a step keeps long and what it keeps briefly, from two ends of one pool.
+
+    It has to be called before CUDA is first used. Call `overspill.step()` at the end of each step where steps differ
+    much. Raises RequestError for another name, UnsupportedError where PyTorch has no CUDA, or CUDA is in use.
     """
     global _in_force  # noqa: PLW0603 - a process has one allocator
-    if name != PLANNED:
-        raise RequestError(f"there is no allocator {name!r} for a running job; there is {PLANNED!r}")
+    check_live(name)
     if _in_force is not None:
+        if name != _in_force.name:
+            raise UnsupportedError(f"the allocator {_in_force.name!r} is in force, and a process has one")
         return _in_force
     import torch  # noqa: PLC0415
 
@@ -185,22 +194,16 @@ def allocator(name: str = PLANNED) -> LiveAllocator:
     if pluggable.is_started():
         raise UnsupportedError(
             "CUDA is in use, and its allocator cannot be changed any more: call overspill.allocator before the first"
-            " tensor on CUDA, or start the job by `overspill run --allocator planned`"
+            " tensor on CUDA, or start the job by `overspill run`"
         )
-    found = LiveAllocator(library_path(), check=os.environ.get(CHECK) == "1")
+    found = LiveAllocator(library_path(), name, check=os.environ.get(CHECK) == "1")
     if not torch.cuda.is_available():
         raise UnsupportedError("overspill.allocator needs a GPU, and PyTorch finds none")
-    plans = found.can_plan()
+    virtual = found.has_virtual_memory()
     pluggable.change_allocator(found.path, found.functions())
     pluggable.replace_statistics(found.stats, found.reset_peaks)
-    if plans:
-        _LOG.warning("Overspill's allocator is in force; %s", WITHOUT)
-    else:
-        _LOG.warning(
-            "Overspill's allocator is in force and plans nothing, for the driver has no virtual memory management: it"
-            " caches by PyTorch's rules; %s",
-            WITHOUT,
-        )
+    how = "" if virtual else " and caches by PyTorch's rules, for the driver has no virtual memory management"
+    _LOG.warning("Overspill's allocator %r is in force%s; %s", name, how, WITHOUT)
     _in_force = found
     return found
 

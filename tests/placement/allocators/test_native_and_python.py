@@ -1,4 +1,4 @@
-"""The native core does exactly what its oracle in Python does: 5 000 random traces (a quarter of them in the short suite), compared in every number."""
+"""The native core does exactly what its oracle in Python does: 6 000 random traces (a quarter of them in the short suite), compared in every number."""
 
 import ast
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.placement.allocators.caching_oracle import CachingAllocator
+from tests.placement.allocators.chunked_oracle import ChunkedAllocator
+from tests.placement.allocators.two_ended_oracle import TwoEndedAllocator
 
 from overspill.placement import ALLOCATORS, Events, Replay, replay
 from overspill.placement.allocators import _native, base
@@ -17,9 +19,13 @@ from overspill.placement.allocators.native_allocator import NativeAllocator
 from overspill.placement.replay import replay_on
 
 MIB = 1 << 20
-TRACES = 5_000
+TRACES = 6_000
 PARTS = 4
-ORACLES: dict[str, type[Allocator]] = {"pytorch": CachingAllocator}
+ORACLES: dict[str, type[Allocator]] = {
+    "pytorch": CachingAllocator,
+    "chunked": ChunkedAllocator,
+    "gtbm": TwoEndedAllocator,
+}
 OTHERS = ("planned",)
 """Native allocators whose oracle is what must hold of them: test_planned.py."""
 Case = Callable[[str, int], tuple[Events, Any, int | None]]
@@ -37,7 +43,10 @@ def test_the_two_agree_in_addresses_statistics_logs_and_failures(name: str, part
     failures = skipped = retries = 0
     for seed in range(part * each, (part + 1) * each):
         events, config, capacity = random_case(name, seed)
+        if getattr(config, "learns", False):
+            continue  # its oracle is what must hold of it: test_planned.py
         request = 2**20 if seed % 2 else None
+        config = ALLOCATORS[name].settled(config, lambda first: replay(events, name, config=first, request_bytes=0))  # noqa: B023
         oracle = ORACLES[name](config, capacity_bytes=capacity)
         python = replay_on(oracle, events, curves=True, request_bytes=request)
         core = replay(events, name, capacity_bytes=capacity, config=config, curves=True, request_bytes=request)
@@ -52,7 +61,7 @@ def test_the_two_agree_in_addresses_statistics_logs_and_failures(name: str, part
     # The traces are worth something: they meet the limit in every way.
     assert failures > each // 100
     assert skipped > each // 100
-    assert retries > 0
+    assert (retries > 0) == (name != "gtbm")  # with known mobilities it gives nothing back
 
 
 def test_the_native_core_has_what_its_stub_has() -> None:

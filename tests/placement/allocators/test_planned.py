@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from overspill.core.errors import OutOfMemory
 from overspill.placement import CachingConfig, Events, allocator_named, replay
+from overspill.placement.allocators.native_allocator import NativeAllocator
 from overspill.placement.allocators.planned import PlannedAllocator, PlannedConfig
+from overspill.placement.allocators.two_ended import LEARNING, TwoEndedAllocator
 
 MIB = 1 << 20
 Row = tuple[bool, int, int, int]
@@ -33,7 +35,7 @@ def a_step(r: random.Random, blocks: int, *, streams: int = 1, large: int = 24) 
 class Oracle:
     """What lives where and who used each byte last, in plain Python, around an allocator."""
 
-    def __init__(self, allocator: PlannedAllocator) -> None:
+    def __init__(self, allocator: NativeAllocator) -> None:
         self.allocator = allocator
         self.live: dict[object, tuple[int, int]] = {}
         self.users: list[tuple[int, int, int]] = []  # from, to, stream
@@ -44,7 +46,7 @@ class Oracle:
         address = self.allocator.allocate(nbytes, stream)
         end = address + nbytes
         for event in self.allocator.segment_log[self.seen :]:
-            if event.action == "segment_unmap":  # the device waits before
+            if event.action in ("segment_unmap", "segment_free"):  # the device waits before
                 self.users = list(without(self.users, event.address, event.address + event.nbytes))
         self.seen = len(self.allocator.segment_log)
         assert all(stop <= address or end <= start for start, stop in self.live.values())
@@ -63,8 +65,17 @@ def without(users: list[tuple[int, int, int]], start: int, end: int) -> list[tup
     return sorted({part for part in parts if part[0] < part[1]})
 
 
-@settings(deadline=None, max_examples=150)
+def under_a_job(name: str, background: bool, capacity: int | None) -> NativeAllocator:
+    """Return an allocator with the settings that it has under a running job."""
+    configs = {"planned": PlannedConfig(background), "gtbm": LEARNING}
+    found = allocator_named(name, configs.get(name), capacity_bytes=capacity)
+    assert isinstance(found, NativeAllocator)
+    return found
+
+
+@settings(deadline=None, max_examples=200)
 @given(
+    name=st.sampled_from(["planned", "planned", "planned", "gtbm", "chunked"]),
     seed=st.integers(0, 10**9),
     marks=st.booleans(),
     capacity=st.sampled_from([None, None, 40 * MIB, 120 * MIB]),
@@ -73,15 +84,15 @@ def without(users: list[tuple[int, int, int]], start: int, end: int) -> list[tup
     ),
 )
 def test_nothing_is_lost_when_the_step_changes_at_any_point(  # noqa: C901 - a branch for each kind of change
-    seed: int, marks: bool, capacity: int | None, changes: list[str]
+    name: str, seed: int, marks: bool, capacity: int | None, changes: list[str]
 ) -> None:
     r = random.Random(seed)
     streams = r.choice([1, 1, 2, 3])
     step = a_step(r, r.choice([3, 12, 40]), streams=streams)
-    oracle = Oracle(PlannedAllocator(PlannedConfig(background=seed % 7 == 0), capacity_bytes=capacity))
+    oracle = Oracle(under_a_job(name, seed % 7 == 0, capacity))
     kept: list[object] = []
     for turn, change in enumerate(["", "", "", *changes]):
-        rows, at, name = list(step), r.randrange(len(step)), (turn, "extra")
+        rows, at, extra = list(step), r.randrange(len(step)), (turn, "extra")
         if change == "other":
             rows = a_step(r, r.choice([2, 10, 60]), streams=streams)
         if change == "half":
@@ -91,8 +102,8 @@ def test_nothing_is_lost_when_the_step_changes_at_any_point(  # noqa: C901 - a b
                 oracle.allocator.empty_cache()
             if change == "insert" and position == at:
                 try:
-                    oracle.allocate(name, int(2 ** r.uniform(6, 25)), stream)
-                    kept.append(name)
+                    oracle.allocate(extra, int(2 ** r.uniform(6, 25)), stream)
+                    kept.append(extra)
                 except OutOfMemory:
                     pass
             if allocates and not (change == "drop" and position == at):
@@ -241,3 +252,32 @@ def test_planned_blocks_stay_in_the_region_of_their_stream() -> None:
     assert all(spans)
     edges = sorted((s.address, s.address + s.nbytes) for segments in spans for s in segments)
     assert all(end <= start for (_, end), (start, _) in pairwise(edges))
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_two_ends_learn_what_stays_long_and_close_the_space_above_it(marks: bool) -> None:
+    # Blocks that stay until backward, each with one that goes at once; what stays longest is freed last.
+    step = [
+        row
+        for block in range(12)
+        for row in ((True, block, (3 + block) * MIB, 0), (True, 50 + block, 5 * MIB, 0), (False, 50 + block, 0, 0))
+    ] + [(False, block, 0, 0) for block in reversed(range(12))]
+    allocator = TwoEndedAllocator(LEARNING)
+    oracle = Oracle(allocator)
+    oracle.allocate("weights", 20 * MIB, 0)
+    for turn in range(8):
+        for allocates, block, nbytes, stream in step:
+            oracle.allocate(block, nbytes, stream) if allocates else oracle.free(block)
+            if allocates and turn > 4 and block == 9:  # the last two go as soon as others do, and lie at the low end
+                stacked = [oracle.live[b][0] for b in range(10)]
+                assert stacked == sorted(stacked, reverse=True)
+                assert oracle.live["weights"][0] < stacked[-1]
+        if marks:
+            allocator.mark_step()
+        allocator.check_integrity()
+    most = oracle.allocator.requested.peak
+    assert allocator.reserved.now <= most * 65 / 64 + 4 * MIB
+    exchanges = len(allocator.segment_log)
+    for allocates, block, nbytes, stream in step:
+        oracle.allocate(block, nbytes, stream) if allocates else oracle.free(block)
+    assert len(allocator.segment_log) == exchanges

@@ -11,6 +11,7 @@ from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.devices import load_device
 from overspill.job import Job
+from overspill.placement.allocators.chunked import ChunkedConfig
 from overspill.runtime.capture_job import step_graph
 from overspill.simulate import check
 from overspill_papers.papers.lab import (
@@ -23,7 +24,6 @@ from overspill_papers.papers.lab import (
     with_gradients_applied,
 )
 from overspill_papers.papers.run import PaperPool
-from overspill_papers.placement import ChunkedConfig
 from overspill_papers.policies.window import Window
 
 TITAN_X = load_device("titan-x")

@@ -16,7 +16,7 @@ class Stepper:
     """An allocator that is called event by event; `at` is the number of the event."""
 
     def __init__(self, name: str, config: dict[str, Any], capacity_bytes: int | None, device: Any) -> None: ...
-    def allocate(self, at: int, nbytes: int, stream: int) -> int | None: ...
+    def allocate(self, at: int, nbytes: int, stream: int, mobility: int = 0) -> int | None: ...
     def free(self, at: int, address: int) -> bool:
         """Free the block at `address`, and return whether one was allocated there."""
 
@@ -30,7 +30,7 @@ class Stepper:
         """Return whether PyTorch's cache could serve an allocation."""
 
     def mark_step(self) -> None:
-        """End a step of the planned allocator."""
+        """End a step of the job."""
 
     def counts(self) -> list[int]:
         """Return the fields of PlannedCounts."""
@@ -64,6 +64,7 @@ def replay(
     block_count: int,
     curves: bool,
     request_bytes: int | None,
+    mobility: NDArray[np.int8] | None = None,
 ) -> tuple[int, int, int, NDArray[np.int64], NDArray[np.int64], list[tuple[int, int, int]], list[NDArray[np.int64]]]:
     """Replay the events on the allocator `name`, with the settings `config`, over a simulated device of its own.
 

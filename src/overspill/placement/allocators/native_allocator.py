@@ -34,8 +34,12 @@ class NativeAllocator(Allocator):
         self._core.empty_cache(self.clock)
         self._follow()
 
-    def _allocate(self, nbytes: int, stream: int, mobility: int) -> int | None:  # noqa: ARG002  # no native one groups
-        address = self._core.allocate(self.clock, nbytes, stream)
+    def mark_step(self) -> None:
+        """End a step of the job here. Without marks, allocators that learn find steps by their repetition."""
+        self._core.mark_step()
+
+    def _allocate(self, nbytes: int, stream: int, mobility: int) -> int | None:
+        address = self._core.allocate(self.clock, nbytes, stream, mobility)
         self._follow()
         return address
 

@@ -44,10 +44,6 @@ class PlannedAllocator(NativeAllocator):
     config_type: ClassVar = PlannedConfig
     config: PlannedConfig
 
-    def mark_step(self) -> None:
-        """End a step here. Without marks, steps are found by their repetition."""
-        self._core.mark_step()
-
     @property
     def counts(self) -> PlannedCounts:
         """What happened so far."""

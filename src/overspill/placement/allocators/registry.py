@@ -15,7 +15,7 @@ ALLOCATORS: Registry[type[Allocator]] = Registry(
     "allocator",
     "allocators",
     classes_in(__name__.rpartition(".")[0], Allocator),
-    papers=("best-fit", "buddy", "chainer", "chunked", "cnmem", "gtbm", "mxnet", "tensorflow"),
+    papers=("best-fit", "buddy", "chainer", "cnmem", "mxnet", "tensorflow"),
     by_name=True,
 )
 

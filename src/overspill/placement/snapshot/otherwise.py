@@ -1,4 +1,4 @@
-"""What a recorded job would hold of the device with other allocators, once planned addresses are in force."""
+"""What a recorded job would hold of the device with each live allocator, once planned addresses are in force."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.planned import PlannedAllocator
+from overspill.placement.allocators.two_ended import LEARNING
 from overspill.placement.replay import replay, replay_on
 
 from .read import Snapshot
@@ -30,6 +31,8 @@ class Otherwise:
     """With the settings of the replay."""
     expandable_bytes: int
     planned_bytes: int
+    chunked_bytes: int
+    gtbm_bytes: int
 
 
 def otherwise(snapshot: Snapshot, device: int, config: CachingConfig) -> Otherwise:
@@ -42,7 +45,8 @@ def otherwise(snapshot: Snapshot, device: int, config: CachingConfig) -> Otherwi
     # The other allocators over the same events, and their peaks from there on.
     settings = replace(config, garbage_collection_threshold=0.0, per_process_memory_fraction=1.0)
     found = [replay(events, config=c, curves=True) for c in (settings, CachingConfig(expandable_segments=True))]
-    peaks = [int(run.reserved[first:].max(initial=0)) for run in (*found, planned) if run.reserved is not None]
+    found += [planned, replay(events, "chunked", curves=True), replay(events, "gtbm", config=LEARNING, curves=True)]
+    peaks = [int(run.reserved[first:].max(initial=0)) for run in found if run.reserved is not None]
     assert planned.requested is not None
     return Otherwise(
         since=None if counts.since < 0 else counts.since,
@@ -53,4 +57,6 @@ def otherwise(snapshot: Snapshot, device: int, config: CachingConfig) -> Otherwi
         recorded_bytes=peaks[0],
         expandable_bytes=peaks[1],
         planned_bytes=peaks[2],
+        chunked_bytes=peaks[3],
+        gtbm_bytes=peaks[4],
     )

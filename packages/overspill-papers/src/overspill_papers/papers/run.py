@@ -13,9 +13,9 @@ import numpy as np
 
 from overspill.core import Device, Graph, LayerType, Schedule, Timeline, Verb
 from overspill.placement import Events, Replay, replay
+from overspill.placement.allocators.two_ended import TRIAL_POOL_BYTES, TwoEndedConfig
 from overspill.simulate import trace_of
-from overspill_papers.placement import CnmemConfig, TwoEndedConfig
-from overspill_papers.placement.allocators.two_ended import TRIAL_POOL_BYTES
+from overspill_papers.placement import CnmemConfig
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from overspill.placement.allocators.chunked import ChunkedConfig
 from overspill.policies import Policy
-from overspill_papers.placement import ChunkedConfig
 from overspill_papers.policies.window import Window
 
 from .claim import Claim

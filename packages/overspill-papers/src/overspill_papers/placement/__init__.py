@@ -4,9 +4,7 @@ from .allocators.best_fit import BestFitConfig as BestFitConfig
 from .allocators.bfc import BfcConfig as BfcConfig
 from .allocators.buddy import BuddyConfig as BuddyConfig
 from .allocators.chainer import ChainerConfig as ChainerConfig
-from .allocators.chunked import ChunkedConfig as ChunkedConfig
 from .allocators.cnmem import CnmemConfig as CnmemConfig
 from .allocators.mxnet import MxnetConfig as MxnetConfig
-from .allocators.two_ended import TwoEndedConfig as TwoEndedConfig
 from .pool_sizing import PoolSizing as PoolSizing
 from .pool_sizing import size_pool as size_pool

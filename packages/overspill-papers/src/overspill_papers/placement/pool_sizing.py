@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 from overspill.placement.allocators.result import Replay
+from overspill.placement.allocators.two_ended import (
+    BETA_BYTES,
+    FIRST_POOL_BYTES,
+    TRIAL_POOL_BYTES,
+    TwoEndedConfig,
+    needed_pool_bytes,
+)
 from overspill.placement.events import Events
 from overspill.placement.replay import replay
-
-from .allocators.two_ended import BETA_BYTES, FIRST_POOL_BYTES, TRIAL_POOL_BYTES, TwoEndedConfig, needed_pool_bytes
 
 
 @dataclass(frozen=True)

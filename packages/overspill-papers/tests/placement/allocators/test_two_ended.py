@@ -12,8 +12,8 @@ from overspill.core import Block, Mobility, Trace
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.placement import ALLOCATE, FREE, Events, allocator_named, layout_of, minimum_capacity, replay
 from overspill.placement.allocators.base import Allocator
-from overspill_papers.placement import CnmemConfig, TwoEndedConfig, size_pool
-from overspill_papers.placement.allocators.two_ended import needed_pool_bytes
+from overspill.placement.allocators.two_ended import TwoEndedConfig, needed_pool_bytes
+from overspill_papers.placement import CnmemConfig, size_pool
 
 MIB = 1 << 20
 MOVABLE, TEMPORARY, RECLAIMED = Mobility

@@ -8,9 +8,8 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import PoolBlock
+from overspill.placement.allocators.two_ended import STEP_BYTES
 from overspill.placement.simulated_device import round_up
-
-from .two_ended import STEP_BYTES
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,20 @@
-"""Virtual addressing: blocks of contiguous addresses over equal physical chunks."""
+"""The oracle of native/allocators/chunked.hpp: the same rules in Python, as a program of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
-from overspill.core.errors import RequestError
+from tests.placement.allocators.caching_oracle import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
+
 from overspill.placement.allocators.base import Allocator, SegmentAction
 from overspill.placement.allocators.blocks import Key, PoolBlock
-from overspill.placement.allocators.caching import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
+from overspill.placement.allocators.chunked import ChunkedConfig
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
 LARGE_SEGMENT_BYTES, MIN_LARGE_SEGMENT_BYTES = 20 << 20, 10 << 20  # of c10/core/AllocatorConfig.h, torch 2.13
 SMALL_SHARE = 2
 """Requests up to a chunk divided by this get no chunks, which would be mostly empty."""
-
-
-@dataclass(frozen=True)
-class ChunkedConfig:
-    """Settings of virtual addressing."""
-
-    chunk_bytes: int = PAGE_BYTES
-    """The size of a physical chunk, a multiple of the driver's 2 MiB; the paper takes 40 MB."""
-
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < 1 or self.chunk_bytes % PAGE_BYTES:
-            raise RequestError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, not {self.chunk_bytes}")
 
 
 class ChunkedAllocator(Allocator):
@@ -58,9 +46,22 @@ class ChunkedAllocator(Allocator):
             self.retries = self._small.retries
             return found
         size = round_up(nbytes, self.config.chunk_bytes)
-        block = self._first(size)
-        if block is not None and block.size == size:
+        block = self._first(size, stream)
+        if block is not None and (block.size, block.stream) == (size, stream):
             return self._take(block)
+        block = self._combined(size, stream)
+        if block is None:
+            self._small.release()
+            self._small.retries += 1
+            block = self._combined(size, stream)
+        self.retries = self._small.retries
+        return block
+
+    def empty_cache(self) -> None:
+        self._unmap(self._kept_bytes)
+        self._small.release()
+
+    def _combined(self, size: int, stream: int) -> PoolBlock | None:
         # New addresses, over kept chunks first, then new ones.
         address = self.device.reserve(size)
         if address is None:
@@ -93,6 +94,9 @@ class ChunkedAllocator(Allocator):
         if request_bytes <= self.config.chunk_bytes // SMALL_SHARE:
             return super().usable_bytes(request_bytes)
         return self._kept_bytes if self._kept_bytes >= request_bytes else 0
+
+    def _key(self, block: PoolBlock) -> Key:
+        return block.size, block.stream, block.address
 
     def _put(self, block: PoolBlock) -> None:
         self._kept_bytes += block.size
@@ -147,6 +151,12 @@ class _SmallBlocks(Allocator):
         """Free `block`."""
         self._return_block(block)
 
+    def release(self) -> None:
+        """Give segments without live blocks back, the large ones first."""
+        for small in (False, True):
+            for idle in [block for block in self._idle if not block.split and block.pool == small]:
+                self._segment_free(self._take(idle))
+
     def idle(self) -> Iterator[PoolBlock]:
         """Yield the free blocks."""
         return self._idle_blocks()
@@ -163,8 +173,7 @@ class _SmallBlocks(Allocator):
         nbytes = SMALL_SEGMENT_BYTES if small else nbytes
         block = self._segment_malloc(nbytes, stream)
         if block is None:
-            for idle in [block for block in self._idle if not block.split]:
-                self._segment_free(self._take(idle))
+            self._owner.empty_cache()
             self.retries += 1
             block = self._segment_malloc(nbytes, stream)
         if block is not None:

@@ -1,4 +1,4 @@
-"""Dymem's two-ended pool (GTBM): blocks at either end by mobility.
+"""The oracle of native/allocators/two_ended.hpp, for blocks of known mobility: the same rules in Python.
 
 An incremental space outside the pool takes the blocks that do not fit in it.
 
@@ -10,49 +10,17 @@ Rules: Dymem §3.3 (Yang and Cheng, HPDC'20), Algorithm 3 and Fig. 11. The trace
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from overspill.core import Mobility
-from overspill.core.errors import RequestError
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.blocks import Key, PoolBlock
-from overspill.placement.allocators.result import Replay
+from overspill.placement.allocators.two_ended import FIRST_POOL_BYTES, STEP_BYTES, TwoEndedConfig
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
 LOW, GAP, HIGH, OUTSIDE = range(4)
 """A block's region: an end of the main space, the gap between, or the incremental space."""
-STEP_BYTES = 512
-"""CNMEM_GRANULARITY of src/cnmem.cpp (NVIDIA/cnmem 09c27531)."""
-BETA_BYTES = 300 << 20
-"""β of Table 2 at which training failed in 0.9 % of the cases, "the optimal configuration"."""
-FIRST_POOL_BYTES = 10 << 30
 FIRST_POOL_SHARE = 10, 12
-"""The main space of the first iteration: of 12 GB "10G (another 2GB for incremental space)" (§5.5)."""
-TRIAL_POOL_BYTES = 1 << 46
-
-
-@dataclass(frozen=True)
-class TwoEndedConfig:
-    """The sizes of Dymem's pool.
-
-    Without `pool_bytes` a replay finds the smallest main space in which the first run fits, plus `beta_bytes`. Call by
-    call no first run exists. The main space is then that of the paper's first iteration, ten twelfths of the device or
-    10 GiB.
-    """
-
-    pool_bytes: int | None = None
-    """The main space; a smaller device gives all its memory."""
-    beta_bytes: int = BETA_BYTES
-    grows: bool = True
-    """Whether blocks that do not fit the main space go to the incremental space; otherwise they fail."""
-
-    def __post_init__(self) -> None:
-        if self.pool_bytes is not None and self.pool_bytes < 0:
-            raise RequestError(f"pool_bytes must not be negative, not {self.pool_bytes}")
-        if self.beta_bytes < 0:
-            raise RequestError(f"beta_bytes must not be negative, not {self.beta_bytes}")
 
 
 class TwoEndedAllocator(Allocator):
@@ -74,14 +42,6 @@ class TwoEndedAllocator(Allocator):
     def __init__(self, config: TwoEndedConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
         self._opened = False
-
-    @classmethod
-    def settled(cls, config: TwoEndedConfig | None, trial: Callable[[Any], Replay]) -> TwoEndedConfig | None:
-        if config is not None and (not isinstance(config, cls.config_type) or config.pool_bytes is not None):
-            return config
-        config = config or TwoEndedConfig()
-        needed = needed_pool_bytes(trial(replace(config, pool_bytes=TRIAL_POOL_BYTES)))
-        return replace(config, pool_bytes=needed + config.beta_bytes)
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         return self._find_grouped_block(nbytes, stream, Mobility.MOVABLE)
@@ -162,18 +122,3 @@ class TwoEndedAllocator(Allocator):
     def _key(self, block: PoolBlock) -> Key:
         # Among equals the one that is further from the gap is the first.
         return (block.pool, block.size, -block.address if block.pool == HIGH else block.address)
-
-
-def needed_pool_bytes(run: Replay) -> int:
-    """Return the main space bytes that `run` used, without its smallest gap.
-
-    `run` is a replay in a larger space with its curves: init - squeeze_gap of §3.3.3. Raises RequestError without those
-    curves.
-    """
-    if run.spread is None or run.reserved is None:
-        raise RequestError("the squeeze gap is found in a replay with request_bytes")
-    if not len(run.segment_table):
-        return 0
-    pool_bytes = int(run.segment_table[0, 3])
-    opened = run.reserved >= pool_bytes
-    return pool_bytes - int((run.reserved - run.spread)[opened].min(initial=pool_bytes))
