@@ -11,6 +11,7 @@ import pytest
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
+from overspill_papers.capture.mxnet.backward import TRAINED
 from overspill_papers.capture.mxnet.executor import record
 from overspill_papers.capture.onnx.reader import LABEL, read
 
@@ -100,6 +101,65 @@ def test_what_follows_from_shapes_alone_takes_no_op(tmp_path: Path) -> None:
         node("Transpose", ["v"], ["t"]), node("MatMul", ["m", "t"], ["y"]),
     ]  # fmt: skip
     symbol, _ = read(model(tmp_path / "n.onnx", nodes, {"v": (10, 192)}, ("y", ["batch", 10])), 4, {}, trains=False)
-    assert [n.op for n in symbol.nodes if not n.is_variable] == ["Reshape", "broadcast_mul", "transpose", "batch_dot"]
+    assert [n.op for n in symbol.nodes if not n.is_variable] == [
+        "Reshape",
+        "broadcast_mul",
+        "transpose",
+        "FullyConnected",
+    ]
     assert symbol.nodes[1].attrs == {"shape": "(4, 192)"}
-    assert {n.name: n.attrs for n in symbol.nodes if n.is_variable}["scale"] == {"__shape__": "(1,)"}
+    assert {n.name: n.attrs for n in symbol.nodes if n.is_variable}["scale"] == {"__shape__": "(1,)", TRAINED: "null"}
+
+
+def test_masks_of_a_batch_that_is_known_are_values_and_not_weights(tmp_path: Path) -> None:
+    node, one = onnx.helper.make_node, onnx.numpy_helper.from_array
+    nodes = [
+        node("Shape", ["x"], ["shape"]), node("Constant", [], ["minus"], value=one(np.array(-1))),
+        node("Shape", ["shape"], ["rank"]), node("ConstantOfShape", ["rank"], ["ones"], value=one(np.array([1]))), node("Mul", ["ones", "minus"], ["unset"]),
+        node("Equal", ["shape", "unset"], ["is_unset"]), node("Where", ["is_unset", "shape", "shape"], ["wanted"]),
+        node("Constant", [], ["zero"], value=one(np.array(0.0, np.float32))), node("Expand", ["zero", "wanted"], ["mask"]),
+        node("Add", ["x", "mask"], ["a"]), node("Mul", ["a", "w"], ["y"]),
+    ]  # fmt: skip
+    symbol, inputs = read(model(tmp_path / "n.onnx", nodes, {"w": (8,)}, ("y", ["batch", 3, 8, 8])), 4, {}, trains=True)
+    ops = [n.op for n in symbol.nodes if not n.is_variable]
+    assert ops == ["broadcast_add", "broadcast_mul", "mean", "MakeLoss"]
+    recording = record(symbol, inputs, P40)
+    assert recording.parameters == 8
+    (mask,) = (a for a in recording.allocations if a.name == "mask")
+    assert (mask.kind, mask.nbytes) == (TensorKind.BUFFER, 4 * 4 * 3 * 8 * 8)
+
+
+@pytest.mark.parametrize(("size", "taken"), [(8, "Relu"), (6, "Tanh")])
+def test_the_branch_of_a_known_condition_is_a_part_of_the_network(size: int, taken: str, tmp_path: Path) -> None:
+    node, one = onnx.helper.make_node, onnx.numpy_helper.from_array
+    value = onnx.helper.make_empty_tensor_value_info
+    branches = {
+        f"{name}_branch": onnx.helper.make_graph([node(op, ["x"], [op])], name, [], [value(op)])
+        for name, op in (("then", "Relu"), ("else", "Tanh"))
+    }
+    nodes = [
+        node("Shape", ["x"], ["shape"]), node("Constant", [], ["last"], value=one(np.array(3))),
+        node("Gather", ["shape", "last"], ["width"]), node("Constant", [], ["eight"], value=one(np.array(8))),
+        node("Equal", ["width", "eight"], ["is_eight"]), node("If", ["is_eight"], ["z"], **branches),
+        node("Mul", ["z", "w"], ["y"]),
+    ]  # fmt: skip
+    path = model(tmp_path / "n.onnx", nodes, {"w": (1, 3, 1, 1)}, ("y", ["batch", 3, 8, size]))
+    symbol, _ = read(path, 4, {"x": (4, 3, 8, size)}, trains=False)
+    (activation,) = (n for n in symbol.nodes if n.op == "Activation")
+    assert activation.attrs["act_type"] == taken.lower()
+    nodes[4] = node("Greater", ["x", "x"], ["is_eight"])
+    with pytest.raises(UnsupportedError, match="operator If"):
+        read(model(path, nodes, {"w": (1, 3, 1, 1)}, ("y", ["batch", 3, 8, size])), 4, {}, trains=False)
+
+
+def test_weights_may_be_constants_as_paddle_writes_them(tmp_path: Path) -> None:
+    node = onnx.helper.make_node
+    weight = onnx.numpy_helper.from_array(np.zeros((16, 3, 3, 3), np.float32))
+    nodes = [
+        node("Constant", [], ["w"], value=weight),
+        node("Conv", ["x", "w"], ["y"], auto_pad="SAME_UPPER", strides=[2, 2]),
+    ]
+    symbol, inputs = read(model(tmp_path / "n.onnx", nodes, {}, ("y", ["batch", 16, 4, 4])), 4, {}, trains=True)
+    # SAME pads one side alone, in an operator of its own.
+    assert [n.op for n in symbol.nodes if not n.is_variable][:2] == ["Pad", "Convolution"]
+    assert record(symbol, inputs, P40).parameters == 16 * 27

@@ -165,9 +165,10 @@ OPERATORS: dict[str, Operator] = {
     # By indices.
     "Embedding": Operator(layers.embedding, ("g", "i0")),
     "take": Operator(shapes.take, ("g", "i1")),
+    "_scatter_set_nd": Operator(lambda node, read: [shapes.known(node, read)], ("g", "i1")),
     "pick": Operator(shapes.picked, ("g", "i1"), gradients=1),
     "gather_nd": Operator(shapes.gather_nd, ("g", "i1"), gradients=1),
-    "where": Operator(lambda node, read: [shapes.known(node, read, 1)], ("g", "i0")),
+    "where": Operator(shapes.broadcast, ("g", "i0")),
     # Products.
     "batch_dot": Operator(shapes.batch_dot, ("g", "i0", "i1")),
     "dot": Operator(shapes.dot, ("g", "i0", "i1")),

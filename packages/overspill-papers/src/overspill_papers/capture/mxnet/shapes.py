@@ -135,14 +135,14 @@ def batch_dot(node: Node, shapes: Shapes) -> list[Shape]:
     left, right = known(node, shapes, 0), known(node, shapes, 1)
     rows = left[-1] if node.flag("transpose_a") else left[-2]
     columns = right[-2] if node.flag("transpose_b") else right[-1]
-    return [(*left[:-2], rows, columns)]
+    (batch,) = broadcast(node, [left[:-2] or (1,), right[:-2] or (1,)])
+    return [(*(batch if max(len(left), len(right)) > 2 else ()), rows, columns)]
 
 
 def broadcast(node: Node, shapes: Shapes) -> list[Shape]:
-    left, right = known(node, shapes, 0), known(node, shapes, 1)
-    rank = max(len(left), len(right))
-    left, right = (1,) * (rank - len(left)) + left, (1,) * (rank - len(right)) + right
-    return [tuple(map(max, left, right))]
+    read = [known(node, shapes, i) for i in range(len(shapes))]
+    rank = max(map(len, read))
+    return [tuple(map(max, *((1,) * (rank - len(shape)) + shape for shape in read)))]
 
 
 def reduced(node: Node, shapes: Shapes) -> list[Shape]:
