@@ -31,6 +31,7 @@ class Loops(Pair):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model)
+        self.reference = torch.compile(self.plain, dynamic=False) if "partition" in options else self.plain
         self.session = Session(**{"budget": BUDGET, "store": "host", **options})
         self.session.begin_on_host(CPU)
         self.compiled = overspill.compile(model, session=self.session)
@@ -40,7 +41,7 @@ class Loops(Pair):
         for number in range(steps):
             x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(number))
             found = []
-            for call, of in ((self.plain, self.plain_optimizer), (self.compiled, self.optimizer)):
+            for call, of in ((self.reference, self.plain_optimizer), (self.compiled, self.optimizer)):
                 loss = call(x).square().mean()
                 loss.backward()
                 nn.utils.clip_grad_norm_([p for group in of.param_groups for p in group["params"]], 0.1)
@@ -65,9 +66,14 @@ def held_of(session: Session) -> set[int]:
     return {of.slot.tensor.data_ptr() for of in session.engine._table.values() if isinstance(of.slot, HeldSlot)}
 
 
-def test_steps_have_plain_bits_and_frozen_weights_are_read_from_where_they_are(model: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "kernels", [{}, pytest.param({"backend": "inductor", "partition": 1.0}, marks=pytest.mark.long)], ids=len
+)
+def test_steps_have_plain_bits_and_frozen_weights_are_read_from_where_they_are(
+    model: nn.Module, kernels: dict[str, Any]
+) -> None:
     where = {name: p.data_ptr() for name, p in model.named_parameters() if not p.requires_grad}
-    loops = Loops(model)
+    loops = Loops(model, **kernels)
     loops.train(3)
     (plan,) = loops.session.plans
     stored = {plan.graph.tensors[t].name for t in plan.schedule.stored} & where.keys()
@@ -142,7 +148,7 @@ def test_what_cannot_begin_in_host_memory_is_refused(model: nn.Module) -> None:
             overspill.compile(model, device="cuda")
     with pytest.raises(RequestError, match="for a module"):
         overspill.compile(torch.relu, device="cuda")
-    for options in ({"policy": "lms"}, {"placement": "planned"}, {"backend": "inductor"}):
+    for options in ({"policy": "lms"}, {"placement": "planned"}):
         with pytest.raises(UnsupportedError, match="plans of 'auto'"):
             Session(**options).begin_on_host(CPU)
     with torch.no_grad():

@@ -399,11 +399,10 @@ class Session(PlannedPeaks):
         """
         if where is None:
             return
-        options = self.options
-        if not self.loop.may_move or options.backend != "eager" or options.placement == PLANNED:
+        if not self.loop.may_move:
             raise UnsupportedError(
                 f"device={str(where)!r} of a model on the CPU: its weights come by plans of {MOVES_PARAMETERS!r}, "
-                'with backend="eager" and without placement="planned"; leave these as they are, or use train_step'
+                'without placement="planned"; leave these as they are, or use train_step'
             )
         self.loop.from_host_to = where
 
