@@ -127,7 +127,12 @@ def test_the_arena_keeps_the_budget(model: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "partition", "whole_step", "budget"),
-    [("eager", None, True, "70%"), ("inductor", 1, True, "70%"), ("eager", None, False, 1_900_000)],
+    [
+        ("eager", None, True, "70%"),
+        ("inductor", 1, True, "70%"),
+        ("eager", None, False, 1_900_000),
+        ("inductor", 1, False, 1_900_000),
+    ],
 )
 def test_a_preview_is_the_plan_of_the_run(
     backend: str, partition: float | None, whole_step: bool, budget: str | int

@@ -82,9 +82,9 @@ class ByPartition:
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
     def capture(
-        self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, captures: Captures | None = None
+        self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, captures: Captures
     ) -> Partitioned[Captured]:
-        """Return the captured programs of each partition, made on demand; None: parameters stay on the device."""
+        """Return the captured programs of each partition, made on demand."""
         return Partitioned(found for c in self._all() for found in c.captured(inputs, surroundings, captures))
 
     def lowered(self, lowered: Lowered) -> Callable[..., Any]:
@@ -353,9 +353,7 @@ class _Compiler:
         primals, tangents = values[: len(joint.primals)], values[len(joint.primals) :]
         self.programs = follow(forward, backward, primals, tangents, len(joint.forward_outputs), mode)
 
-    def captured(
-        self, inputs: list[InputInfo], surroundings: Surroundings, captures: Captures | None
-    ) -> Iterable[Captured]:
+    def captured(self, inputs: list[InputInfo], surroundings: Surroundings, captures: Captures) -> Iterable[Captured]:
         """Return the captured Graphs of the programs, without or with parameters that move."""
         assert self.programs is not None
         assert self.joint is not None
@@ -371,7 +369,7 @@ class _Compiler:
             found = capture_cut_step_of_programs(programs, traced, joint, infos, ops, around)
             return replace(found, partition=partition)
 
-        return plain() if captures is None else captures(calls, inputs, surroundings, plain, build)
+        return captures(calls, inputs, surroundings, plain, build)
 
     def run_by(self, lowered: Lowered) -> None:
         """Run by this plan from now on."""

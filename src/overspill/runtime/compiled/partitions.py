@@ -7,7 +7,8 @@ recomputes within its own kernels. It saves less for a smaller `activation_memor
 programs, and its own plan.
 
 It takes as long to make programs as to compile. So other captures than the usual one are made only if its plan is
-slower than a step without Overspill, or it has none. They are made only as long as the next one is faster.
+slower than a step without Overspill, or it has none. They are made only as long as the next one is faster. The usual
+programs with weights that move are made of those that are there, and end no search.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from typing import Generic
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
+from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds
@@ -59,6 +61,13 @@ class Partitioned(Generic[C]):
         Budgets given as shares are shares of its peak.
         """
         return self._found[0].graph
+
+    def _is_usual(self, captured: C) -> bool:
+        """Return whether `captured` is of the usual programs, with weights that move."""
+        usual = self._found[0]
+        if not (isinstance(captured, CapturedCutStep) and isinstance(usual, Captured)):
+            return False
+        return captured.partition == usual.partition
 
     def of(self, graph: Graph) -> C:
         """Return the capture that `graph` belongs to."""
@@ -110,7 +119,7 @@ class Partitioned(Generic[C]):
             # Stop when a plan is good enough, or the next is not faster.
             before_seconds = hoped_seconds if best is None else best.step_seconds
             best = _fastest(best, plan)
-            if plan.step_seconds >= before_seconds or best.step_seconds <= enough:
+            if best.step_seconds <= enough or (plan.step_seconds >= before_seconds and not self._is_usual(captured)):
                 break
         if waiting is not None and (best is None or hoped_seconds < best.step_seconds):
             try:

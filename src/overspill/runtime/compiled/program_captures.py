@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overspill.capture.compiled.graph import Captured
+from overspill.capture.compiled.graph import Captured, InputInfo
+from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.programs.written_programs import nothing_compiled, traced
 from overspill.core.errors import UnsupportedError
 from overspill.job import Job
@@ -16,7 +17,9 @@ from overspill.runtime.options import Options
 from overspill.runtime.surroundings import surroundings_of_job
 
 from .inductor import ByPartition
+from .loop_plans import LoopPlans, persistent
 from .partitions import Partitioned
+from .weak_references import WeakReferences
 
 T = TypeVar("T")
 
@@ -34,10 +37,16 @@ def of_programs(
         module, examples, inputs = traced(step, batch)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         partitions = ByPartition(module, examples, options.partition)
+        loop, parameters = LoopPlans(WeakReferences(step.parameters(), [optimizer]), options), persistent(examples)
+        loop.name(step)
         joint = partitions.usual.joint
         if joint is None:
             raise UnsupportedError("torch.compile found nothing to compile in the step")
         around = surroundings_of_job(
             job, joint, here, parameters=step.parameters(), optimizer=optimizer, reserve=options.reserve
         )
-        return use(partitions.capture(joint, inputs, around))
+
+        def captures(calls: JointGraph, inputs: list[InputInfo], *more: Any) -> Iterator[Captured]:
+            return loop.captures(calls, inputs, parameters, *more)
+
+        return use(partitions.capture(joint, inputs, around, captures))
