@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.commands import MODELS, Overspill
 
+from overspill.cli.narrator import Narrator
 from overspill.devices import load_device
 from overspill.policies import POLICIES
 
@@ -24,6 +25,16 @@ def test_a_page_is_written_where_the_plan_fits_and_where_none_does(overspill: Ov
     text = Path("none.html").read_text(encoding="utf-8")
     assert '"text":"Does not fit in 1.0 KiB"' in text
     assert '"label":"the least that works"' in text
+
+
+def test_progress_names_the_layer_and_the_plan(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Narrator, "now", lambda _, text, **__: told.append(text))
+    assert overspill("plan nets:shallow --batch 2 --whole-step").code == 0
+    first, *later = told
+    layers = [f"{first}: capturing {number}" for number in range(8)]
+    assert [text for text in later if text in layers][:8] == layers
+    assert any(text.startswith(f"{first}: a plan of ") for text in later)
 
 
 def test_the_largest_tensors_have_the_lines_that_made_them(overspill: Overspill) -> None:

@@ -87,13 +87,18 @@ def plan(
         check_plot(plot)
     device = load_device("cpu" if gpu is None else gpu)
     check_gpu(device, torch, cuda)
-    with narrate() as narrator:
+    from overspill.core.garbage import without_collection
+    from overspill.core.progress import progress_to
+
+    # Nothing of the many small objects is garbage.
+    with narrate() as narrator, without_collection():
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.runtime.options import Options
         from overspill.runtime.preview import preview
 
-        narrator.now(f"capturing and planning {job.name} for {device.name}")
+        what = f"capturing and planning {job.name} for {device.name}"
+        narrator.now(what)
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
         request = job.request() | {"gpu": device.name, "policy": policy, "whole_step": whole_step, "backend": backend}
         try:
@@ -108,7 +113,10 @@ def plan(
                 whole_step=whole_step,
                 backend=backend,
             )
-            made = preview(job, options, software)
+            with progress_to(lambda now: narrator.now(f"{what}: {now}", lasting=False)):
+                made = preview(job, options, software)
+            narrator.now(f"{what}: proving how fast a step can be", lasting=False)
+            _ = made.lower_bound_seconds  # which stays
         except InfeasibleBudget as error:
             return _infeasible(request, error, title, report)
     # The plan itself, then all that was asked for about it.

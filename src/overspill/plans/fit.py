@@ -22,6 +22,8 @@ from typing import TypeVar
 
 from overspill.core import Graph, Tensor, TensorKind
 from overspill.core.errors import InfeasibleBudget
+from overspill.core.progress import progress
+from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
 from overspill.planning.effort import EFFORT, at_effort
 from overspill.policies import Policy
@@ -84,6 +86,7 @@ class Fit:
 
         @cache  # all searches share its plans
         def made(live_bytes: int, effort: float) -> Plan:
+            progress(f"a plan of {format_bytes(live_bytes)} of live bytes")
             with at_effort(effort):
                 return make(live_bytes)
 

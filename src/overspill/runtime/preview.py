@@ -14,6 +14,7 @@ from overspill.core import Graph
 from overspill.core.device import ABSENT
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.core.garbage import without_collection
+from overspill.core.progress import progress
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.estimation.api import Setting
@@ -189,6 +190,7 @@ def _asked(
             )
         recorded = Partitioned([Recorded(graph_of(estimate.recording, estimate.name))])
     elif estimate is None:
+        progress("what it takes without a plan")
         estimate = _estimated(job, setting, compiled=options.backend == "inductor")
     if estimate is None:
         return options, account_of(options, device, CPU, software), recorded

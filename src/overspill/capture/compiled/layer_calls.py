@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.fx import traceback
 
+from overspill.core.progress import progress
 from overspill.pytorch.modules import CALL
 from overspill.pytorch.patching import patched
 
@@ -36,6 +37,7 @@ def layers_noted(module: nn.Module, named: Callable[[str], str] = str) -> Iterat
         place = places.get(id(called))
         if place is None:
             return plain(called, *args, **kwargs)
+        progress(f"capturing {place[0] or place[1].__name__}")
         # Looked up anew each time: tracers replace the dictionary.
         before = traceback.current_meta.get(_STACK)
         traceback.current_meta[_STACK] = {"innermost": place}

@@ -29,7 +29,6 @@ from typing import Any
 from torch import Tensor
 
 from overspill.core.errors import UnsupportedError
-from overspill.pytorch.inductor import align_inputs_from_check_idxs
 
 ALLOCATES = re.compile(r"^empty_strided_(cpu|cuda|xpu)$")
 _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "assert_tensor_metadata")
@@ -181,6 +180,8 @@ def namespace_of(compiled: Any) -> dict[str, Any]:
 
     `compiled` is the result of `compile_fx_inner`.
     """
+    from overspill.pytorch.inductor import align_inputs_from_check_idxs  # noqa: PLC0415 - seconds to import
+
     call: Any = getattr(compiled, "current_callable", None)
     if getattr(call, "__module__", None) == align_inputs_from_check_idxs.__module__:
         call = inspect.getclosurevars(call).nonlocals["model"]  # for a GPU it is in a function that aligns inputs

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -44,7 +44,7 @@ from overspill.runtime.parallel import OneProcess
 from overspill.runtime.sharding import gathered_group
 from overspill.runtime.transfer.forks import ForkedLock
 
-from .programs import PartitionPrograms, Step, after, step_programs
+from .programs import Step, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
@@ -52,6 +52,9 @@ from .state import StepState
 from .swapped import ExternalTensors, Swapped
 from .updates import NormClipping
 from .watching import watched
+
+if TYPE_CHECKING:  # Inductor takes seconds to import
+    from overspill.runtime.compiled.inductor import PartitionPrograms
 
 CAPTURES = ForkedLock()
 """One thread at a time captures, since it patches torch's classes, which all threads share."""

@@ -18,7 +18,6 @@ from overspill.core.units import format_apart
 from overspill.pytorch.dispatch import DisableAutocast
 from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
-from overspill.runtime.compiled.inductor import align
 from overspill.runtime.cuts import Place
 from overspill.runtime.driver import ProgramRun
 from overspill.runtime.recording.instrument import instrumented
@@ -78,6 +77,8 @@ class MicrobatchRunner:
         # Collect the program's arguments.
         tensors = batches.tensors(part)
         if self._plans.options.backend == "inductor":
+            from overspill.runtime.compiled.inductor import align  # noqa: PLC0415 - seconds to import
+
             align(tensors, range(len(tensors)))
         given = [*self._state.buffers.values(), *tensors]
         args = [self._argument(compiled.takes[position], given) for position in compiled.stretch.plain]

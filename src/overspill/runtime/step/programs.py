@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
@@ -19,12 +19,12 @@ from overspill.capture.compiled.compiling import answering_is_compiling
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.capture.programs.checkpoints import checkpoints_marked
 from overspill.pytorch.fake_tensors import FakeTensor
-from overspill.runtime.compiled.inductor import PartitionPrograms, programs_of
 
 from .python_state import PythonState
 from .watching import watched
 
-__all__ = ["PartitionPrograms", "Step", "after", "step_programs"]
+if TYPE_CHECKING:  # Inductor takes seconds to import
+    from overspill.runtime.compiled.inductor import PartitionPrograms
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -52,6 +52,8 @@ def step_programs(
     # Second trace, by Inductor, each partition on demand.
     count = len(returned(watched_joint.module.graph))
     traced = backward.traced(partial(checks.followed, step))
+    from overspill.runtime.compiled.inductor import programs_of  # noqa: PLC0415 - as above
+
     made = programs_of(lambda: _graph_of(traced, len(values), count), values, range(lasting), partition)
 
     def by_partition() -> Iterator[PartitionPrograms]:
