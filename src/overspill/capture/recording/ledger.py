@@ -33,6 +33,10 @@ class Ledger:
         self._ends[allocation] = self.events
         self.events += 1
 
+    def rename(self, allocation: int, kind: TensorKind) -> None:
+        """Change what an allocation is."""
+        self.allocations[allocation] = replace(self.allocations[allocation], kind=kind)
+
     def has_ended(self, allocation: int) -> bool:
         """Return whether an allocation was freed."""
         return allocation in self._ends

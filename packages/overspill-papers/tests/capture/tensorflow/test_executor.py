@@ -93,6 +93,23 @@ def test_variables_stay_and_updates_write_where_they_are() -> None:
     assert recording.parameters == 100
 
 
+def test_what_the_optimizer_makes_of_a_gradient_is_no_gradient_and_needs_no_name() -> None:
+    net = Net()
+    weight = net.add("VarHandleOp", name="weight")
+    product = net.add("MatMul", net.add("ReadVariableOp", weight), name="tape/gradients/product")
+    gradient = net.add("Neg", product, name="gradient_tape/negated")
+    scaled = net.add("MatMul", gradient, name="scaled")
+    recording = net.recording(net.add("AssignSubVariableOp", weight, scaled, name="update"), trained=(weight,))
+    # The gradient is where its product was; what is made of it comes after backward.
+    kinds = {a.name: a.kind for a in recording.allocations}
+    assert kinds == {
+        "weight": TensorKind.PARAMETER,
+        "tape/gradients/product": TensorKind.GRADIENT,
+        "scaled": TensorKind.TEMPORARY,
+    }
+    assert [op.phase for op in recording.ops][-3:] == [Phase.BACKWARD, Phase.UPDATE, Phase.UPDATE]
+
+
 def test_first_ready_runs_first() -> None:
     net = Net()
     x = net.add("Placeholder", name="x")

@@ -26,6 +26,11 @@ WORKSPACE_LIMIT_BYTES = 4 << 30
 ITERATIONS = 2
 """The first tries algorithms, the second runs as all later ones do."""
 _BACKWARD = ("gradients", "gradient_tape")
+_KINDS = {
+    Phase.FORWARD: TensorKind.ACTIVATION,
+    Phase.BACKWARD: TensorKind.OUTPUT_GRADIENT,
+    Phase.UPDATE: TensorKind.TEMPORARY,
+}
 TRIAL = "conv_trial"
 """The family of scratch that is tried, and omitted if memory is short."""
 
@@ -63,6 +68,7 @@ class _Executor:
         self._ledger = Ledger()
         self._tuned: set[tuple[str, Sizes]] = set()
         self._iteration = 0
+        self._phases = self._phases_of_ops()
         self._gradients = self._gradients_of_variables()
 
     def run(self, iterations: int) -> Recording:
@@ -96,7 +102,7 @@ class _Executor:
         self._kept[position] = buffer
 
     def _execute(self, position: int, op: GraphOp) -> None:
-        phase = _phase(op)
+        phase = self._phases[position]
         read = [self._buffer(entry) for entry in op.inputs]
         made = self._outputs(position, op, read, phase)
         reads = tuple(dict.fromkeys(b.allocation for b in read if b is not None))
@@ -126,7 +132,10 @@ class _Executor:
         if op.type in kernels.NOTHING or op.type in kernels.VARIABLES:
             return [None] * len(op.makes)
         if op.type in kernels.ALIASES or kernels.is_update(op):
-            return [read[index] if index < len(read) else None for index in range(len(op.makes))]
+            return [
+                self._named(read[index], Output(position, index)) if index < len(read) else None
+                for index in range(len(op.makes))
+            ]
         # Inputs whose buffers the outputs take.
         places: dict[int, _Buffer] = {}
         for source, target in kernels.forwards(op):
@@ -138,7 +147,7 @@ class _Executor:
             if not kernels.is_large(output):
                 made.append(None)
             elif index in places:
-                made.append(places[index])
+                made.append(self._named(places[index], Output(position, index)))
             else:
                 kind = self._kind(position, index, op, phase)
                 made.append(self._allocate(output.nbytes, kind, op.name, op, phase))
@@ -178,14 +187,40 @@ class _Executor:
             return TensorKind.INPUT
         if Output(position, index) in self._gradients:
             return TensorKind.GRADIENT
-        return TensorKind.ACTIVATION if phase is Phase.FORWARD else TensorKind.OUTPUT_GRADIENT
+        return _KINDS[phase]
+
+    def _named(self, buffer: _Buffer | None, output: Output) -> _Buffer | None:
+        """Return the buffer that `output` has taken over; if backward made it, it is a gradient if `output` is one."""
+        if buffer is not None and output in self._gradients:
+            made = self._ledger.allocations[buffer.allocation]
+            if made.kind is TensorKind.OUTPUT_GRADIENT:
+                self._ledger.rename(buffer.allocation, TensorKind.GRADIENT)
+        return buffer
+
+    def _phases_of_ops(self) -> list[Phase]:
+        """Return each op's phase.
+
+        What reads backward and is not named so is the optimizer's, but for sums of gradients and what backward reads.
+        """
+        phases = [_phase(op) for op in self.graph.ops]
+        read_by_backward: set[int] = set()
+        for position in reversed(self.order):
+            if phases[position] is Phase.BACKWARD or position in read_by_backward:
+                read_by_backward.update(entry.op for entry in self.graph.ops[position].inputs)
+        for position in self.order:
+            op = self.graph.ops[position]
+            read = [phases[entry.op] for entry in op.inputs]
+            if phases[position] is Phase.FORWARD and (Phase.BACKWARD in read or Phase.UPDATE in read):
+                sums = op.type == "AddN" and all(phase is Phase.BACKWARD for phase in read)
+                phases[position] = Phase.BACKWARD if sums or position in read_by_backward else Phase.UPDATE
+        return phases
 
     def _gradients_of_variables(self) -> set[Output]:
-        """Return the gradients that updates read, through ops that forward them."""
+        """Return what the optimizer reads of backward, through ops that forward it."""
         found: set[Output] = set()
         left = [
-            read for op in self.graph.ops if kernels.is_update(op) for read in op.inputs[1:]
-            if self.graph.ops[read.op].type not in kernels.VARIABLES
+            read for op, phase in zip(self.graph.ops, self._phases, strict=True) if phase is Phase.UPDATE
+            for read in op.inputs if self._phases[read.op] is Phase.BACKWARD
         ]  # fmt: skip
         while left:
             entry = left.pop()
@@ -241,7 +276,8 @@ def _ready_order(graph: StepGraph) -> Iterator[int]:
 def _phase(op: GraphOp) -> Phase:
     if kernels.is_update(op):
         return Phase.UPDATE
-    return Phase.BACKWARD if op.name.startswith(_BACKWARD) else Phase.FORWARD
+    scopes = op.name.split("/")
+    return Phase.BACKWARD if any(scope.startswith(_BACKWARD) for scope in scopes) else Phase.FORWARD
 
 
 def _layer(op: GraphOp) -> str:
