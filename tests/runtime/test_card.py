@@ -104,6 +104,25 @@ def deep_step(budget: str) -> overspill.runtime.step.train_step.TrainStep:
     )
 
 
+def test_with_the_live_allocator_a_run_survives_on_its_card_from_the_first_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator's own code, on a card of exactly the budget, gets what ten steps ask for."""
+    monkeypatch.setattr(hardware.allocator, "in_force", lambda: "planned")
+    step = deep_step("140MiB")
+    batch = torch.randn(4096, 64), torch.randn(4096, 64)
+    events = allocated(lambda: [step(*batch) for _ in range(10)])
+    (plan,) = step.plans
+    assert plan.pool == "planned"
+    assert plan.places is None
+    assert plan.offloaded_bytes or plan.recomputed_ops
+    room = plan.asked_bytes - CARD.context_bytes
+    done = replay(events, "planned", capacity_bytes=room)
+    assert done.fits
+    assert done.peak_requested_bytes > 0.8 * room
+    step.close()
+
+
 def test_a_share_is_of_the_card_that_the_step_needs_unmanaged() -> None:
     step = deep_step("80%")
     step(torch.randn(4096, 64), torch.randn(4096, 64))

@@ -67,6 +67,7 @@ class LiveAllocator:
         """Load `library` for the allocator `name`; PyTorch does not use it yet."""
         self.name = name
         self.path = library
+        self.virtual = False
         self.library = ctypes.CDLL(str(library))
         for function in ("take", "pool_refusal"):
             getattr(self.library, f"overspill_{function}").restype = ctypes.c_void_p
@@ -204,8 +205,14 @@ def allocator(name: str = PLANNED) -> LiveAllocator:
     pluggable.replace_statistics(found.stats, found.reset_peaks)
     how = "" if virtual else " and caches by PyTorch's rules, for the driver has no virtual memory management"
     _LOG.warning("Overspill's allocator %r is in force%s; %s", name, how, WITHOUT)
+    found.virtual = virtual
     _in_force = found
     return found
+
+
+def in_force() -> str | None:
+    """Return the name of the allocator that has all CUDA memory of this process; None if it caches as PyTorch's does."""
+    return _in_force.name if _in_force is not None and _in_force.virtual else None
 
 
 def step() -> None:

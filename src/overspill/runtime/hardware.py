@@ -27,8 +27,8 @@ from overspill.placement.packing import DEFAULT
 from overspill.plans.account import Account
 from overspill.policies import policy_named
 
-from . import accelerator
-from .options import PLANNED, PYTORCH, Options
+from . import accelerator, allocator
+from .options import OWN, PLANNED, PYTORCH, Options
 
 UNKNOWN_GPU = "a100-40gb"
 """The GPU whose rates replace those of a GPU without a data file. The driver reports the memory."""
@@ -142,12 +142,15 @@ def account_of(
     """Return the account of a budget of `options` on `device`, for tensors on `where`. Raises UnsupportedError.
 
     On CUDA it counts the memory of the GPU. With the allocator of a paper it does so for a GPU that this machine does
-    not have. Otherwise an allocator or solver counts the bytes that it takes. Without one, live bytes count.
+    not have. Otherwise an allocator or solver counts the bytes that it takes. Without one, live bytes count. What
+    `overspill.allocator` takes counts where that is in force, and for a GPU that is not here, where it costs less time.
     """
     placer, asked = options.placer, options.placement
+    own, is_here = policy_named(options.policy).placement, device.index not in (None, ABSENT)
+    if is_here and asked == OWN and own == LIVE:  # a job that runs has the allocator that is in force
+        placer = asked = None
     of_paper = placer is not None and asked not in (PLANNED, PYTORCH)
-    own = policy_named(options.policy).placement
-    if device.index is None or (of_paper and device.index != ABSENT):
+    if device.index is None or (of_paper and is_here):
         available = None if options.device is not None else usable_bytes(where)
         if asked == PLANNED:
             return ArenaAccount(device, available_bytes=available)
@@ -157,8 +160,11 @@ def account_of(
     card = replace(card_of(device, software), available_bytes=card_bytes(device), estimated_bytes=estimated_bytes)
     if of_paper:
         return card.in_allocator if placer == LIVE else replace(card, pool=placer)
+    if is_here and (found := allocator.in_force()) is not None:
+        card = card.in_allocator if found == LIVE else replace(card, pool=found)
+        return replace(card, solver=DEFAULT) if asked == PLANNED and found == LIVE else card
     card = replace(card, solver=None if asked == PYTORCH else DEFAULT, always=asked == PLANNED)
-    return replace(card, may_be_live=asked is None and own == LIVE and device.index == ABSENT)
+    return replace(card, may_be_live=asked is None and own == LIVE and not is_here)
 
 
 def card_of(device: Device, software: Software | None = None) -> Card:

@@ -12,8 +12,10 @@ import torch
 
 from overspill.core.units import format_apart
 
+from .allocator import in_force
 from .hardware import held_bytes
 
+LEARNING = 4
 _LOG = logging.getLogger("overspill")
 
 
@@ -34,6 +36,8 @@ class ReservedWatch:
             return
         self._steps += 1
         if self._steps & (self._steps - 1):  # no power of two
+            return
+        if self._steps <= LEARNING and in_force() is not None:  # before steps are planned it takes what there is
             return
         planned = planned_bytes()
         if planned is None or (held := held_bytes(where)) <= planned:
