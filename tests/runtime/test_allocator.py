@@ -304,6 +304,27 @@ def test_it_says_why_it_cannot_be_put_in_force(monkeypatch: pytest.MonkeyPatch) 
     live.step()  # does nothing
 
 
+def test_steps_of_optimizers_end_steps_one_of_several_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    ended = []
+    monkeypatch.setattr(live, "step", lambda: ended.append(True))
+    steps = live._Steps()
+    one, other, third = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(3))
+    for optimizer in (one, other, third, one, third, other):
+        steps.stepped(optimizer)
+    assert len(ended) == 2
+    steps.stepped(third)  # twice, and the first not once
+    assert len(ended) == 3
+    for optimizer in (third, other, third, one):
+        steps.stepped(optimizer)
+    assert len(ended) == 5
+    del optimizer, third
+    steps.stepped(other)
+    steps.stepped(one)
+    assert len(ended) == 6
+
+
 def test_a_script_that_cannot_have_it_does_not_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')")
 

@@ -7,6 +7,7 @@ of its settings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
@@ -28,7 +29,7 @@ from .card_events import STEPS, events_of
 from .events import Events
 from .packing import DEFAULT, SOLVERS, solver_named
 from .place import SEARCH, place_plan
-from .replay import replay
+from .replay import replay, replay_in_steps
 from .simulated_device import PAGE_BYTES, round_up
 
 STEPS_EXPANDING = 12
@@ -36,8 +37,8 @@ STEPS_EXPANDING = 12
 
 These grow in later steps too, ever more rarely: for GPT-2, not beyond the twelfth.
 """
-STEPS_LEARNING = 6
-"""Steps simulated with planned addresses, of which the first three, or four, are as a profile has them."""
+STEPS_PLANNED, STEPS_LEARNING = 6, 4
+"""Steps simulated with planned addresses, and those of them in which idle pages may be given back: the profile."""
 SHARES = (0.0, 0.5, 1.0)
 """The shares to try of the likely workspaces of convolutions."""
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
@@ -163,16 +164,17 @@ class Card(Account):
         )
         steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
         if self.is_live:
-            has_elastic, steps = False, STEPS_LEARNING
+            has_elastic, steps = False, STEPS_PLANNED
         found: list[int] = []
         orders = product(SHARES if has_elastic else SHARES[-1:], (False, True), (False,))
         for share, backwards, used in [*orders, (SHARES[-1], False, True)]:
+            ends: list[int] = []
             events = events_of(
                 plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups,
-                backwards=backwards, places=plan.places, used=used, model_on_host=plan.model_on_host,
+                backwards=backwards, places=plan.places, used=used, model_on_host=plan.model_on_host, ends=ends,
             )  # fmt: skip
             if self.is_live:
-                found.append(_survives_on(events, max(found, default=0)))
+                found.append(_survives_on(events, ends, max(found, default=0)))
                 continue
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
@@ -271,13 +273,18 @@ class Card(Account):
         return tuple(Amount(what, nbytes + self.context_bytes) for nbytes, what in taken if nbytes < reserved_bytes)
 
 
-def _survives_on(events: Events, at_least: int) -> int:
-    """Return the memory, found upwards from `at_least`, on which `overspill.allocator` serves these events."""
+def _survives_on(events: Events, ends: Sequence[int], at_least: int) -> int:
+    """Return the memory, found upwards from `at_least`, on which `overspill.allocator` serves steps with these `ends`.
+
+    It gives idle pages back in the first STEPS_LEARNING alone.
+    """
     requested = max(at_least, round_up(events.peak_requested_bytes, PAGE_BYTES))
     grain = round_up(requested // LIVE_GRAIN, PAGE_BYTES)
 
     def survives(grains: int) -> bool:
-        return replay(events, LIVE, capacity_bytes=requested + grains * grain).fits
+        allocator = PlannedAllocator(capacity_bytes=requested + grains * grain)
+        retries = replay_in_steps(allocator, events, ends)
+        return retries is not None and len({*retries[STEPS_LEARNING - 1 :]}) == 1
 
     too_few, enough = -1, 0
     while not survives(enough):

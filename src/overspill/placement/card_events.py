@@ -33,6 +33,7 @@ def events_of(
     places: Places | None = None,
     used: bool = False,
     model_on_host: bool = False,
+    ends: list[int] | None = None,
 ) -> Events:
     """Return the allocations and frees of the first `steps` of `schedule`, in order.
 
@@ -41,7 +42,8 @@ def events_of(
     product of a thread, of `handle_bytes` each, and stay; on a `used` device they exist before. Convolutions take a
     `share` of their workspaces. The updates of each of `groups` have their temporaries at once, except the first time,
     which makes the state. Ops allocate their results in order, except those in BACKWARDS; or all `backwards`, with
-    their workspaces first. Tensors in `places` are in an arena, which is one block.
+    their workspaces first. Tensors in `places` are in an arena, which is one block. `ends`
+    gets the number of events up to the end of each step.
     """
     run = _Run(
         graph, schedule, tuple(handle_bytes), share, groups, places, backwards=backwards, model_on_host=model_on_host
@@ -49,7 +51,10 @@ def events_of(
     if used:
         for thread in THREADS[: 1 if graph.whole_step else 2]:
             run.take(thread, run.handle_bytes)
-    return run.events(steps)
+    found = run.events(steps)
+    if ends is not None:
+        ends += run.ends
+    return found
 
 
 class _Run:
@@ -81,6 +86,7 @@ class _Run:
         self.rows: list[tuple[int, int, int, int]] = []
         self.live: dict[int | str, list[int]] = {}
         self.blocks = 0
+        self.ends: list[int] = []
         # Sizes of the parameters, of which gradients and state have blocks.
         trained = (t for t in graph.tensors if t.kind is TensorKind.PARAMETER and t.persistent)
         self.parameters = [t.nbytes for t in trained if t.nbytes]
@@ -107,6 +113,7 @@ class _Run:
         for number in range(steps):
             self.is_first = number == 0
             self.step()
+            self.ends.append(len(self.rows))
         return Events.from_rows(self.rows)
 
     def step(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,30 @@ def replay_on(
         gauges=(allocator.requested, allocator.allocated, allocator.reserved),
         curves=list(np.array(history, dtype=np.int64).reshape(len(history), width).T),
     )
+
+
+def replay_in_steps(allocator: NativeAllocator, events: Events, ends: Sequence[int]) -> list[int] | None:
+    """Return how often `allocator` gave memory back to make room, up to each of `ends`, where a step ends.
+
+    None: memory ran out. No event is elastic.
+    """
+    live: dict[int, int] = {}
+    found: list[int] = []
+    rows = [*zip(events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), strict=True)]
+    for start, end in pairwise((0, *ends)):
+        for action, block, nbytes in rows[start:end]:
+            if action == FREE:
+                allocator.free(live.pop(block))
+            elif action == EMPTY:
+                allocator.empty_cache()
+            else:
+                try:
+                    live[block] = allocator.allocate(nbytes)
+                except OutOfMemory:
+                    return None
+        allocator.mark_step()
+        found.append(allocator.retries)
+    return found
 
 
 def _figures(allocator: Allocator, request_bytes: int | None) -> list[int]:

@@ -11,6 +11,7 @@ import logging
 import os
 import runpy
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -207,16 +208,42 @@ def allocator(name: str = PLANNED) -> LiveAllocator:
     _LOG.warning("Overspill's allocator %r is in force%s; %s", name, how, WITHOUT)
     found.virtual = virtual
     _in_force = found
+    torch.optim.optimizer.register_optimizer_step_post_hook(_Steps().stepped)
     return found
 
 
 def in_force() -> str | None:
-    """Return the name of the allocator that has all CUDA memory of this process; None if it caches as PyTorch's does."""
+    """Return the name of the allocator that has all CUDA memory of this process; None if that is cached as usual."""
     return _in_force.name if _in_force is not None and _in_force.virtual else None
 
 
+class _Steps:
+    """Ends a step of the job at that of an optimizer.
+
+    Of several it is the first that stepped, so that a step is a whole round of all. If another steps twice in between,
+    it is that one from then on.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: weakref.ref[Any] | None = None
+        self._since: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def stepped(self, optimizer: Any, *_: object) -> None:
+        """Take note of a step of `optimizer`."""
+        chosen = None if self._chosen is None else self._chosen()
+        if chosen is not None and chosen is not optimizer and optimizer not in self._since:
+            self._since.add(optimizer)
+            return
+        self._chosen = weakref.ref(optimizer)
+        self._since.clear()
+        step()
+
+
 def step() -> None:
-    """End a step of the job here, for the allocator in force; without one it does nothing."""
+    """End a step of the job here, for the allocator in force; without one it does nothing.
+
+    Steps of optimizers and of `overspill.train_step` end one too.
+    """
     if _in_force is not None:
         _in_force.step()
 

@@ -25,7 +25,7 @@ from overspill.pytorch.dynamo import OptimizedModule
 from overspill.pytorch.modules import ORIGINAL
 from overspill.pytorch.optimizers import note_step
 from overspill.pytorch.trees import tree_flatten
-from overspill.runtime import batches
+from overspill.runtime import allocator, batches
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.options import Options
@@ -191,6 +191,7 @@ class TrainStep(PlannedPeaks):
         if self.recorder is not None:
             self.recorder.end_step()
         self._reserved.look(lambda: self.reserved_bytes, self._state.where)
+        allocator.step()
         # What follows an optimizer step elsewhere: schedulers' flag and step post-hooks.
         for updates in self._state.updates:
             updates.finish()
