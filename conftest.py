@@ -40,6 +40,16 @@ settings.register_profile("repeatable", derandomize=True, suppress_health_check=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_beside() -> None:
+    """What other tests hold is not next to the models of this one, where a plan would leave room for batches among it.
+
+    Nor is the heap searched that they have left behind, each time that tensors or optimizers are looked for.
+    """
+    gc.collect()
+    gc.freeze()  # what is frozen, `gc.get_objects` does not list
+
+
 @pytest.fixture
 def forget_compiled_code() -> Iterator[None]:
     """Each test compiles for itself: Dynamo keeps what it compiles, and allows eight graphs a function."""

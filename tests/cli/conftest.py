@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,9 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
     yield
     sys.modules.pop("nets", None)
-    torch._logging.set_logs()
+    if logging.getLogger("torch").level == logging.CRITICAL:  # a command ran; to restore it takes long
+        torch._logging.set_logs()
+        logging.getLogger("torch.__trace").propagate = True  # as the suite has it, and `set_logs` has not
     torch._dynamo.reset()
 
 

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from overspill.core import Phase
 from overspill.job import Job, NamedModel
+from overspill.runtime import optimizers
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs, unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.preview import step_of
@@ -49,6 +50,12 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "every dimension": [(), (33,), (40, 50), (6, 7, 8), (9, 8, 7, 3)],
     "many of one size": [(50, 60)] * 6,
 }
+
+
+@pytest.fixture(autouse=True)
+def _tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another test has measured is measured again."""
+    monkeypatch.setattr(optimizers, "_MEASURED", {})
 
 
 def parameters(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -277,6 +284,32 @@ def test_lbfgs_needs_its_history_and_is_not_tried(
             optimizer.step(closure)
     assert needs.state_bytes / 2 < max(at_evaluations) <= needs.state_bytes
     assert tracker.peak_bytes - before <= needs.state_bytes + needs.update_bytes
+
+
+def test_equal_optimizers_of_torch_share_a_trial_and_any_other_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(optim.AdamW):
+        """May look at anything."""
+
+    steps: list[Optimizer] = []
+    own_step = optimizers.own_step
+    monkeypatch.setattr(optimizers, "own_step", lambda optimizer: (steps.append(optimizer), own_step(optimizer)))
+
+    def is_tried(of: Make = optim.AdamW, dtype: torch.dtype = torch.float32, **settings: Any) -> bool:
+        before = len(steps)
+        optimizer = of(parameters([(8, 6)], dtype))
+        optimizer.param_groups[0].update(settings)
+        optimizer_needs([optimizer])
+        return len(steps) > before
+
+    assert is_tried()
+    assert not is_tried()
+    assert not is_tried(lr=0.5)
+    others = [{"amsgrad": True}, {"foreach": True}, {"weight_decay": 0}, {"dtype": torch.bfloat16}, {"of": optim.Adam}]
+    assert [(is_tried(**other), is_tried(**other)) for other in others] == [(True, False)] * 5
+    untold = [{"lr": torch.tensor(0.1)}, {"of": Own}, {"noted": [1]}]
+    assert [(is_tried(**other), is_tried(**other)) for other in untold] == [(True, True)] * 3
+    monkeypatch.setattr(optim.Adam, "step", lambda self: None)
+    assert is_tried(optim.Adam)
 
 
 def test_hooks_of_all_optimizers_do_not_hear_of_what_is_tried() -> None:

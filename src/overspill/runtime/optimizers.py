@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from overspill.models.eight_bit import Blockwise8bit
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.pytorch.distributed import largest_shard
 
-from .optimizer_step import own_step, temporary_bytes, tried
+from .optimizer_outside import Outside
+from .optimizer_step import is_own, own_step, temporary_bytes, tried
 from .reachable import tensors_in
 
 _SCALAR_BYTES = 256
@@ -29,6 +30,10 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 follow."""
 
 
+_Found = TypeVar("_Found")
+_MEASURED: dict[Hashable, Any] = {}
+"""Trials of torch.optim's optimizers in this process."""
+_MOST_MEASURED = 512
 PROBE_STEPS = 7
 """Steps tried on tiny parameters; RAdam takes more from its sixth on."""
 LBFGS_VECTORS = 5, 11
@@ -86,6 +91,34 @@ def optimizer_needs(optimizers: Iterable[Optimizer], trained: Container[int] = (
     return total
 
 
+def measured_once(
+    optimizer: Optimizer, group: dict[str, Any], like: Tensor, what: Hashable, measure: Callable[[], _Found]
+) -> _Found:
+    """Return the result of `measure`, a trial of `what` on tiny parameters as `like` with the settings of `group`.
+
+    Optimizers of one class of torch.optim share it if all their settings are equal. The value of the learning rate,
+    which may change at every step, decides on no memory there. Another class may look at anything: it is tried each
+    time.
+    """
+    settings = tuple((key, value) for key, value in group.items() if key not in ("params", "lr", "initial_lr"))
+    if not is_own(optimizer) or not _is_plain((settings, group.get("lr"))) or Outside(optimizer).unknown:
+        return measure()
+    defaults = torch.get_default_dtype(), torch.get_default_device()
+    key = (type(optimizer), settings, like.dtype, like.device, defaults, what)
+    if key not in _MEASURED:
+        if len(_MEASURED) >= _MOST_MEASURED:
+            _MEASURED.clear()
+        _MEASURED[key] = measure()
+    return _MEASURED[key]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether `value` consists of numbers and text, which equal ones can stand in for."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
 def _group_needs(optimizer: Optimizer, group: dict[str, Any], trained: Container[int]) -> OptimizerNeeds:
     kept = [p for p in group["params"] if p.requires_grad or id(p) in trained or optimizer.state.get(p)]
     parameters = [*map(largest_shard, kept)]
@@ -130,10 +163,14 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
 
 def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> list[tuple[tuple[int, ...], int]]:
     """Return shape and item size of each state tensor after a step on `probe`."""
-    with tried(optimizer, group, [probe]):
-        own_step(optimizer)
-        kept = tensors_in(optimizer.state.get(probe, {})).values()
-        return [(tuple(tensor.shape), tensor.element_size()) for tensor in kept]
+
+    def measure() -> list[tuple[tuple[int, ...], int]]:
+        with tried(optimizer, group, [probe]):
+            own_step(optimizer)
+            kept = tensors_in(optimizer.state.get(probe, {})).values()
+            return [(tuple(tensor.shape), tensor.element_size()) for tensor in kept]
+
+    return measured_once(optimizer, group, probe, ("state", tuple(probe.shape)), measure)
 
 
 def scaled(state_shape: tuple[int, ...], probe: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -152,9 +189,12 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     """
 
     def measured(*shapes: tuple[int, int]) -> int:
-        with tried(optimizer, group, [_probe(shape, like) for shape in shapes]):
-            own_step(optimizer)  # which makes the state
-            return max(temporary_bytes(optimizer) for _ in range(PROBE_STEPS - 1))
+        def measure() -> int:
+            with tried(optimizer, group, [_probe(shape, like) for shape in shapes]):
+                own_step(optimizer)  # which makes the state
+                return max(temporary_bytes(optimizer) for _ in range(PROBE_STEPS - 1))
+
+        return measured_once(optimizer, group, like, ("temporaries", shapes), measure)
 
     # How temporaries grow with one, two and four equal parameters.
     square, flat, small = (64, 64), (16, 64), (16, 16)

@@ -27,7 +27,7 @@ from overspill.costs.library_ops import SLICE_BYTES
 from overspill.pytorch.optimizers import foreach_norm
 from overspill.runtime.optimizer_outside import Changes, Outside
 from overspill.runtime.optimizer_step import is_own, lent, own_step, temporary_bytes, tried
-from overspill.runtime.optimizers import PROBE_STEPS, scaled
+from overspill.runtime.optimizers import PROBE_STEPS, measured_once, scaled
 from overspill.runtime.reachable import tensors_in
 
 from .learned import Learned, Leaves, Needs, Watching, learned
@@ -429,19 +429,23 @@ class OptimizerUpdates:
         The first step makes the state, which the plan counts separately.
         """
         shape = PROBE_SHAPES.get(max(1, like.dim()), tuple(range(like.dim() + 1, 1, -1)))
-        with CPU:  # whatever the default device is, for the optimizer's own tensors too
+        settings, others = as_on(like.device, group), self._made_of_gradients()
+
+        def measure() -> _Probe:
             probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
             probe.grad = self._gradient(torch.ones_like(probe), None)
-            with tried(self.optimizer, as_on(like.device, group), [probe]):
+            with tried(self.optimizer, settings, [probe]):
                 peaks = [temporary_bytes(self.optimizer) for _ in range(PROBE_STEPS)]
                 kept = tensors_in(self.optimizer.state.get(probe, {}))
-        others = self._made_of_gradients()
-        return _Probe(
-            shape,
-            {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
-            tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
-            *(peak / probe.nbytes + others for peak in (peaks[0], max(peaks[1:]))),
-        )
+            return _Probe(
+                shape,
+                {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
+                tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
+                *(peak / probe.nbytes + others for peak in (peaks[0], max(peaks[1:]))),
+            )
+
+        with CPU:  # whatever the default device is, for the optimizer's own tensors too
+            return measured_once(self.optimizer, settings, like, ("a step's probe", shape, others), measure)
 
 
 def _without(content: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
