@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import sympy
 import torch
 from torch import nn
+from torch._inductor import sizevars
 from torch._inductor.utils import fresh_cache
+from torch.utils._sympy.functions import FloorDiv
 
 import overspill
 from overspill.capture.compiled.graph import Captured
@@ -19,6 +22,7 @@ from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
+from overspill.pytorch.inductor import work_kept
 from overspill.runtime.compiled import partitions
 from overspill.runtime.compiled.partitions import Partitioned
 
@@ -117,6 +121,23 @@ def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
     with pytest.raises(InfeasibleBudget) as found:
         Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(search)
     assert found.value.floor_bytes == 3
+
+
+def test_inductor_simplifies_each_index_expression_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    strides = sizevars.stride_at_vec_range.__wrapped__
+    variable = sympy.Symbol("x0", integer=True, nonnegative=True)
+    indices = [size * FloorDiv(variable, 16) + variable for size in range(2, 152)]
+    plain = [strides(index, variable, 16) for index in indices]
+    simplified, simplify = [], sympy.simplify
+    monkeypatch.setattr(sympy, "simplify", lambda expression: simplified.append(expression) or simplify(expression))
+    with work_kept():
+        assert [strides(index, variable, 16) for index in indices] == plain
+    begun = len(simplified)
+    with work_kept():
+        assert [strides(index, variable, 16) for index in indices] == plain
+    assert len(simplified) == begun
+    assert [strides(index, variable, 16) for index in indices] == plain
+    assert len(simplified) > begun, "outside, few are kept"
 
 
 @pytest.mark.long

@@ -40,6 +40,7 @@ from overspill.pytorch.inductor import (
     clone_preserve_strides,
     compile_fx,
     compile_fx_inner,
+    work_kept,
 )
 from overspill.runtime.step.away import Away
 
@@ -284,7 +285,8 @@ class _Compiler:
             "activation_memory_budget": self.partition,
             "backward_pass_autocast": "off",  # users call backward outside of autocast's region
         }
-        with inductor_failures('; use backend="eager"'), functorch_config.patch(functorch):
+        failures = inductor_failures('; use backend="eager"')
+        with failures, functorch_config.patch(functorch), work_kept():
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
 
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
