@@ -86,6 +86,8 @@ def test_other_partitions_are_made_as_long_as_they_help(
         (1.5, [None, 1.6, 1.0], 1.6, [1, 0]),
         (1.5, [1.6, None], 1.6, [1, 0]),
         (1.5, [1.6], 1.6, [0]),
+        (1.5, [1.6, None, 1.2], 1.6, [1, 0]),  # one without a plan helps no more than a slower one
+        (1.5, [None, None, 1.2], 1.2, [1, 0, 2]),
         (None, [None, 1.6, 1.3], 1.3, [1, 2]),
         (None, [1.4, None], 1.4, [1, 0]),
     ],

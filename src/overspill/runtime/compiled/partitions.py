@@ -105,27 +105,28 @@ class Partitioned(Generic[C]):
         for captured in self:
             found = search_in(captured)
             if captured is self._found[0]:
-                if (hoped := found.hoped) is not None:
-                    enough = NEAR * hoped.in_core_seconds
+                hoped = found.hoped
+                enough = 0.0 if hoped is None else NEAR * hoped.in_core_seconds
                 if hoped is None or hoped.slowdown > NEAR:
                     waiting, hoped_seconds = found, math.inf if hoped is None else hoped.step_seconds
                     continue
-            try:
-                plan = found.plan()
-            # Remember the refusal with the least floor.
-            except InfeasibleBudget as error:
-                refusal = _of_least_floor(refusal, error)
-                continue
+            plan, refusal = _worked_out(found, refusal)
+            if plan is None:
+                # It is not faster than a plan: if the one that waits is a plan, the search ends.
+                if best is None and waiting is not None and hoped_seconds < math.inf:
+                    best, refusal = _worked_out(waiting, refusal)
+                    waiting, hoped_seconds = None, math.inf
+                if best is None:
+                    continue
+                break
             # Stop when a plan is good enough, or the next is not faster.
             before_seconds = hoped_seconds if best is None else best.step_seconds
             best = _fastest(best, plan)
             if best.step_seconds <= enough or (plan.step_seconds >= before_seconds and not self._is_usual(captured)):
                 break
         if waiting is not None and (best is None or hoped_seconds < best.step_seconds):
-            try:
-                best = _fastest(best, waiting.plan())
-            except InfeasibleBudget as error:
-                refusal = _of_least_floor(refusal, error)
+            plan, refusal = _worked_out(waiting, refusal)
+            best = best if plan is None else _fastest(best, plan)
         if best is None:
             assert refusal is not None
             try:
@@ -138,6 +139,14 @@ class Partitioned(Generic[C]):
 
 def _fastest(best: Plan | None, found: Plan) -> Plan:
     return found if best is None or found.step_seconds < best.step_seconds else best
+
+
+def _worked_out(found: Fit, least: InfeasibleBudget | None) -> tuple[Plan | None, InfeasibleBudget | None]:
+    """Return the plan, or None, and the refusal with the least floor so far."""
+    try:
+        return found.plan(), least
+    except InfeasibleBudget as error:
+        return None, _of_least_floor(least, error)
 
 
 def _of_least_floor(least: InfeasibleBudget | None, error: InfeasibleBudget) -> InfeasibleBudget:
