@@ -113,6 +113,31 @@ def test_the_usual_plan_is_made_last_where_it_is_known_to_be_slow(
     assert (Partitioned(captures).best_plan(search).step_seconds, worked_out) == (chosen, made)
 
 
+def test_a_partition_without_a_plan_may_have_one_where_weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moving(SimpleNamespace):
+        pass
+
+    for name, kind in {"CapturedCutStep": Moving, "Captured": SimpleNamespace}.items():
+        monkeypatch.setattr(partitions, name, kind)
+    monkeypatch.setattr(partitions, "_compared", lambda usual, plan, times: plan)
+    times: dict[int, float] = {}
+    captures: list[Captured] = []
+    for partition, seconds in ((1.0, 2.0), (0.75, 1.5), (0.5, 1.7)):
+        staying, moving = (kind(graph=Graph("step", (), ()), partition=partition) for kind in (SimpleNamespace, Moving))
+        captures += cast("list[Captured]", [staying, moving])
+        times[id(moving)] = seconds  # weights that stay do not fit
+
+    def search(of: Captured) -> Fit:
+        def plan() -> Plan:
+            if id(of) not in times:
+                raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")
+            return fake_plan(of, times[id(of)])
+
+        return fake_fit(of, plan, times.get(id(of)))
+
+    assert Partitioned(captures).best_plan(search).step_seconds == 1.5
+
+
 def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
     def search(of: Captured) -> Fit:
         def plan() -> Plan:

@@ -69,6 +69,10 @@ class Partitioned(Generic[C]):
             return False
         return captured.partition == usual.partition
 
+    def _may_move(self, captured: C) -> bool:
+        """Return whether weights stay in `captured`, and a capture of its programs with weights that move follows."""
+        return not isinstance(captured, CapturedCutStep) and any(isinstance(c, CapturedCutStep) for c in self._found)
+
     def of(self, graph: Graph) -> C:
         """Return the capture that `graph` belongs to."""
         return next(captured for captured in self._found if captured.graph is graph)
@@ -113,10 +117,11 @@ class Partitioned(Generic[C]):
             plan, refusal = _worked_out(found, refusal)
             if plan is None:
                 # It is not faster than a plan: if the one that waits is a plan, the search ends.
-                if best is None and waiting is not None and hoped_seconds < math.inf:
+                ends = not (self._is_usual(captured) or self._may_move(captured))
+                if ends and best is None and waiting is not None and hoped_seconds < math.inf:
                     best, refusal = _worked_out(waiting, refusal)
                     waiting, hoped_seconds = None, math.inf
-                if best is None:
+                if best is None or not ends:
                     continue
                 break
             # Stop when a plan is good enough, or the next is not faster.
