@@ -79,7 +79,7 @@ def open_signature():
     return own_step(True)
 
 def two_open():
-    return (lambda x: x), [tf.TensorSpec((None, None))]
+    return (lambda x: x), [tf.TensorSpec((4, None))]
 
 def loop_by_hand():
     cell = L.LSTMCell(16)

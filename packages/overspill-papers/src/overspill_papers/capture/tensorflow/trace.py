@@ -287,10 +287,10 @@ def _called(function: Callable[..., Any], batch: int) -> Any:
 
 
 def _with_batch(tensorflow: Any, spec: Any, batch: int) -> Any:
-    """Return a spec whose one unknown size is the batch. Raises RequestError for several."""
+    """Return a spec whose first size is the batch if it is open. Raises RequestError for another open size."""
     if not isinstance(spec, tensorflow.TensorSpec):
         return spec
-    if spec.shape.rank is None or spec.shape.as_list().count(None) > 1:
+    if spec.shape.rank is None or None in spec.shape.as_list()[1:]:
         raise RequestError(f"{spec} leaves more than its batch open; give its other sizes")
     return tensorflow.TensorSpec([batch if size is None else size for size in spec.shape], spec.dtype, spec.name)
 
