@@ -105,11 +105,12 @@ def measured_once(
         return measure()
     defaults = torch.get_default_dtype(), torch.get_default_device()
     key = (type(optimizer), settings, like.dtype, like.device, defaults, what)
-    if key not in _MEASURED:
+    found: _Found | None = _MEASURED.get(key)
+    if found is None:
         if len(_MEASURED) >= _MOST_MEASURED:
             _MEASURED.clear()
-        _MEASURED[key] = measure()
-    return _MEASURED[key]
+        found = _MEASURED[key] = measure()
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -24,9 +24,6 @@ from loops_by_library import LOOPS
 from loops_by_library.loop import Line, Loop, Trained
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
-QUICK = ("trainer",)
-"""Those that do not wait for the long suite."""
-CASES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LOOPS]
 OWNED = 0.6
 """The budget, as a share of the bytes of weights, gradients and optimizer state."""
 
@@ -38,8 +35,9 @@ KNOWN = {
 """Loops that do not get their bits within the budget, and what becomes of them."""
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_trains_with_the_bits_of_plain_pytorch_in_less_than_weights_and_state(name: str) -> None:
     if missing := LOOPS[name].missing:
         pytest.skip(f"{', '.join(missing)} not installed: make loops-libraries")
@@ -93,7 +91,7 @@ def test_other_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_without_a_plan_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # The check of the product itself would raise first.
-    monkeypatch.setattr(loop_trials, "Line", lambda _, mark: Line(None, mark))
+    monkeypatch.setattr(loop_trials, "Line", lambda _, *rest: Line(None, *rest))
     train = of(small, monkeypatch)
     found = judged("test", "1GiB", train(None), train("1GiB"))
     assert (found.kind, found.unplanned_steps) == (UNPLANNED, 3)

@@ -268,7 +268,7 @@ def budgets(session: Session) -> set[int]:
 
 
 def test_a_share_is_of_the_largest_step_and_smaller_ones_are_planned_again() -> None:
-    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     compiled = overspill.compile(model, budget=0.9, store="host")
     sizes = [256, 1024, 256, 1024, 256, 512, 1024]
     assert train(compiled, model, sizes) == train(plain, plain, sizes)
@@ -281,7 +281,7 @@ def test_a_share_is_of_the_largest_step_and_smaller_ones_are_planned_again() -> 
 
 
 def test_growing_steps_each_raise_a_share() -> None:
-    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    plain, model = twins(lambda: Net(8, *[64] * 2, 8))
     compiled = overspill.compile(model, budget=0.9, store="host")
     sizes = [256, 320, 384, 448, 512, 576, 640, 704]  # more renewals than there may be for calls that do not settle
     assert train(compiled, model, sizes) == train(plain, plain, sizes)
@@ -300,7 +300,7 @@ def test_steps_of_one_size_are_planned_once_for_a_share() -> None:
 
 
 def test_a_share_is_fixed_by_the_first_training_step_and_holds_for_evaluation_and_a_partial_batch() -> None:
-    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     compiled = overspill.compile(model, budget=0.95, store="host")
     assert train(compiled, model, [64, 64]) == train(plain, plain, [64, 64])
     fixed = budgets(compiled.overspill)
@@ -313,7 +313,7 @@ def test_a_share_is_fixed_by_the_first_training_step_and_holds_for_evaluation_an
 
 
 def test_evaluation_before_training_is_not_held_to_a_share_of_itself() -> None:
-    model = Net(8, *[64] * 6, 8)
+    model = Net(8, *[64] * 3, 8)
     compiled = overspill.compile(model, budget=0.95, store="host")
     with torch.no_grad():
         compiled(torch.ones(64, 8))
@@ -324,7 +324,7 @@ def test_evaluation_before_training_is_not_held_to_a_share_of_itself() -> None:
 
 
 def test_two_kinds_of_evaluation_before_training_are_not_held_to_each_other() -> None:
-    model = Net(8, *[64] * 6, 8)
+    model = Net(8, *[64] * 3, 8)
     compiled = overspill.compile(model, budget=0.95, store="host")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -335,7 +335,7 @@ def test_two_kinds_of_evaluation_before_training_are_not_held_to_each_other() ->
 
 
 def test_several_functions_evaluate_before_they_train() -> None:
-    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     session = overspill.Session(budget=0.95, store="host")
     evaluate = overspill.compile(lambda x: model(x).square().mean(), session=session)
     compiled = overspill.compile(model, session=session)
@@ -348,7 +348,7 @@ def test_several_functions_evaluate_before_they_train() -> None:
 
 
 def test_a_compiled_method_notices_kept_gradients() -> None:
-    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     model.forward = overspill.compile(model.forward, budget="1GiB", store="host")
     for net in (plain, model):
         for scale in (1.0, 2.0):
@@ -358,7 +358,7 @@ def test_a_compiled_method_notices_kept_gradients() -> None:
 
 
 def test_a_compiled_method_called_by_what_is_compiled_is_a_part_of_its_plan() -> None:
-    model = Net(8, *[64] * 6, 8)
+    model = Net(8, *[64] * 3, 8)
     model.forward = overspill.compile(model.forward, budget="1GiB", store="host")
     step = overspill.compile(lambda x: model(x).square().mean(), budget="1GiB", store="host")
     step(torch.ones(64, 8)).backward()
@@ -368,7 +368,7 @@ def test_a_compiled_method_called_by_what_is_compiled_is_a_part_of_its_plan() ->
 
 def test_a_trainer_that_takes_a_compiled_module_apart_gets_steps_that_are_looked_after() -> None:
     # Lightning compiles a module's steps with the `dynamo_ctx` of the compiled one, and calls these alone.
-    model = Net(8, *[64] * 6, 8)
+    model = Net(8, *[64] * 3, 8)
     compiled = overspill.compile(model, budget="1GiB", store="host")
     step = compiled.dynamo_ctx(model.forward)
     with torch.compiler.set_stance("force_eager"), pytest.raises(UnplannedError, match="without a plan"):
@@ -378,11 +378,11 @@ def test_a_trainer_that_takes_a_compiled_module_apart_gets_steps_that_are_looked
 
 
 def test_the_smallest_budget_is_the_floor() -> None:
-    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     compiled = overspill.compile(model, budget="smallest", store="host")
     assert train(compiled, model, [64, 64]) == train(plain, plain, [64, 64])
     (plan,) = compiled.overspill.plans
-    other = Net(8, *[64] * 6, 8)
+    other = Net(8, *[64] * 3, 8)
     below = overspill.compile(other, budget=plan.budget_bytes - 1, store="host")
     with pytest.raises(InfeasibleBudget) as error:
         train(below, other, [64])
@@ -390,12 +390,12 @@ def test_the_smallest_budget_is_the_floor() -> None:
 
 
 def test_the_smallest_budget_grows_with_what_needs_more(caplog: pytest.LogCaptureFixture) -> None:
-    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     compiled = overspill.compile(model, budget="smallest", store="host")
     caplog.set_level("INFO", logger="overspill")
     assert train(compiled, model, [16, 1024, 32]) == train(plain, plain, [16, 1024, 32])
     *_, last = (plan.budget_bytes for plan in compiled.overspill.plans)
-    _, other = twins(lambda: Net(8, *[64] * 6, 8))
+    _, other = twins(lambda: Net(8, *[64] * 3, 8))
     small = overspill.compile(other, budget="smallest", store="host")
     train(small, other, [16])
     assert small.overspill.plans[0].budget_bytes <= last

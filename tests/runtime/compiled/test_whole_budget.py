@@ -126,7 +126,7 @@ def loss_of(compiled: Callable[..., Any], seed: int) -> Tensor:
     return value
 
 
-either_way = pytest.mark.parametrize("how", ["compile", "by name"])
+either_way = pytest.mark.parametrize("how", ["compile", pytest.param("by name", marks=pytest.mark.long)])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step.whole_steps import CPU, OPTIMIZERS, Lm, Mlp, Pair, planned_peak
+from tests.turns import by_turns
 from torch import Tensor, nn
 
 import overspill
@@ -28,8 +29,7 @@ def on_device(pair: Pair) -> list[Tensor]:
     return [*parameters, *pair.model.buffers(), *kept, *pair.inputs]
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize(("optimizer", "accumulate"), by_turns(["adamw", "momentum"], [1, 4]))
 def test_the_whole_call_stays_within_the_plan_and_near_it(optimizer: str, accumulate: int) -> None:
     pair = Pair(wide, OPTIMIZERS[optimizer], {"accumulate": accumulate, "clip_norm": 1.0})
     pair.train()
