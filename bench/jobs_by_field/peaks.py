@@ -48,6 +48,7 @@ def measured(step: Step, there: Callable[[], There], peaks: list[tuple[int, int]
             live.add([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())])
         live.add(tree_leaves([*batch, *(optimizer.state_dict()["state"] for optimizer in optimizers)]))
         before = live.live_bytes + HANDLE_BYTES * sum(1 for _ in live.there())
+        live.peak_bytes = live.live_bytes  # a state dict has copies of what is away
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with live:
