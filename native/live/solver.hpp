@@ -3,17 +3,22 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "../packing/exact.hpp"
 #include "../packing/skyline.hpp"
 #include "device.hpp"
 
@@ -54,8 +59,9 @@ struct Solution {
     Bytes load = 0;
 };
 
-// The skylines of the portfolio (placement/packing/solvers/portfolio.py), guarded by the load, by its keys, and some
-// restarts with weights on the best of them.
+// As the portfolio (placement/packing/solvers/portfolio.py): skylines guarded by the load, by its keys, some restarts with
+// weights on the best of them, and the exact search where that is not enough. It ends after so much work, whatever the
+// machine.
 class StepSolver {
   public:
     explicit StepSolver(const Steps& expected) : expected_(expected) {
@@ -90,23 +96,148 @@ class StepSolver {
             if (best.peak <= best.load) break;
             if (offer(by)) key = by;
         }
+        // Memory comes in pages, and a layout this near to the load is good enough.
+        const Bytes enough = std::max(best.load + best.load / kClose, round_up(best.load, kPageBytes));
         std::mt19937_64 random(0);
         std::normal_distribution<double> normal(0, 0.4);
         const std::size_t count = placed_.size();
-        for (std::size_t turns = kRestarted / (100 + count) + 4; turns > 0 && best.peak > best.load; --turns) {
+        for (std::size_t turns = kRestarted / (100 + count) + 4; turns > 0 && best.peak > enough; --turns) {
             tried = key;
             for (std::size_t i = 0; i < count; ++i)
                 if (offsets[i] + nbytes_[i] > best.load && random() % 3 == 0) tried[i] *= 1.3;
-            for (std::size_t changed = 1 + random() % (1 + count / 20); changed > 0; --changed)
-                tried[random() % count] *= std::exp(normal(random));
+            change(tried, offsets, best.load, random, normal);
             if (offer(tried)) key = tried;
         }
+        if (best.peak > enough && count <= kMostSearched) search(best, offsets, enough, random);
         for (std::size_t i = 0; i < count; ++i) best.offsets[placed_[i]] = offsets[i];
         return best;
     }
 
   private:
-    static constexpr std::size_t kRestarted = 100'000;  // blocks placed in restarts
+    static constexpr std::size_t kRestarted = 2'000'000;  // blocks placed in restarts
+    static constexpr std::uint64_t kLocal = 7;          // of ten restarts, those within a window of time
+    static constexpr Bytes kClose = 512;                // no more than this part of the load above it
+    static constexpr std::size_t kMostSearched = 2'000;
+    static constexpr std::int64_t kNodes = 100'000;  // of the exact search
+
+    // The exact search of the portfolio (solvers/exact.py), for so many nodes: a quarter of them at the load, then also
+    // halfway from there to the best peak. A step has no seconds, so three numbers stand for a block's lifetime in turn.
+    void search(Solution& best, std::vector<Bytes>& offsets, Bytes enough, std::mt19937_64& random) const {
+        const std::size_t count = placed_.size();
+        Bytes unit = 0;
+        for (const Bytes nbytes : nbytes_) unit = std::gcd(unit, nbytes);
+        packing::ExactBlocks blocks;
+        blocks.sections = *std::max_element(end_.begin(), end_.end());
+        blocks.alignment.assign(count, 1);
+        blocks.pinned.assign(count, packing::kAnywhere);
+        std::map<std::tuple<Bytes, packing::Section, packing::Section>, packing::Units> last;  // of equal blocks
+        for (std::size_t i = 0; i <= count; ++i) blocks.piece_first.push_back(static_cast<int>(i));
+        for (std::size_t i = 0; i < count; ++i) {
+            blocks.piece_start.push_back(start_[i]);
+            blocks.piece_end.push_back(end_[i]);
+            blocks.size.push_back(nbytes_[i] / unit);
+            const auto [below, fresh] = last.try_emplace({nbytes_[i], start_[i], end_[i]}, static_cast<packing::Units>(i));
+            blocks.below.push_back(fresh ? -1 : std::exchange(below->second, static_cast<packing::Units>(i)));
+        }
+        const auto sections = static_cast<std::size_t>(blocks.sections);
+        std::vector<packing::ExactSearch> searches;
+        for (const auto& lifetime : lifetimes()) {
+            blocks.lifetime = lifetime;
+            searches.emplace_back(blocks);
+        }
+
+        std::int64_t left = kNodes;
+        std::vector<double> noise(3 * count);
+        std::normal_distribution<double> normal;
+        const auto attempt = [&](packing::ExactSearch& by, Bytes capacity, const char* keys, bool live, std::int64_t most) {
+            packing::Attempt request{std::vector<packing::Units>(count), std::vector<packing::Units>(sections, capacity / unit), keys,
+                                     noise.data(), live, std::min(most, left)};
+            for (std::size_t i = 0; i < count; ++i) request.highest[i] = (capacity - nbytes_[i]) / unit;
+            const auto outcome = by.attempt(request, [] { return false; });
+            left -= by.nodes();
+            if (outcome != packing::Outcome::kFits) return outcome;
+            best.peak = 0;
+            for (std::size_t i = 0; i < count; ++i) {
+                offsets[i] = by.offsets()[i] * unit;
+                best.peak = std::max(best.peak, offsets[i] + nbytes_[i]);
+            }
+            return outcome;
+        };
+        // Each preorder, then restarts with noise whose limits are in Luby's sequence.
+        const auto turn = [&](int number, Bytes capacity) {
+            static constexpr std::array kPreorders{"WAT", "TAW", "TWA"};
+            static constexpr std::array kNoises{0.05, 0.1, 0.25};
+            const std::int64_t shortest = 2 * static_cast<std::int64_t>(count), limit = shortest << number;
+            std::fill(noise.begin(), noise.end(), 1);
+            for (auto& by : searches)
+                for (const char* keys : kPreorders)
+                    if (const auto outcome = attempt(by, capacity, keys, true, limit); outcome != packing::Outcome::kUnknown)
+                        return outcome;
+            std::int64_t more = number > 0 ? 9 * limit : 0;
+            for (std::int64_t at = 1; more > 0 && left > 0; ++at) {
+                std::int64_t luby = at;
+                while ((luby & (luby + 1)) != 0) luby -= (std::int64_t{1} << (std::bit_width(static_cast<std::uint64_t>(luby)) - 1)) - 1;
+                const double scale = kNoises[random() % kNoises.size()];
+                for (double& factor : noise) factor = std::exp(scale * normal(random));
+                const std::int64_t most = shortest * ((luby + 1) / 2);
+                auto& by = searches[random() % searches.size()];
+                const auto outcome = attempt(by, capacity, kPreorders[static_cast<std::size_t>(at - 1) % 3], random() % 2 == 0, most);
+                if (outcome != packing::Outcome::kUnknown) return outcome;
+                more -= most;
+            }
+            return packing::Outcome::kUnknown;
+        };
+        Bytes bound = best.load;
+        for (int number = 0; left > kNodes - kNodes / 4 && best.peak > std::max(bound, enough); ++number)
+            if (turn(number, bound) == packing::Outcome::kInfeasible) bound += unit;
+        for (int number = 0; left > 0 && best.peak > std::max(bound, enough); ++number) {
+            for (Bytes capacity = bound; capacity < best.peak && left > 0;) {
+                const auto outcome = turn(number + (capacity == bound), capacity);
+                if (outcome == packing::Outcome::kInfeasible) {
+                    if (capacity == bound) bound += unit;
+                    capacity += unit;
+                    continue;
+                }
+                if (outcome == packing::Outcome::kFits) capacity = bound;
+                capacity += round_up(best.peak - capacity, 2 * unit) / 2;
+            }
+        }
+    }
+
+    // In maximal sections, in blocks that live with one, in requests.
+    std::array<std::vector<packing::Units>, 3> lifetimes() const {
+        std::array<std::vector<packing::Units>, 3> found;
+        for (std::size_t i = 0; i < placed_.size(); ++i) {
+            packing::Units others = 0;
+            for (std::size_t k = 0; k < placed_.size(); ++k) others += start_[k] < end_[i] && start_[i] < end_[k];
+            found[0].push_back(end_[i] - start_[i]);
+            found[1].push_back(others);
+            found[2].push_back(expected_[placed_[i]].end - static_cast<packing::Units>(placed_[i]));
+        }
+        return found;
+    }
+
+    // Change some keys: mostly of blocks that live about when one that is too high does, a window of time to be packed again.
+    void change(std::vector<double>& key, const std::vector<Bytes>& offsets, Bytes load, std::mt19937_64& random,
+                std::normal_distribution<double>& normal) const {
+        const std::size_t count = placed_.size();
+        const std::size_t from = random() % count;
+        std::size_t high = from;
+        while (offsets[high] + nbytes_[high] <= load) high = (high + 1) % count;
+        if (random() % 10 >= kLocal) {
+            for (std::size_t changed = 1 + random() % (1 + count / 20); changed > 0; --changed)
+                key[random() % count] *= std::exp(normal(random));
+            return;
+        }
+        static constexpr std::array kMargins{50, 20, 10};  // of all time, this part
+        static constexpr std::array kShares{20, 5, 2};     // of the blocks there, this part
+        const packing::Section sections = *std::max_element(end_.begin(), end_.end());
+        const packing::Section margin = std::max<packing::Section>(1, sections / kMargins[random() % kMargins.size()]);
+        const auto share = static_cast<std::uint64_t>(kShares[random() % kShares.size()]);
+        for (std::size_t i = 0; i < count; ++i)
+            if (start_[i] < end_[high] + margin && end_[i] + margin > start_[high] && random() % share == 0)
+                key[i] *= std::exp(normal(random));
+    }
 
     // As keys.py has it: sections whose live blocks are not all live in another.
     void number_maximal_sections() {
