@@ -40,7 +40,8 @@ struct PlannedCounts {
 
 class PlannedAllocator final : public CachingAllocator {
   public:
-    PlannedAllocator(Device& device, bool background) : CachingAllocator(device, heap_settings()), solver_(background) {}
+    PlannedAllocator(Device& device, bool background, bool thorough)
+        : CachingAllocator(device, heap_settings()), solver_(background, thorough) {}
 
     // A step ends here, whatever its requests.
     void mark() override {
@@ -585,7 +586,7 @@ class PlannedAllocator final : public CachingAllocator {
 };
 
 inline const Registered kPlanned("planned", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
-    return std::make_unique<PlannedAllocator>(device, settings.flag("background"));
+    return std::make_unique<PlannedAllocator>(device, settings.flag("background"), settings.flag("thorough"));
 });
 
 }  // namespace overspill

@@ -187,7 +187,7 @@ class Service {
         if (!device_.is_virtual()) return std::make_unique<CachingAllocator>(device_, CachingConfig{});
         if (name == "chunked") return std::make_unique<ChunkedAllocator>(device_, kPageBytes);
         if (name == "gtbm") return std::make_unique<TwoEndedAllocator>(device_, TwoEndedConfig{std::nullopt, true, true});
-        return std::make_unique<PlannedAllocator>(device_, true);
+        return std::make_unique<PlannedAllocator>(device_, true, true);
     }
 
     struct Live {

@@ -64,7 +64,8 @@ struct Solution {
 // machine.
 class StepSolver {
   public:
-    explicit StepSolver(const Steps& expected) : expected_(expected) {
+    // Where it is thorough, hard steps take seconds, otherwise tenths of one.
+    StepSolver(const Steps& expected, bool thorough) : expected_(expected), thorough_(thorough) {
         for (std::size_t i = 0; i < expected.size(); ++i) {
             if (expected[i].end == kCarried) continue;
             placed_.push_back(i);
@@ -101,14 +102,14 @@ class StepSolver {
         std::mt19937_64 random(0);
         std::normal_distribution<double> normal(0, 0.4);
         const std::size_t count = placed_.size();
-        for (std::size_t turns = kRestarted / (100 + count) + 4; turns > 0 && best.peak > enough; --turns) {
+        for (std::size_t turns = (thorough_ ? kRestarted : kRestarted / 20) / (100 + count) + 4; turns > 0 && best.peak > enough; --turns) {
             tried = key;
             for (std::size_t i = 0; i < count; ++i)
                 if (offsets[i] + nbytes_[i] > best.load && random() % 3 == 0) tried[i] *= 1.3;
             change(tried, offsets, best.load, random, normal);
             if (offer(tried)) key = tried;
         }
-        if (best.peak > enough && count <= kMostSearched) search(best, offsets, enough, random);
+        if (best.peak > enough && thorough_ && count <= kMostSearched) search(best, offsets, enough, random);
         for (std::size_t i = 0; i < count; ++i) best.offsets[placed_[i]] = offsets[i];
         return best;
     }
@@ -301,6 +302,7 @@ class StepSolver {
     }
 
     const Steps& expected_;
+    bool thorough_;
     std::vector<std::size_t> placed_;  // the numbers of the blocks' requests
     std::vector<packing::Section> start_, end_;
     std::vector<Bytes> nbytes_;
@@ -314,7 +316,7 @@ class Solver {
         Solution solution;
     };
 
-    explicit Solver(bool background) : background_(background) {}
+    Solver(bool background, bool thorough) : background_(background), thorough_(thorough) {}
     ~Solver() {
         {
             const std::lock_guard lock(mutex_);
@@ -330,7 +332,7 @@ class Solver {
     std::int64_t ask(const Steps& expected) {
         const std::int64_t ticket = ++tickets_;
         if (!background_) {
-            answers_.push_back({ticket, StepSolver(expected).solve()});
+            answers_.push_back({ticket, StepSolver(expected, thorough_).solve()});
             return ticket;
         }
         const std::lock_guard lock(mutex_);
@@ -361,7 +363,7 @@ class Solver {
             questions_.erase(questions_.begin());
             busy_ = true;
             lock.unlock();
-            Solution found = StepSolver(expected).solve();
+            Solution found = StepSolver(expected, thorough_).solve();
             lock.lock();
             busy_ = false;
             answers_.push_back({ticket, std::move(found)});
@@ -369,7 +371,7 @@ class Solver {
         }
     }
 
-    bool background_;
+    bool background_, thorough_;
     std::int64_t tickets_ = 0;
     std::mutex mutex_;
     std::condition_variable wake_, idle_;

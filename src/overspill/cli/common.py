@@ -46,7 +46,8 @@ PlacerName = Annotated[
     str | None,
     optional(
         "NAME",
-        "An allocator or solver whose peak counts: pytorch, planned, portfolio.  [default: on a GPU planned]",
+        "An allocator or solver whose peak counts: pytorch, portfolio, planned (solved before the first step)."
+        "  [default: on a GPU planned]",
         "--placement",
         autocompletion=complete.placer,
     ),

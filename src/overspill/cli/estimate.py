@@ -45,7 +45,8 @@ AllocatorName = Annotated[
     str | None,
     optional(
         "NAME",
-        "pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy.  [default: the framework's own]",
+        "pytorch, planned, chunked, gtbm, tensorflow, mxnet, chainer, cnmem, best-fit or buddy."
+        "  [default: the framework's own]",
         autocompletion=complete.allocator,
     ),
 ]

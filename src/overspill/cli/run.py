@@ -24,7 +24,7 @@ Allocator = Annotated[
     str,
     optional(
         "NAME",
-        "Where its CUDA memory comes from: planned, chunked (2 MiB pieces behind virtual addresses) or gtbm (two ends)."
+        "planned (solved from two recorded steps), chunked (2 MiB pieces behind virtual addresses) or gtbm (two ends)."
         "  [default: planned]",
     ),
 ]

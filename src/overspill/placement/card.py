@@ -23,7 +23,7 @@ from overspill.policies.in_core import Liveness
 
 from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
-from .allocators.planned import PlannedAllocator
+from .allocators.planned import PlannedAllocator, PlannedConfig
 from .arena import in_arena
 from .card_events import STEPS, events_of
 from .events import Events
@@ -46,6 +46,8 @@ TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "o
 ARENA_GRAIN_BYTES = 1 << 20
 """An arena that ends between two multiples of this costs the same: the allocator's segments are multiples of 2 MiB, and
 blocks are small up to 1 MiB."""
+QUICK = PlannedConfig(thorough=False)
+"""Plans that may take more than under a running job, for a card that is searched for."""
 LIVE = PlannedAllocator.name
 """The allocator that a job can have in place of PyTorch's (`overspill.allocator`)."""
 CALLED = f'overspill.allocator("{LIVE}")'
@@ -282,7 +284,7 @@ def _survives_on(events: Events, ends: Sequence[int], at_least: int) -> int:
     grain = round_up(requested // LIVE_GRAIN, PAGE_BYTES)
 
     def survives(grains: int) -> bool:
-        allocator = PlannedAllocator(capacity_bytes=requested + grains * grain)
+        allocator = PlannedAllocator(QUICK, capacity_bytes=requested + grains * grain)
         retries = replay_in_steps(allocator, events, ends)
         return retries is not None and len({*retries[STEPS_LEARNING - 1 :]}) == 1
 

@@ -14,6 +14,8 @@ class PlannedConfig:
 
     background: bool = False
     """Whether plans are solved on a thread of their own, while the job goes on."""
+    thorough: bool = True
+    """Whether hard steps are solved for seconds, as under a running job, or for tenths of one."""
 
 
 class PlannedCounts(NamedTuple):
