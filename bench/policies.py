@@ -3,7 +3,10 @@
     python bench/policies.py [--models resnet50,…] [--gpus titan-x,…] [--processes 2] [--json FILE]
     python bench/policies.py --read bench/results/policies.json
     python bench/policies.py --papers-from bench/results/policies.json --json bench/results/policies.json
+    python bench/policies.py --pools [--models alexnet,…] [--gpus titan-x,…] [--json bench/results/policies_pools.json]
 
+With `--pools` each policy has its own pool, as in `overspill compare --gpu`: budgets are sizes of the card, with
+fragmentation, the context and what libraries keep. That takes ten times as long. Otherwise live bytes count.
 Budgets are 75, 50 and 33 % of what the step takes unmanaged, where any plan can meet them, and the smallest that
 `auto` meets. A line for each case gives the slowdown of `auto` and of the best of the papers' policies to the ops' own
 time, the proven bound of the step, and how far `auto` is from it. Everything here is simulated; only the planning times
@@ -39,8 +42,12 @@ from overspill.job import Job
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
+from overspill.plans.comparison import compare, planner
+from overspill.plans.plan import smallest_budget
 from overspill.policies import POLICIES, policy_named
 from overspill.runtime.capture_job import step_graph
+from overspill.runtime.options import Options
+from overspill.runtime.preview import step_of
 from overspill.simulate import check, simulate
 
 BATCHES = {
@@ -79,8 +86,10 @@ class Case(TypedDict):
     slowdowns: dict[str, float]
 
 
-def cases(model: str, batch: int, gpus: list[str], papers: Recorded) -> list[Case]:
+def cases(model: str, batch: int, gpus: list[str], papers: Recorded, *, pools: bool) -> list[Case]:
     """All cases of one model; the papers' policies are not planned where `papers` has them."""
+    if pools:
+        return [case for gpu in gpus for case in _in_pools(model, batch, gpu)]
     captured = step_graph(Job(lambda: models.load(model), batch))
     return [case for gpu in gpus for case in _on(captured, model, batch, load_device(gpu), papers)]
 
@@ -109,6 +118,36 @@ def _on(captured: Graph, model: str, batch: int, device: Device, papers: Recorde
             "bound_slowdown": bound, "gap": ours / bound - 1, "best_policy": best,
             "best_slowdown": None if best is None else others[best], "plan_seconds": planned - begun,
             "slowdowns": others,
+        }  # fmt: skip
+
+
+def _in_pools(model: str, batch: int, gpu: str) -> Iterator[Case]:
+    """The cases of one model on one GPU, each policy in its own pool."""
+    job = Job(lambda: models.load(model), batch)
+    step = step_of(job, Options(device=load_device(gpu)))
+    graph, device, account_for = step.graph, step.account.device, step.accounts(None, None)
+    ours = policy_named(OURS)
+    peak = step.account.unmanaged(graph)
+    floor = smallest_budget(planner(graph, ours, account_for(ours), None, step.best))
+    budgets = {f"{share:.0%}": int(share * peak) for share in SHARES if share * peak > floor}
+    for name, budget in (budgets | {SMALLEST: floor}).items():
+        rows = {
+            row.policy: row
+            for row in compare(graph, device, (OURS, *PAPERS), budget, None, None, account_for, step.best)
+        }
+        plan, others = rows[OURS].plan, {p: rows[p].slowdown for p in PAPERS if rows[p].fits}
+        if plan is None or not rows[OURS].fits:
+            raise AssertionError(f"{OURS} does not fit {model} on its own smallest card of {floor} bytes")
+        baseline = rows[OURS].baseline_seconds
+        slowdowns = {p: s for p, s in others.items() if s is not None}
+        best = min(slowdowns, key=lambda p: slowdowns[p], default=None)
+        mine, bound = plan.step_seconds / baseline, plan.lower_bound_seconds / baseline
+        yield {
+            "model": model, "batch": batch, "gpu": device.name, "budget": name, "budget_bytes": budget,
+            "unmanaged_peak_bytes": peak, "proven_floor_bytes": floor, "auto_slowdown": mine,
+            "bound_slowdown": bound, "gap": mine / bound - 1, "best_policy": best,
+            "best_slowdown": None if best is None else slowdowns[best], "plan_seconds": plan.plan_seconds,
+            "slowdowns": slowdowns,
         }  # fmt: skip
 
 
@@ -147,7 +186,7 @@ def summary(found: list[Case]) -> dict[str, float | int | None]:
         "median_gap_above_the_smallest": statistics.median(
             [c["gap"] for c in found if c["budget"] != SMALLEST] or gaps
         ),
-        "longest_plan_cpu_seconds": max(c["plan_seconds"] for c in found),
+        "longest_plan_seconds": max(c["plan_seconds"] for c in found),
         "larger_budget_slower": sum(
             larger["auto_slowdown"] > smaller["auto_slowdown"] * (1 + 1e-9) for larger, smaller in neighbours(found)
         ),
@@ -184,14 +223,17 @@ def recorded(path: Path) -> list[Case]:
     return found
 
 
-def run(names: list[str], gpus: list[str], processes: int, papers: Recorded, found: list[Case]) -> None:
-    """Add the cases of these models to `found`, and print them as they come."""
+def run(names: list[str], gpus: list[str], processes: int, papers: Recorded, *, pools: bool) -> Iterator[list[Case]]:
+    """Print the cases of these models as they come, and yield those so far."""
     print(f"{'model':20} {'gpu':10} {'budget':>8} {'auto':>7} {'bound':>7} {'gap':>7} {'plan':>8}  best of the papers")
+    found: list[Case] = []
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(cases, name, BATCHES[name], gpus, papers) for name in names]):
-            for case in done.result():
-                found.append(case)
-                print(spell(case), flush=True)
+        jobs = [(name, [gpu]) for name in names for gpu in gpus] if pools else [(name, gpus) for name in names]
+        asked = [pool.submit(cases, name, BATCHES[name], on, papers, pools=pools) for name, on in jobs]
+        for done in as_completed(asked):
+            found += done.result()
+            print("\n".join(map(spell, done.result())), flush=True)
+            yield found
 
 
 def main() -> None:
@@ -200,27 +242,36 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(BATCHES))
     parser.add_argument("--gpus", default=",".join(GPUS))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--pools", action="store_true", help="each policy in its own pool, on cards")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, help="a record, whose figures are printed without a run")
     parser.add_argument("--papers-from", type=Path, help="a record, from which the papers' policies are taken")
     arguments = parser.parse_args()
-    found: list[Case] = []
     if arguments.read:
-        found = recorded(arguments.read)
-    else:
-        known = recorded(arguments.papers_from) if arguments.papers_from else []
-        papers = {(c["model"], c["gpu"], c["budget_bytes"]): c["slowdowns"] for c in known}
-        run(arguments.models.split(","), arguments.gpus.split(","), arguments.processes, papers, found)
-    figures = summary(found)
-    for name, value in figures.items():
+        show(recorded(arguments.read))
+        return
+    known = recorded(arguments.papers_from) if arguments.papers_from else []
+    papers = {(c["model"], c["gpu"], c["budget_bytes"]): c["slowdowns"] for c in known}
+    names, gpus, found = arguments.models.split(","), arguments.gpus.split(","), list[Case]()
+    note = "step times are simulated; plan_seconds are CPU seconds measured on this machine"
+    if arguments.pools:
+        note = "each policy in its own pool; step times are simulated; plan_seconds are of the clock, on this machine"
+    if arguments.papers_from:
+        note += "; the papers' policies are as in the record before"
+    for found in run(names, gpus, arguments.processes, papers, pools=arguments.pools):
+        if arguments.json:  # of what is known so far, should the run be stopped
+            text = json_record(torch.device("cpu"), note=note, summary=summary(found), cases=found)
+            arguments.json.write_text(text)
+    show(found)
+    if arguments.json:
+        print(f"recorded in {arguments.json}", file=sys.stderr)
+
+
+def show(found: list[Case]) -> None:
+    """Print what the cases come to, and a line for each budget."""
+    for name, value in summary(found).items():
         print(f"{name.replace('_', ' ')}: {value if not isinstance(value, float) else round(value, 4)}")
     print("\n".join(by_budget(found)))
-    if arguments.json:
-        note = "step times are simulated; plan_seconds are CPU seconds measured on this machine"
-        if arguments.papers_from:
-            note += "; the papers' policies are as in the record before"
-        arguments.json.write_text(json_record(torch.device("cpu"), note=note, summary=figures, cases=found))
-        print(f"recorded in {arguments.json}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ class Card(Account):
         the largest size. So the most of several runs counts.
         """
         if self.pool is not None:
-            return place_plan(plan, self.pool).peak_bytes
+            return place_plan(plan, self.pool).peak_bytes + self._kept_bytes(plan.graph) + SPARE_BYTES
         has_elastic = not self.is_measured and any(
             op.name in CONVOLUTIONS and op.workspace_bytes for op in plan.graph.ops
         )
@@ -220,8 +220,6 @@ class Card(Account):
 
         Backward's thread is another than forward's.
         """
-        if self.pool:
-            return 0
         threads = {op.phase is Phase.FORWARD or graph.whole_step for op in graph.ops if op.name in MATRIX_PRODUCTS}
         return len(threads) * sum(self.handle_bytes)
 
