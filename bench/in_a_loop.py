@@ -34,7 +34,7 @@ from overspill.runtime.preview import JobStep, step_of
 SHARE = 0.6
 STEPS = 2
 SMALL = (
-    "llama-plain", "gpt2", "t5", "transformer", "llama-lora", "distillation", "diffusion-transformer", "vit", "whisper", "dlrm",
+    "llama-plain", "gpt2", "t5", "transformer", "llama-lora", "bert", "diffusion-transformer", "vit", "whisper", "dlrm",
 )  # fmt: skip
 """Jobs of several fields that both ways train."""
 HEADER = "| job | budget | `train_step` | in a loop | ratio | bound |\n|---|---|---|---|---|---|"
