@@ -55,6 +55,35 @@ def plain_loop() -> dict[str, Any]:
     }
 
 
+def _loop_on(name: str) -> dict[str, Any]:
+    """A loop of changing lengths on the allocator `name`, and what it holds in the end."""
+    used = overspill.allocator(name)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = 0
+    for turn in range(8):
+        loss = model(torch.randn(500 + 300 * (turn % 3), 256).cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    del loss
+    torch.cuda.empty_cache()
+    return {"steps": steps, "reserved": used.figures().reserved, "used": stand_in.used_bytes(), "name": used.name}
+
+
+def planned() -> dict[str, Any]:
+    return _loop_on("planned")
+
+
+def chunked() -> dict[str, Any]:
+    return _loop_on("chunked")
+
+
+def gtbm() -> dict[str, Any]:
+    return _loop_on("gtbm")
+
+
 def streams() -> dict[str, Any]:
     """A block that another stream uses waits for it; an emptied cache gives all idle pages back."""
     used = overspill.allocator()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tests.gpu_rehearsal.processes import found_on_card
 
+from overspill.runtime.allocator import LIVE
+
 
 @pytest.fixture
 def found(record: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -31,6 +33,13 @@ def test_a_plain_loop_gets_planned_addresses_and_pytorch_s_statistics(found: Any
     assert answer["reserved"]
     assert answer["summary"]
     assert answer["beyond"] < 1.1
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_loop_of_changing_lengths_runs_on_each_allocator(found: Any, name: str) -> None:
+    answer = found(name)
+    assert answer == {"name": name, "steps": 8, "reserved": answer["used"], "used": answer["used"]}
+    assert answer["used"] > 0
 
 
 def test_streams_are_respected_and_an_empty_cache_gives_all_back(found: Any) -> None:

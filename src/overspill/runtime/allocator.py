@@ -188,6 +188,7 @@ def allocator(name: str = PLANNED) -> LiveAllocator:
             raise UnsupportedError(f"the allocator {_in_force.name!r} is in force, and a process has one")
         return _in_force
     import torch  # noqa: PLC0415
+    from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
 
     from overspill.pytorch import pluggable  # noqa: PLC0415
 
@@ -208,7 +209,7 @@ def allocator(name: str = PLANNED) -> LiveAllocator:
     _LOG.warning("Overspill's allocator %r is in force%s; %s", name, how, WITHOUT)
     found.virtual = virtual
     _in_force = found
-    torch.optim.optimizer.register_optimizer_step_post_hook(_Steps().stepped)
+    register_optimizer_step_post_hook(_Steps().stepped)
     return found
 
 
