@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch._dynamo.backends.common
 import torch._functorch._aot_autograd.collect_metadata_analysis
+import torch._functorch._aot_autograd.graph_compile
 import torch._functorch.aot_autograd
 import torch._functorch.partitioners
 from torch import fx
+
+from .patching import Target, patched
+
+_TRACE = Target(torch._functorch._aot_autograd.graph_compile, "aot_dispatch_autograd_graph")
+"""Traces a module's joint graph; notes in the metadata what it finds."""
 
 aot_autograd = torch._dynamo.backends.common.aot_autograd
 """A backend of torch.compile from compilers of forward and backward."""
@@ -29,3 +37,26 @@ def boxed(function: Any) -> Any:
     """Mark a compiled function as one that takes its arguments in one list, which it may empty."""
     function._boxed_call = True
     return function
+
+
+@contextmanager
+def traced_once(kept: list[Any], copied: Callable[[fx.GraphModule], fx.GraphModule]) -> Iterator[None]:
+    """Let AOTAutograd trace a joint graph only if `kept` is empty, and take a copy from there otherwise.
+
+    Blocks with the same `kept` compile the same module for the same inputs. A graph with graphs in it is traced again:
+    a copy shares these.
+    """
+    trace = _TRACE.now
+
+    def traced(*args: Any, fw_metadata: Any, **kwargs: Any) -> Any:
+        if not kept:
+            graph, *inputs = trace(*args, fw_metadata=fw_metadata, **kwargs)
+            if not any(isinstance(child, fx.GraphModule) for child in graph.children()):
+                kept.extend((copied(graph), inputs, dict(vars(fw_metadata))))
+            return graph, *inputs
+        graph, inputs, found = kept
+        vars(fw_metadata).update(found)
+        return copied(graph), *inputs
+
+    with patched([(*_TRACE, traced)]):
+        yield

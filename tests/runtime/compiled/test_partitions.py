@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,6 +13,7 @@ import pytest
 import sympy
 import torch
 from torch import nn
+from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import sizevars
 from torch._inductor.utils import fresh_cache
 from torch.utils._sympy.functions import FloorDiv
@@ -168,18 +170,28 @@ def test_inductor_simplifies_each_index_expression_once(monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-def test_only_kernels_of_the_partition_that_runs_are_compiled() -> None:
+def test_partitions_share_one_trace_and_only_kernels_of_the_one_that_runs_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout()) for _ in range(3)))
+    traces, trace = [], graph_compile.aot_dispatch_autograd_graph
+    traced = wraps(trace)(lambda *args, **kwargs: (traces.append(args), trace(*args, **kwargs))[1])
+    monkeypatch.setattr(graph_compile, "aot_dispatch_autograd_graph", traced)
 
-    def trained(partition: float | None) -> tuple[float | None, int]:
+    def trained(partition: float | None) -> tuple[float | None, int, list[bytes]]:
         torch._dynamo.reset()
+        torch.manual_seed(0)
+        model.zero_grad()
+        traces.clear()
         with fresh_cache():
             call = overspill.compile(model, budget=0.7, backend="inductor", store="host", partition=partition)
             call(torch.randn(512, 64)).sum().backward()
             compiled = len(list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.cpp")))
-        return call.overspill.partitions[0], compiled
+        assert len(traces) == 1
+        bits = [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+        return call.overspill.partitions[0], compiled, bits
 
-    chosen, compiled = trained(None)
+    chosen, *found = trained(None)
     assert chosen != 1.0, "the usual partition is tried before"
-    assert trained(chosen) == (chosen, compiled)
-    assert compiled
+    assert trained(chosen) == (chosen, *found)
+    assert all(found)

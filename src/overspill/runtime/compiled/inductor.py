@@ -30,7 +30,7 @@ from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, fol
 from overspill.capture.programs.uncompiled import kernels_later
 from overspill.capture.programs.whole_step import capture_cut_step_of_programs
 from overspill.core.errors import UnsupportedError
-from overspill.pytorch.aot import min_cut_rematerialization_partition
+from overspill.pytorch.aot import min_cut_rematerialization_partition, traced_once
 from overspill.pytorch.dynamo import TracingContext, count_calls
 from overspill.pytorch.fake_tensors import FakeTensorMode, detect_fake_mode
 from overspill.pytorch.functorch import functorch_config
@@ -78,7 +78,8 @@ class ByPartition:
         spare = copied(module)
         self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(copied(spare), examples)
         self._tried: set[float] = set()
-        self.usual = _Compiler(set(), partition)
+        self._trace: list[Any] = []
+        self.usual = _Compiler(set(), partition, self._trace)
         self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
@@ -94,6 +95,7 @@ class ByPartition:
         No other partition is made afterwards, because that would keep the examples, real tensors, alive.
         """
         self._compile = None
+        self._trace.clear()
         chosen = next(c for c in self.compiled if c.partition == lowered.captured.partition)
         chosen.run_by(lowered)
         return self.compiled[chosen]
@@ -115,7 +117,7 @@ class ByPartition:
         if partition in self._tried:
             return None
         self._tried.add(partition)
-        compiler = _Compiler(self.usual.seen, partition)
+        compiler = _Compiler(self.usual.seen, partition, self._trace)
         with _left_out(partition):
             self.compiled[compiler] = compile_by(compiler)
             return compiler
@@ -158,9 +160,10 @@ def programs_of(
     UnsupportedError.
     """
     seen: set[Any] = set()
+    trace: list[Any] = []
 
     def programs(partition: float | None) -> PartitionPrograms:
-        compiler = _Compiler(seen, partition, list(lasting))
+        compiler = _Compiler(seen, partition, trace, list(lasting))
         compiler.compiled(make_module(), examples)
         # Without a program of exactly these inputs there is nothing to plan.
         if compiler.joint is None or compiler.programs is None:
@@ -249,11 +252,15 @@ class _Compiler:
     """Compiles by one partition, and keeps the programs.
 
     `partition` is an `activation_memory_budget`, None for the user's setting. `seen` are the partitions compiled
-    before. `lasting` are the inputs that stay from step to step, if Dynamo does not know them.
+    before, and `trace` the joint graph that the first of them traced. `lasting` are the inputs that stay from step to
+    step, if Dynamo does not know them.
     """
 
-    def __init__(self, seen: set[Any], partition: float | None, lasting: list[int] | None = None) -> None:
+    def __init__(
+        self, seen: set[Any], partition: float | None, trace: list[Any], lasting: list[int] | None = None
+    ) -> None:
         self.seen = seen
+        self._trace = trace
         set_by_user = float(functorch_config.activation_memory_budget)
         self.partition = set_by_user if partition is None else partition
         self.lasting = lasting
@@ -286,7 +293,7 @@ class _Compiler:
             "backward_pass_autocast": "off",  # users call backward outside of autocast's region
         }
         failures = inductor_failures('; use backend="eager"')
-        with failures, functorch_config.patch(functorch), work_kept():
+        with failures, functorch_config.patch(functorch), work_kept(), traced_once(self._trace, copied):
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
 
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
