@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import overspill
-from overspill.errors import UnsupportedError
+from overspill.errors import InfeasibleBudget, UnsupportedError
 
 pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.filterwarnings("ignore")]
 WIDTH, LAYERS = 64, 8
@@ -177,3 +178,38 @@ def test_a_weight_that_forward_gives_other_memory_is_refused_and_training_goes_o
         return losses
 
     assert all(map(torch.equal, run(evaluates=True), run(evaluates=False)))
+
+
+@pytest.mark.long
+def test_a_weight_with_a_second_tensor_on_its_memory_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "build/definitions/loops")
+    of_8_bits = pytest.importorskip("bitsandbytes").nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = of_8_bits.Linear8bitLt(128, 128, bias=False, has_fp16_weights=False)
+            self.down, self.up = nn.Linear(128, 2, bias=False), nn.Linear(2, 128, bias=False)
+            self.frozen.weight = of_8_bits.Int8Params(torch.randn(128, 128), False, has_fp16_weights=False)
+            self.frozen.to("cpu")  # which quantises it
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.frozen(x) + self.up(self.down(x)))
+
+    def run(budget: str | int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        compiled = model if budget is None else overspill.compile(model, budget=budget, store="host")
+        losses = []
+        for i in range(3):
+            loss = compiled(torch.randn(4, 128, generator=torch.Generator().manual_seed(i))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    with pytest.raises(InfeasibleBudget):
+        run("50%")
+    assert all(map(torch.equal, run(None), run("90%")))

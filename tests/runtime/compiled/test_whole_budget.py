@@ -373,6 +373,21 @@ def test_an_optimizer_that_keeps_a_table_of_its_own() -> None:
     compare(loop, "60%")
 
 
+def test_a_weight_that_is_away_takes_the_values_of_another_that_is_away() -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(3):
+            loss_of(compiled, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for one, other in zip(model[::4], model[2::4], strict=True):
+                    one.weight.copy_(other.weight)  # type: ignore[operator, union-attr]
+            run.moves()
+
+    compare(loop)
+
+
 def test_steps_by_a_closure() -> None:
     def loop(run: Run) -> None:
         _, compiled, optimizer = begin(run)
@@ -386,9 +401,14 @@ def test_steps_by_a_closure() -> None:
 
             run.see(optimizer.step(closure))
             run.moves()
+            if run.session is not None:
+                residents = run.session.loop.state.residency.residents
+                away.append({name for name, resident in residents.items() if resident.away})
         optimizer.zero_grad()
 
+    away: list[set[str]] = []
     compare(loop)
+    assert away[0] == away[1] == away[2] != set(), "the first update is not as planned"
 
 
 def test_a_view_of_a_weight_is_kept_from_some_step_on() -> None:

@@ -163,6 +163,7 @@ class LoopPlans:
                 continue
             name = state.name_of(parameter)
             moves = name in state.residency and name not in state.pinned and fixed.isdisjoint(storages(node))
+            moves &= all(len(joint.roots[key]) == 1 for key in storages(node))  # else another input has its memory
             infos[position] = replace(infos[position], movable=moves and node.meta["val"].is_contiguous())
             if joint.backward_outputs and state.trains(name):
                 ops.append(_update(state, name, position, mode))

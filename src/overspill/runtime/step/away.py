@@ -140,7 +140,12 @@ def _shown(tensor: Tensor) -> Tensor | None:
 def _overwritten(tensor: Tensor, source: Any, *_: Any, **__: Any) -> bool:
     """Write all of a tensor that is away, where its guard can do so in the store; return whether it has."""
     overwrite = getattr(GUARDS.get(id(tensor)), "overwrite", None)
-    return overwrite is not None and isinstance(source, Tensor) and overwrite(source)
+    if overwrite is None or not isinstance(source, Tensor):
+        return False
+    reading = _bring(source) if isinstance(source, Away) else None
+    done: bool = overwrite(source)
+    del reading
+    return done
 
 
 def _bring(tensor: Tensor) -> Any:
