@@ -244,11 +244,13 @@ def test_a_budget_without_a_unit_is_asked_about(overspill: Overspill, budget: st
     assert Budget.parse(f"{budget}B").nbytes == int(budget)
 
 
-def test_help_and_lists_do_without_torch() -> None:
+def test_help_lists_and_packings_do_without_torch(tmp_path: Path) -> None:
+    blocks = tmp_path / "blocks.csv"
+    blocks.write_text("id,lower,upper,size\na,0,4,4096\nb,2,6,4096\n", encoding="utf-8")
     program = (
         "import sys; from overspill.cli import main\n"
-        "codes = [main(words.split()) for words in ('--help', 'models', 'policies', 'devices', 'train --help', 'pack --help')]\n"
+        "codes = [main(words.split()) for words in ('--help', 'models', 'policies', 'devices', 'train --help', 'pack blocks.csv')]\n"
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,8 @@ from overspill.core import Graph, LayerType, Op, Phase, Places, Tensor, TensorKi
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
-from overspill.placement.allocators.planned import PlannedAllocator
-from overspill.placement.card import LIVE, Card
+from overspill.placement.allocators.planned import LIVE, PlannedAllocator
+from overspill.placement.card import Card
 from overspill.placement.card_events import events_of
 from overspill.placement.events import ALLOCATE, EMPTY, FREE, Events
 from overspill.placement.packing import DEFAULT

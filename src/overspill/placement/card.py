@@ -23,7 +23,7 @@ from overspill.policies.in_core import Liveness
 
 from .allocators.caching import CachingAllocator
 from .allocators.caching_config import CachingConfig
-from .allocators.planned import PlannedAllocator, PlannedConfig
+from .allocators.planned import CALLED, LIVE, PlannedAllocator, PlannedConfig
 from .arena import in_arena
 from .card_events import STEPS, events_of
 from .events import Events
@@ -48,9 +48,6 @@ ARENA_GRAIN_BYTES = 1 << 20
 blocks are small up to 1 MiB."""
 QUICK = PlannedConfig(thorough=False)
 """Plans that may take more than under a running job, for a card that is searched for."""
-LIVE = PlannedAllocator.name
-"""The allocator that a job can have in place of PyTorch's (`overspill.allocator`)."""
-CALLED = f'overspill.allocator("{LIVE}")'
 LIVE_GRAIN = 1024
 """The share of the requested bytes to which the memory is found on which that allocator survives."""
 SPARE_BYTES = 4 << 20

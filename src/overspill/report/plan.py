@@ -11,7 +11,7 @@ from overspill.capture.compiled.whole_step import NORM
 from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timeline, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes, format_seconds
-from overspill.placement.card import CALLED, LIVE
+from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
 from overspill.policies import POLICIES, policy_named

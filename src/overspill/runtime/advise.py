@@ -9,7 +9,7 @@ from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.estimate import Estimate
 from overspill.job import Job
-from overspill.placement.card import CALLED, LIVE
+from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.plans.plan import Plan
 
 from .options import Options

@@ -21,8 +21,9 @@ from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
 from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
+from overspill.placement.allocators.planned import LIVE
 from overspill.placement.arena import ArenaAccount
-from overspill.placement.card import LIVE, Card, PoolAccount
+from overspill.placement.card import Card, PoolAccount
 from overspill.placement.packing import DEFAULT
 from overspill.plans.account import Account
 from overspill.policies import policy_named

@@ -50,3 +50,8 @@ class PlannedAllocator(NativeAllocator):
     def counts(self) -> PlannedCounts:
         """What happened so far."""
         return PlannedCounts(*self._core.counts())
+
+
+LIVE = PlannedAllocator.name
+"""The allocator that a job can have in place of PyTorch's (`overspill.allocator`)."""
+CALLED = f'overspill.allocator("{LIVE}")'

@@ -10,7 +10,7 @@ import numpy as np
 from overspill.core import OF_OPS, Event, Frame, Graph, Layout, Schedule, Stream, Timeline, Trace, Verb
 from overspill.core.units import format_apart, format_bytes
 from overspill.placement.allocators.caching import CachingAllocator
-from overspill.placement.card import CALLED, LIVE
+from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.placement.packing import DEFAULT, SOLVERS, solver_named
 from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.replay import layout_of
