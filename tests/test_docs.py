@@ -13,7 +13,7 @@ SOURCES = (ROOT / "src" / "overspill", ROOT / "packages" / "overspill-papers" / 
 ENTRY = re.compile(r"^- \*\*(.+?)\*\* \(`([\w./]+)`(?:, `(\w+)`)?\): ")
 
 
-LONG_WINDED = {f"docs/{name}.md" for name in ("compiled", "whole_step", "structure")} | {
+LONG_WINDED = {"docs/structure.md"} | {
     f"docs/howto/{name}.md"
     for name in ("place_blocks", "plan_a_graph", "several_models", "shard_a_model", "write_a_policy")
 }
