@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -52,6 +54,18 @@ install_guard = torch._dynamo.guards.install_guard
 """What is to hold before a compiled call."""
 same_object = torch._dynamo.guards.GuardBuilder.ID_MATCH
 """A guard's kind: that an object is the very one that was compiled for."""
+
+
+def forget_numpy_inputs(entries: Iterable[Any]) -> None:
+    """Let Dynamo make guards on NumPy arrays a second time, as it does behind a filter.
+
+    It makes a tensor of an array whenever it reads one, and would compare that with the first one's by `==`.
+    """
+    for entry in entries:
+        if entry.name.startswith("___from_numpy("):
+            entry.orig_guard.obj_weakref = None
+
+
 is_from_global_source = torch._dynamo.source.is_from_global_source
 """Whether an object was read from a global."""
 is_from_local_source = torch._dynamo.source.is_from_local_source

@@ -47,6 +47,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "accumulated_recompile_limit", "allow_empty_graphs", "allow_rnn", "error_on_nested_fx_trace",
         "fail_on_recompile_limit_hit", "optimize_ddp", "recompile_limit", "skip_nnmodule_hook_guards",
         "skip_tensor_guards_with_matching_dict_tags", "trace_autograd_ops", "use_lamba_guard_for_object_aliasing",
+        "use_numpy_random_stream",
     ),
     "torch._functorch.config": (
         "activation_memory_budget", "backward_pass_autocast", "bundled_autograd_cache", "cse", "donated_buffer",
@@ -57,7 +58,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     # Dynamo: a compiled module's context, why a graph ended, what a guard is made of.
     "torch._dynamo.eval_frame.OptimizedModule": ("dynamo_ctx",),
     "torch._dynamo.output_graph": ("compile_subgraph_reason", "grapharg"),
-    "torch._dynamo.guards": ("arg_ref", "object_aliasing_guard_codes"),
+    "torch._dynamo.guards": ("arg_ref", "obj_weakref", "object_aliasing_guard_codes", "orig_guard"),
     "torch._dynamo.exc.BackendCompilerFailed": ("inner_exception",),
     # AOTAutograd: descriptions of inputs and outputs, its metadata, and the name of a compiled graph's autograd node.
     "torch._functorch._aot_autograd.graph_capture_wrappers": ("desc",),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -544,6 +545,35 @@ def test_dropout_batch_norm_and_evaluation_between() -> None:
 
 
 @pytest.mark.long
+class Masked(nn.Module):
+    """A net that NumPy draws a mask for, and that another is given to, as wav2vec 2.0 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(3), net(3)
+
+    def forward(self, x: Tensor, noise: np.ndarray) -> Tensor:
+        drawn = torch.from_numpy((np.random.rand(WIDTH) > 0.5).astype(np.float32))  # noqa: NPY002 - as wav2vec 2.0 draws
+        given = torch.from_numpy((noise > 0.5).astype(np.float32))
+        value: Tensor = self.second(self.first(x) * drawn) * given
+        return value
+
+
+def test_numpy_draws_masks_and_gives_inputs() -> None:
+    def loop(run: Run) -> None:
+        np.random.seed(0)  # noqa: NPY002
+        model = Masked()
+        compiled = run.begin(model, (adamw, list(model.parameters())))
+        for i in range(3):
+            loss = compiled(batch(i), np.random.rand(WIDTH)).square().mean()  # noqa: NPY002
+            loss.backward()
+            run.see(loss)
+            run.optimizers[0].step()
+            run.optimizers[0].zero_grad()
+
+    compare(loop, budget="70%")
+
+
 def test_tied_weights_second_backwards_and_shapes() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

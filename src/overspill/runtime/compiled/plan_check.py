@@ -59,9 +59,9 @@ SETTINGS: dict[str, Any] = {
 }
 """Dynamo's settings during a call: trace recurrent layers, never give up compiling silently, and recompile when a
 module's hooks change, or which of its weights train (PyTorch 2.11 would not see that)."""
-EAGER_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True}
+EAGER_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True, "use_numpy_random_stream": True}
 """More settings with the eager backend: trace `torch.autograd.grad`, so that a gradient in a loss, and its own
-gradient, are planned."""
+gradient, are planned; and let NumPy draw its own random numbers, not PyTorch in its place."""
 
 
 @contextmanager
