@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -22,6 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import overspill
 from overspill.devices import this_cpu
 from overspill.runtime import calibrate as calibration
+from overspill.runtime.parallel import DataParallel
 from overspill.runtime.step.away import Away
 from overspill.runtime.tracker import LiveBytes
 
@@ -385,7 +387,21 @@ def link() -> Any:
     return calibration.calibrate_link(this_cpu())
 
 
+def gathers() -> int:
+    """What ranks exchange while AOTAutograd traces, many times over; without its care a few dozen hang."""
+    group = dist.group.WORLD
+    assert group is not None
+    processes, found = DataParallel(group), 0
+    with enable_python_dispatcher():
+        for number in range(200):
+            with processes.together():
+                found += processes.agree(number, known=True)
+            found += processes.shared(number if RANK == 0 else None, 0) == number
+    return found
+
+
 CASES: dict[str, Callable[[], Any]] = {
+    "gathers": gathers,
     "momentum": lambda: both(momentum, data=lambda step: images(step, batch=BATCH - 2 * RANK * step)),
     "adamw": lambda: both(adamw),
     "accumulated": lambda: both(momentum, accumulate=2, clip_norm=0.5),

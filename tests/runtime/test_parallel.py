@@ -30,7 +30,7 @@ COMPILED = ("compiled outside", "compiled inside", "split")
 MOVING = ("moving", "moving, views")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
 FSDP = ("sharded, divided", "looped", "settings", "budgets", "refusals", "checkpoints", "full disk")
-QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", *FSDP)
+QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", "gathers", *FSDP)
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +230,10 @@ def test_weights_and_state_of_a_compiled_model_in_ddp_move(more: list[dict[str, 
 def test_parts_of_a_model_that_dynamo_splits_are_refused(more: list[dict[str, Any]]) -> None:
     for rank in more:
         assert "torch._dynamo.config.optimize_ddp = False" in rank["split"]
+
+
+def test_what_ranks_exchange_while_a_graph_is_traced_does_not_hang(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["gathers"] for rank in ranks] == [400, 400]
 
 
 def test_all_ranks_calibrate_the_link_of_rank_0(ranks: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from overspill.capture.programs.workspaces import FUNCTIONAL
 from overspill.core import Graph
 from overspill.core.errors import InvalidSchedule, OverspillError, RequestError
 from overspill.plans.plan import Plan
-from overspill.pytorch.dispatch import OpOverload
+from overspill.pytorch.dispatch import OpOverload, no_python_dispatcher
 from overspill.pytorch.distributed import active_ddp, default_store, group_names
 from overspill.pytorch.dynamo import dynamo_config
 from overspill.pytorch.storages import storage_uses, tensor_uses
@@ -443,9 +443,14 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> 
 
 @contextmanager
 def others_needed() -> Iterator[None]:
-    """Turn the failure of another rank during a collective in the context into a one-line error."""
+    """Turn the failure of another rank during a collective in the context into a one-line error.
+
+    While AOTAutograd traces, PyTorch would call a collective's kernel with Python's lock held. The thread of gloo needs
+    that to release tensors, and has its queue locked then: both would wait for ever.
+    """
     try:
-        yield
+        with no_python_dispatcher():
+            yield
     except RuntimeError as error:
         raise OverspillError(
             f"{_WAITED}: {_told_failure()}; look at the other ranks' errors, and start all again from a checkpoint"
