@@ -80,9 +80,7 @@ class LiveAllocator:
 
     def has_virtual_memory(self) -> bool:
         """Return whether the driver has what these allocators take. Raises UnsupportedError if there is none."""
-        found = self.library.overspill_has_virtual_memory(
-            0
-        )  # GPUs of one machine are alike, and none of them is touched
+        found = self.library.overspill_has_virtual_memory(0)  # GPUs of one machine are alike; none is touched
         if found < 0:
             raise UnsupportedError(f"the allocator cannot be used: {self.error()}")
         return bool(found)
