@@ -151,10 +151,9 @@ class CutCalls:
         finally:
             for name in self._updated.values():
                 self._state.owned[name].factors = ()
-        gradients = [gradient for _, gradient in left if isinstance(gradient, StoredGradient)]
-        for gradient in gradients:
-            gradient.forget_reads()
-        self._state.left += gradients
+        for _, gradient in left:
+            if isinstance(gradient, StoredGradient):
+                self._state.leave(gradient)
         return left
 
     def _gradient(self, position: int, place: Place) -> list[Tensor]:
@@ -299,8 +298,7 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
             _update_one(state, state.owned[name], lent)
         parameter.grad = None
         if isinstance(gradient, StoredGradient):
-            gradient.forget_reads()
-            state.left.append(gradient)
+            state.leave(gradient)
         else:
             state.reads_unseen = True
     updates.finish()

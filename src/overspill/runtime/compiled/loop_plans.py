@@ -47,9 +47,9 @@ class LoopPlans:
         self.may_move = str(options.policy).partition(":")[0] == MOVES_PARAMETERS
         """Whether parameters may leave the device: not where Dynamo's own guards on them are in force."""
         self.why_not = "" if self.may_move else f"policy {options.policy} plans for a loop with them there"
+        """Why parameters stay on the device, if they do."""
         if self.may_move and options.placement == PLANNED:
             self.may_move, self.why_not = False, "placement='planned' has no addresses for them; leave it out"
-        """Why parameters stay on the device, if they do."""
         self.from_host_to: torch.device | None = None
         """The device of models that begin in host memory."""
         self._followed = followed

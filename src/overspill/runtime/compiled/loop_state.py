@@ -343,6 +343,11 @@ class LoopState(StepState):
         self.saved = self._noted
         self.look()
 
+    def leave(self, gradient: StoredGradient) -> None:
+        """Leave a gradient that an update has used to the loop, and look from now on whether it reads it."""
+        gradient.forget_reads()
+        self.left.append(gradient)
+
     def notice_saved(self) -> None:
         """Notice which parameters the user's code between two graphs of a step has saved, before C++ has the second's.
 
