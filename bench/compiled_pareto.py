@@ -21,7 +21,7 @@ from paired import json_record
 
 from overspill.capture.compiled.graph import Captured
 from overspill.core import Device, Graph
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.devices import load_device
 from overspill.models import load, names, optimizer_named
@@ -105,7 +105,7 @@ def compared(model: str, batch: int, device_name: str) -> dict[str, Any]:
             middle = (low + high) // 2
             try:
                 fast = chosen(partitions, device, middle)[0].step_seconds <= point["seconds"]
-            except InfeasibleBudget:
+            except InfeasibleBudgetError:
                 fast = False
             low, high = (low, middle) if fast else (middle, high)
         rows.append(

@@ -23,7 +23,7 @@ from jobs_by_field.job import Job
 from jobs_by_field.ways import Compiled, Managed, Stepped
 from llm import JOBS as LARGE
 
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.devices import load_device
 from overspill.plans.plan import Plan
@@ -38,7 +38,7 @@ SMALL = (
 )  # fmt: skip
 """Jobs of several fields that both ways train."""
 HEADER = "| job | budget | `train_step` | in a loop | ratio | bound |\n|---|---|---|---|---|---|"
-Planned = Plan | InfeasibleBudget
+Planned = Plan | InfeasibleBudgetError
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _trained(job: Job, way: Managed) -> Planned:
         for _ in islice(job.trains(way), STEPS):
             pass
         return max(way.plans, key=lambda plan: len(plan.graph.ops))
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         return error
     finally:
         way.close()
@@ -102,7 +102,7 @@ def _live(step: JobStep) -> Callable[[int], Plan]:
 def _tried(planned: Callable[[int], Plan], nbytes: int) -> Planned:
     try:
         return planned(nbytes)
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         return error
 
 

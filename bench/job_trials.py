@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._inductor import compile_fx
 from torch.utils._pytree import tree_leaves
 
-from overspill.errors import InfeasibleBudget, OverspillError
+from overspill.errors import InfeasibleBudgetError, OverspillError
 from overspill.runtime.accelerator import repeatable_kernels
 
 IDENTICAL, REFUSED, OTHER_BITS, UNPLANNED = "identical", "refused", "other bits", "no plan"
@@ -118,7 +118,7 @@ def named_budgets(train: Callable[[float], T]) -> tuple[T, float, int]:
     for tried in range(MOST_TRIED):
         try:
             return train(budget), budget, max(0, tried - 1)
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             if error.floor_bytes <= budget or tried == MOST_TRIED - 1:
                 raise
             budget = error.floor_bytes

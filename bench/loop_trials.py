@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.capture.programs.allocations import Allocations, allocations
 from overspill.core.units import format_bytes
-from overspill.errors import InfeasibleBudget, OverspillError
+from overspill.errors import InfeasibleBudgetError, OverspillError
 
 IDENTICAL, OTHER_BITS, UNPLANNED, OVER, REFUSED = "identical", "other bits", "no plan", "over budget", "refused"
 CRASH, PLAIN_FAILS, NOT_INSTALLED = "crash", "plain fails too", "not installed"
@@ -122,7 +122,7 @@ def run(name: str, budget: str | int | None, measures: bool = True, backend: str
                 trained = LOOPS[name].trains(line)
     except Exception as error:  # noqa: BLE001 - what ends in any error is told
         public = next((k.__name__ for k in type(error).__mro__ if k.__module__ == OverspillError.__module__), "")
-        floor = error.floor_bytes if isinstance(error, InfeasibleBudget) else 0
+        floor = error.floor_bytes if isinstance(error, InfeasibleBudgetError) else 0
         said = f"{public or type(error).__name__}: {error}"
         return replace(
             ran, error=said, traceback=traceback.format_exc(), floor_bytes=floor, seconds=time.perf_counter() - begun

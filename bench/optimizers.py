@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import overspill
-from overspill.errors import InfeasibleBudget, OverspillError
+from overspill.errors import InfeasibleBudgetError, OverspillError
 from overspill.runtime.reachable import same
 from overspill.runtime.tracker import LiveBytes
 
@@ -152,7 +152,7 @@ def tried(library: str, name: str, makes: list[Make]) -> Row:
             with _quiet():
                 try:
                     found, how, allowed, over = planned(make, budget)
-                except InfeasibleBudget as error:
+                except InfeasibleBudgetError as error:
                     why = _line(error)
                     continue
                 except OverspillError as error:

@@ -42,7 +42,7 @@ from traces import FAMILIES, training_trace
 
 from overspill import models
 from overspill.core import Layout, Trace
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
 from overspill.job import Job
@@ -265,7 +265,7 @@ def model_traces(names: list[str], policies: list[str], batch: int) -> Iterator[
             chosen = policy_named(policy)
             try:
                 schedule = chosen.plan(graph, device, half if chosen.plans_for_budget else None)
-            except InfeasibleBudget as error:
+            except InfeasibleBudgetError as error:
                 schedule = chosen.plan(graph, device, error.floor_bytes)
             yield f"{name} {policy}", trace_of(graph, schedule)
 

@@ -35,7 +35,7 @@ from paired import json_record
 from overspill import models
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.core import Device, Graph
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds, with_algorithms
 from overspill.devices import load_device
 from overspill.job import Job
@@ -155,7 +155,7 @@ def _slowdown(graph: Graph, device: Device, policy: str, budget_bytes: int, seco
     chosen = policy_named(policy)
     try:
         schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None)
-    except InfeasibleBudget:
+    except InfeasibleBudgetError:
         return None
     if check(graph, schedule).peak_bytes > budget_bytes:
         return None

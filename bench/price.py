@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from paired import Case, Side, json_record, pairs_of, steps_in_turn
 
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes
 from overspill.runtime.options import Options
 
@@ -92,7 +92,7 @@ def measure(case: Case, options: dict[tuple[str, str], Options], rounds: int) ->
             try:
                 begun[way] = side.step(0)  # compiles; an infeasible budget is refused here
                 managed[way] = side
-            except InfeasibleBudget as refusal:
+            except InfeasibleBudgetError as refusal:
                 rows.append(
                     about | {"budget": way[0], "store": way[1], "feasible": False, "floor_bytes": refusal.floor_bytes}
                 )

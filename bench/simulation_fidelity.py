@@ -28,7 +28,7 @@ from paired import json_record
 from torch import Tensor
 
 from overspill.core import Device
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
@@ -124,7 +124,7 @@ class HalfwayBudget(SessionBudget):
             return 2 * unmanaged
         try:
             policy.plan(graph, device, 1)
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             return error.floor_bytes + max(0, unmanaged - error.floor_bytes) // 2
         return unmanaged
 

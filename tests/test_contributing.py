@@ -19,7 +19,7 @@ from torch import nn
 
 import overspill
 from overspill.core import Block, Trace, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.registry import Registry, classes_in
 from overspill.devices.loader import DEVICES
 from overspill.job import Job, NamedModel
@@ -81,7 +81,7 @@ def test_the_policy_is_found_in_its_folder_and_plans_a_step(add: Add) -> None:
     assert check(made.graph, made.schedule).peak_bytes <= made.budget_bytes < made.unmanaged_peak_bytes
     assert made.schedule.counts[Verb.OFFLOAD] > 0
     policy = policy_named("largest-first")
-    with pytest.raises(InfeasibleBudget) as refused:
+    with pytest.raises(InfeasibleBudgetError) as refused:
         policy.plan(made.graph, made.device, 1024)
     floor = refused.value.floor_bytes
     assert check(made.graph, policy.plan(made.graph, made.device, floor)).peak_bytes == floor

@@ -69,7 +69,7 @@ def plan(
         The Plan, checked and simulated.
 
     Raises:
-        InfeasibleBudget: With the smallest budget that works.
+        InfeasibleBudgetError: With the smallest budget that works.
         RequestError: For a wrong or impossible argument.
     """
     from .costs.releases import software_named  # noqa: PLC0415

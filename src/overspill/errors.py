@@ -1,10 +1,10 @@
 """The errors that Overspill raises on purpose, each with one clear line and the exit code of the command line."""
 
 from .core.errors import (
-    InfeasibleBudget,
-    InvalidLayout,
-    InvalidSchedule,
-    OutOfMemory,
+    InfeasibleBudgetError,
+    InvalidLayoutError,
+    InvalidScheduleError,
+    OutOfMemoryError,
     OverspillError,
     PolicyError,
     RequestError,
@@ -14,10 +14,10 @@ from .core.errors import (
 )
 
 __all__ = [
-    "InfeasibleBudget",
-    "InvalidLayout",
-    "InvalidSchedule",
-    "OutOfMemory",
+    "InfeasibleBudgetError",
+    "InvalidLayoutError",
+    "InvalidScheduleError",
+    "OutOfMemoryError",
     "OverspillError",
     "PolicyError",
     "RequestError",

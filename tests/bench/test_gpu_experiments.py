@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.models.resnet import Residual
 from overspill.runtime.training import Run
 from overspill.runtime.transfer.stores import HostStore
@@ -120,7 +120,7 @@ def test_a_budget_is_the_card_of_the_peer_and_a_refusal_is_an_answer(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(_: object, budget: int) -> None:
-        raise InfeasibleBudget("made up", budget_bytes=budget, floor_bytes=budget + 1, cause="")
+        raise InfeasibleBudgetError("made up", budget_bytes=budget, floor_bytes=budget + 1, cause="")
 
     monkeypatch.setitem(gpu.topics.ways.WAYS, "overspill", refused)
     peer = {"reserved_peak_bytes": 1000, "first_steps_peaks": {"reserved_peak_bytes": 3000}}

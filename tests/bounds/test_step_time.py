@@ -12,7 +12,7 @@ from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networ
 
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.core import Algorithm, Device, Graph, LayerType, Op, Phase, Tensor, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.floor import algorithms_within, floor_of
@@ -54,7 +54,7 @@ def test_no_policy_beats_the_bound(graph: Graph, device: Device, share: float, n
     policy = policy_named(name)
     try:
         made = policy.plan(graph, device, budget if policy.plans_for_budget else None)
-    except InfeasibleBudget:
+    except InfeasibleBudgetError:
         return
     # What a schedule of a policy that knows no budget needs is a budget that it meets.
     peak = check(graph, replace(made, budget_bytes=None)).peak_bytes

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from overspill.core import Block, Layout, Trace
-from overspill.core.errors import InvalidLayout
+from overspill.core.errors import InvalidLayoutError
 
 
 @st.composite
@@ -84,7 +84,7 @@ def test_a_layout_is_refused_exactly_when_two_live_blocks_share_a_byte(trace: Tr
     offsets = data.draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
     layout = Layout("random", tuple(offsets), peak(trace, offsets), trace.lower_bound_bytes)
     if overlapping(trace, offsets):
-        with pytest.raises(InvalidLayout, match="overlap"):
+        with pytest.raises(InvalidLayoutError, match="overlap"):
             layout.validate(trace)
     else:
         layout.validate(trace)
@@ -95,29 +95,29 @@ def test_blocks_that_follow_one_another_may_share_their_bytes() -> None:
 
 
 def test_an_overlap_is_reported_with_both_blocks() -> None:
-    with pytest.raises(InvalidLayout, match=r"blocks 0 \[0, 10\) and 1 \[9, 29\) overlap"):
+    with pytest.raises(InvalidLayoutError, match=r"blocks 0 \[0, 10\) and 1 \[9, 29\) overlap"):
         Layout("bad", (0, 9), 29, 30).validate(PAIR)
 
 
 def test_a_peak_below_what_the_blocks_reach_is_refused() -> None:
-    with pytest.raises(InvalidLayout, match="peak of 29"):
+    with pytest.raises(InvalidLayoutError, match="peak of 29"):
         Layout("bad", (0, 10), 29, 30).validate(PAIR)
 
 
 @pytest.mark.parametrize("bound", [0, 29, 31])
 def test_a_lower_bound_that_is_not_the_traces_is_refused(bound: int) -> None:
-    with pytest.raises(InvalidLayout, match="lower bound"):
+    with pytest.raises(InvalidLayoutError, match="lower bound"):
         Layout("bad", (0, 10), 30, bound).validate(PAIR)
 
 
 @pytest.mark.parametrize("offsets", [(), (0,), (0, 10, 30)])
 def test_an_offset_too_many_or_too_few_is_refused(offsets: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidLayout, match="for 2 blocks"):
+    with pytest.raises(InvalidLayoutError, match="for 2 blocks"):
         Layout("bad", offsets, 100, 30).validate(PAIR)
 
 
 def test_an_address_below_zero_is_refused() -> None:
-    with pytest.raises(InvalidLayout):
+    with pytest.raises(InvalidLayoutError):
         Layout("bad", (-10, 0), 20, 30).validate(PAIR)
 
 

@@ -19,7 +19,7 @@ import overspill
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.capture.recording.recorder import Recorder
 from overspill.capture.virtual_gpu.record import record
-from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.estimation import programs
 from overspill.job import Job
 from overspill.models import BuiltModel, load
@@ -187,5 +187,5 @@ def test_a_plan_from_python_and_a_budget_below_the_floor() -> None:
     assert plan.peak_bytes == plan.unmanaged_peak_bytes <= plan.budget_bytes  # of a card, all is in it
     assert plan.slowdown == 1
     assert plan.needed_bytes <= plan.asked_bytes
-    with pytest.raises(InfeasibleBudget, match="is too small"):
+    with pytest.raises(InfeasibleBudgetError, match="is too small"):
         overspill.plan(*given, budget="1KiB", device="rtx4090", backend="inductor")

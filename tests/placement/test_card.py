@@ -14,7 +14,7 @@ import pytest
 from tests.simulate.graphs import DEVICE, Build, Layer, network, schedule
 
 from overspill.core import Graph, LayerType, Op, Phase, Places, Tensor, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.planned import LIVE, PlannedAllocator
@@ -60,7 +60,7 @@ def test_no_larger_plan_is_looked_for_where_the_least_takes_far_more_than_the_ro
 
     def make(live: int) -> Any:
         if live < 1000:
-            raise InfeasibleBudget("infeasible", budget_bytes=live, floor_bytes=1000, cause="a test")
+            raise InfeasibleBudgetError("infeasible", budget_bytes=live, floor_bytes=1000, cause="a test")
         asked.extend([live] if EFFORT.get() == 1 else [])
         graph = SimpleNamespace(tensors=(), ops=())
         return SimpleNamespace(
@@ -128,7 +128,7 @@ def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_
         asked.append(live)
         return make_plan(graph, DEVICE, "auto", live)
 
-    with pytest.raises(InfeasibleBudget) as refused:
+    with pytest.raises(InfeasibleBudgetError) as refused:
         # Live bytes may be fewer: weights that are away while others work.
         fit(make, card, card.context_bytes + 300 * MIB)
     assert len(asked) <= 3
@@ -155,7 +155,7 @@ def test_a_model_larger_than_the_card_begins_on_the_host_and_no_moment_has_all_o
     assert begun.peak_requested_bytes < 300 * MIB
     assert events_of(graph, plan.schedule, (), places=plan.places).peak_requested_bytes > 12 * 64 * MIB
     # The least that an error names works too, and is of such a plan.
-    with pytest.raises(InfeasibleBudget) as refused:
+    with pytest.raises(InfeasibleBudgetError) as refused:
         planned(card.context_bytes + 10 * MIB, card, graph)
     assert planned(refused.value.floor_bytes, card, graph).model_on_host
 
@@ -197,12 +197,14 @@ def test_a_floor_that_rises_is_followed_to_what_is_made() -> None:
 
     def make(live: int) -> str:
         if live in floors:
-            raise InfeasibleBudget("", budget_bytes=live, floor_bytes=floors[live], cause=f"the floor {floors[live]}")
+            raise InfeasibleBudgetError(
+                "", budget_bytes=live, floor_bytes=floors[live], cause=f"the floor {floors[live]}"
+            )
         return f"a plan of {live}"
 
     assert least_of(make) == (20, "a plan of 20", "the floor 20")
     floors[20] = 20
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         least_of(make)
 
 
@@ -213,18 +215,18 @@ def test_a_budget_of_live_bytes_does_not_survive_on_such_a_card() -> None:
 
 
 def test_what_no_card_of_this_size_can_do_names_the_card_that_can() -> None:
-    with pytest.raises(InfeasibleBudget, match=r"310\.0 MiB .*300\.0 MiB") as error:
+    with pytest.raises(InfeasibleBudgetError, match=r"310\.0 MiB .*300\.0 MiB") as error:
         planned(310 * MIB)
     needed = error.value.floor_bytes
     assert survives(planned(needed), needed)
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         planned(needed - 2 * MIB)
 
 
 def test_what_would_do_with_less_is_advised_and_does() -> None:
     uneven = network([Layer((11 + 5 * i) * MIB + 512) for i in range(12)])
     uneven = replace(uneven, ops=tuple(replace(op, given=op.writes) for op in uneven.ops))
-    with pytest.raises(InfeasibleBudget) as error:
+    with pytest.raises(InfeasibleBudgetError) as error:
         planned(310 * MIB, graph=uneven)
     advice = str(error.value).split("smaller; ")[1]
     assert re.fullmatch(
@@ -237,7 +239,7 @@ def test_what_would_do_with_less_is_advised_and_does() -> None:
     assert (planned(live_bytes, CARD.in_allocator, uneven).device_bytes or 0) <= live_bytes
     assert sum(part.nbytes for part in error.value.parts[:2]) == error.value.floor_bytes
     expandable = replace(CARD, config=CachingConfig(expandable_segments=True))
-    with pytest.raises(InfeasibleBudget) as error:
+    with pytest.raises(InfeasibleBudgetError) as error:
         planned(310 * MIB, expandable, uneven)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in str(error.value)
     by_plan = replace(CARD, solver=DEFAULT)
@@ -302,7 +304,7 @@ def test_the_live_allocator_is_taken_only_where_pytorchs_costs_time() -> None:
     assert tight.step_seconds < alone.step_seconds
     assert tight.step_seconds == planned(budget, CARD.in_allocator, graph).step_seconds
     assert both.measured(tight).device_bytes == tight.device_bytes
-    with pytest.raises(InfeasibleBudget, match=r"overspill\.allocator") as error:
+    with pytest.raises(InfeasibleBudgetError, match=r"overspill\.allocator") as error:
         planned(both.context_bytes + MIB, both, graph)
     assert planned(error.value.floor_bytes, both, graph).pool == LIVE
 
@@ -423,7 +425,7 @@ def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None
 
     def make(live: int) -> Plan:
         if live < floor:
-            raise InfeasibleBudget("", budget_bytes=live, floor_bytes=floor, cause="that is how it is")
+            raise InfeasibleBudgetError("", budget_bytes=live, floor_bytes=floor, cause="that is how it is")
         return replace(small if live == floor else large, peak_bytes=live, unmanaged_peak_bytes=2 * floor)
 
     class Scattered(Card):
@@ -433,11 +435,11 @@ def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None
     card = Scattered(replace(DEVICE, context_bytes=300 * MIB))
     plan = fit(make, card, 320 * MIB)
     assert plan.peak_bytes == well_placed
-    with pytest.raises(InfeasibleBudget, match=r"10\.0 MiB: that") as error:
+    with pytest.raises(InfeasibleBudgetError, match=r"10\.0 MiB: that") as error:
         fit(make, card, 311 * MIB)
     assert error.value.floor_bytes == 315 * MIB
     # A budget below the fewest live bytes is answered by the plan of these, without a search.
-    with pytest.raises(InfeasibleBudget) as far:
+    with pytest.raises(InfeasibleBudgetError) as far:
         fit(make, card, 302 * MIB)
     assert far.value.floor_bytes == 350 * MIB
     assert fit(make, card, error.value.floor_bytes).device_bytes == error.value.floor_bytes

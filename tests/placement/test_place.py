@@ -6,7 +6,7 @@ import pytest
 from tests.simulate.graphs import DEVICE, Layer, network
 
 from overspill.core import Block, Trace
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.placement.card import PoolAccount
 from overspill.placement.packing import SOLVERS, Limits
 from overspill.placement.place import PLACERS, check_placer, place, place_plan
@@ -59,6 +59,6 @@ def test_a_budget_that_only_live_bytes_keep_is_planned_again_for_less() -> None:
 
 def test_what_no_plan_can_be_placed_in_is_infeasible_with_the_least_that_was() -> None:
     live = unmanaged_peak(STEP, DEVICE)
-    with pytest.raises(InfeasibleBudget, match="no plan of") as error:
+    with pytest.raises(InfeasibleBudgetError, match="no plan of") as error:
         search(STEP, PoolAccount(DEVICE, "pytorch"), "liveness", live).plan()
     assert error.value.floor_bytes > live

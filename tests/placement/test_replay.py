@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from overspill.core import Block, Trace
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.placement import ALLOCATE, FREE, TRY, CachingConfig, Events, layout_of, minimum_capacity, replay
 from overspill.placement.events import EMPTY
 from overspill.placement.simulated_device import PAGE_BYTES
@@ -100,7 +100,7 @@ def test_blocks_of_no_bytes_lie_nowhere(name: str) -> None:
 def test_two_to_the_62_bytes_fail_on_every_device(name: str) -> None:
     events = Events.from_rows([(ALLOCATE, 0, 2**62, 0)])
     assert replay(events, name).failed_at == 0
-    with pytest.raises(OutOfMemory, match="any size"):
+    with pytest.raises(OutOfMemoryError, match="any size"):
         minimum_capacity(events, name)
 
 

@@ -12,7 +12,7 @@ from tests.simulate.graphs import DEVICE, Build, devices, networks, schedule
 
 from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.core import Collective, CollectiveKind, Device, Graph, Phase, Stream, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget, InvalidSchedule
+from overspill.core.errors import InfeasibleBudgetError, InvalidScheduleError
 from overspill.costs import op_seconds
 from overspill.placement.place import place_plan
 from overspill.planning.overlap import overlapped
@@ -45,7 +45,7 @@ def test_schedules_of_sharded_steps_are_counted_alike(graph: Graph, device: Devi
     budget = int(share * check(graph, Liveness().plan(graph, device)).peak_bytes)
     try:
         made = POLICIES[policy]().plan(graph, device, budget if policy == "auto" else None)
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         made = POLICIES[policy]().plan(graph, device, error.floor_bytes)
     seconds = op_seconds(graph, device)
     timeline = simulate(graph, made, device, seconds)
@@ -122,7 +122,7 @@ def test_bytes_count_from_the_start(graph: Graph) -> None:
     ],
 )
 def test_what_a_start_breaks_is_named(graph: Graph, instructions: list[tuple[Verb, int]], error: str) -> None:
-    with pytest.raises(InvalidSchedule, match=error):
+    with pytest.raises(InvalidScheduleError, match=error):
         check(graph, schedule(*instructions))
 
 

@@ -10,7 +10,7 @@ from tests.simulate.graphs import DEVICE, Layer, network
 from overspill.core import Device, Graph, LayerType
 from overspill.core.budget import Budget
 from overspill.core.device import ABSENT
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.placement.card import Card
 from overspill.plans.fit import search
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
@@ -43,7 +43,7 @@ def test_it_goes_from_the_unmanaged_peak_to_the_smallest_budget_that_works(graph
     assert 2 < len(budgets) <= POINTS
     floor = found.floors["auto"].nbytes
     assert 0 <= budgets[-1] - floor <= budgets[0] / 1000  # rounded up to a thousandth
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         make_plan(graph, DEVICE, "auto", floor - 1)
 
 
@@ -83,7 +83,7 @@ def test_on_a_card_budgets_are_sizes_of_it_and_rows_are_what_such_a_card_gives(g
             again = search(large, card, "auto", point.budget_bytes).plan()
             assert again.schedule == point.plan.schedule
     floor = found.floors["auto"].nbytes
-    with pytest.raises(InfeasibleBudget) as error:
+    with pytest.raises(InfeasibleBudgetError) as error:
         search(large, card, "auto", floor - 1).plan()
     assert error.value.floor_bytes == floor
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.simulate.graphs import Layer, network
 
 from overspill.core import Algorithm, Device, Graph, LayerType, Schedule, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies.base import Policy
@@ -21,7 +21,7 @@ def floor_bytes(policy: Policy, graph: Graph, device: Device) -> int:
     """The least budget that `policy` says it can meet: what it answers to one that nobody can."""
     try:
         policy.plan(graph, device, 1)
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         return error.floor_bytes
     return 1
 

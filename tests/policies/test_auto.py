@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, Schedule, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.costs import MeasuredTimes, signature
 from overspill.planning.effort import Effort
 from overspill.planning.floor import floor_of
@@ -63,7 +63,7 @@ def test_below_the_floor_the_error_names_it(graph: Graph, device: Device, short:
     floor = floor_of(StepProgram(graph)).nbytes
     if floor <= short:
         return
-    with pytest.raises(InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudgetError) as caught:
         Auto().plan(graph, device, floor - short)
     assert (caught.value.floor_bytes, caught.value.budget_bytes) == (floor, floor - short)
     assert caught.value.cause in str(caught.value)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.simulate.graphs import devices, networks
 
 from overspill.core import Device, Graph
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
@@ -32,7 +32,7 @@ def step_seconds(name: str, graph: Graph, device: Device, budget: int | None) ->
     """Of the policy's plan; endless where it has none."""
     try:
         made = policy_named(name).plan(graph, device, budget)
-    except InfeasibleBudget:
+    except InfeasibleBudgetError:
         return float("inf")
     return simulate(graph, made, device, op_seconds(graph, device)).step_seconds
 

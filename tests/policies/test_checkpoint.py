@@ -8,7 +8,7 @@ from tests.policies.plans import floor_bytes, larger_budgets_are_kept_and_never_
 from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, LayerType, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies.checkpoint import Checkpoint, CheckpointCost
 from overspill.simulate import check
@@ -42,7 +42,7 @@ def test_it_drops_what_costs_least_for_its_bytes() -> None:
 def test_below_the_floor_it_names_it() -> None:
     floor = floor_bytes(CheckpointCost(), CHAIN, DEVICE)
     assert check(CHAIN, CheckpointCost().plan(CHAIN, DEVICE, floor)).peak_bytes == floor
-    with pytest.raises(InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudgetError) as caught:
         CheckpointCost().plan(CHAIN, DEVICE, floor - 1)
     assert caught.value.floor_bytes == floor
     assert "checkpoint-cost" in str(caught.value)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks_that_return
 
 from overspill.core import Device, Graph, Phase, Schedule, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.planning.floor import floor_of
 from overspill.planning.gaps import SMALLEST_MOVE_BYTES
 from overspill.planning.step_program import StepProgram
@@ -27,7 +27,7 @@ def tight(graph: Graph, name: str, device: Device = DEVICE) -> int | None:
     """A budget in the middle of what can be met, for a policy that wants one; the least it says it can, if that is more."""
     if not POLICIES[name].plans_for_budget:
         return None
-    with pytest.raises(InfeasibleBudget) as infeasible:
+    with pytest.raises(InfeasibleBudgetError) as infeasible:
         POLICIES[name]().plan(graph, device, 1)
     return max((floor_of(StepProgram(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2, infeasible.value.floor_bytes)
 
@@ -75,11 +75,11 @@ def test_its_schedule_is_valid_does_what_it_declares_within_each_graph_and_is_ma
 @EXAMPLES
 def test_the_budget_that_its_error_names_is_the_smallest_that_works(name: str, graph: Graph, device: Device) -> None:
     policy = POLICIES[name]()
-    with pytest.raises(InfeasibleBudget) as infeasible:
+    with pytest.raises(InfeasibleBudgetError) as infeasible:
         policy.plan(graph, device, 1)
     floor = infeasible.value.floor_bytes
     assert check(graph, policy.plan(graph, device, floor)).peak_bytes <= floor
-    with pytest.raises(InfeasibleBudget) as short:
+    with pytest.raises(InfeasibleBudgetError) as short:
         policy.plan(graph, device, floor - 1)
     assert short.value.floor_bytes == floor
 
@@ -88,7 +88,7 @@ def test_the_budget_that_its_error_names_is_the_smallest_that_works(name: str, g
 def test_a_step_without_ops_needs_what_is_there(name: str) -> None:
     build = Build()
     build.tensor(1000, TensorKind.PARAMETER, persistent=True)
-    with pytest.raises(InfeasibleBudget) as infeasible:
+    with pytest.raises(InfeasibleBudgetError) as infeasible:
         POLICIES[name]().plan(build.graph(), DEVICE, 999)
     assert infeasible.value.floor_bytes == 1000
     check(build.graph(), POLICIES[name]().plan(build.graph(), DEVICE, 1000))
@@ -109,7 +109,7 @@ def test_a_fixed_schedule_that_does_not_fit_is_infeasible_with_its_peak_as_the_f
     graph = network([Layer(10_000) for _ in range(8)])
     peak = check(graph, POLICIES[name]().plan(graph, DEVICE)).peak_bytes
     assert make_plan(graph, DEVICE, name, peak).peak_bytes == peak
-    with pytest.raises(InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudgetError) as caught:
         make_plan(graph, DEVICE, name, peak - 1)
     assert (caught.value.floor_bytes, caught.value.budget_bytes) == (peak, peak - 1)
 
@@ -128,7 +128,7 @@ def test_the_garbage_collector_is_as_it_was_after_a_plan_and_after_none(on: bool
     try:
         POLICIES["auto"]().plan(graph, DEVICE, unmanaged_peak(graph, DEVICE) - 1)
         assert gc.isenabled() is on
-        with pytest.raises(InfeasibleBudget):
+        with pytest.raises(InfeasibleBudgetError):
             POLICIES["auto"]().plan(graph, DEVICE, 1)
         assert gc.isenabled() is on
     finally:

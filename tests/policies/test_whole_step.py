@@ -12,7 +12,7 @@ from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networ
 
 from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Tensor, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds
 from overspill.planning.floor import floor_of
 from overspill.planning.order import early_updates, feature_maps_alone, in_graph_order, reordered
@@ -96,7 +96,7 @@ def test_auto_is_never_slower_than_the_policies_of_all_variables(graph: Graph, d
     for name in ("window", "lms"):
         try:
             other = policy_named(name).plan(step, device, budget)
-        except InfeasibleBudget:
+        except InfeasibleBudgetError:
             continue
         assert ours <= seconds_of(step, other, device) * (1 + 1e-9), name
 
@@ -162,7 +162,7 @@ def test_no_policy_beats_the_bound(graph: Graph, device: Device, share: float) -
     for name in ("window", "lms", "auto", "checkpoint"):
         try:
             made = policy_named(name).plan(step, device, budget)
-        except InfeasibleBudget:
+        except InfeasibleBudgetError:
             continue
         if check(step, replace(made, budget_bytes=None)).peak_bytes <= budget:
             assert bound <= seconds_of(step, made, device) * (1 + 1e-9), name

@@ -16,7 +16,7 @@ from torch import nn
 
 import overspill
 from overspill.core import Block, Graph, LayerType, Trace, Verb
-from overspill.core.errors import Amount, InfeasibleBudget, RequestError
+from overspill.core.errors import Amount, InfeasibleBudgetError, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_seconds
 from overspill.estimation import Estimate
@@ -212,7 +212,7 @@ def test_an_estimate_that_does_not_fit_says_what_would_help(estimated: Estimate)
 
 
 def test_a_plan_that_does_not_exist_has_a_table_of_what_would_help() -> None:
-    error = InfeasibleBudget(
+    error = InfeasibleBudgetError(
         "infeasible: 5.0 GiB do not do",
         budget_bytes=5 << 30,
         floor_bytes=8703180800,

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from overspill.core import Graph, Schedule
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.gaps import earliest_return, latest_release, swappable_gaps
 from overspill.planning.step_program import Gap, StepProgram
@@ -25,7 +25,7 @@ def draw(graph: Graph, random: Random) -> Schedule:
         made = _drawn(graph, random)
         try:
             check(graph, made)
-        except InvalidSchedule as error:
+        except InvalidScheduleError as error:
             refused = error  # a recomputation may be of what has been updated since
         else:
             return made

@@ -17,7 +17,7 @@ from torch import nn
 import overspill
 from overspill.capture.programs.allocations import allocations
 from overspill.core import Device
-from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.devices import load_device
 from overspill.job import Job
 from overspill.models import load
@@ -155,7 +155,7 @@ def test_the_smallest_budget_is_the_smallest_card() -> None:
     step(*batch)
     (plan,) = step.plans
     assert step.device_bytes == plan.asked_bytes == step.smallest_budget(*batch)
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         deep_step(str(plan.asked_bytes - 1))(*batch)
     step.close()
 
@@ -194,7 +194,7 @@ def test_a_card_that_is_too_small_is_refused_with_one_that_works() -> None:
         )
 
     batch = torch.randn(4096, 64), torch.randn(4096, 64)
-    with pytest.raises(InfeasibleBudget, match=r"101\.0 MiB") as error:
+    with pytest.raises(InfeasibleBudgetError, match=r"101\.0 MiB") as error:
         made(101 * MIB)(*batch)
     assert made(101 * MIB).smallest_budget(*batch) == error.value.floor_bytes
     step = made(error.value.floor_bytes)

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import overspill
-from overspill.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.runtime.graph_plan import GraphPlan
 from overspill.runtime.node_tags import Tag
 from overspill.runtime.reachable import same_bits
@@ -174,7 +174,7 @@ def test_an_infeasible_budget_reaches_the_caller_of_a_compiled_model() -> None:
     model, batch = made(mlp)
     with pytest.raises(BackendCompilerFailed) as error:
         Runtime(model, budget=1000)(*batch)
-    assert isinstance(error.value.inner_exception, InfeasibleBudget)
+    assert isinstance(error.value.inner_exception, InfeasibleBudgetError)
 
 
 def traced(model: nn.Module, batch: Batch) -> tuple[fx.GraphModule, list[Tensor]]:
@@ -254,13 +254,13 @@ def test_an_infeasible_budget_names_the_smallest_one_that_works(*, offload: bool
     torch.manual_seed(0)
     layers = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)))
     module, _ = traced(Small(*layers), (torch.randn(256, 64), torch.randn(256, 64)))
-    with pytest.raises(InfeasibleBudget, match="by tags") as error:
+    with pytest.raises(InfeasibleBudgetError, match="by tags") as error:
         overspill.plan_graph(module, 1000, num_fwd_outputs=1, offload=offload)
     floor = error.value.floor_bytes
     plan = overspill.plan_graph(module, floor, num_fwd_outputs=1, offload=offload)
     assert plan.peak_bytes == floor == plan.budget_bytes
     assert (plan.offloaded_bytes > 0) is offload
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         overspill.plan_graph(module, floor - 1, num_fwd_outputs=1, offload=offload)
 
 

@@ -12,7 +12,7 @@ import torch._functorch.config
 from tests.models.variants import OWN
 
 from overspill.core import Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.options import Options
@@ -45,7 +45,7 @@ def checked(model: str, optimizer: str, budget: str, whole_step: bool, backend: 
     options = partial(Options, store="host", backend=backend, partition=partition, whole_step=whole_step)
     try:
         run = train(job, options(budget))
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         run = train(job, options(error.floor_bytes))
     assert run.plan is not None
     assert run.identical_to(stock(model, optimizer, whole_step, backend))
@@ -116,7 +116,7 @@ def test_the_partition_that_the_user_has_set_is_taken() -> None:
 @pytest.mark.parametrize("model", ["gpt2", "resnet18", "unet", "lstm"])
 def test_the_arena_keeps_the_budget(model: str) -> None:
     job, placed = training(model), partial(Kernels, placement="planned")
-    with pytest.raises(InfeasibleBudget) as error:
+    with pytest.raises(InfeasibleBudgetError) as error:
         train(job, placed(1))
     for budget in (error.value.floor_bytes, int(1.1 * error.value.floor_bytes)):
         run = train(job, placed(budget))

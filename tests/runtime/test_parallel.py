@@ -15,7 +15,7 @@ import torch
 from tests.simulate.graphs import DEVICE
 
 from overspill.core import Instruction, Schedule, Verb
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 from overspill.policies.in_core import InCore
 from overspill.runtime.parallel import lent
 from overspill.simulate import check
@@ -138,7 +138,7 @@ def test_two_halves_of_a_batch_train_as_the_whole_does_in_one_process(ranks: lis
     [
         ("kinds", "RequestError", "differ in the kinds of their inputs"),
         ("split", "RequestError", "9 samples cannot be split into 2 equal micro-batches"),
-        ("budget", "InfeasibleBudget", "is below auto's floor"),
+        ("budget", "InfeasibleBudgetError", "is below auto's floor"),
         ("store", "RequestError", "cannot write to the store directory /nowhere"),
         ("models", "RequestError", "the ranks have different models: model.1.weight is (1"),
         ("graphs", "RequestError", "which is relu on rank 0 and gelu on rank 1"),
@@ -198,7 +198,7 @@ def test_no_schedule_may_change_the_order_of_collectives(ranks: list[dict[str, A
     instructions.remove(first)
     late = instructions.index(second)
     check(graph, Schedule("later", (*instructions[:late], first, *instructions[late:])))
-    with pytest.raises(InvalidSchedule, match=r"step\.reduce: .*of order"):
+    with pytest.raises(InvalidScheduleError, match=r"step\.reduce: .*of order"):
         check(graph, Schedule("swapped", (*instructions[: late + 1], first, *instructions[late + 1 :])))
 
 

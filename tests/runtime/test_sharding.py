@@ -62,7 +62,7 @@ def test_all_ranks_plan_a_loop_again_if_one_must(more: list[dict[str, Any]]) -> 
         ("parts", "no error"),
         ("one group", "UnsupportedError: a graph reads first.weight and not second.bias"),
         ("read outside", "UnsupportedError: first.weight is read where no graph is compiled"),
-        ("budget", "InfeasibleBudget: "),
+        ("budget", "InfeasibleBudgetError: "),
         ("together", "UnsupportedError: one backward gives words.weight gradients of several calls"),
     ],
 )

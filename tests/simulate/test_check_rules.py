@@ -8,7 +8,7 @@ import pytest
 from tests.simulate.graphs import Build, schedule
 
 from overspill.core import Algorithm, Graph, Instruction, Phase, Schedule, Tensor, TensorKind, Verb
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 from overspill.simulate import check
 
 RUN, AGAIN, FREE = Verb.RUN, Verb.RECOMPUTE, Verb.FREE
@@ -32,7 +32,7 @@ def graph() -> Graph:
 
 def refused(graph: Graph, made: Schedule) -> str:
     """The reason that `check` gives."""
-    with pytest.raises(InvalidSchedule) as caught:
+    with pytest.raises(InvalidScheduleError) as caught:
         check(graph, made)
     return str(caught.value)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.simulate.graphs import DEVICE, devices, networks, recount
 
 from overspill.core import Device, Graph, Schedule, Stream, Verb
-from overspill.core.errors import InfeasibleBudget, InvalidSchedule
+from overspill.core.errors import InfeasibleBudgetError, InvalidScheduleError
 from overspill.costs import op_seconds
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
@@ -33,7 +33,7 @@ def planned(draw: st.DrawFn, max_share: float = 0.5) -> tuple[Graph, Schedule, D
         budget = floor + int(draw(st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9])) * (top - floor))
     try:
         return graph, policy.plan(graph, device, budget), device
-    except InfeasibleBudget as error:  # a policy that does not use every way to save memory
+    except InfeasibleBudgetError as error:  # a policy that does not use every way to save memory
         return graph, policy.plan(graph, device, error.floor_bytes), device
 
 
@@ -160,7 +160,7 @@ def test_a_schedule_with_an_instruction_missing_or_doubled_is_refused(
         if instruction.verb is not Verb.RECOMPUTE
         and not (instruction.verb is Verb.FREE and instruction.target in rematerialized)
     ]
-    with pytest.raises(InvalidSchedule):
+    with pytest.raises(InvalidScheduleError):
         check(graph, spoil(made, data.draw(st.sampled_from(indices))))
 
 

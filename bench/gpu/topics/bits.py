@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpu.experiment import Figures, Setting
-from overspill.core.errors import InfeasibleBudget, OverspillError
+from overspill.core.errors import InfeasibleBudgetError, OverspillError
 from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.accelerator import repeatable_kernels
@@ -80,7 +80,7 @@ def _runs(setting: Setting, model: str, batch: int, optimizer: str) -> list[Call
 
 def _within(budget: str | None, run: Callable[[str | None], Run]) -> Run:
     """A run within the budget, or where that is below the floor within the floor."""
-    with suppress(InfeasibleBudget):
+    with suppress(InfeasibleBudgetError):
         return run(budget)
     return run("smallest")  # not while the error is handled, whose frames hold a model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu.experiment import Figures, Setting
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 
 from .jobs import INFEASIBLE, Job, build, forget_peaks, peaks, synchronize
 from .ways import Way, managed, whole_step
@@ -21,7 +21,7 @@ def peak(setting: Setting, job: str, budget: str, placement: str | None = None, 
         return _steps(
             setting, whole_step(built, budget) if door == "step" else managed(built, budget, placement=placement)
         )
-    except InfeasibleBudget as refusal:
+    except InfeasibleBudgetError as refusal:
         return {"outcome": INFEASIBLE, "budget_bytes": refusal.budget_bytes, "floor_bytes": refusal.floor_bytes}
 
 
@@ -35,10 +35,10 @@ def survives(setting: Setting, job: str, of: str, factor: float) -> Figures:
     found: Figures = {"budget_bytes": budget, "limit_bytes": limit}
     try:
         return found | _steps(setting, managed(built, budget)) | {"survived": True}
+    except InfeasibleBudgetError as refusal:  # a torch.OutOfMemoryError too
+        return found | {"survived": False, "message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
     except torch.OutOfMemoryError as error:
         return found | {"survived": False, "message": str(error).splitlines()[0][:300]} | peaks(setting)
-    except InfeasibleBudget as refusal:
-        return found | {"survived": False, "message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
 
 
 def whole_device(setting: Setting, job: str) -> Figures:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gpu.experiment import Figures, Setting, peak_of
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.runtime.hardware import device_noun
 
 from .jobs import INFEASIBLE, JOBS, OUT_OF_MEMORY, TRAINED, build, peaks, timed
@@ -31,12 +31,12 @@ def step_time(setting: Setting, job: str, way: str, **arguments: Any) -> Figures
         chosen = WAYS[way](built, **arguments)
         found |= timed(setting, chosen.step, *([STEPS_IN_SMALL] if setting.small else []))
         return found | chosen.says() | {"outcome": TRAINED}
+    except InfeasibleBudgetError as refusal:  # a torch.OutOfMemoryError too
+        told = {"message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
+        return found | {"outcome": INFEASIBLE, "budget_bytes": refusal.budget_bytes} | told
     except torch.OutOfMemoryError as error:
         message = str(error).splitlines()[0][:300]
         return found | {"outcome": OUT_OF_MEMORY, "message": message} | peaks(setting)
-    except InfeasibleBudget as refusal:
-        told = {"message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
-        return found | {"outcome": INFEASIBLE, "budget_bytes": refusal.budget_bytes} | told
 
 
 def _card_of(setting: Setting, name: str) -> str | int:

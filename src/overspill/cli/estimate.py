@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overspill.core.budget import Budget
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.job import Job, Script
 from overspill.job.source import Source
 
@@ -126,7 +126,7 @@ def estimate(
             made.save_snapshot(snapshot)
             narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
     fits = not asked or (made if made.compiled is None else made.compiled).fits()
-    code = 0 if fits and not isinstance(within, InfeasibleBudget) else 1
+    code = 0 if fits and not isinstance(within, InfeasibleBudgetError) else 1
     return of_page(answer, page, {"report": report}, code)
 
 
@@ -183,7 +183,7 @@ def _budget(text: str | None, job: Job, *, compiled: bool) -> Budget | None:
     return Budget.parse(text)
 
 
-def _plan(job: Job, limit: Budget, made: Estimate) -> Plan | InfeasibleBudget:
+def _plan(job: Job, limit: Budget, made: Estimate) -> Plan | InfeasibleBudgetError:
     """Return the plan of the compiled step within `limit` on the estimate's device, or why no plan exists."""
     from overspill.runtime.options import Options
     from overspill.runtime.preview import preview
@@ -191,5 +191,5 @@ def _plan(job: Job, limit: Budget, made: Estimate) -> Plan | InfeasibleBudget:
     try:
         options = Options(limit, device=made.device, backend="inductor")
         return preview(job, options, made.software, made.compiled)
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         return error

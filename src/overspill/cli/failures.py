@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, is_out_of_memory
+from overspill.core.errors import InfeasibleBudgetError, OverspillError, RequestError, is_out_of_memory
 from overspill.core.frames import in_package
 
 WRONG_REQUEST = 2
@@ -80,7 +80,7 @@ def in_options(message: str, options: Iterable[str]) -> str:
 
 def _on_purpose(error: OverspillError) -> Failure:
     message = _without_frames(" ".join(str(error).split()))
-    if not isinstance(error, InfeasibleBudget):
+    if not isinstance(error, InfeasibleBudgetError):
         return Failure(message, error.exit_code)
     floor = {
         "floor_bytes": error.floor_bytes,

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.garbage import without_collection
 from overspill.job import Job
 
@@ -117,7 +117,7 @@ def plan(
                 made = preview(job, options, software)
             narrator.now(f"{what}: proving how fast a step can be", lasting=False)
             _ = made.lower_bound_seconds  # which stays
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             return _infeasible(request, error, title, report)
     # The plan itself, then all that was asked for about it.
     if out is not None:
@@ -187,7 +187,7 @@ def _write(made: Plan, title: str, page: Page, files: dict[str, Path | None]) ->
         write_plan_snapshot(made, snapshot)
 
 
-def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:
+def _infeasible(request: dict[str, Any], error: InfeasibleBudgetError, title: str, report: Path | None) -> Outcome:
     """Return the outcome where no plan exists.
 
     The JSON object has all keys; those of the plan are null.

@@ -47,9 +47,10 @@ class Amount:
     nbytes: int
 
 
-class InfeasibleBudget(OverspillError, RuntimeError):
+class InfeasibleBudgetError(OverspillError, RuntimeError):
     """No schedule of this policy fits the budget.
 
+    Where models train it is a `torch.OutOfMemoryError` too, so that a loop that halves its batch halves it here.
     `floor_bytes` is the smallest budget that works. `cause` names the op and the tensors that need it. If known,
     `parts` add up to `floor_bytes`, `changes` are what it would be after a change of settings, and `hints` are other
     remedies. The message has all of that in words. `crowded` means that the live tensors would fit, but not as the
@@ -81,15 +82,15 @@ class InfeasibleBudget(OverspillError, RuntimeError):
         self.crowded = crowded
         self.most_bytes = most_bytes
 
-    def with_help(self, more: str) -> InfeasibleBudget:
+    def with_help(self, more: str) -> InfeasibleBudgetError:
         """Return the same error with `more` appended to its message."""
-        return InfeasibleBudget(
+        return InfeasibleBudgetError(
             f"{self}{more}", **_given(self) | {"hints": (*self.hints, *filter(None, [more.strip("; ")]))}
         )
 
-    def with_floor(self, floor_bytes: int) -> InfeasibleBudget:
+    def with_floor(self, floor_bytes: int) -> InfeasibleBudgetError:
         """Return the same error with another smallest budget, in bytes."""
-        return InfeasibleBudget(str(self), **_given(self) | {"floor_bytes": floor_bytes})
+        return InfeasibleBudgetError(str(self), **_given(self) | {"floor_bytes": floor_bytes})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with keyword arguments, to pass the error between processes."""
@@ -107,7 +108,7 @@ class StoreError(OverspillError, OSError):
     """The store could not hold or return bytes, as on a full disk."""
 
 
-class InvalidSchedule(OverspillError):
+class InvalidScheduleError(OverspillError, ValueError):
     """A schedule breaks the rules of `simulate.check`: a defect of its policy."""
 
 
@@ -117,11 +118,11 @@ class PolicyError(OverspillError):
     exit_code = 2
 
 
-class InvalidLayout(OverspillError):
+class InvalidLayoutError(OverspillError, ValueError):
     """A layout puts live blocks on the same bytes, or exceeds its bounds."""
 
 
-class OutOfMemory(OverspillError):
+class OutOfMemoryError(OverspillError, RuntimeError):
     """An allocator found too little free memory on its device, even after freeing its caches.
 
     `requested_bytes` is the size of the request, `reserved_bytes` what the allocator held then. `capacity_bytes` is the
@@ -137,7 +138,7 @@ class OutOfMemory(OverspillError):
         self.capacity_bytes = capacity_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with keyword arguments, as InfeasibleBudget."""
+        """Pickle with keyword arguments, as InfeasibleBudgetError."""
         return _rebuilt, (type(self), str(self), _given(self))
 
 
@@ -160,5 +161,6 @@ _MEMORY_RAN_OUT = re.compile(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` reports that memory ran out: Python's, torch's, or that of a library below."""
-    of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
+    # By its name, because torch need not be loaded. An allocator's, of that name too, is of a simulated device.
+    of_torch = type(error).__name__ == "OutOfMemoryError" and not isinstance(error, OverspillError)
     return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None

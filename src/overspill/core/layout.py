@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .errors import InvalidLayout
+from .errors import InvalidLayoutError
 from .saved import Saved
 from .trace import Block, Trace
 
@@ -28,17 +28,17 @@ class Layout(Saved):
         return 1 - self.lower_bound_bytes / self.peak_bytes if self.peak_bytes else 0.0
 
     def validate(self, trace: Trace) -> None:
-        """Check that live blocks never overlap, constraints hold and peaks are right. Raises InvalidLayout."""
+        """Check that live blocks never overlap, constraints hold and peaks are right. Raises InvalidLayoutError."""
         if len(self.offsets) != len(trace.blocks):
-            raise InvalidLayout(f"{len(self.offsets)} offsets for {len(trace.blocks)} blocks")
+            raise InvalidLayoutError(f"{len(self.offsets)} offsets for {len(trace.blocks)} blocks")
         # Constraints of single blocks.
         for offset, block in zip(self.offsets, trace.blocks, strict=True):
             if offset < 0:
-                raise InvalidLayout(f"negative offset {offset} of block {block.id}")
+                raise InvalidLayoutError(f"negative offset {offset} of block {block.id}")
             if offset % block.alignment:
-                raise InvalidLayout(f"block {block.id} at {offset} is not aligned to {block.alignment} bytes")
+                raise InvalidLayoutError(f"block {block.id} at {offset} is not aligned to {block.alignment} bytes")
             if block.pinned not in (None, offset):
-                raise InvalidLayout(f"block {block.id} at {offset} is pinned to {block.pinned}")
+                raise InvalidLayoutError(f"block {block.id} at {offset} is pinned to {block.pinned}")
         # Overlaps and peaks, in each space.
         top = 0
         for space in trace.spaces:
@@ -46,9 +46,11 @@ class Layout(Saved):
             _refuse_overlaps(inside)
             top += max((o + b.nbytes for o, b in inside if b.pieces), default=0)
         if top != self.peak_bytes:
-            raise InvalidLayout(f"the layout reaches {top} bytes but claims a peak of {self.peak_bytes}")
+            raise InvalidLayoutError(f"the layout reaches {top} bytes but claims a peak of {self.peak_bytes}")
         if self.lower_bound_bytes != trace.lower_bound_bytes:
-            raise InvalidLayout(f"lower bound {self.lower_bound_bytes} is not the trace's {trace.lower_bound_bytes}")
+            raise InvalidLayoutError(
+                f"lower bound {self.lower_bound_bytes} is not the trace's {trace.lower_bound_bytes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Places:
 
 
 def _refuse_overlaps(placed: Sequence[tuple[int, Block]]) -> None:
-    """Raise InvalidLayout if two blocks of one space are live at one address at once.
+    """Raise InvalidLayoutError if two blocks of one space are live at one address at once.
 
     It sweeps over time with the live blocks in order of address. They do not overlap, so a new block can only overlap
     its neighbours.
@@ -91,7 +93,7 @@ def _refuse_overlaps(placed: Sequence[tuple[int, Block]]) -> None:
             continue
         for other_low, other_high, other_id in live[max(at - 1, 0) : at + 1]:
             if low < other_high and other_low < high:
-                raise InvalidLayout(
+                raise InvalidLayoutError(
                     f"blocks {other_id} [{other_low}, {other_high}) and {block_id} [{low}, {high}) overlap"
                 )
         live.insert(at, (low, high, block_id))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
-from overspill.core.errors import OutOfMemory
+from overspill.core.errors import OutOfMemoryError
 from overspill.costs.scratch import LARGE_GPU, Software, elastic, scratch_bytes
 from overspill.placement.allocators.result import Replay
 from overspill.placement.events import ALLOCATE, FREE, TRY, Events
@@ -153,5 +153,5 @@ def survives(demand: Demand, device: Device, outside_bytes: int, allocator: str,
         return False
     try:
         return replay(demand.events, allocator, capacity_bytes=capacity, config=config).fits
-    except OutOfMemory:
+    except OutOfMemoryError:
         return False

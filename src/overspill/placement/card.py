@@ -13,7 +13,7 @@ from itertools import product
 from typing import Literal
 
 from overspill.core import Graph, Phase
-from overspill.core.errors import Amount, InfeasibleBudget
+from overspill.core.errors import Amount, InfeasibleBudgetError
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs.library_ops import CONVOLUTIONS, MATRIX_PRODUCTS
 from overspill.plans.account import Account
@@ -220,7 +220,7 @@ class Card(Account):
         threads = {op.phase is Phase.FORWARD or graph.whole_step for op in graph.ops if op.name in MATRIX_PRODUCTS}
         return len(threads) * sum(self.handle_bytes)
 
-    def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
+    def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudgetError:
         """Return the error for a card that is too small for the plan `least`; see `Account.refusal`."""
         floor_bytes, live_bytes = least.taken_bytes + self.context_bytes, least.peak_bytes
         pool = f"the allocator {self.pool}" if self.pool else CALLED if self.is_live else "PyTorch's allocator"
@@ -229,7 +229,7 @@ class Card(Account):
         # Settings that would need a smaller card.
         changes = self._changes(fewest, least.taken_bytes)
         instead = ", ".join(f"with {change.what} {format_bytes(change.nbytes)} would do" for change in changes)
-        return InfeasibleBudget(
+        return InfeasibleBudgetError(
             f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(self.context_bytes)} for "
             "the "
             f"context and {format_bytes(least.taken_bytes)} in {pool}, for "

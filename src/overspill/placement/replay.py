@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overspill.core import Layout, Trace
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.core.units import format_bytes
 
 from .allocators import _native
@@ -81,7 +81,7 @@ def replay_on(
                 raise RequestError(f"event {at} allocates block {block}, which is live")
             try:
                 live[block] = addresses[block] = allocator.allocate(nbytes, stream, mobility)
-            except OutOfMemory:
+            except OutOfMemoryError:
                 if action == ALLOCATE:
                     failed_at = at
                     break
@@ -128,7 +128,7 @@ def replay_in_steps(allocator: NativeAllocator, events: Events, ends: Sequence[i
             else:
                 try:
                     live[block] = allocator.allocate(nbytes)
-                except OutOfMemory:
+                except OutOfMemoryError:
                     return None
         allocator.mark_step()
         found.append(allocator.retries)
@@ -187,8 +187,8 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
     Elastic allocations may fail. It is found by bisection between the peak of requested bytes and a capacity known to
     be enough. Survival need not be monotone: a device too small for the cache makes it give memory back, which can
     happen to help. So a few capacities above the answer are tried too, and if one fails the search goes on above it.
-    All that were tried above the answer survive, and the one directly below fails. Raises OutOfMemory if no capacity is
-    enough.
+    All that were tried above the answer survive, and the one directly below fails. Raises OutOfMemoryError if no
+    capacity is enough.
     """
 
     def survives(pages: int) -> bool:
@@ -201,7 +201,7 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
     while not survives(enough):
         too_little, enough = max(too_little, enough), enough + max(enough, 1)
         if enough * PAGE_BYTES > ADDRESS_SPACE_BYTES:
-            raise OutOfMemory(
+            raise OutOfMemoryError(
                 f"the {allocator} allocator cannot serve these events on a device of any size"
                 f" (peak of requests {format_bytes(events.peak_requested_bytes)})",
                 requested_bytes=events.peak_requested_bytes,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 
 from overspill.core import Graph, Instruction, Op, Schedule, Verb
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 from overspill.simulate import check
 
 RUNS = (Verb.RUN, Verb.RECOMPUTE)
@@ -41,7 +41,7 @@ def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | N
     found = replace(schedule, instructions=_freed_after_use(made, other))
     try:
         check(other, found)
-    except InvalidSchedule:
+    except InvalidScheduleError:
         return None
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from overspill.core import OF_OPS, Graph, Schedule, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_apart, format_bytes
 from overspill.simulate import check
 
@@ -76,7 +76,7 @@ def algorithms_within(program: StepProgram, budget_bytes: int) -> dict[int, int]
     return {op: number for op, number in found.items() if number}
 
 
-def infeasible(program: StepProgram, budget_bytes: int, policy: str) -> InfeasibleBudget:
+def infeasible(program: StepProgram, budget_bytes: int, policy: str) -> InfeasibleBudgetError:
     """Return the error for a budget below the floor of `program`."""
     return below(floor_of(program), budget_bytes, policy)
 
@@ -96,10 +96,10 @@ def peak_of(graph: Graph, schedule: Schedule) -> Floor:
     return Floor(result.peak_bytes, f"at {where}, largest {tensors}")
 
 
-def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudget:
+def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudgetError:
     """Return the error for a budget below `floor`, the smallest that `policy` works in."""
     budget, least = format_apart(budget_bytes, floor.nbytes)
-    return InfeasibleBudget(
+    return InfeasibleBudgetError(
         f"infeasible: budget {budget} is below {policy}'s floor {least} "
         f"({floor.cause}); raise the budget or make the batch smaller",
         budget_bytes=budget_bytes,

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from overspill.core import OF_OPS, CollectiveKind, Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, numbered
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 
 from .fastest import fastest
 from .overlap import overlapped
@@ -114,16 +114,17 @@ def best_order(
     """Return the fastest schedule by `plan` for a whole step, over several orders.
 
     Updates come as early as possible in one, at the end in another. A third moves feature maps alone: if that fits, it
-    has fewer choices, and a heuristic may do better with them. Raises the InfeasibleBudget with the lowest floor if
+    has fewer choices, and a heuristic may do better with them. Raises the InfeasibleBudgetError with the lowest
+    floor if
     none fits.
     """
     found: list[Schedule] = []
-    errors: list[InfeasibleBudget] = []
+    errors: list[InfeasibleBudgetError] = []
     early, late = early_updates(graph), tuple(range(len(graph.ops)))
     for variant, order in ((graph, early), (graph, late), (feature_maps_alone(graph), late)):
         try:
             made = plan(reordered(variant, order), device, budget_bytes, tuple(seconds[op] for op in order))
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             errors.append(error.with_traceback(None))  # whose frames would live on, with all that callers hold
         else:
             found.append(overlapped(graph, in_graph_order(made, order), device, seconds, budget_bytes))

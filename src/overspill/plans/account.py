@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from overspill.core import Device, Graph
 from overspill.core.budget import Budget
 from overspill.core.device import ABSENT
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.units import format_apart
 
 from .plan import Plan, smallest_budget, unmanaged_peak
@@ -107,7 +107,7 @@ class Account:
         """Return the bytes that such a step takes in the worst case."""
         return self.unmanaged(graph)
 
-    def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
+    def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudgetError:
         """Return the error for a budget that no plan meets.
 
         `least` takes the fewest bytes of all plans that were placed. `fewest` has the fewest live bytes, because of
@@ -115,7 +115,7 @@ class Account:
         """
         del fewest
         budget, taken = format_apart(budget_bytes, least.taken_bytes + self.context_bytes)
-        return InfeasibleBudget(
+        return InfeasibleBudgetError(
             f"infeasible: {self.placed_by} places no plan of {least.schedule.policy} within {budget}; the least that "
             "it "
             f"took is {taken}",

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import overload
 
 from overspill.core import Device, Graph
-from overspill.core.errors import InfeasibleBudget, InvalidSchedule, PolicyError
+from overspill.core.errors import InfeasibleBudgetError, InvalidScheduleError, PolicyError
 from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
 from overspill.planning.effort import EFFORT
@@ -199,11 +199,11 @@ def _row(
     name, pool = str(policy), account.placed_by
     try:
         plan = planner(graph, policy, account, times, best)(budget_bytes)
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         # A policy without a plan still has a row, with its error.
         message = " ".join(str(error).split())
         return Row(name, None, False, 0.0, message, error.floor_bytes, pool, error.crowded)
-    except (PolicyError, InvalidSchedule) as error:  # the others have their rows all the same
+    except (PolicyError, InvalidScheduleError) as error:  # the others have their rows all the same
         return Row(name, None, False, 0.0, " ".join(str(error).split()))
     fits = plan.needed_bytes <= budget_bytes and plan.fits_device
     crowded = not fits and pool is not None and plan.peak_bytes <= plan.most_live_bytes

@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from overspill.core import Graph, Tensor, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.progress import progress
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
@@ -66,7 +66,7 @@ def search(
 def fit(make: Callable[[int], Plan], account: Account, budget_bytes: int) -> Plan:
     """Return the fastest plan found that takes no more than `budget_bytes` of `account`.
 
-    `make` plans for live bytes. Raises InfeasibleBudget with the smallest budget that works.
+    `make` plans for live bytes. Raises InfeasibleBudgetError with the smallest budget that works.
     """
     return Fit(make, account, budget_bytes).plan()
 
@@ -101,11 +101,11 @@ class Fit:
         """The plan if live bytes may have all of the budget, which no placed plan beats by much; None without any."""
         try:
             return self._at_first()
-        except InfeasibleBudget:
+        except InfeasibleBudgetError:
             return None
 
     def plan(self) -> Plan:
-        """Return the plan. Raises InfeasibleBudget."""
+        """Return the plan. Raises InfeasibleBudgetError."""
         if self._account.placed_by is None:
             return self._at_first()
         tried = (self._fastest(on_host=on_host) for on_host in self._beginnings)
@@ -196,7 +196,7 @@ class _Search:
         """Return the fastest plan tried that fits, or None; none is searched for that takes longer than these."""
         try:
             low = self._largest_that_fits(most_seconds)
-        except InfeasibleBudget:
+        except InfeasibleBudgetError:
             low = 0
         if not low and most_seconds < math.inf:
             return None
@@ -230,7 +230,10 @@ class _Search:
         return min([fewest, *self._at_all(beyond)], key=lambda plan: plan.taken_bytes), fewest, cause
 
     def _largest_that_fits(self, most_seconds: float) -> int:
-        """Return the most live bytes found with which a plan fits, or 0. Raises InfeasibleBudget below the fewest."""
+        """Return the most live bytes found with which a plan fits, or 0.
+
+        Raises InfeasibleBudgetError below the fewest.
+        """
         asked, low, over = self.first_bytes, 0, self._bytes
         for _ in range(TRIES):
             plan = self._at(asked, self._little)
@@ -294,7 +297,7 @@ def least_of(make: Callable[[int], R], asked: int = 1) -> tuple[int, R, str]:
     for _ in range(MOST_FLOORS):
         try:
             return asked, make(asked), cause
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             asked, cause = error.floor_bytes, error.cause
     return asked, make(asked), cause
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Places, Schedule, Timeline, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
@@ -180,7 +180,7 @@ def make_plan(
 ) -> Plan:
     """Return the checked and simulated plan of `policy`.
 
-    Raises InfeasibleBudget if its peak is over `budget_bytes`, unless the policy has no limit.
+    Raises InfeasibleBudgetError if its peak is over `budget_bytes`, unless the policy has no limit.
     """
     begun = time.perf_counter()
     chosen = policy_named(policy)
@@ -224,7 +224,7 @@ def smallest_budget(plan: Callable[[int], Plan]) -> int:
     """Return the smallest budget, in bytes, for which `plan_within` has a plan."""
     try:
         return plan(NOTHING_BYTES).needed_bytes
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         return error.floor_bytes
 
 
@@ -244,16 +244,16 @@ def retained_bytes(graph: Graph, schedule: Schedule) -> int:
     return sum(graph.tensors[t].nbytes for t in present)
 
 
-def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:
+def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudgetError:
     """Return the error of a policy with one schedule, with the budget that `auto` could meet."""
     needed = peak_of(graph, schedule)
     try:
         POLICIES["auto"]().plan(graph, device, budget_bytes)
         hint = "policy auto can meet this budget"
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         hint = f"no policy can meet less than {format_bytes(error.floor_bytes)}"
     least, budget = format_apart(needed.nbytes, budget_bytes)
-    return InfeasibleBudget(
+    return InfeasibleBudgetError(
         f"infeasible: policy {schedule.policy} needs {least} ({needed.cause}), over the budget of {budget}; {hint}",
         budget_bytes=budget_bytes,
         floor_bytes=needed.nbytes,

@@ -13,7 +13,7 @@ from math import ceil
 
 from overspill.core import Device, Graph
 from overspill.core.budget import Budget
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
@@ -166,7 +166,7 @@ class _Curve:
     floor: Floor = field(init=False)
     """The least budget that works."""
     plans: dict[int, Plan] = field(default_factory=dict)
-    errors: dict[int, InfeasibleBudget] = field(default_factory=dict)
+    errors: dict[int, InfeasibleBudgetError] = field(default_factory=dict)
     budgets: list[int] = field(default_factory=list)
     """The budgets that are shown."""
 
@@ -175,7 +175,7 @@ class _Curve:
         self.progress(f"planning the smallest of {self.policy}")
         try:
             plan = self.make(1)
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             self.floor = Floor(error.floor_bytes, error.cause)
             self.plan(self.smallest_bytes)
         else:
@@ -198,7 +198,7 @@ class _Curve:
         self.progress(f"planning {self.policy} within {format_bytes(budget)}")
         try:
             self.plans[budget] = self.make(budget)
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             self.errors[budget] = error
 
     def best(self, budget: int) -> Plan | None:

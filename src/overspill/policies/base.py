@@ -76,7 +76,7 @@ class Policy(ABC):
     ) -> Schedule:
         """Plan `graph` by this policy, within `budget_bytes` if it plans for budgets.
 
-        Raises InfeasibleBudget if it cannot meet the budget, and PolicyError if a policy of another package fails.
+        Raises InfeasibleBudgetError if it cannot meet the budget, and PolicyError if a policy of another package fails.
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget of {budget_bytes} bytes")

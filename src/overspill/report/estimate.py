@@ -10,7 +10,7 @@ import numpy as np
 
 from overspill.capture.recording.recording import Allocation
 from overspill.core import TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
@@ -29,7 +29,7 @@ FAR = 3
 
 
 def estimate_page(
-    made: Estimate, title: str | None = None, *, asked: bool = True, within: Plan | InfeasibleBudget | None = None
+    made: Estimate, title: str | None = None, *, asked: bool = True, within: Plan | InfeasibleBudgetError | None = None
 ) -> Page:
     """Return the page of an estimate.
 
@@ -100,7 +100,7 @@ def _sentence(made: Figures) -> str:
     )
 
 
-def _further(made: Estimate, within: Plan | InfeasibleBudget | None, *, asked: bool) -> Iterator[Figure]:
+def _further(made: Estimate, within: Plan | InfeasibleBudgetError | None, *, asked: bool) -> Iterator[Figure]:
     """Yield the figures that only some jobs have, and those of other batches, GPUs and programs."""
     if made.recording.host_bytes:
         each = "" if made.parallel is None else " for each GPU"
@@ -116,7 +116,7 @@ def _further(made: Estimate, within: Plan | InfeasibleBudget | None, *, asked: b
         fits = ("which fits, " if compiled.fits() else "which does not fit, ") if asked else ""
         program = f"{fits}by the program that Inductor writes for the CPU"
         yield Figure("with torch.compile", format_bytes(compiled.total_bytes), program)
-    if isinstance(within, InfeasibleBudget):
+    if isinstance(within, InfeasibleBudgetError):
         floor = f"infeasible, the floor is {format_bytes(within.floor_bytes)} ({within.cause})"
         yield Figure("  within a budget", format_bytes(within.budget_bytes), f"of tensors: {floor}")
     elif within is not None:
@@ -279,7 +279,7 @@ def _step(made: Figures) -> Step:
 
 
 def estimate_answer(
-    request: dict[str, Any], made: Estimate, *, gpu: str | None, within: Plan | InfeasibleBudget | None
+    request: dict[str, Any], made: Estimate, *, gpu: str | None, within: Plan | InfeasibleBudgetError | None
 ) -> dict[str, Any]:
     """Return the JSON object of an estimate.
 
@@ -341,7 +341,7 @@ def _bytes_of(made: Figures) -> dict[str, int]:
     }
 
 
-def _compiled_answer(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
+def _compiled_answer(made: Figures, within: Plan | InfeasibleBudgetError | None, *, asked: bool) -> dict[str, Any]:
     """Return the JSON object of the job under torch.compile, also of its step within a budget."""
     return {
         "program": "cpu",
@@ -353,8 +353,8 @@ def _compiled_answer(made: Figures, within: Plan | InfeasibleBudget | None, *, a
     }
 
 
-def _within_answer(plan: Plan | InfeasibleBudget) -> dict[str, Any]:
-    if isinstance(plan, InfeasibleBudget):
+def _within_answer(plan: Plan | InfeasibleBudgetError) -> dict[str, Any]:
+    if isinstance(plan, InfeasibleBudgetError):
         return {
             "feasible": False, "budget_bytes": plan.budget_bytes, "floor_bytes": plan.floor_bytes, "cause": plan.cause,
             "peak_bytes": None, "unmanaged_peak_bytes": None, "step_seconds": None, "slowdown": None,

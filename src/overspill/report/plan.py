@@ -9,7 +9,7 @@ from typing import Any
 
 from overspill.capture.compiled.whole_step import NORM
 from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timeline, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.placement.place import Placed, place_plan
@@ -186,7 +186,7 @@ def _largest(graph: Graph, peak: PlannedPeak) -> Table:
     return Table("The largest at the peak", columns[:known], tuple(row[:known] for row in rows))
 
 
-def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str], str] = str) -> Page:
+def infeasible_page(error: InfeasibleBudgetError, title: str, spelled: Callable[[str], str] = str) -> Page:
     """Return the report where no plan exists.
 
     It shows the least memory that a plan needs, its parts, and what would help. `spelled` writes names of settings in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from overspill.core.errors import InfeasibleBudget, OverspillError
+from overspill.core.errors import InfeasibleBudgetError, OverspillError
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.estimate import Estimate
 from overspill.job import Job
@@ -54,7 +54,7 @@ def _planned(job: Job, estimate: Estimate) -> Advice | None:
         try:
             options = Options(device=estimate.device, whole_step=whole_step)
             return _as_advice(preview(job, options, estimate.software, estimate), what)
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             found = Advice(what, "time; the same numbers", Price.TIME, error.floor_bytes, error.floor_bytes, fits=False)
             least = min(least or found, found, key=lambda advice: advice.minimum_capacity_bytes or 0)
         except OverspillError:  # a model that is no one graph

@@ -31,7 +31,7 @@ from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import MUTATION
 from overspill.capture.programs.functions import ProgramFunction, allocated_as, compile_functions
 from overspill.core import Instruction, Op, Verb
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.graphs import LazyGraphModule, SavedForBackwardsAOTOutput
 
@@ -361,7 +361,7 @@ class Emitter:
     def _only_root(self, tensor: int) -> fx.Node:
         roots = self.roots_of(tensor)
         if len(roots) != 1:
-            raise InvalidSchedule(
+            raise InvalidScheduleError(
                 f"{self.captured.graph.tensors[tensor].name} has {len(roots)} roots and cannot be moved"
             )
         return roots[0]

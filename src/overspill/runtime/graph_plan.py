@@ -163,7 +163,7 @@ def plan_graph(
         The GraphPlan.
 
     Raises:
-        InfeasibleBudget: With the smallest budget that works.
+        InfeasibleBudgetError: With the smallest budget that works.
         RequestError: For a wrong argument.
         UnsupportedError: For a graph with dynamic shapes, on a GPU that is not here, or in which forward and backward
             alternate.

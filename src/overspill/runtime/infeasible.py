@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from overspill.capture.compiled.graph import REST, UPDATE
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError, OverspillError
+
+# `core` does without torch, so the error gets this base where torch is there. It is a RuntimeError itself.
+InfeasibleBudgetError.__bases__ = (OverspillError, torch.OutOfMemoryError)
 
 
-def split_update(error: InfeasibleBudget) -> str:
+def split_update(error: InfeasibleBudgetError) -> str:
     """Return help for a step by calls if its update takes the memory, or an empty string."""
     if f"at {UPDATE} of" not in error.cause:
         return ""
@@ -23,14 +27,14 @@ def split_update(error: InfeasibleBudget) -> str:
 def infeasible_for(
     what: str, inputs: Iterable[Any], *, whole_step: bool = False, stays: Callable[[], str] | None = None
 ) -> Iterator[None]:
-    """Add to an InfeasibleBudget raised in the context its graph, its inputs, and what else would work.
+    """Add to an InfeasibleBudgetError raised in the context its graph, its inputs, and what else would work.
 
     For a `whole_step` no alternative is named. `stays` returns why parameters stay on the device; it returns an empty
     string if they do not, and is None where they never move.
     """
     try:
         yield
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
         why = "" if stays is None else stays()
         instead = "" if whole_step or (stays is not None and not why) else split_update(error)

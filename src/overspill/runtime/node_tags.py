@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from overspill.core import Graph, Phase, Schedule, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_apart
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.effort import at_effort
@@ -125,11 +125,11 @@ class TagAccount(Account):
             plan = replace(plan, schedule=step.schedule, timeline=timeline, peak_bytes=step.peak_bytes)
         return replace(plan, reserved_bytes=step.peak_bytes)
 
-    def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudget:
+    def refusal(self, budget_bytes: int, least: Plan, fewest: Plan, cause: str) -> InfeasibleBudgetError:
         """Return the error for a budget that no tags meet, with the least bytes that some take."""
         del fewest
         budget, taken = format_apart(budget_bytes, least.taken_bytes)
-        return InfeasibleBudget(
+        return InfeasibleBudgetError(
             f"infeasible: budget {budget} is below {taken}, the least that this graph takes by tags ({cause})",
             budget_bytes=budget_bytes,
             floor_bytes=least.taken_bytes,

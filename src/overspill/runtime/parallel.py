@@ -28,7 +28,7 @@ from overspill.capture.compiled.graph import Captured
 from overspill.capture.programs.functions import ProgramFunction
 from overspill.capture.programs.workspaces import FUNCTIONAL
 from overspill.core import Graph
-from overspill.core.errors import InvalidSchedule, OverspillError, RequestError
+from overspill.core.errors import InvalidScheduleError, OverspillError, RequestError
 from overspill.plans.plan import Plan
 from overspill.pytorch.dispatch import OpOverload, no_python_dispatcher
 from overspill.pytorch.distributed import active_ddp, default_store, group_names
@@ -145,7 +145,7 @@ class OneProcess:
             raise RequestError(_different_graphs([[op.name for op in g.ops] for g in (plan.graph, graph)]))
         try:
             peak = check(graph, plan.schedule).peak_bytes
-        except InvalidSchedule as error:
+        except InvalidScheduleError as error:
             raise RequestError(f"{_NOT_ALIKE} ({error})") from None
         if (places := plan.places) is not None:
             larger = any(graph.tensors[t].nbytes > plan.graph.tensors[t].nbytes for t, _ in places.offsets)

@@ -12,7 +12,7 @@ from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.recording.graph import graph_of
 from overspill.core import Graph
 from overspill.core.device import ABSENT
-from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.core.garbage import without_collection
 from overspill.core.progress import progress
 from overspill.costs.releases import software_named
@@ -70,11 +70,11 @@ class JobStep:
         return self.account.bytes_of(self.options.limit, self.graph, self.planner())
 
     def plan(self) -> Plan:
-        """Return the plan within the budget. Raises InfeasibleBudget."""
+        """Return the plan within the budget. Raises InfeasibleBudgetError."""
         runs_here = self.account.device.kind == "cpu" or self.options.backend == "inductor"
         try:
             plan = self.planner()(self.budget_bytes())
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             stays = not any(isinstance(captured, CapturedCutStep) for captured in self.captures)
             by_calls = self.options.backend == "eager" and not (
                 self.options.whole_step or isinstance(self.job.model, Script)
@@ -104,7 +104,7 @@ def preview(job: Job, options: Options, software: Software | None = None, estima
 
     For a CPU it is the plan that the run would make. `software` is that of a GPU that this machine does not have; None:
     that of this machine. `estimate` is the estimate of the job there; None: not made yet. Raises RequestError and
-    InfeasibleBudget.
+    InfeasibleBudgetError.
     """
     with without_collection():  # of many small objects, none of which is garbage; it takes a tenth of the time
         options, account, recorded = _asked(job, options, software, estimate)

@@ -11,7 +11,7 @@ from torch import fx
 
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import StorageKey, storages
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 
 from .views import reshaped, same_as
 
@@ -54,7 +54,7 @@ class Values(dict[fx.Node, fx.Node]):
             return self[node]
         # A view, or a plain value, is made again from its inputs.
         if not (self._captured.joint.is_view(node) or self._is_plain(node)):
-            raise InvalidSchedule(f"{node.name} is not on the device where the schedule reads it")
+            raise InvalidScheduleError(f"{node.name} is not on the device where the schedule reads it")
         of_shape = reshaped(node) is not None
 
         def source(before: fx.Node) -> fx.Node:

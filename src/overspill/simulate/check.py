@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from overspill.core import OF_OPS, Graph, Instruction, Op, Phase, Schedule, Tensor, Verb
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 
 
 class _State(Enum):
@@ -41,21 +41,21 @@ class CheckResult:
 def check(graph: Graph, schedule: Schedule) -> CheckResult:
     """Check that `schedule` is valid on `graph`, and return its peak in bytes.
 
-    Raises InvalidSchedule if it breaks a rule or its budget.
+    Raises InvalidScheduleError if it breaks a rule or its budget.
     """
     machine = _Machine(graph, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
         try:
             machine.execute(instruction, index)
-        except InvalidSchedule as error:
-            raise InvalidSchedule(
+        except InvalidScheduleError as error:
+            raise InvalidScheduleError(
                 f"{schedule.policy}: instruction {index}, {machine.spell(instruction)}: {error}"
             ) from None
     # The end of the step, and the budget.
     machine.finish(schedule)
     budget = schedule.budget_bytes
     if budget is not None and machine.peak_bytes > budget:
-        raise InvalidSchedule(f"{schedule.policy}: peak {machine.peak_bytes} bytes is over its budget of {budget}")
+        raise InvalidScheduleError(f"{schedule.policy}: peak {machine.peak_bytes} bytes is over its budget of {budget}")
     return CheckResult(
         machine.peak_bytes, machine.peak_instruction, _live_at(graph, schedule, machine.peak_instruction)
     )
@@ -102,7 +102,7 @@ class _Machine:
         # Tensors that are in the store between steps.
         for tensor in stored_between_steps:
             if not (graph.tensors[tensor].persistent and graph.tensors[tensor].movable):
-                raise InvalidSchedule(f"{graph.tensors[tensor].name} can not be in the store between steps")
+                raise InvalidScheduleError(f"{graph.tensors[tensor].name} can not be in the store between steps")
             self.state[tensor] = _State.ABSENT
             self.stored[tensor] = 0
             self.live_bytes -= graph.tensors[tensor].nbytes
@@ -111,7 +111,7 @@ class _Machine:
         self._note_peak(0, -1)
 
     def execute(self, instruction: Instruction, index: int) -> None:
-        """Execute one instruction. Raises InvalidSchedule."""
+        """Execute one instruction. Raises InvalidScheduleError."""
         self._find(instruction)
         match instruction.verb:
             case Verb.RUN:
@@ -128,7 +128,7 @@ class _Machine:
                 self.stored[instruction.target] = self.version[instruction.target]
             case Verb.PREFETCH:
                 if self.stored.get(instruction.target) != self.version[instruction.target]:
-                    raise InvalidSchedule("the store holds no copy, or one from before the tensor was updated")
+                    raise InvalidScheduleError("the store holds no copy, or one from before the tensor was updated")
                 self._move(instruction.target, _State.ABSENT, _State.ARRIVING)
                 self._allocate(instruction.target, index)
             case Verb.AWAIT_PREFETCH:
@@ -140,17 +140,17 @@ class _Machine:
                 self.live_bytes -= self.graph.tensors[instruction.target].nbytes
 
     def finish(self, schedule: Schedule) -> None:
-        """Check that every op ran and only wanted tensors are left. Raises InvalidSchedule."""
+        """Check that every op ran and only wanted tensors are left. Raises InvalidScheduleError."""
         if missing := next((op for op in self.graph.ops if op.id not in self.ran), None):
-            raise InvalidSchedule(f"{schedule.policy}: op {missing.name} never ran")
+            raise InvalidScheduleError(f"{schedule.policy}: op {missing.name} never ran")
         # Tensors stored between steps have their last values in the store.
         for tensor in schedule.stored:
             if self.stored[tensor] != self.version[tensor]:
                 name = self.graph.tensors[tensor].name
-                raise InvalidSchedule(f"{schedule.policy}: the store ends with {name} from before its last update")
+                raise InvalidScheduleError(f"{schedule.policy}: the store ends with {name} from before its last update")
         if self.started:
             name = self.graph.ops[min(self.started)].name
-            raise InvalidSchedule(f"{schedule.policy}: nothing waits for the collective {name}")
+            raise InvalidScheduleError(f"{schedule.policy}: nothing waits for the collective {name}")
         # Persistent tensors and outputs are there, unless the schedule stores them; nothing else is.
         wanted = {t.id for t in self.graph.tensors if t.persistent} | set(self.graph.outputs)
         wanted -= set(schedule.stored)
@@ -158,32 +158,32 @@ class _Machine:
             expected = _State.PRESENT if tensor in wanted else _State.ABSENT
             if state is not expected:
                 name = self.graph.tensors[tensor].name
-                raise InvalidSchedule(
+                raise InvalidScheduleError(
                     f"{schedule.policy}: {name} ends {state.name.lower()}, not {expected.name.lower()}"
                 )
 
     def _may_free(self, tensor: Tensor) -> None:
         if tensor.id in self.graph.returned:
-            raise InvalidSchedule("the tensor is an output, which the caller holds once it is there")
+            raise InvalidScheduleError("the tensor is an output, which the caller holds once it is there")
         if not tensor.persistent:
             return
         if not tensor.movable:
-            raise InvalidSchedule("the tensor belongs to the caller")
+            raise InvalidScheduleError("the tensor belongs to the caller")
         if self.stored.get(tensor.id) != self.version[tensor.id]:
-            raise InvalidSchedule("the tensor outlives the step and the store does not hold it as it is now")
+            raise InvalidScheduleError("the tensor outlives the step and the store does not hold it as it is now")
 
     def _run(self, op: Op, algorithm: int, index: int) -> None:
         """Run an op, in any order in which it sees the same versions as in the graph's."""
         phase = _PHASES.index(op.phase)
         if op.id in self.ran:
-            raise InvalidSchedule(f"op {op.id} is out of order: it ran before")
+            raise InvalidScheduleError(f"op {op.id} is out of order: it ran before")
         if phase < self.phase and not self.graph.whole_step:
-            raise InvalidSchedule(f"op {op.id} is out of order: it belongs to the {op.phase} phase, which is over")
+            raise InvalidScheduleError(f"op {op.id} is out of order: it belongs to the {op.phase} phase, which is over")
         self.phase = phase
         # It must read and write the versions that it has in the graph's order.
         self._need(op.reads)
         if tuple(self.version[t] for t in op.reads + op.writes) != self.seen[op.id]:
-            raise InvalidSchedule(
+            raise InvalidScheduleError(
                 f"op {op.id} is out of order: what it reads or writes is not as the graph has it there"
             )
         # New tensors appear; others must not be in transfer.
@@ -194,7 +194,7 @@ class _Machine:
                 self.state[tensor] = _State.PRESENT
                 self._allocate(tensor, index)
             elif self.state[tensor] is not _State.PRESENT:
-                raise InvalidSchedule(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
+                raise InvalidScheduleError(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
             self.version[tensor] += 1
         self.ran[op.id] = self._versions(op)
         if not started:
@@ -202,13 +202,13 @@ class _Machine:
 
     def _recompute(self, op: Op, algorithm: int, index: int) -> None:
         if not op.recomputable:
-            raise InvalidSchedule("the op may not be recomputed")
+            raise InvalidScheduleError("the op may not be recomputed")
         if op.id not in self.ran:
-            raise InvalidSchedule("the op has not run yet")
+            raise InvalidScheduleError("the op has not run yet")
         self._need(op.recompute_reads)
         # It must read and make the versions of its first run.
         if self.ran[op.id] != self._versions(op):
-            raise InvalidSchedule("what it reads or makes has been updated since the op ran")
+            raise InvalidScheduleError("what it reads or makes has been updated since the op ran")
         if self._end(op, index):
             return
         self._not_held(op.recompute_writes)
@@ -226,11 +226,11 @@ class _Machine:
         again = op.id in self.ran
         reads, writes = (op.recompute_reads, op.recompute_writes) if again else (op.reads, op.writes)
         if op.collective is None or set(reads) & set(writes):
-            raise InvalidSchedule("the op is no collective that makes new tensors")
+            raise InvalidScheduleError("the op is no collective that makes new tensors")
         if op.id in self.started:
-            raise InvalidSchedule("the collective runs already")
+            raise InvalidScheduleError("the collective runs already")
         if again and not op.recomputable:
-            raise InvalidSchedule("the op may not be recomputed")
+            raise InvalidScheduleError("the op may not be recomputed")
         self._need(reads)
         besides, made = self._workspace(op, algorithm), []
         for tensor in writes:
@@ -241,7 +241,7 @@ class _Machine:
             elif again:
                 besides += self.graph.tensors[tensor].nbytes  # made a second time and dropped at once
             else:
-                raise InvalidSchedule(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
+                raise InvalidScheduleError(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
         self.started[op.id] = besides, made
         self.held.update(reads)
         self.live_bytes += besides
@@ -261,13 +261,13 @@ class _Machine:
 
     def _not_held(self, tensors: tuple[int, ...]) -> None:
         if (held := next((t for t in tensors if self.held[t] > 0), None)) is not None:
-            raise InvalidSchedule(f"a collective that runs reads {self.graph.tensors[held].name}")
+            raise InvalidScheduleError(f"a collective that runs reads {self.graph.tensors[held].name}")
 
     def _workspace(self, op: Op, algorithm: int) -> int:
         if algorithm == 0:
             return op.workspace_bytes
         if not 0 < algorithm < len(op.algorithms):
-            raise InvalidSchedule(f"the op has no algorithm {algorithm}")
+            raise InvalidScheduleError(f"the op has no algorithm {algorithm}")
         return op.algorithms[algorithm].workspace_bytes
 
     def _versions(self, op: Op) -> tuple[int, ...]:
@@ -276,13 +276,13 @@ class _Machine:
     def _need(self, tensors: tuple[int, ...]) -> None:
         for tensor in tensors:
             if self.state[tensor] not in (_State.PRESENT, _State.LEAVING):
-                raise InvalidSchedule(
+                raise InvalidScheduleError(
                     f"reads {self.graph.tensors[tensor].name}, which is {self.state[tensor].name.lower()}"
                 )
 
     def _move(self, tensor: int, before: _State, after: _State) -> None:
         if self.state[tensor] is not before:
-            raise InvalidSchedule(f"the tensor is {self.state[tensor].name.lower()}, not {before.name.lower()}")
+            raise InvalidScheduleError(f"the tensor is {self.state[tensor].name.lower()}, not {before.name.lower()}")
         self.state[tensor] = after
 
     def _allocate(self, tensor: int, index: int) -> None:
@@ -299,12 +299,12 @@ class _Machine:
         if instruction.verb in OF_OPS:
             among = self.graph.ops
         if not 0 <= instruction.target < len(among):
-            raise InvalidSchedule(f"there is no {instruction.target} in this graph")
+            raise InvalidScheduleError(f"there is no {instruction.target} in this graph")
         return among[instruction.target]
 
     def spell(self, instruction: Instruction) -> str:
         """Return the instruction as text: verb and target."""
         try:
             return f"{instruction.verb} {self._find(instruction).name}"
-        except InvalidSchedule:
+        except InvalidScheduleError:
             return f"{instruction.verb} {instruction.target}"

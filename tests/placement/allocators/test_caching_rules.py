@@ -6,7 +6,7 @@ import pytest
 from tests.placement.allocators import caching_oracle
 from tests.placement.allocators.caching_oracle import segment_size
 
-from overspill.core.errors import OutOfMemory
+from overspill.core.errors import OutOfMemoryError
 from overspill.placement import ALLOCATORS, CachingConfig
 from overspill.placement.allocators.base import Allocator, SegmentView
 from overspill.placement.allocators.caching import round_size
@@ -216,7 +216,7 @@ def test_without_room_all_unsplit_segments_go_back_the_large_ones_first(make: An
 def test_a_split_segment_cannot_go_back(make: Any) -> None:
     allocator = make(capacity_mib=40)
     allocator.allocate(2 * MIB)  # pins 20 MiB
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate(22 * MIB)
     assert allocator.reserved.now == 20 * MIB
     assert allocator.retries == 1
@@ -225,7 +225,7 @@ def test_a_split_segment_cannot_go_back(make: Any) -> None:
 def test_a_failed_allocation_leaves_the_statistics_of_live_blocks_alone(make: Any) -> None:
     allocator = make(capacity_mib=10)
     allocator.allocate(10 * MIB)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate(1)
     assert (allocator.requested.now, allocator.allocated.now) == (10 * MIB, 10 * MIB)
     allocator.check_integrity()
@@ -287,7 +287,7 @@ def test_when_oversize_blocks_do_not_suffice_everything_goes_back(make: Any) -> 
 def test_a_share_of_the_device_is_a_limit(make: Any) -> None:
     allocator = make(capacity_mib=100, per_process_memory_fraction=0.5)
     allocator.allocate(50 * MIB)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate(1)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.placement import ALLOCATE, FREE, TRY, Events, allocator_named, replay
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.chunked import ChunkedConfig
@@ -40,7 +40,7 @@ def test_chunks_that_lie_apart_serve_one_request() -> None:
     allocator.allocate(400 * MIB)
     assert allocator.reserved.now == 600 * MIB
     assert log(allocator)[3:] == [("segment_unmap", 200), ("segment_unmap", 200), ("segment_map", 400)]
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate(101 * MIB)
     allocator.allocate(100 * MIB)
     allocator.check_integrity()
@@ -60,7 +60,7 @@ def test_missing_chunks_come_from_the_device() -> None:
     allocator.allocate(12 * MIB)
     assert allocator.reserved.now == 12 * MIB
     allocator.check_integrity()
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate(9 * MIB)
     assert allocator.reserved.now == 12 * MIB
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.placement.allocators.caching_oracle import CachingAllocator
 
-from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
+from overspill.core.errors import InvalidLayoutError, OutOfMemoryError, RequestError
 from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
 from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import CnmemConfig
@@ -36,7 +36,7 @@ def test_after_every_call_the_books_agree_with_the_blocks(
         if allocates or not live:
             try:
                 live.append((allocator.allocate(nbytes, stream), nbytes))
-            except OutOfMemory as error:
+            except OutOfMemoryError as error:
                 refused = (error.requested_bytes, error.capacity_bytes, error.exit_code)
                 assert refused == (nbytes, capacity, 1)
         else:
@@ -66,7 +66,7 @@ def test_the_books_agree_under_every_setting(
         else:
             try:
                 live[int(block)] = allocator.allocate(int(nbytes), int(stream))
-            except OutOfMemory:
+            except OutOfMemoryError:
                 continue
         allocator.check_integrity()
 
@@ -80,7 +80,7 @@ def test_no_bytes_lie_nowhere_and_cost_nothing(make: Make) -> None:
 
 
 def test_two_to_the_62_bytes_find_no_room_even_on_an_unlimited_device(make: Make) -> None:
-    with pytest.raises(OutOfMemory, match=r"4194304\.0 TiB: .*0 B"):
+    with pytest.raises(OutOfMemoryError, match=r"4194304\.0 TiB: .*0 B"):
         make().allocate(2**62)
 
 
@@ -120,7 +120,7 @@ def test_the_settings_of_another_allocator_are_refused(make: Make, name: str) ->
 def test_when_memory_runs_out_the_message_says_who_holds_what(make: Make, name: str) -> None:
     allocator = make(capacity_bytes=30 * MIB)
     allocator.allocate(16 * MIB)
-    with pytest.raises(OutOfMemory) as caught:
+    with pytest.raises(OutOfMemoryError) as caught:
         allocator.allocate(25 * MIB)
     reserved = allocator.reserved.now
     assert str(caught.value).startswith(
@@ -171,7 +171,7 @@ def tampered(make_damage: Callable[[CachingAllocator], object]) -> str:
     allocator.free(first)
     allocator.check_integrity()
     make_damage(allocator)
-    with pytest.raises(InvalidLayout) as caught:
+    with pytest.raises(InvalidLayoutError) as caught:
         allocator.check_integrity()
     return str(caught.value)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.core.errors import OutOfMemory
+from overspill.core.errors import OutOfMemoryError
 from overspill.placement import ALLOCATE, CachingConfig, Events, allocator_named, replay
 from overspill.placement.allocators.native_allocator import NativeAllocator
 from overspill.placement.allocators.planned import PlannedAllocator, PlannedConfig
@@ -109,13 +109,13 @@ def test_nothing_is_lost_when_the_step_changes_at_any_point(  # noqa: C901 - a b
                 try:
                     oracle.allocate(extra, int(2 ** r.uniform(6, 25)), stream)
                     kept.append(extra)
-                except OutOfMemory:
+                except OutOfMemoryError:
                     pass
             if allocates and not (change == "drop" and position == at):
                 changed = max(1, int(nbytes * r.uniform(0.1, 3))) if change == "resize" and r.random() < 0.2 else nbytes
                 try:
                     oracle.allocate((turn, block), changed, stream)
-                except OutOfMemory:
+                except OutOfMemoryError:
                     assert capacity is not None
             elif (turn, block) in oracle.live:
                 if change == "keep" and r.random() < 0.2:

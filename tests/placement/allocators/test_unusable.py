@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.placement import ALLOCATE, FREE, Events, allocator_named, replay
 from overspill_papers.placement import CnmemConfig
 
@@ -75,7 +75,7 @@ def test_the_curves_are_what_the_segments_say(name: str, seed: int, random_case:
         elif action != FREE:
             try:
                 live[block] = allocator.allocate(nbytes, stream, mobility)
-            except OutOfMemory:
+            except OutOfMemoryError:
                 continue
         free = [b.nbytes for s in allocator.segments() for b in s.blocks if b.state == "free"]
         if name != "chunked":

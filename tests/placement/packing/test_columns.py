@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.placement.packing.random_traces import traces
 
 from overspill.core import Block, Layout, Trace
-from overspill.core.errors import InvalidLayout, RequestError
+from overspill.core.errors import InvalidLayoutError, RequestError
 from overspill.placement.packing.columns import Columns
 from overspill.placement.packing.solvers.greedy import Greedy
 from overspill.placement.packing.verdict import space_peaks
@@ -27,7 +27,7 @@ def says(layout: Layout, trace: Trace) -> tuple[bool, bool]:
         try:
             check()
             answers.append(True)
-        except InvalidLayout:
+        except InvalidLayoutError:
             answers.append(False)
     return answers[0], answers[1]
 

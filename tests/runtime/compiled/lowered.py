@@ -22,7 +22,7 @@ from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.capture.programs.joint import JointOfPrograms
 from overspill.core import Device, Graph, Phase, Places, Schedule, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.models import load
 from overspill.models.step import TrainingStep
 from overspill.placement.arena import places_of
@@ -231,7 +231,7 @@ def plan(graph: Graph, device: Device, policy: str, share: float | None = 0.5) -
     floor = 1
     try:
         return chosen.plan(graph, device, 1)
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         floor = error.floor_bytes
     return chosen.plan(graph, device, floor + int(share * max(0, unmanaged_peak(graph, device) - floor)))
 

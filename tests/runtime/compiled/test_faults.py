@@ -56,7 +56,7 @@ def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> N
     from dataclasses import replace
 
     from overspill.core import Verb
-    from overspill.core.errors import InvalidSchedule
+    from overspill.core.errors import InvalidScheduleError
     from overspill.runtime.preview import preview
     from overspill.simulate import check
 
@@ -64,7 +64,7 @@ def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> N
     for verb in (Verb.AWAIT_OFFLOAD, Verb.AWAIT_PREFETCH, Verb.PREFETCH, Verb.FREE, Verb.RUN):
         index = next(i for i, x in enumerate(plan.schedule.instructions) if x.verb is verb)
         cut = plan.schedule.instructions[:index] + plan.schedule.instructions[index + 1 :]
-        with pytest.raises(InvalidSchedule):
+        with pytest.raises(InvalidScheduleError):
             check(plan.graph, replace(plan.schedule, instructions=cut))
 
 

@@ -17,7 +17,7 @@ from tests.runtime.compiled.either_way import WAYS, Net, assert_same, batch, eit
 from torch import Tensor, nn
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.units import format_apart
 from overspill.runtime.compiled.backend import backend_of
 from overspill.runtime.reachable import same_bits
@@ -37,13 +37,13 @@ def test_a_budget_below_the_floor_is_an_infeasible_budget_that_names_graph_and_s
         ),
     }[compiled_by](made())
     x, _ = batch()
-    with pytest.raises(InfeasibleBudget, match="the training graph") as training:
+    with pytest.raises(InfeasibleBudgetError, match="the training graph") as training:
         compiled(x)
     assert "\n" not in str(training.value)
     assert training.value.floor_bytes > training.value.budget_bytes == 64 * 1024
     assert " at " in training.value.cause
     compiled.eval()
-    with torch.no_grad(), pytest.raises(InfeasibleBudget, match="evaluation graph"):
+    with torch.no_grad(), pytest.raises(InfeasibleBudgetError, match="evaluation graph"):
         compiled(x.repeat(16, 1, 1, 1))
 
 
@@ -51,11 +51,11 @@ def test_sizes_that_read_the_same_are_told_in_bytes() -> None:
     assert format_apart(2**20, 2**20 + 5) == ("1.0 MiB (1048576 bytes)", "1.0 MiB (1048581 bytes)")
     assert format_apart(2**20, 2**21) == ("1.0 MiB", "2.0 MiB")
     x, _ = batch()
-    with pytest.raises(InfeasibleBudget) as first:
+    with pytest.raises(InfeasibleBudgetError) as first:
         overspill.compile(made(), budget="64KiB")(x)
     torch._dynamo.reset()
     least = first.value.floor_bytes
-    with pytest.raises(InfeasibleBudget, match=rf"{least - 1} bytes.*{least}"):
+    with pytest.raises(InfeasibleBudgetError, match=rf"{least - 1} bytes.*{least}"):
         overspill.compile(made(), budget=least - 1)(x)
 
 

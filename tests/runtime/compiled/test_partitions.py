@@ -21,7 +21,7 @@ from torch.utils._sympy.functions import FloorDiv
 import overspill
 from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
 from overspill.pytorch.inductor import work_kept
@@ -69,7 +69,7 @@ def test_other_partitions_are_made_as_long_as_they_help(
 
         def plan() -> Plan:
             if seconds is None:
-                raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
+                raise InfeasibleBudgetError("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
             return fake_plan(of, seconds)
 
         return fake_fit(of, plan, seconds)
@@ -106,7 +106,7 @@ def test_the_usual_plan_is_made_last_where_it_is_known_to_be_slow(
         def plan() -> Plan:
             worked_out.append(number)
             if (seconds := times[number]) is None:
-                raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")
+                raise InfeasibleBudgetError("no", budget_bytes=1, floor_bytes=1, cause="")
             return fake_plan(of, seconds)
 
         return fake_fit(of, plan, hoped)
@@ -132,7 +132,7 @@ def test_a_partition_without_a_plan_may_have_one_where_weights_move(monkeypatch:
     def search(of: Captured) -> Fit:
         def plan() -> Plan:
             if id(of) not in times:
-                raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=1, cause="")
+                raise InfeasibleBudgetError("no", budget_bytes=1, floor_bytes=1, cause="")
             return fake_plan(of, times[id(of)])
 
         return fake_fit(of, plan, times.get(id(of)))
@@ -143,11 +143,11 @@ def test_a_partition_without_a_plan_may_have_one_where_weights_move(monkeypatch:
 def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
     def search(of: Captured) -> Fit:
         def plan() -> Plan:
-            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
+            raise InfeasibleBudgetError("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
 
         return fake_fit(of, plan, None)
 
-    with pytest.raises(InfeasibleBudget) as found:
+    with pytest.raises(InfeasibleBudgetError) as found:
         Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(search)
     assert found.value.floor_bytes == 3
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overspill
-from overspill.errors import InfeasibleBudget
+from overspill.errors import InfeasibleBudgetError
 from overspill.runtime.compiled.other_batches import OtherBatches
 from overspill.runtime.compiled.pending_calls import GraphKey, PendingCalls
 from overspill.runtime.compiled.session import Session
@@ -245,7 +245,7 @@ def refused() -> int:
     model = Net()
     compiled = overspill.compile(model, budget="940KiB", store="host")
     said = r"inputs stacked, .*overspill\.train_step"
-    with pytest.raises(InfeasibleBudget, match=said) as error:
+    with pytest.raises(InfeasibleBudgetError, match=said) as error:
         trained(model, compiled, triplet)
     return error.value.floor_bytes
 
@@ -314,7 +314,7 @@ def test_of_several_graphs_a_later_one_names_a_budget_that_does_for_all() -> Non
 
     def named(budget: int) -> int:
         """In a function of its own, for the error holds the batch of its step."""
-        with pytest.raises(InfeasibleBudget, match="no other calls") as error:
+        with pytest.raises(InfeasibleBudgetError, match="no other calls") as error:
             attempt(budget)
         return error.value.floor_bytes
 
@@ -322,7 +322,7 @@ def test_of_several_graphs_a_later_one_names_a_budget_that_does_for_all() -> Non
     for _ in range(4):  # what it names does, or the next says what does
         try:
             assert attempt(enough) <= enough
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             enough = error.floor_bytes
         else:
             return
@@ -362,7 +362,7 @@ def test_the_errors_of_a_gan_lead_to_a_budget_that_works() -> None:
     for budget in itertools.chain([1 << 19], named):
         try:
             assert attempt(budget) <= budget
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             named.append(error.floor_bytes)
     assert 1 <= len(named) <= 3
     assert named == sorted({*named})

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core import TensorKind
-from overspill.errors import InfeasibleBudget, RequestError, UnplannedError, UnsupportedError
+from overspill.errors import InfeasibleBudgetError, RequestError, UnplannedError, UnsupportedError
 from overspill.runtime.compiled import backend, plan_check
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.tracker import LiveBytes
@@ -132,7 +132,7 @@ def test_a_budget_without_room_for_what_such_a_part_keeps_is_refused() -> None:
     model = overspill.compile(PartlyEager(8, 16, 8), budget=nbytes, store="host")
     with pytest.warns(UserWarning, match="PartlyEager"):
         model(torch.randn(4, 8)).sum().backward()
-    with pytest.raises(InfeasibleBudget) as refused:
+    with pytest.raises(InfeasibleBudgetError) as refused:
         model(torch.randn(4, 8))
     assert refused.value.floor_bytes > nbytes
 
@@ -251,11 +251,11 @@ def test_by_name_an_error_before_a_call_is_that_of_the_call(monkeypatch: pytest.
     compiled(torch.randn(4, 8))
 
     def begin_call(*_: Any) -> None:
-        raise InfeasibleBudget("infeasible: said before", budget_bytes=0, floor_bytes=1, cause="")
+        raise InfeasibleBudgetError("infeasible: said before", budget_bytes=0, floor_bytes=1, cause="")
 
     with monkeypatch.context() as during:
         during.setattr(Session, "begin_call", begin_call)
-        with pytest.raises(InfeasibleBudget, match="said before"):
+        with pytest.raises(InfeasibleBudgetError, match="said before"):
             compiled(torch.randn(4, 8))
     compiled(torch.randn(4, 8))
 
@@ -384,7 +384,7 @@ def test_the_smallest_budget_is_the_floor() -> None:
     (plan,) = compiled.overspill.plans
     other = Net(8, *[64] * 3, 8)
     below = overspill.compile(other, budget=plan.budget_bytes - 1, store="host")
-    with pytest.raises(InfeasibleBudget) as error:
+    with pytest.raises(InfeasibleBudgetError) as error:
         train(below, other, [64])
     assert plan.budget_bytes <= error.value.floor_bytes <= 1.05 * plan.budget_bytes  # of a search that has less time
 

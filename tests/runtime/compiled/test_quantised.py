@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import overspill
-from overspill.errors import InfeasibleBudget, UnsupportedError
+from overspill.errors import InfeasibleBudgetError, UnsupportedError
 
 pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.filterwarnings("ignore")]
 WIDTH, LAYERS = 64, 8
@@ -210,6 +210,6 @@ def test_a_weight_with_a_second_tensor_on_its_memory_stays_on_the_device(monkeyp
             losses.append(loss.detach())
         return losses
 
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         run("50%")
     assert all(map(torch.equal, run(None), run("90%")))

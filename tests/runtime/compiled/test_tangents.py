@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import overspill
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.runtime.compiled.tangents import takes_what_is_saved, without_absent
 
 
@@ -308,5 +308,5 @@ def test_a_model_that_returns_its_loss_trains_where_no_other_has_room() -> None:
     peaks = peaks_within("1.1MiB", None, "its own and one more")
     with pytest.warns(UserWarning, match="budget"):
         next(peaks)
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         next(peaks)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core import TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.runtime.step.updates import SCALAR_BYTES
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.stores import HostStore
@@ -55,7 +55,7 @@ def test_a_model_larger_than_its_budget_is_trained_from_the_first_step_on() -> N
 
 
 def test_state_that_the_last_micro_batch_has_on_the_device_counts_in_those_before() -> None:
-    with pytest.raises(InfeasibleBudget) as refusal:
+    with pytest.raises(InfeasibleBudgetError) as refusal:
         Pair(wide, options={"budget": "1B"}).train()
     pair = Pair(wide, gradients={"accumulate": 2}, options={"budget": int(1.6 * refusal.value.floor_bytes)})
     pair.train(2)

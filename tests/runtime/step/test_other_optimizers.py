@@ -14,7 +14,7 @@ from tests.turns import rest_long
 from torch import Tensor, nn
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.runtime.reachable import same
 from overspill.runtime.tracker import LiveBytes
 
@@ -103,7 +103,7 @@ def test_what_all_parameters_are_needed_for_later_is_noticed_before_that_step() 
 
 def test_a_budget_without_room_for_all_parameters_names_the_optimizer() -> None:
     pair = Pair(Mlp, lambda p: HABITS["noise"](_Holding(p)), {}, {"budget": 20_000})
-    with pytest.raises(InfeasibleBudget, match=r"Noise.*random"):
+    with pytest.raises(InfeasibleBudgetError, match=r"Noise.*random"):
         pair.step(*pair.inputs)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
 from overspill.runtime.reachable import same_bits
 
 STEPS = 3
@@ -256,7 +256,7 @@ def test_a_recurrent_layer_trains_in_the_smallest_budget() -> None:
         try:
             found = by_step(model, x, nullcontext, f"{budget}B")
             break
-        except InfeasibleBudget as refusal:
+        except InfeasibleBudgetError as refusal:
             if refusal.floor_bytes <= budget:
                 raise
             budget = refusal.floor_bytes

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.core import TensorKind
-from overspill.errors import InfeasibleBudget, RequestError
+from overspill.errors import InfeasibleBudgetError, RequestError
 from overspill.runtime.reachable import same_bits
 
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_beside_the_other_step_is_refused() -> None:
     alone.close()
     session = overspill.Session(budget="1700KiB", store="host")
     steps = [overspill.train_step(m, nn.MSELoss(), adam(m), session=session) for m in models]
-    with pytest.raises(InfeasibleBudget, match=r"floor .* at step\.update") as error:
+    with pytest.raises(InfeasibleBudgetError, match=r"floor .* at step\.update") as error:
         [step(*batch(0)) for step in (*steps, *steps)]
     assert error.value.floor_bytes > whole_bytes(models[0])
     assert "train_step" not in str(error.value)
@@ -141,5 +141,5 @@ def test_plan_and_smallest_budget_are_known_before_a_step() -> None:
     assert fits.plan(*batch(0)).peak_bytes <= floor
     fits.close()
     below = overspill.train_step(model, nn.MSELoss(), adam(model), budget=floor - 1, store="host")
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         below.plan(*batch(0))

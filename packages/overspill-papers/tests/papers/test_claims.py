@@ -6,7 +6,7 @@ from math import factorial
 
 import pytest
 
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill_papers.papers import PAPERS, Claim, Lab, Paper, Result, Workers, claims_of, paper_named, results
 
 every_paper = pytest.mark.parametrize("paper", PAPERS, ids=[paper.name for paper in PAPERS])
@@ -70,7 +70,7 @@ def test_a_row_counts_if_it_fails_or_taking_the_mechanism_out_turns_it(
 
 def test_a_policy_without_a_schedule_is_a_result_too() -> None:
     def compute(lab: Lab) -> float:
-        raise InfeasibleBudget("no   room", budget_bytes=1, floor_bytes=2, cause="")
+        raise InfeasibleBudgetError("no   room", budget_bytes=1, floor_bytes=2, cause="")
 
     (result,) = results((Claim("p", "T", "w", "q", "1", 1.0, "x", compute),), Lab())
     assert (result.ours, result.ratio, result.agrees, result.trouble) == (None, None, False, "no room")

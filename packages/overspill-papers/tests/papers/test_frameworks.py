@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from overspill import models
 from overspill.core import Graph, LayerType, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
 from overspill.job import Job
@@ -133,6 +133,6 @@ def test_every_policy_has_a_valid_schedule_of_a_networks_layers(name: str) -> No
             chosen = policy_named(policy + suffix)
             try:
                 schedule = chosen.plan(graph, TITAN_X, unmanaged * 3 // 4 if chosen.plans_for_budget else None)
-            except InfeasibleBudget:
+            except InfeasibleBudgetError:
                 continue
             check(graph, schedule)

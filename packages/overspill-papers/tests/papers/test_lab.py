@@ -8,7 +8,7 @@ import pytest
 
 from overspill import models
 from overspill.core import Graph, LayerType, Phase, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.devices import load_device
 from overspill.job import Job
 from overspill.placement.allocators.chunked import ChunkedConfig
@@ -128,5 +128,5 @@ def test_the_largest_budget_is_one_whose_replay_fits() -> None:
     assert tight.floor_bytes(setting, policy) <= budget <= tight.device(setting).usable_bytes
     none = Lab()
     none.device = lambda _: replace(lab.device(setting), memory_bytes=1 << 20, context_bytes=0)  # type: ignore[method-assign]
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         none.run_within(setting, policy, pool)

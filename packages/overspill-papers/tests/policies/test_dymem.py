@@ -13,7 +13,7 @@ from tests.policies.plans import chain, with_menu
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.core import Algorithm, Device, Graph, LayerType, Phase, Schedule, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds
 from overspill.planning.order import depth_first
 from overspill.planning.step_program import StepProgram
@@ -291,7 +291,7 @@ def test_a_larger_budget_is_kept_and_never_slower(
 def test_below_its_floor_it_says_so(graph: Graph) -> None:
     floor = planner(graph).floor_bytes
     assert check(graph, Dymem().plan(graph, DEVICE, floor)).peak_bytes == floor
-    with pytest.raises(InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudgetError) as caught:
         Dymem().plan(graph, DEVICE, floor - 1)
     assert (caught.value.floor_bytes, caught.value.budget_bytes) == (floor, floor - 1)
 
@@ -301,7 +301,7 @@ def test_without_a_budget_there_is_what_the_device_has_beside_its_context() -> N
     floor = planner(graph).floor_bytes
     small = replace(DEVICE, memory_bytes=floor + 7, context_bytes=7)
     assert Dymem().plan(graph, small) == replace(Dymem().plan(graph, small, floor), budget_bytes=None)
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         Dymem().plan(graph, replace(small, context_bytes=8))
 
 

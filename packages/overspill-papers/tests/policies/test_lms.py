@@ -17,7 +17,7 @@ from tests.policies.plans import (
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, Phase, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import unmanaged_peak
@@ -105,7 +105,7 @@ def test_memory_is_awaited_where_it_is_needed_the_oldest_first() -> None:
 
 def test_hyperparameters_that_need_more_say_how_much() -> None:
     policy = LargeModelSupport(threshold=2, ahead=3)
-    with pytest.raises(InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudgetError) as caught:
         policy.plan(CHAIN, DEVICE, FORWARD_PEAK)
     assert caught.value.floor_bytes == PEAK
     assert policy.plan(CHAIN, DEVICE, PEAK).counts[Verb.OFFLOAD] == 0

@@ -11,7 +11,7 @@ from tests.policies.plans import chain, with_menu
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, LayerType, Phase, Schedule, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds
 from overspill.policies.base import Policy
 from overspill.policies.in_core import Liveness
@@ -175,7 +175,7 @@ def test_the_last_phase_tries_conv_before_all_and_downgrades_only_what_overflows
 def test_vdnn_all_with_memory_optimal_algorithms_decides_what_can_be_trained() -> None:
     floor = peak(MIXED, LEAST)
     assert check(MIXED, VdnnDynamic().plan(MIXED, DEVICE, floor)).peak_bytes == floor
-    with pytest.raises(InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudgetError) as caught:
         VdnnDynamic().plan(MIXED, DEVICE, floor - 1)
     assert (caught.value.floor_bytes, caught.value.budget_bytes) == (floor, floor - 1)
     assert "vdnn-dynamic's floor" in str(caught.value)
@@ -186,7 +186,7 @@ def test_without_a_budget_there_is_what_the_device_has_beside_its_context() -> N
         device = replace(DEVICE, memory_bytes=room + 7, context_bytes=7)
         made = VdnnDynamic().plan(MIXED, device)
         assert made == replace(VdnnDynamic().plan(MIXED, device, room), budget_bytes=None)
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         VdnnDynamic().plan(MIXED, replace(DEVICE, memory_bytes=peak(MIXED, LEAST) + 6, context_bytes=7))
 
 

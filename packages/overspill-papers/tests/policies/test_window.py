@@ -15,7 +15,7 @@ from tests.policies.plans import (
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, layers, network, networks
 
 from overspill.core import Device, Graph, Phase, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import unmanaged_peak
@@ -66,7 +66,7 @@ def test_with_less_memory_more_swap_outs_end_the_oldest_first() -> None:
 
 def test_a_window_larger_than_memory_says_how_much_it_needs() -> None:
     policy = Window(window_bytes=80_000)
-    with pytest.raises(InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudgetError) as caught:
         policy.plan(CHAIN, DEVICE, FORWARD_PEAK)
     # When y1 is back before step 5, only y0 is away there.
     assert caught.value.floor_bytes == floor_bytes(policy, CHAIN, DEVICE)

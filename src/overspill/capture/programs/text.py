@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidScheduleError
 
 from .storages import Call, Storages
 
@@ -50,7 +50,7 @@ class Text:
             self.line(f"del {call.container}")
 
     def _bind(self, name: str) -> None:
-        """Define a variable of the program as an alias of bound ones. Raises InvalidSchedule if it is gone."""
+        """Define a variable of the program as an alias of bound ones. Raises InvalidScheduleError if it is gone."""
         programs = self.programs
         if name in self.bound or name not in programs.values:
             return
@@ -59,7 +59,7 @@ class Text:
         elif name in programs.aliases:
             self.line(f"{name} = {self.expression(programs.aliases[name])}")
         else:
-            raise InvalidSchedule(f"{name} is not on the device where the schedule reads it")
+            raise InvalidScheduleError(f"{name} is not on the device where the schedule reads it")
         self.bound.add(name)
 
 

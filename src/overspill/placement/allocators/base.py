@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from overspill.core import Mobility
-from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
+from overspill.core.errors import InvalidLayoutError, OutOfMemoryError, RequestError
 from overspill.core.units import format_bytes
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, SimulatedDevice
 
@@ -104,9 +104,9 @@ class Allocator:
         self._idle = FreeBlocks()
 
     def allocate(self, nbytes: int, stream: int = 0, mobility: int = Mobility.MOVABLE) -> int:
-        """Return the address of a block of at least `nbytes` on `stream`; NOWHERE for no bytes. Raises OutOfMemory.
+        """Return the address of a block of at least `nbytes` on `stream`; NOWHERE for no bytes.
 
-        `mobility` is a hint for allocators that group blocks; the others ignore it.
+        `mobility` is a hint for allocators that group blocks; the others ignore it. Raises OutOfMemoryError.
         """
         if nbytes < 0:
             raise RequestError(f"cannot allocate {nbytes} bytes")
@@ -254,7 +254,7 @@ class Allocator:
         return tuple(found)
 
     def check_integrity(self) -> None:
-        """Raise InvalidLayout with the failed equation unless books and blocks agree."""
+        """Raise InvalidLayoutError with the failed equation unless books and blocks agree."""
         segments = self.segments()
         blocks = [block for segment in segments for block in segment.blocks]
         live = [block for block in blocks if block.state == "live"]
@@ -266,11 +266,11 @@ class Allocator:
         exchanged = sum(event.nbytes if event.action in GAINS else -event.nbytes for event in self.segment_log)
         self._equal("sum of the segment log", exchanged, "reserved", self.reserved.now)
         if self.reserved.now > (used := self._used_bytes()):
-            raise InvalidLayout(f"{self.name}: reserved {self.reserved.now} > used on device {used}")
+            raise InvalidLayoutError(f"{self.name}: reserved {self.reserved.now} > used on device {used}")
         # Segments do not overlap, and are full of blocks.
         for segment, following in pairwise(segments):
             if segment.address + segment.nbytes > following.address:
-                raise InvalidLayout(f"{self.name}: segments at {segment.address} and {following.address} overlap")
+                raise InvalidLayoutError(f"{self.name}: segments at {segment.address} and {following.address} overlap")
         for segment in segments:
             self._check_segment(segment)
 
@@ -286,19 +286,19 @@ class Allocator:
         for block in segment.blocks:
             self._equal("start of block", block.address, "end of the one before", end)
             if block.nbytes <= 0 or (block.state == "live" and block.requested_bytes > block.nbytes):
-                raise InvalidLayout(
+                raise InvalidLayoutError(
                     f"{self.name}: {block.requested_bytes} bytes asked for in a block of {block.nbytes}"
                 )
             if self.coalesces and block.state == before != "live":
-                raise InvalidLayout(f"{self.name}: two {before} neighbours meet at {block.address}")
+                raise InvalidLayoutError(f"{self.name}: two {before} neighbours meet at {block.address}")
             before = block.state
             end += block.nbytes
 
     def _equal(self, left: str, left_value: object, right: str, right_value: object) -> None:
         if left_value != right_value:
-            raise InvalidLayout(f"{self.name}: {left} {left_value} != {right} {right_value}")
+            raise InvalidLayoutError(f"{self.name}: {left} {left_value} != {right} {right_value}")
 
-    def _out_of_memory(self, nbytes: int) -> OutOfMemory:
+    def _out_of_memory(self, nbytes: int) -> OutOfMemoryError:
         capacity, reserved = self.capacity_bytes, self.reserved.now
         size = f"device of {format_bytes(capacity)}" if capacity is not None else "address space"
         message = (
@@ -306,7 +306,7 @@ class Allocator:
             f" {format_bytes(reserved)}, of which {format_bytes(reserved - self.allocated.now)} is free but in pieces"
             " too small or of another stream"
         )
-        return OutOfMemory(message, requested_bytes=nbytes, reserved_bytes=reserved, capacity_bytes=capacity)
+        return OutOfMemoryError(message, requested_bytes=nbytes, reserved_bytes=reserved, capacity_bytes=capacity)
 
 
 def config_or_default(name: str, config_type: type[Any], config: Any) -> Any:

@@ -114,7 +114,7 @@ class Solver(ABC):
         """Return a checked layout of `blocks`; each memory space is packed separately, and may take the whole capacity.
 
         Without `limits` a search ends when it gains little. Raises RequestError if a block cannot be placed, two pins
-        clash, or the solver does not support pins, and InvalidLayout if the solver is wrong.
+        clash, or the solver does not support pins, and InvalidLayoutError if the solver is wrong.
         """
         limits = limits or Limits(least_gain=LEAST_GAIN)
         began = time.perf_counter()

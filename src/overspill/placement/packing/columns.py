@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overspill.core import Block, Trace
-from overspill.core.errors import InvalidLayout, RequestError
+from overspill.core.errors import InvalidLayoutError, RequestError
 
 from ._packing import check_layout
 
@@ -150,20 +150,25 @@ class Columns:
             raise _badly_placed(i, int(self.alignment[i]), int(self.pinned[i]))
 
     def validate(self, offsets: Integers, peak_bytes: int, lower_bound_bytes: int) -> None:
-        """Raise InvalidLayout unless block i can be at `offsets[i]`.
+        """Raise InvalidLayoutError unless block i can be at `offsets[i]`.
 
         It checks as Layout.validate does, in native code.
         """
         if (offsets < 0).any() or (offsets % self.alignment).any():
-            raise InvalidLayout("an offset is negative, or no multiple of its alignment")
+            raise InvalidLayoutError("an offset is negative, or no multiple of its alignment")
         if ((self.pinned != ANYWHERE) & (self.pinned != offsets)).any():
-            raise InvalidLayout("a pinned block lies elsewhere")
+            raise InvalidLayoutError("a pinned block lies elsewhere")
         top, bound = self.refuse_overlaps(offsets)
         if (top, bound) != (peak_bytes, lower_bound_bytes):
-            raise InvalidLayout(f"peak {peak_bytes} and bound {lower_bound_bytes} are claimed of {top} and {bound}")
+            raise InvalidLayoutError(
+                f"peak {peak_bytes} and bound {lower_bound_bytes} are claimed of {top} and {bound}"
+            )
 
     def refuse_overlaps(self, offsets: Integers) -> tuple[int, int]:
-        """Return the peak and most live bytes, summed over the spaces. Raises InvalidLayout if live blocks overlap."""
+        """Return the peak and most live bytes, summed over the spaces.
+
+        Raises InvalidLayoutError if live blocks overlap.
+        """
         bound = 0
         for space in self.spaces:
             inside = np.flatnonzero(self.space == space)
@@ -179,7 +184,7 @@ class Columns:
             )
             if clash is not None:
                 one, two = (int(inside[block]) for block in clash)
-                raise InvalidLayout(f"the blocks at positions {one} and {two} overlap")
+                raise InvalidLayoutError(f"the blocks at positions {one} and {two} overlap")
             bound += live
         return sum(self.peaks(offsets).values()), bound
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from overspill.core import Block, Layout, Trace
-from overspill.core.errors import InvalidLayout, RequestError
+from overspill.core.errors import InvalidLayoutError, RequestError
 
 from .columns import ANYWHERE, Columns, Integers
 from .verdict import space_peaks
@@ -162,7 +162,7 @@ def refuse_pinned_overlap(blocks: Iterable[Block], where: str) -> None:
     offsets = tuple(block.pinned or 0 for block in pinned.blocks)
     try:
         Layout("pinned", offsets, sum(space_peaks(pinned, offsets).values()), pinned.lower_bound_bytes).validate(pinned)
-    except InvalidLayout as error:
+    except InvalidLayoutError as error:
         raise RequestError(f"{where}: pinned {error}; write -1 or nothing as the offset of one") from None
 
 
@@ -298,7 +298,7 @@ def _refuse_flaws(columns: Columns, names: list[str], numbers: list[int], path: 
     held = np.flatnonzero(columns.pinned != ANYWHERE)
     try:
         columns.only(held).refuse_overlaps(columns.pinned[held])
-    except InvalidLayout:
+    except InvalidLayoutError:
         blocks = (replace(block, id=numbers[block.id]) for block in columns.trace().blocks)
         refuse_pinned_overlap(blocks, f"{path}, by line")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.core.units import format_bytes
 from overspill.placement.allocators.base import SEGMENT_ACTIONS, SegmentEvent
 from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES
@@ -183,7 +183,7 @@ class _Comparison:
         self.counts.allocations += not fails
         try:
             address = self.allocator.allocate(entry.nbytes, self._numbers[entry.stream])
-        except OutOfMemory:
+        except OutOfMemoryError:
             if not fails:
                 return "the simulated allocator finds no room", None
             self.device.measure(entry.device_free)

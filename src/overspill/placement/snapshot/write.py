@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core import Frame
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.core.files import write_whole
 from overspill.placement.allocators.base import NOWHERE, Allocator, SegmentEvent, SegmentView
 from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES, round_size
@@ -143,7 +143,7 @@ class _SnapshotRun:
     def _allocate(self, nbytes: int, stream: int) -> int | None:
         try:
             return self.allocator.allocate(nbytes, stream)
-        except OutOfMemory:
+        except OutOfMemoryError:
             return None
 
 

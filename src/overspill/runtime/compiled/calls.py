@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, mutated_args, storages
-from overspill.core.errors import InvalidSchedule, UnsupportedError
+from overspill.core.errors import InvalidScheduleError, UnsupportedError
 from overspill.pytorch.autograd import keeps_graph
 from overspill.runtime.arena import storage_at, tensor_at
 from overspill.runtime.lower import Stretch
@@ -47,7 +47,7 @@ class CallsOfPlan:
         self._own = len(captured.joint.forward_outputs)
         loose = sum(bool(node.meta.get(NO_VERSION_CHECK)) for node in outputs[self._own :])
         if loose > unchecked:
-            raise InvalidSchedule(f"{loose} tensors that change cross to backward, for {unchecked} places")
+            raise InvalidScheduleError(f"{loose} tensors that change cross to backward, for {unchecked} places")
         self._place = len(outputs) - loose
         self._padding = [torch.empty(0, device="cpu")] * (unchecked - loose)
         self._saved = self._place - self._own

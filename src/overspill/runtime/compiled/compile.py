@@ -96,7 +96,7 @@ def compile(  # noqa: A001 - named as torch.compile is
 
     Raises:
         RequestError: For arguments that cannot be right.
-        InfeasibleBudget: At the first call, with the smallest budget that works.
+        InfeasibleBudgetError: At the first call, with the smallest budget that works.
         UnsupportedError: At the first call, for an unsupported model.
         StoreError: When a transfer is awaited, if the store could not hold or return bytes.
         UnplannedError: If a call, or a part of it, ran without a plan.

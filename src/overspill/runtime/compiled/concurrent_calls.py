@@ -84,7 +84,8 @@ class ConcurrentCalls:
     def settle(self, live_bytes: Callable[[Settlement], int], *, accumulates: bool) -> bool:
         """Settle how many bytes concurrent calls leave to one another; return whether any changed.
 
-        `live_bytes` returns the bytes that they have together. Raises InfeasibleBudget if they do not fit together.
+        `live_bytes` returns the bytes that they have together. Raises InfeasibleBudgetError if they do not fit
+        together.
         """
         known = {kind: others for kind, others in self.pending.beside.items() if others}
         if (accumulates, known) == self._settled:
@@ -100,7 +101,7 @@ class ConcurrentCalls:
     ) -> Room:
         """Return the Room of a call with more concurrent calls than were settled for.
 
-        Raises InfeasibleBudget as `settle` does.
+        Raises InfeasibleBudgetError as `settle` does.
         """
         self._learn_of(problem, accumulates=accumulates)
         self._make_room(live_bytes)

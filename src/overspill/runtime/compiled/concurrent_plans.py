@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, storage_bytes
 from overspill.core import Graph, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes
 from overspill.planning.gaps import may_move, swappable_gaps
 from overspill.planning.step_program import StepProgram
@@ -104,7 +104,7 @@ class GraphProblem(Generic[C]):
         return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
 
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
-        """Return the captured graph and its plan. Raises InfeasibleBudget."""
+        """Return the captured graph and its plan. Raises InfeasibleBudgetError."""
         captured = self.captured(room, budget)
         plan, within = self.plan(self, captured, budget), budget
         if room.keep_bytes is not None and self.account.has_arena:
@@ -220,10 +220,10 @@ class Settlement:
         self.least = {k: problems[k].least_bytes for k in self.kinds}
 
     def rooms(self, budget: int) -> dict[GraphKey, Room]:
-        """Return the Room of each kind of call. Raises InfeasibleBudget, with a budget that works."""
+        """Return the Room of each kind of call. Raises InfeasibleBudgetError, with a budget that works."""
         try:
             alone = {k: self._keeps(k, KNOWN_ALONE, budget) for k in self.kinds}
-        except InfeasibleBudget:
+        except InfeasibleBudgetError:
             raise self._too_small(budget, self.smallest()[0]) from None
         # First try: all keep what they would keep alone.
         if (found := self._tried(alone, {}, budget)) is not None:
@@ -240,9 +240,9 @@ class Settlement:
             return found
         raise self._too_small(budget, least_budget)
 
-    def _too_small(self, budget: int, least_budget: int) -> InfeasibleBudget:
+    def _too_small(self, budget: int, least_budget: int) -> InfeasibleBudgetError:
         calls = max(sum(others.values()) for others in self.beside.values()) + 1
-        return InfeasibleBudget(
+        return InfeasibleBudgetError(
             f"infeasible: {calls} calls wait for their backward at once, and what they keep does not fit beside one "
             f"another in {format_bytes(budget)}; {least_budget} bytes would do, or one call with the inputs stacked, "
             "or overspill.train_step",
@@ -303,7 +303,7 @@ class Settlement:
             try:
                 if self._keeps(kind, room, budget) > keeps[kind]:
                     return None
-            except InfeasibleBudget:
+            except InfeasibleBudgetError:
                 return None
             found[kind] = room
         return found

@@ -22,7 +22,7 @@ from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import captures, describe_inputs, leaves_told
 from overspill.capture.programs.functions import compile_functions
 from overspill.core import Graph
-from overspill.core.errors import InfeasibleBudget, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.planning.carried_over import carried_over
 from overspill.plans.plan import NO_LIMIT_BYTES, Plan
@@ -264,18 +264,18 @@ class GraphCompiler:
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
         """Return the result of `plan`, tried a second time if the budget is infeasible.
 
-        The second try assumes that a loss which `joint` returns is the only one. Raises InfeasibleBudget.
+        The second try assumes that a loss which `joint` returns is the only one. Raises InfeasibleBudgetError.
         """
         about, losses = (joint, self.session.part(self.examples), self.frame), self.session.losses
         known = losses.is_only(*about)
         try:
             return plan()
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             if known or not losses.take_for_only(*about):
                 raise
             try:
                 return plan()
-            except InfeasibleBudget:
+            except InfeasibleBudgetError:
                 raise error from None  # what it names would do whatever losses are made
 
     def _plan(self, graph: JointGraph) -> tuple[Captured, Plan]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes
 from overspill.plans.fit import NEAR, fit
 from overspill.plans.plan import Plan
@@ -57,7 +57,7 @@ class GraphPlans:
     def settle(self) -> bool:
         """Settle how many bytes concurrent calls leave to one another; return whether any changed.
 
-        Raises InfeasibleBudget if they do not fit together.
+        Raises InfeasibleBudgetError if they do not fit together.
         """
         return self.calls.settle(self._live_bytes, accumulates=self.accumulates)
 
@@ -67,14 +67,14 @@ class GraphPlans:
     def renew(self) -> None:
         """Drop outdated plans, after the bytes that calls leave to one another are settled.
 
-        Raises InfeasibleBudget if these do not settle within some rounds.
+        Raises InfeasibleBudgetError if these do not settle within some rounds.
         """
         if self.settle():
             self._renewal.begin_rounds()  # new concurrency was seen, of which there is only so much
         if self._renewal.is_endless():
             worst = max(self.planned, key=self.calls.needed_bytes)
             budget, needed = worst.plan.budget_bytes, self.calls.needed_bytes(worst)
-            raise InfeasibleBudget(
+            raise InfeasibleBudgetError(
                 f"infeasible: the models of this session do not fit beside one another in {format_bytes(budget)}: "
                 f"they need {format_bytes(needed)}; raise the budget",
                 budget_bytes=budget,
@@ -93,7 +93,7 @@ class GraphPlans:
     def make(self, problem: GraphProblem[C], inputs: Sequence[Any]) -> tuple[C, Planned]:
         """Return the captured graph and its plan.
 
-        Raises InfeasibleBudget, which names the shapes of `inputs`.
+        Raises InfeasibleBudgetError, which names the shapes of `inputs`.
         """
         kind, frame = problem.kind, problem.frame
         beside = self.calls.beside(kind)
@@ -110,8 +110,8 @@ class GraphPlans:
     def keep(self, planned: Planned, problem: GraphProblem[Any], here: Sequence[Tensor], known: set[int]) -> None:
         """Add the plan of a graph that reads the parameters `here` to those in use.
 
-        `known` are the ids of the parameters that all plans count. Raises InfeasibleBudget if the gradients of a later
-        graph do not fit next to an earlier backward.
+        `known` are the ids of the parameters that all plans count. Raises InfeasibleBudgetError if the gradients of a
+        later graph do not fit next to an earlier backward.
         """
         planned.parameters = tuple(id(p) for p in here)
         self.planned.append(planned)
@@ -124,12 +124,12 @@ class GraphPlans:
     def _made(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan, Room]:
         """Return a captured graph, its plan, and its Room for concurrent calls.
 
-        Room and budget may differ from those given, if these are too small. Raises InfeasibleBudget.
+        Room and budget may differ from those given, if these are too small. Raises InfeasibleBudgetError.
         """
         kind, trains = problem.kind, problem.trains
         try:
             return *self._within(problem, room if trains else ALONE, budget), room
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             retained = self._retained_by_others(kind, problem.frame)
             if self._options.limit.smallest:
                 budget = self.budget.grow(problem, room if trains else ALONE, error)
@@ -155,13 +155,13 @@ class GraphPlans:
             try:
                 for each in (*before.values(), problem):
                     pending = self._within(each, Room(pending_bytes=pending), budget)[1].retained_bytes
-            except InfeasibleBudget as error:
+            except InfeasibleBudgetError as error:
                 budget = max(error.floor_bytes, budget + 1)
             else:
                 return budget
 
     def _within(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan]:
-        """Capture and plan within `budget` bytes; on CUDA these are those of the GPU. Raises InfeasibleBudget."""
+        """Capture and plan within `budget` bytes; on CUDA these are those of the GPU. Raises InfeasibleBudgetError."""
         if room != ALONE:
             problem = problem.as_one_of_several()
         if not problem.account.has_arena:
@@ -171,19 +171,19 @@ class GraphPlans:
             try:
                 with self._loop.staying():
                     return self._fitted(problem, room, budget)
-            except InfeasibleBudget as error:
+            except InfeasibleBudgetError as error:
                 if not self._loop.may_move:
                     raise
                 refusal = error.with_traceback(None)
         try:
             return self._fitted(problem.as_one_of_several(), room, budget)
-        except InfeasibleBudget as error:
+        except InfeasibleBudgetError as error:
             if self._loop.is_in_force or error.floor_bytes < refusal.floor_bytes:
                 raise
             raise refusal from None
 
     def _fitted(self, problem: GraphProblem[C], room: Room, budget: int) -> tuple[C, Plan]:
-        """Capture and plan within `budget` bytes by the problem's account. Raises InfeasibleBudget."""
+        """Capture and plan within `budget` bytes by the problem's account. Raises InfeasibleBudgetError."""
         captured: dict[int, C] = {}
 
         def made(live: int) -> Plan:
@@ -232,7 +232,7 @@ class GraphPlans:
             # Twice: parameter and gradient.
             new = sum(2 * p.nbytes for p in here if id(p) not in known.union(planned.parameters))
             if new and planned.frame.id != latest.frame.id and planned.least_peak_bytes + new > budget:
-                raise InfeasibleBudget(
+                raise InfeasibleBudgetError(
                     f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients "
                     "of a later one do not fit beside the first one's peak of "
                     f"{format_bytes(planned.least_peak_bytes)} in "

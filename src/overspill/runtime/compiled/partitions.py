@@ -21,7 +21,7 @@ from typing import Generic
 from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.plans.account import Account
 from overspill.plans.fit import NEAR, Fit, search
@@ -90,7 +90,7 @@ class Partitioned(Generic[C]):
         return within
 
     def planned(self, options: Options, account: Account) -> Plan:
-        """Return the best plan within the budget of `options`. Raises InfeasibleBudget."""
+        """Return the best plan within the budget of `options`. Raises InfeasibleBudgetError."""
         planner = self.planner(options, account)
         return planner(account.bytes_of(options.limit, self.graph, planner))
 
@@ -99,12 +99,12 @@ class Partitioned(Generic[C]):
 
         If the usual capture's plan is slow even at best, its search waits. It begins only if no other plan is as fast
         as that. A plan within NEAR of the unmanaged step ends the search. `times` are the measured times that the plans
-        use. Raises InfeasibleBudget with the least floor if no capture has a plan.
+        use. Raises InfeasibleBudgetError with the least floor if no capture has a plan.
         """
         best: Plan | None = None
         waiting: Fit | None = None
         hoped_seconds = math.inf  # of the plan that waits
-        refusal: InfeasibleBudget | None = None
+        refusal: InfeasibleBudgetError | None = None
         enough = 0.0
         for captured in self:
             found = search_in(captured)
@@ -146,15 +146,15 @@ def _fastest(best: Plan | None, found: Plan) -> Plan:
     return found if best is None or found.step_seconds < best.step_seconds else best
 
 
-def _worked_out(found: Fit, least: InfeasibleBudget | None) -> tuple[Plan | None, InfeasibleBudget | None]:
+def _worked_out(found: Fit, least: InfeasibleBudgetError | None) -> tuple[Plan | None, InfeasibleBudgetError | None]:
     """Return the plan, or None, and the refusal with the least floor so far."""
     try:
         return found.plan(), least
-    except InfeasibleBudget as error:
+    except InfeasibleBudgetError as error:
         return None, _of_least_floor(least, error)
 
 
-def _of_least_floor(least: InfeasibleBudget | None, error: InfeasibleBudget) -> InfeasibleBudget:
+def _of_least_floor(least: InfeasibleBudgetError | None, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
     return error.with_traceback(None) if least is None or error.floor_bytes < least.floor_bytes else least
 
 

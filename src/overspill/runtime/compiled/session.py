@@ -264,8 +264,8 @@ class Session(PlannedPeaks):
     def begin_call(self, model: int, given: Any = ()) -> None:
         """Plan again before a model call if plans are outdated.
 
-        All ranks of a sharded model, which is called with `given`, plan again if one must. Raises InfeasibleBudget if
-        the plans do not settle within some rounds, and RequestError if ranks differ.
+        All ranks of a sharded model, which is called with `given`, plan again if one must. Raises InfeasibleBudgetError
+        if the plans do not settle within some rounds, and RequestError if ranks differ.
         """
         self._calling = model
         if self.plans and torch.is_grad_enabled() and self.followed.train():
@@ -311,7 +311,7 @@ class Session(PlannedPeaks):
     ) -> tuple[C, Planned]:
         """Capture the graph of `frame` with `capture` and plan it with `make`.
 
-        Returns the captured graph and its plan. Raises InfeasibleBudget if the budget cannot be met.
+        Returns the captured graph and its plan. Raises InfeasibleBudgetError if the budget cannot be met.
         """
         where = joint.device
         account = account_of(self.options, device_named(self.options.device, where), where)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_apart
 from overspill.plans.fit import fit
 from overspill.plans.plan import Plan, smallest_budget
@@ -89,7 +89,7 @@ class SessionBudget:
             self._renewal.is_asked = True
             self._renewal.begin_rounds()
 
-    def grow(self, problem: GraphProblem[Any], room: Room, error: InfeasibleBudget) -> int:
+    def grow(self, problem: GraphProblem[Any], room: Room, error: InfeasibleBudgetError) -> int:
         """Return the new smallest budget if a graph needs more than those before.
 
         Such a graph belongs to a further model, or to a larger batch.
@@ -118,5 +118,5 @@ class SessionBudget:
 
 
 def _planned(problem: GraphProblem[Any], captured: HasGraph, budget_bytes: int) -> Plan:
-    """Return the plan of one graph within a budget. Raises InfeasibleBudget."""
+    """Return the plan of one graph within a budget. Raises InfeasibleBudgetError."""
     return fit(lambda live: problem.plan(problem, captured, live), problem.account.of_card, budget_bytes)

@@ -18,7 +18,7 @@ from overspill.capture.compiled.joint import storages
 from overspill.capture.compiled.kernels import kernel_settings
 from overspill.capture.compiled.whole_step import CapturedStep, OutsideGraph
 from overspill.core import Graph, TensorKind
-from overspill.core.errors import InfeasibleBudget, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.plans.account import Account
 from overspill.plans.plan import Plan, smallest_budget
@@ -318,7 +318,7 @@ class StepPlans:
         try:
             around = (*outside, (TensorKind.OPTIMIZER_STATE, staying))
             return self._planned(inputs, around, stored, budget, partition)
-        except InfeasibleBudget:
+        except InfeasibleBudgetError:
             if not staying:
                 raise
         return self._planned(inputs, outside, frozenset(state), budget, partition)
@@ -371,7 +371,7 @@ class StepPlans:
         with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
             try:
                 plan = agreed(budget)
-            except InfeasibleBudget as error:
+            except InfeasibleBudgetError as error:
                 if not may_grow:
                     raise
                 self._fixed_budget = budget = error.floor_bytes

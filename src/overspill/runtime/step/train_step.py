@@ -124,7 +124,7 @@ class TrainStep(PlannedPeaks):
         dataclass. Then the step returns the same structure, without gradients.
 
         With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is their
-        mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. An error that leaves the step
+        mean. Raises InfeasibleBudgetError, UnsupportedError, RequestError or StoreError. An error that leaves the step
         unfinished says so. Then only the same inputs are accepted, and the call finishes the step.
         """
         return self._state.gate.alone(lambda: self._step(inputs), steps=True)
@@ -264,7 +264,7 @@ class TrainStep(PlannedPeaks):
         """Return the plan of a step on `inputs`, without running it.
 
         With several micro-batches, return that of the last. Raises the errors of a step before it begins, above all
-        InfeasibleBudget.
+        InfeasibleBudgetError.
         """
 
         def planned() -> Plan:
@@ -418,7 +418,7 @@ def train_step(
     Raises:
         RequestError: For a request that cannot be right, here or at the first call.
         UnsupportedError: For an unsupported model or optimizer, here or at the first call.
-        InfeasibleBudget: At the first call with inputs of a kind, with the smallest budget that works.
+        InfeasibleBudgetError: At the first call with inputs of a kind, with the smallest budget that works.
         StoreError: In a step, if the store failed; `step.resume()` finishes the step.
     """
     from_host_to = gpu_named(device, model)

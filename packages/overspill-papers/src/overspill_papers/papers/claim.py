@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import isclose
 from types import MappingProxyType
 
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 
 from .lab import Lab
 from .workers import StillMadeError
@@ -191,5 +191,5 @@ def _computed(claim: Claim, lab: Lab) -> tuple[float | None, str]:
     """Return our figure, or None and the reason."""
     try:
         return claim.compute(lab), ""
-    except (InfeasibleBudget, RequestError) as error:
+    except (InfeasibleBudgetError, RequestError) as error:
         return None, " ".join(str(error).split())

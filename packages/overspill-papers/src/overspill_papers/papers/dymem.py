@@ -20,7 +20,7 @@ from functools import partial
 from statistics import fmean
 
 from overspill.core import LayerType, Op, Phase
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill_papers.placement import size_pool
 
 from .chainer import Parts
@@ -99,7 +99,7 @@ def _least(setting: LabSetting, policy: str, lab: Lab) -> list[PolicyRun]:
     for share in SHARES:
         try:
             found.append(lab.run(setting, policy, int(share * floor)))
-        except InfeasibleBudget:
+        except InfeasibleBudgetError:
             continue
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from overspill.core import Device, Graph, LayerType, Op, Phase, Tensor, TensorKind
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds, with_algorithms
 from overspill.devices import load_device
 from overspill.policies import Policy, policy_named
@@ -134,7 +134,7 @@ class Lab:
     def run(self, setting: LabSetting, policy: str | Policy, budget_bytes: int | None = None) -> PolicyRun:
         """Return the run of `policy`, within `budget_bytes` if it plans for budgets.
 
-        The default is the device's free memory. Raises InfeasibleBudget if such a policy finds no schedule.
+        The default is the device's free memory. Raises InfeasibleBudgetError if such a policy finds no schedule.
         """
         chosen = policy_named(self.replaced(str(policy)))
         budget = self.device(setting).usable_bytes if budget_bytes is None else budget_bytes
@@ -152,8 +152,8 @@ class Lab:
     def run_within(self, setting: LabSetting, policy: str | Policy, pool: PaperPool) -> tuple[PolicyRun, int]:
         """Return the run at the largest budget that fits `pool` on the device, and that budget.
 
-        Smaller budgets are assumed to fit better, so the search bisects the range some times. Raises InfeasibleBudget
-        if not even the least budget fits.
+        Smaller budgets are assumed to fit better, so the search bisects the range some times. Raises
+        InfeasibleBudgetError if not even the least budget fits.
         """
         key = (setting, str(policy), pool)
         if self.replaced(str(policy)) != str(policy):  # without the mechanism, what it would do is not asked to fit
@@ -170,7 +170,7 @@ class Lab:
         low, high = self.floor_bytes(setting, policy), usable
         run = self.run(setting, policy, low)
         if not run.fits(pool):
-            raise InfeasibleBudget(
+            raise InfeasibleBudgetError(
                 f"{pool.allocator} has no room for the step on the device, not even at the least budget",
                 budget_bytes=usable,
                 floor_bytes=run.reserved_bytes(pool),
@@ -191,7 +191,7 @@ class Lab:
         if key not in self._floors:
             try:
                 self._floors[key] = self.run(setting, policy, 1).peak_bytes
-            except InfeasibleBudget as error:
+            except InfeasibleBudgetError as error:
                 self._floors[key] = error.floor_bytes
         return self._floors[key]
 

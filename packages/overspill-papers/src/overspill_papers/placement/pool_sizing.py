@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.core.units import format_bytes
 from overspill.placement.allocators.result import Replay
 from overspill.placement.allocators.two_ended import (
@@ -43,7 +43,8 @@ def size_pool(
 
     The device has `capacity_bytes` (None: unlimited). The first iteration runs in `first_bytes`. Then the smallest gap
     that it left between the two ends is removed, except for `beta_bytes`. An iteration that fails is restarted with
-    `beta_bytes` more (§3.3.3, §5.5). Raises RequestError without an iteration or a β, and OutOfMemory if an iteration
+    `beta_bytes` more (§3.3.3, §5.5). Raises RequestError without an iteration or a β, and OutOfMemoryError if an
+    iteration
     fails in the first main space, or in any.
     """
     if not iterations or beta_bytes < 1:
@@ -71,9 +72,9 @@ def size_pool(
     return PoolSizing(tuple(pools), failures)
 
 
-def _no_room(events: Events, pool_bytes: int, capacity_bytes: int | None) -> OutOfMemory:
+def _no_room(events: Events, pool_bytes: int, capacity_bytes: int | None) -> OutOfMemoryError:
     live = events.peak_requested_bytes
-    return OutOfMemory(
+    return OutOfMemoryError(
         f"an iteration with {format_bytes(live)} live at once fails in a main space of {format_bytes(pool_bytes)}",
         requested_bytes=live,
         reserved_bytes=pool_bytes,

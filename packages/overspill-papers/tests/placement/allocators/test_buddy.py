@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.core import Block, Trace
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.placement import allocator_named, layout_of
 from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import BestFitConfig, BuddyConfig, CnmemConfig
@@ -128,12 +128,12 @@ class TestBestFit:
         last = allocator.allocate(6 * MIB)
         allocator.free(last)
         assert allocator.allocate(8 * MIB) == last
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(1)
 
     def test_a_device_without_room_for_the_first_page_is_asked_again(self) -> None:
         allocator = make("best-fit", None, 3)
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(4 * MIB)
         allocator.allocate(2 * MIB)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.placement import allocator_named
 from overspill.placement.allocators.base import Allocator
 from overspill_papers.placement import BfcConfig, ChainerConfig, CnmemConfig, MxnetConfig
@@ -106,7 +106,7 @@ class TestTensorflow:
     def test_regions_stay_without_garbage_collection(self) -> None:
         allocator = make("tensorflow", 40, BfcConfig(garbage_collection=False))
         allocator.free(allocator.allocate(16 * MIB))
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(30 * MIB)
         assert allocator.retries == 0
 
@@ -165,7 +165,7 @@ class TestMxnet:
         allocator = make("mxnet", 100)
         allocator.allocate(98 * MIB)
         allocator.allocate(2 * MIB)
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(1)
 
     @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ class TestChainer:
     def test_at_its_limit_the_pool_fails_without_giving_blocks_back(self) -> None:
         allocator = make("chainer", None, ChainerConfig(limit_bytes=10 * MIB))
         allocator.free(allocator.allocate(8 * MIB))
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(9 * MIB)
         assert allocator.reserved.now == 8 * MIB
         assert allocator.retries == 0
@@ -257,19 +257,19 @@ class TestCnmem:
     def test_a_fixed_pool_does_not_grow(self) -> None:
         allocator = make("cnmem", None, CnmemConfig(pool_bytes=4 * MIB, grows=False))
         allocator.allocate(3 * MIB)
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(2 * MIB)
 
     def test_nothing_ever_goes_back(self) -> None:
         allocator = make("cnmem", 20)
         allocator.free(allocator.allocate(12 * MIB))
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(14 * MIB)
         assert allocator.reserved.now == 12 * MIB
 
     def test_a_pool_larger_than_the_device_fails_at_the_first_allocation(self) -> None:
         allocator = make("cnmem", 20, CnmemConfig(pool_bytes=30 * MIB))
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(1)
 
     def test_a_pool_that_can_serve_nothing_is_refused(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.core import Block, Mobility, Trace
-from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.placement import ALLOCATE, FREE, Events, allocator_named, layout_of, minimum_capacity, replay
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.two_ended import TwoEndedConfig, needed_pool_bytes
@@ -58,7 +58,7 @@ def test_figure_6_what_lies_apart_does_not_coalesce(make: Make) -> None:
         (512, "live"),
         (1024, "free"),
     ]
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate(1025 * MIB)
 
 
@@ -77,7 +77,7 @@ def test_figure_7_the_tensor_that_four_layers_need_does_not_part_the_free_ones(
     if fits:
         assert allocator.allocate(400 * MIB) == first
     else:
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemoryError):
             allocator.allocate(400 * MIB)
 
 
@@ -135,7 +135,7 @@ def test_a_pool_that_does_not_grow_is_full_when_its_ends_meet(make: Make) -> Non
     allocator.allocate(12 * MIB)
     last = allocator.allocate(8 * MIB, mobility=TEMPORARY)
     assert allocator.spread_bytes == allocator.reserved.now == 20 * MIB
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate(1)
     allocator.free(last)
     assert allocator.spread_bytes == 12 * MIB
@@ -202,11 +202,11 @@ def test_table_2_training_fails_less_often_with_a_larger_beta() -> None:
 def test_a_pool_cannot_be_sized_by_nothing_or_for_more_than_the_device() -> None:
     with pytest.raises(RequestError, match="at least one"):
         size_pool([])
-    with pytest.raises(OutOfMemory, match=r"10\.0 GiB"):
+    with pytest.raises(OutOfMemoryError, match=r"10\.0 GiB"):
         size_pool(growing(11 << 10))
-    with pytest.raises(OutOfMemory, match=r"2\.0 GiB .*1000\.0 MiB"):
+    with pytest.raises(OutOfMemoryError, match=r"2\.0 GiB .*1000\.0 MiB"):
         size_pool(growing(500, 2000), capacity_bytes=1000 * MIB)
-    with pytest.raises(OutOfMemory, match="main space"):
+    with pytest.raises(OutOfMemoryError, match="main space"):
         size_pool([growing(500)[0], Events.from_rows([(ALLOCATE, 0, 1 << 60, 0)])])
 
 

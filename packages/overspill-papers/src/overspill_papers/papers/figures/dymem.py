@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from overspill.core import LayerType, Phase
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill_papers.papers.dymem import (
     ALL,
     BASE,
@@ -83,7 +83,7 @@ def _throughput(lab: Lab) -> Mapping[str, Curve]:
         for label, policy in POLICIES.items():
             try:
                 curves[label][batch] = batch / lab.run(replace(RESNET_50, batch=batch), policy).seconds
-            except InfeasibleBudget:  # it cannot train at that batch, nor at a larger one
+            except InfeasibleBudgetError:  # it cannot train at that batch, nor at a larger one
                 continue
     return curves
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from overspill.core import Phase
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill_papers.papers.lab import MIB, Lab, LabSetting, network_wide_bytes
 from overspill_papers.papers.layers import bytes_by_kind, bytes_of, most_at_once, spans, weighted
 from overspill_papers.papers.run import PolicyRun
@@ -80,7 +80,7 @@ def _runs(settings: Sequence[LabSetting], policies: Mapping[str, str], lab: Lab)
         for label, policy in policies.items():
             try:
                 found[_name(setting), label] = lab.run(setting, policy)
-            except InfeasibleBudget:  # its bar is missing, as where the paper has a star
+            except InfeasibleBudgetError:  # its bar is missing, as where the paper has a star
                 continue
     return found
 

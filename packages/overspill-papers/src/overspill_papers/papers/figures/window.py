@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudgetError
 from overspill_papers.papers.lab import Lab, LabSetting
 from overspill_papers.papers.run import PaperPool
 from overspill_papers.papers.window import (
@@ -39,7 +39,7 @@ def _budgets(pool: PaperPool, lab: Lab) -> Mapping[str, Curve]:
     for batch in RESNET_BATCHES:
         try:
             run, budget = lab.run_within(resnet(batch), SCHEDULE, pool)
-        except InfeasibleBudget:  # the curve ends here
+        except InfeasibleBudgetError:  # the curve ends here
             break
         budgets[batch], used[batch] = budget / GB, run.reserved_bytes(pool) / GB
     return {"budget": budgets, "memory used": used}
@@ -53,7 +53,7 @@ def _over_batches(setting: LabSetting, lab: Lab, *, memory: bool) -> Mapping[str
             there = replace(setting, batch=batch)
             try:
                 run = lab.run(there, BASE) if label == "baseline" else lab.run_within(there, SCHEDULE, pool)[0]
-            except InfeasibleBudget:
+            except InfeasibleBudgetError:
                 break
             if not run.fits(pool):
                 break
