@@ -62,6 +62,8 @@ class Device(Saved):
     """What a node sends to the next node in a collective; 0: as inside a node."""
     network_latency_seconds: float = 0.0
     """Of one hop from a node to the next one."""
+    host_update_bytes_per_second: float = 0.0
+    """What an update on the host reads and writes of gradients, weights and optimizer state; 0: unknown."""
     index: int | None = None
     """The number of the CUDA device on this machine, or ELSEWHERE for a GPU that this machine does not have.
 
@@ -85,3 +87,7 @@ class Device(Saved):
     def prefetch_seconds(self, nbytes: int) -> float:
         """Return the seconds to bring `nbytes` back, with nothing else running."""
         return self.transfer_latency_seconds + nbytes / self.prefetch_bytes_per_second
+
+    def host_update_seconds(self, nbytes: int) -> float:
+        """Return the seconds of an update on the host that reads and writes `nbytes`."""
+        return self.op_overhead_seconds + nbytes / self.host_update_bytes_per_second

@@ -14,12 +14,15 @@ class Verb(StrEnum):
     """Kinds of instructions.
 
     Offload and Prefetch only start a transfer; the Awaits block the compute stream. Start begins a collective, which
-    the Run or Recompute of its op then ends. Without a Start these do both.
+    the Run or Recompute of its op then ends. Without a Start these do both. RunOnHost starts an op of the update in
+    host memory, on the copies in the store: the host runs such ops in order. Later transfers of what the op reads or
+    writes wait for its end, and nothing else does, not even the end of the step.
     """
 
     RUN = "run"
     RECOMPUTE = "recompute"
     START = "start"
+    RUN_ON_HOST = "run_on_host"
     OFFLOAD = "offload"
     AWAIT_OFFLOAD = "await_offload"
     PREFETCH = "prefetch"
@@ -27,7 +30,7 @@ class Verb(StrEnum):
     FREE = "free"
 
 
-OF_OPS = (Verb.RUN, Verb.RECOMPUTE, Verb.START)
+OF_OPS = (Verb.RUN, Verb.RECOMPUTE, Verb.START, Verb.RUN_ON_HOST)
 """Verbs whose target is an op."""
 
 

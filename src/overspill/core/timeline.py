@@ -19,12 +19,16 @@ _COLLECTIVES = frozenset(CollectiveKind)
 
 
 class Stream(StrEnum):
-    """Where an instruction runs: the compute stream, a copy stream for each direction, or that of collectives."""
+    """Where an instruction runs: the compute stream, a copy stream for each direction, or that of collectives.
+
+    Or the host, which updates what is in the store.
+    """
 
     COMPUTE = "compute"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
     COMMUNICATION = "communication"
+    HOST_UPDATE = "host update"
 
 
 COPIES = (Stream.OFFLOAD, Stream.PREFETCH)
@@ -99,13 +103,19 @@ class Timeline(Saved):
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """The streams of the step; that of collectives only if the step has any."""
-        return tuple(Stream) if self.communication_seconds else tuple(Stream)[:-1]
+        """The streams of the step; those of collectives and of the host only if the step has any."""
+        used = {event.stream for event in self.events}
+        return tuple(stream for stream in Stream if stream in used or stream in (Stream.COMPUTE, *COPIES))
 
     @cached_property
     def communication_seconds(self) -> float:
         """Seconds in which collectives run."""
         return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.COMMUNICATION), 0.0)
+
+    @cached_property
+    def host_update_seconds(self) -> float:
+        """Seconds in which the host updates what is in the store; some may be of the step before."""
+        return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.HOST_UPDATE), 0.0)
 
     @cached_property
     def host_seconds(self) -> float:

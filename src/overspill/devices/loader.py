@@ -191,6 +191,7 @@ def _checked(device: Device, path: Path) -> Device:
         "link_latency_seconds": device.link_latency_seconds,
         "network_bytes_per_second": device.network_bytes_per_second,
         "network_latency_seconds": device.network_latency_seconds,
+        "host_update_bytes_per_second": device.host_update_bytes_per_second,
     }
     for field, figure in not_negative.items():
         if not figure >= 0:

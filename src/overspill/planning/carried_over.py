@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from difflib import SequenceMatcher
 
-from overspill.core import Graph, Instruction, Op, Schedule, Verb
+from overspill.core import OF_OPS, Graph, Instruction, Op, Schedule, Verb
 from overspill.core.errors import InvalidScheduleError
 from overspill.simulate import check
 
@@ -31,7 +31,7 @@ def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | N
     made: list[Instruction] = []
     # Translate the instructions, running the extra ops on the way.
     for instruction in schedule.instructions:
-        if instruction.verb not in RUNS:
+        if instruction.verb not in OF_OPS:
             if (tensor := tensors.get(instruction.target)) is not None:
                 made.append(replace(instruction, target=tensor))
         elif (op := ops.get(instruction.target, -1)) >= 0:
@@ -74,7 +74,7 @@ def _freed_after_use(made: list[Instruction], graph: Graph) -> tuple[Instruction
             used.update(dict.fromkeys(_touched(instruction, graph.ops[instruction.target]), index))
         elif instruction.verb is Verb.FREE:
             freed[instruction.target] = index
-        else:
+        elif instruction.verb not in OF_OPS:
             used[instruction.target] = index
     # Replace those frees.
     stay = {tensor.id for tensor in graph.tensors if tensor.persistent} | set(graph.outputs)

@@ -96,7 +96,7 @@ class _Gathering:
             op = self.ops[target]
             again = verb is Verb.RECOMPUTE
             reads, writes = (op.recompute_reads, op.recompute_writes) if again else (op.reads, op.writes)
-            comes = writes
+            comes = () if verb is Verb.RUN_ON_HOST else writes
         else:  # a transfer has to find, and to leave, a tensor as it was planned
             reads, writes = (), (target,)
             comes = (target,) if verb is Verb.PREFETCH else ()

@@ -130,7 +130,7 @@ class _Overlap:
         return found
 
     def _touched(self, verb: Verb, target: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if verb is Verb.RUN:
+        if verb in (Verb.RUN, Verb.RUN_ON_HOST):
             return self.graph.ops[target].reads, self.graph.ops[target].writes
         if verb is Verb.RECOMPUTE:
             return self.graph.ops[target].recompute_reads, self.graph.ops[target].recompute_writes

@@ -9,7 +9,9 @@ A persistent tensor starts PRESENT, or in the store if the schedule says so. It 
 Movable tensors that no op writes have a copy in the store from the start, because an earlier step offloaded them. A
 LEAVING tensor can still be read, not written or freed. An ARRIVING one takes its bytes already but cannot be read.
 Start begins a collective: its results are ARRIVING until its Run or Recompute. Until then the tensors that it reads may
-be neither freed nor written. This file shares no code with the policies or with the clocked machine.
+be neither freed nor written. RunOnHost runs an op of the update on copies in the store. They are the current ones of
+all that it reads, and none that it writes is on the device; then the store has the new values. This file shares no code
+with the policies or with the clocked machine.
 """
 
 from __future__ import annotations
@@ -99,6 +101,12 @@ class _Machine:
         self.phase = 0
         self.seen = _versions_in_order(graph)
         self.live_bytes = graph.persistent_bytes
+        self._ops = {
+            Verb.RUN: self._run,
+            Verb.RECOMPUTE: self._recompute,
+            Verb.START: self._start,
+            Verb.RUN_ON_HOST: self._run_on_host,
+        }
         # Tensors that are in the store between steps.
         for tensor in stored_between_steps:
             if not (graph.tensors[tensor].persistent and graph.tensors[tensor].movable):
@@ -113,13 +121,9 @@ class _Machine:
     def execute(self, instruction: Instruction, index: int) -> None:
         """Execute one instruction. Raises InvalidScheduleError."""
         self._find(instruction)
+        if (does := self._ops.get(instruction.verb)) is not None:
+            does(self.graph.ops[instruction.target], instruction.algorithm, index)
         match instruction.verb:
-            case Verb.RUN:
-                self._run(self.graph.ops[instruction.target], instruction.algorithm, index)
-            case Verb.RECOMPUTE:
-                self._recompute(self.graph.ops[instruction.target], instruction.algorithm, index)
-            case Verb.START:
-                self._start(self.graph.ops[instruction.target], instruction.algorithm, index)
             # Transfers: tensors keep their bytes until freed, and take them from the start.
             case Verb.OFFLOAD:
                 self._move(instruction.target, _State.PRESENT, _State.LEAVING)
@@ -174,18 +178,8 @@ class _Machine:
 
     def _run(self, op: Op, algorithm: int, index: int) -> None:
         """Run an op, in any order in which it sees the same versions as in the graph's."""
-        phase = _PHASES.index(op.phase)
-        if op.id in self.ran:
-            raise InvalidScheduleError(f"op {op.id} is out of order: it ran before")
-        if phase < self.phase and not self.graph.whole_step:
-            raise InvalidScheduleError(f"op {op.id} is out of order: it belongs to the {op.phase} phase, which is over")
-        self.phase = phase
-        # It must read and write the versions that it has in the graph's order.
         self._need(op.reads)
-        if tuple(self.version[t] for t in op.reads + op.writes) != self.seen[op.id]:
-            raise InvalidScheduleError(
-                f"op {op.id} is out of order: what it reads or writes is not as the graph has it there"
-            )
+        self._in_order(op)
         # New tensors appear; others must not be in transfer.
         started = self._end(op, index)
         self._not_held(op.writes)
@@ -199,6 +193,36 @@ class _Machine:
         self.ran[op.id] = self._versions(op)
         if not started:
             self._note_peak(self._workspace(op, algorithm), index)
+
+    def _run_on_host(self, op: Op, _algorithm: int, _index: int) -> None:
+        """Run an op of the update on the copies in the store."""
+        if op.phase is not Phase.UPDATE or op.collective is not None:
+            raise InvalidScheduleError("the host runs updates alone")
+        self._in_order(op)
+        for tensor in op.reads:
+            if self.stored.get(tensor) != self.version[tensor]:
+                name = self.graph.tensors[tensor].name
+                raise InvalidScheduleError(f"reads {name}, of which the store holds no copy, or an old one")
+        for tensor in op.writes:
+            if self.state[tensor] is not _State.ABSENT:
+                name, state = self.graph.tensors[tensor].name, self.state[tensor].name.lower()
+                raise InvalidScheduleError(f"writes {name}, which is {state} on the device")
+            self.version[tensor] += 1
+            self.stored[tensor] = self.version[tensor]
+        self.ran[op.id] = self._versions(op)
+
+    def _in_order(self, op: Op) -> None:
+        """Check that an op has not run, and reads and writes the versions that it has in the graph's order."""
+        phase = _PHASES.index(op.phase)
+        if op.id in self.ran:
+            raise InvalidScheduleError(f"op {op.id} is out of order: it ran before")
+        if phase < self.phase and not self.graph.whole_step:
+            raise InvalidScheduleError(f"op {op.id} is out of order: it belongs to the {op.phase} phase, which is over")
+        self.phase = phase
+        if tuple(self.version[t] for t in op.reads + op.writes) != self.seen[op.id]:
+            raise InvalidScheduleError(
+                f"op {op.id} is out of order: what it reads or writes is not as the graph has it there"
+            )
 
     def _recompute(self, op: Op, algorithm: int, index: int) -> None:
         if not op.recomputable:

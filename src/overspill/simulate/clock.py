@@ -1,10 +1,17 @@
-"""Simulate a Schedule on a Device: compute stream, two copy streams, that of collectives, and host."""
+"""Simulate a Schedule on a Device: compute stream, two copy streams, that of collectives, host, and its updates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from overspill.core import HOST, Device, Event, Graph, Instruction, Schedule, Stall, Stream, Timeline, Verb
+from overspill.core.errors import RequestError
+
+STEPS = 12
+"""The most steps in a row that are simulated until one begins as the step before it."""
+SAME = 1e-9
+"""The share of a step by which two steps may begin differently."""
 
 
 def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> Timeline:
@@ -17,17 +24,37 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
     The host issues one instruction after another, and nothing starts before it is issued. An op takes the host the
     device's `op_overhead_seconds` (part of the op's own time too), a transfer its `transfer_host_seconds`. A GPU runs
     behind its host, which never waits. A CPU runs ops itself, so transfers hold up compute there.
+
+    Updates on the host may reach into the next step, which then waits for what it needs of them. The Timeline is that
+    of a step in a row of equal steps, once each begins with as much left to do. If STEPS steps do not get there, it is
+    the first one, which then ends with its updates: no row of steps takes longer.
     """
-    clock = _Clock(graph, device, seconds, schedule.stored)
-    for index, instruction in enumerate(schedule.instructions):
-        clock.step(index, instruction)
-    return Timeline(
-        tuple(clock.events), tuple(clock.stalls), tuple(clock.live), max(clock.now, clock.host), tuple(clock.times)
-    )
+    if schedule.counts[Verb.RUN_ON_HOST] and not device.host_update_bytes_per_second:
+        raise RequestError(
+            f"how fast the host of {device.name} updates weights is unknown: its device file has no "
+            "host_update_bytes_per_second, which `overspill calibrate` measures here"
+        )
+    first = clock = _Clock(graph, device, seconds, schedule)
+    for _ in range(STEPS if schedule.counts[Verb.RUN_ON_HOST] else 1):
+        left = clock.left()
+        if clock.began_with(left):
+            return clock.timeline()
+        clock = _Clock(graph, device, seconds, schedule, left)
+    made = first.timeline()
+    return replace(made, step_seconds=max([made.step_seconds, *(e.end_seconds for e in made.events)]))
 
 
 class _Clock:
-    def __init__(self, graph: Graph, device: Device, seconds: Sequence[float], stored: tuple[int, ...]) -> None:
+    """One step on the clock; `behind` has the seconds from its start until the host has updated each tensor."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        device: Device,
+        seconds: Sequence[float],
+        schedule: Schedule,
+        behind: dict[int, float] | None = None,
+    ) -> None:
         self.graph = graph
         self.nbytes = [tensor.nbytes for tensor in graph.tensors]
         self.device = device
@@ -40,13 +67,37 @@ class _Clock:
         self.flying: dict[int, tuple[float, int]] = {}
         self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}
-        self.present = {t.id for t in graph.tensors if t.persistent} - set(stored)
-        self.bytes = graph.persistent_bytes - sum(graph.tensors[t].nbytes for t in stored)
+        # Until when the host works on a tensor's copy in the store.
+        self.behind = behind or {}
+        self.updated = dict(self.behind)
+        self.host_free = max(self.updated.values(), default=0.0)
+        self.held: dict[tuple[Stream, int], float] = {}  # transfers that waited for it
+        self.present = {t.id for t in graph.tensors if t.persistent} - set(schedule.stored)
+        self.bytes = graph.persistent_bytes - sum(graph.tensors[t].nbytes for t in schedule.stored)
         self.ran: set[int] = set()  # collectives that have ended once
         self.events: list[Event] = []
         self.stalls: list[Stall] = []
         self.live: list[int] = []
         self.times: list[float] = []
+        for index, instruction in enumerate(schedule.instructions):
+            self.step(index, instruction)
+
+    @property
+    def end(self) -> float:
+        """The seconds of the step, without updates on the host that reach into the next one."""
+        return max(self.now, self.host)
+
+    def left(self) -> dict[int, float]:
+        """Return the seconds from the end of the step until the host has updated each tensor."""
+        return {t: until - self.end for t, until in self.updated.items() if until > self.end}
+
+    def began_with(self, left: dict[int, float]) -> bool:
+        """Return whether the step began with the updates `left`."""
+        return left.keys() == self.behind.keys() and all(abs(left[t] - self.behind[t]) <= SAME * self.end for t in left)
+
+    def timeline(self) -> Timeline:
+        """Return the step's Timeline."""
+        return Timeline(tuple(self.events), tuple(self.stalls), tuple(self.live), self.end, tuple(self.times))
 
     def step(self, index: int, instruction: Instruction) -> None:
         """Advance the clock by one instruction."""
@@ -62,6 +113,8 @@ class _Clock:
             peak = (self._end if communicates else self._compute)(index, instruction)
         elif verb is Verb.START:
             peak = self._start(index, instruction, again=target in self.ran)
+        elif verb is Verb.RUN_ON_HOST:
+            self._run_on_host(index, instruction)
         elif verb is Verb.OFFLOAD:
             self._transfer(index, instruction, Stream.OFFLOAD, self.device.offload_seconds(self.nbytes[target]))
         elif verb is Verb.PREFETCH:
@@ -138,22 +191,43 @@ class _Clock:
             self.stalls.append(Stall(index, self.now, self.host, HOST))
             self.now = self.host
 
-    def _transfer(self, index: int, instruction: Instruction, stream: Stream, duration: float) -> None:
+    def _run_on_host(self, index: int, instruction: Instruction) -> None:
+        """Start an op on the host, which runs those started before it first."""
+        op = self.graph.ops[instruction.target]
+        self._issue(index)
+        start = max(self.now, self.host, self.host_free)
+        moved = op.moved_bytes or sum(self.nbytes[t] for t in op.reads + op.writes)
+        self.host_free = start + self.device.host_update_seconds(moved)
+        self.updated.update(dict.fromkeys(op.reads + op.writes, self.host_free))
+        if not self.device.runs_behind_host:  # it takes cores that compute would have
+            self.running.append((start, self.host_free))
+        self.events.append(Event(index, instruction.verb, op.id, Stream.HOST_UPDATE, start, self.host_free))
+
+    def _issue(self, index: int) -> None:
+        """Spend the host's time to start a transfer or an update."""
         if self.device.transfer_host_seconds:
             self.host = self.device.transfer_host_seconds + (
                 self.host if self.device.runs_behind_host else max(self.host, self.now)
             )
             if not self.device.runs_behind_host:
                 self._keep_up(index)
+
+    def _transfer(self, index: int, instruction: Instruction, stream: Stream, duration: float) -> None:
+        self._issue(index)
         free = self.link_free[stream] if self.device.full_duplex else max(self.link_free.values())
         start = max(self.now, self.host, free)
+        if (updated := self.updated.get(instruction.target, 0.0)) > start:
+            self.held[stream, instruction.target] = start = updated
         self.link_free[stream] = start + duration
         self.arrival[stream, instruction.target] = start + duration
         self.running.append((start, start + duration))
         self.events.append(Event(index, instruction.verb, instruction.target, stream, start, start + duration))
 
     def _wait(self, index: int, tensor: int, stream: Stream) -> None:
-        self._wait_until(index, self.arrival[stream, tensor], f"{stream} of {self.graph.tensors[tensor].name}")
+        name = self.graph.tensors[tensor].name
+        if (held := self.held.pop((stream, tensor), None)) is not None:
+            self._wait_until(index, held, f"{Stream.HOST_UPDATE} of {name}")
+        self._wait_until(index, self.arrival[stream, tensor], f"{stream} of {name}")
 
     def _wait_until(self, index: int, arrival: float, cause: str) -> None:
         if arrival > self.now:

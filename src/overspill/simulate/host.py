@@ -27,7 +27,7 @@ def issues_of(schedule: Schedule, device: Device, timeline: Timeline) -> Iterato
     started: set[int] = set()  # collectives that run
     for index, instruction in enumerate(schedule.instructions):
         seconds = 0.0
-        if instruction.verb in (Verb.OFFLOAD, Verb.PREFETCH):
+        if instruction.verb in (Verb.OFFLOAD, Verb.PREFETCH, Verb.RUN_ON_HOST):
             seconds = device.transfer_host_seconds
         elif instruction.verb in OF_OPS and device.runs_behind_host and instruction.target not in started:
             seconds = device.op_overhead_seconds
