@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from tests.simulate.graphs import DEVICE, Layer, network
 
-from overspill.core import Device, Graph, LayerType, Schedule
-from overspill.core.errors import PolicyError, RequestError
+from overspill.core import Device, Graph, LayerType, Schedule, Verb
+from overspill.core.errors import InfeasibleBudgetError, PolicyError, RequestError
 from overspill.plans.comparison import BASELINE, Comparison, compare, in_order
 from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies import POLICIES, Policy
@@ -159,3 +159,19 @@ def test_the_bound_has_a_curve_from_the_least_that_any_plan_takes_to_the_unmanag
         if row.plan is not None:
             assert row.plan.step_seconds >= min(s for nbytes, s in bounds if nbytes >= min(row.plan.peak_bytes, whole))
     assert Comparison((), DEVICE, budget).bounds() == ()
+
+
+@pytest.mark.parametrize("policy", [name for name in sorted(POLICIES) if POLICIES[name].offloads and name != "auto"])
+def test_a_policy_that_moves_tensors_is_refused_where_device_and_host_share_one_memory(
+    graph: Graph, policy: str
+) -> None:
+    with pytest.raises(InfeasibleBudgetError, match="frees nothing"):
+        make_plan(graph, replace(DEVICE, unified_memory=True), policy, LIMITLESS)
+
+
+def test_auto_recomputes_alone_where_device_and_host_share_one_memory(graph: Graph) -> None:
+    budget = int(0.95 * unmanaged_peak(graph, DEVICE))
+    assert make_plan(graph, DEVICE, "auto", budget).schedule.counts[Verb.OFFLOAD] > 0
+    shared = make_plan(graph, replace(DEVICE, unified_memory=True), "auto", budget)
+    assert shared.peak_bytes <= budget
+    assert shared.schedule.counts[Verb.OFFLOAD] == 0 < shared.schedule.counts[Verb.RECOMPUTE]

@@ -64,6 +64,8 @@ class Device(Saved):
     """Of one hop from a node to the next one."""
     host_update_bytes_per_second: float = 0.0
     """What an update on the host reads and writes of gradients, weights and optimizer state; 0: unknown."""
+    unified_memory: bool = False
+    """Whether its memory is the host's too, so that a tensor that moves to the host frees nothing."""
     index: int | None = None
     """The number of the CUDA device on this machine, or ELSEWHERE for a GPU that this machine does not have.
 

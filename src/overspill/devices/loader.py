@@ -37,7 +37,10 @@ _ALIASES = {
     "3080ti": "rtx3080ti", "3090": "rtx3090", "4060": "rtx4060", "4060ti16gb": "rtx4060ti-16gb", "4070": "rtx4070",
     "4080": "rtx4080", "4090": "rtx4090", "5090": "rtx5090", "2080ti": "rtx2080ti", "1080ti": "gtx1080ti",
     "rtxa6000": "a6000", "a1024gb": "a10", "l424gb": "l4", "l40s48gb": "l40s", "b200sxm": "b200",
-    "p4024gb": "p40", "t416gb": "t4",
+    "p4024gb": "p40", "t416gb": "t4", "5080": "rtx5080",
+    "gh200480gb": "gh200", "gh20096gb": "gh200", "gb200nvl72": "gb200", "dgxspark": "gb10",
+    "rtxpro6000blackwell": "rtx-pro-6000", "rtxpro6000blackwellworkstationedition": "rtx-pro-6000",
+    "rtxpro6000blackwellserveredition": "rtx-pro-6000", "rtxpro6000blackwellmaxqworkstationedition": "rtx-pro-6000",
 }  # fmt: skip
 
 

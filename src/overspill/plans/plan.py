@@ -20,6 +20,8 @@ from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
 
+RECOMPUTING = "checkpoint-cost"
+"""What `auto` is on a device whose memory is the host's too."""
 NO_LIMIT_BYTES = 1 << 60
 """More than any device has: the budget for a policy that makes one schedule."""
 
@@ -180,10 +182,15 @@ def make_plan(
 ) -> Plan:
     """Return the checked and simulated plan of `policy`.
 
-    Raises InfeasibleBudgetError if its peak is over `budget_bytes`, unless the policy has no limit.
+    With unified memory `auto` is `checkpoint-cost`, for the store is in the memory that is short. Raises
+    InfeasibleBudgetError if its peak is over `budget_bytes`, unless the policy has no limit.
     """
     begun = time.perf_counter()
     chosen = policy_named(policy)
+    if device.unified_memory and chosen.offloads:
+        if chosen.name != "auto":
+            raise _frees_nothing(graph, device, chosen, budget_bytes)
+        chosen = policy_named(RECOMPUTING)
     schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None, times)
     if not isinstance(schedule, Schedule):
         raise RequestError(
@@ -242,6 +249,19 @@ def retained_bytes(graph: Graph, schedule: Schedule) -> int:
         elif instruction.verb is Verb.PREFETCH and not graph.tensors[target].persistent:
             present.add(target)
     return sum(graph.tensors[t].nbytes for t in present)
+
+
+def _frees_nothing(graph: Graph, device: Device, policy: Policy, budget_bytes: int) -> InfeasibleBudgetError:
+    """Return the error of a policy that moves tensors, on a device whose memory is the host's too."""
+    cause = f"{device.name} shares its memory with the host, so that what {policy} moves frees nothing"
+    hint = f"policy {RECOMPUTING} recomputes instead, and auto takes it"
+    return InfeasibleBudgetError(
+        f"infeasible: {cause}; {hint}",
+        budget_bytes=budget_bytes,
+        floor_bytes=unmanaged_peak(graph, device),
+        cause=cause,
+        hints=(hint,),
+    )
 
 
 def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudgetError:

@@ -23,8 +23,11 @@ def devices_table(devices: Iterable[Device]) -> Table:
             format_bytes(device.memory_bytes),
             _flop_rate(device.flops_per_second["float32"]),
             _rate(device.memory_bytes_per_second),
-            _rate(device.offload_bytes_per_second),
-            _rate(device.prefetch_bytes_per_second),
+            *(
+                ("one memory", "one memory")
+                if device.unified_memory
+                else (_rate(device.offload_bytes_per_second), _rate(device.prefetch_bytes_per_second))
+            ),
         )
         for device in devices
     ]

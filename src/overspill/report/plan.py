@@ -267,9 +267,13 @@ def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
 def step_notes(plan: Plan) -> list[str]:
     """Return notes for readers of a plan on the tensors that may move in its step.
 
-    For a whole step they give what is in the store between steps, and the updates that wait for a gradient norm.
-    Otherwise they say whether the policy's paper moves more than activations.
+    With unified memory nothing does. For a whole step they give what is in the store between steps, and the updates
+    that wait for a gradient norm. Otherwise they say whether the policy's paper moves more than activations.
     """
+    if plan.device.unified_memory:
+        return [
+            f"{plan.device.name} shares its memory with the host: moving tensors there frees nothing, so none moves."
+        ]
     if not plan.graph.whole_step:
         name = plan.schedule.policy.partition(":")[0]
         note = policy_named(name).note_on(plan.graph) if name in POLICIES else None

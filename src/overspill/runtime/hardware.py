@@ -58,6 +58,7 @@ def device_noun(device: torch.device) -> Device:
         context_bytes=_context_bytes(index, known),
         context_low_bytes=0,
         context_high_bytes=0,
+        unified_memory=bool(torch.cuda.get_device_properties(index).is_integrated),
     )
 
 
