@@ -69,7 +69,7 @@ def test_a_plan_of_a_script_says_that_it_is_not_run_so(overspill: Overspill, scr
     [
         ("plan --optimizer adamw8bit --whole-step", "--optimizer adamw8bit: --whole-step runs"),
         ("compare --gpus 2", "--parallel ddp: plans are of one GPU"),
-        ("sweep --inference", "--optimizer: a plan is of a training step, and this is inference"),
+        ("sweep --inference", "a plan is of a training step, and this is inference"),
         ("train --quantize 4bit --lora 4", "--quantize 4bit: estimated and planned, not trained"),
         ("plan --attention efficient", "--attention efficient: a kernel of GPUs"),
         ("plan --dtype amp", "amp scales the loss by a GradScaler"),

@@ -46,6 +46,8 @@ def test_several_guesses_are_joined() -> None:
         did_you_mean("resnet5", ["resnet50", "resnet152", "vgg16"], most=2)
         == "; did you mean 'resnet50' or 'resnet152'?"
     )
+    # Of names with as few mistakes, the first.
+    assert did_you_mean("Adamv", ["adamw", "adam"]) == "; did you mean 'adamw'?"
 
 
 @pytest.fixture

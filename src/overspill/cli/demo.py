@@ -33,13 +33,8 @@ MODEL, BATCH, OPTIMIZER, BUDGET, STEPS = (
     "45%",
     5,
 )
-PAGE = "overspill-demo.html"
-
 Page = Annotated[
-    Path | None,
-    optional(
-        "FILE.html", f"Where the report page goes.  [default: {PAGE}, here or in the temporary directory]", "--report"
-    ),
+    Path | None, optional("FILE.html", "Where the report page goes.  [default: the temporary directory]", "--report")
 ]
 NoOpen = Annotated[bool, typer.Option("--no-open", help="Name the report page; do not open it in a browser.")]
 
@@ -60,7 +55,7 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
         narrator.now(f"capturing and planning {MODEL}")
         with _one_thread():
             trained = run_training(job, Options(BUDGET, store="host"), narrator, steps=STEPS, device="cpu", check=True)
-        page = report or _default_page()
+        page = report or Path(tempfile.mkdtemp(prefix="overspill-"), "demo.html")
         _write_page(trained, page)
     # Open the page for who can look at it.
     if not (no_open or json) and _has_display():
@@ -85,16 +80,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _default_page() -> Path:
-    """Return a writable path for the page.
-
-    It is in the current directory, or in the temporary directory if the current one is not writable.
-    """
-    here = Path(PAGE)
-    writable = os.access(here if here.exists() else here.absolute().parent, os.W_OK)
-    return here if writable else Path(tempfile.gettempdir(), PAGE)
 
 
 def _write_page(trained: Trained, path: Path) -> None:

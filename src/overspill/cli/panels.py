@@ -7,11 +7,15 @@ from typing import Any
 
 import typer
 
+from overspill.job import Job
+from overspill.job.ways import ways_of
+
 HELP_ALL = "--help-all"
 _REST = "Output"
 PANELS: Mapping[str, str] = {
-    "Model": "batch optimizer dtype seq-len image-size small script iterations time-limit allow-writes mxnet "
-    "tensorflow onnx input inference generate",
+    "Model": "batch optimizer dtype seq-len image-size small",
+    "Scripts, inference, other frameworks": "script iterations time-limit allow-writes inference generate mxnet "
+    "tensorflow onnx input",
     "Training": "steps accumulate clip-norm clip-value set-to-none checkpointing reentrant attention channels-last "
     "shift-logits loss-chunks keep-outputs offload-optimizer cudnn-benchmark check checksum",
     "Fine-tuning": "lora lora-targets lora-dropout quantize upcast",
@@ -26,11 +30,11 @@ FIRST = frozenset(
      "check", "report", "json")
 )  # fmt: skip
 """The options that `--help` shows where a command has more than a dozen."""
-NEVER: Mapping[str, str] = {
-    "train": "script iterations time-limit allow-writes mxnet tensorflow onnx input inference generate gpus parallel "
-    "param-dtype reduce-dtype cpu-offload micro-batches quantize upcast keep-outputs offload-optimizer "
-    "cudnn-benchmark"
-}
+NEVER: Mapping[str, frozenset[str]] = {
+    "train": frozenset(
+        " ".join((PANELS["Scripts, inference, other frameworks"], PANELS["Several GPUs"])).split()
+    ) | {name.replace("_", "-") for name, way in ways_of(Job).items() if not way.trained}
+}  # fmt: skip
 """Options that a command refuses whatever their value, with a line that says why: no help shows them."""
 _MANY = 12
 COMMAND_PANELS: Mapping[str, str] = {
@@ -49,7 +53,7 @@ def arrange(commands: Mapping[str, Any], *, everything: bool) -> None:
     for name, command in commands.items():
         options = [one for one in command.params if isinstance(one, typer.core.TyperOption)]
         short = not everything and len(options) > _MANY
-        never = set(NEVER.get(name, "").split())
+        never = NEVER.get(name, frozenset())
         for option in options:
             word = _word(option)
             if option.is_flag:

@@ -18,11 +18,24 @@ T = TypeVar("T")
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Mapping[str, str] | None = None) -> str:
     """Return `; did you mean 'auto'?` for a close name, otherwise a full stop.
 
-    It ends the first sentence of a message. `shown_as` maps aliases to the names to show.
+    It ends the first sentence of a message. `shown_as` maps aliases to the names to show. The name with the fewest
+    typing mistakes comes first, and of several such the first of `known`.
     """
-    found = get_close_matches(name.lower(), tuple(known), n=most, cutoff=0.5)
+    typed, names = name.lower(), tuple(known)
+    close_enough = get_close_matches(typed, names, n=len(names), cutoff=0.5) if names else []
+    found = sorted(close_enough, key=lambda known: (_mistakes(typed, known), names.index(known)))[:most]
     close = dict.fromkeys((shown_as or {}).get(key, key) for key in found)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+
+
+def _mistakes(typed: str, meant: str) -> int:
+    """Return how many letters are missing, too many or wrong: the edit distance."""
+    row = list(range(len(meant) + 1))
+    for at, letter in enumerate(typed, 1):
+        before, row[0] = row[0], at
+        for to, other in enumerate(meant, 1):
+            before, row[to] = row[to], min(row[to] + 1, row[to - 1] + 1, before + (letter != other))
+    return row[-1]
 
 
 def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from overspill import models
 from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
 from overspill.models import DTYPES, BuiltModel, is_eight_bit
 
 from .model import GivenModel, NamedModel, Script
@@ -111,12 +112,12 @@ class Job:
     quantize: str | None = way(
         str, None,
         "bitsandbytes' weights: 4bit (as QLoRA), 4bit-single, 8bit.  [default: as the model's configuration says]",
-        INFERENCE, metavar="BITS", choices=("4bit", "4bit-double", "4bit-single", "8bit"),
+        INFERENCE, metavar="BITS", choices=("4bit", "4bit-double", "4bit-single", "8bit"), trained=False,
     )  # fmt: skip
     upcast: bool | None = way(
         bool, None,
         "Of --quantize: all else is float32, as by peft.  [default: it is]",
-        flag="--upcast/--no-upcast",
+        flag="--upcast/--no-upcast", trained=False,
     )  # fmt: skip
     shift_logits: bool | None = way(
         bool, None,
@@ -131,14 +132,19 @@ class Job:
     keep_outputs: bool | None = way(
         bool, None,
         "Outputs live until the next step, as in `out = model(…)`.  [default: they do not]",
-        flag="--keep-outputs/--no-keep-outputs",
+        flag="--keep-outputs/--no-keep-outputs", trained=False,
     )  # fmt: skip
-    offload_optimizer: bool = way(bool, False, "Optimizer, state and update on the host.", COMPILED)
+    offload_optimizer: bool = way(bool, False, "Optimizer, state and update on the host.", COMPILED, trained=False)
     cudnn_benchmark: bool = way(
-        bool, False, "cuDNN tries its engines, as with torch.backends.cudnn.benchmark.", INFERENCE
+        bool, False, "cuDNN tries its engines, as with torch.backends.cudnn.benchmark.", INFERENCE, trained=False
     )
     generate: int = way(
-        int, 0, "With --inference: make N tokens, with a cache of keys and values.", INFERENCE, metavar="N"
+        int,
+        0,
+        "With --inference: make N tokens, with a cache of keys and values.",
+        INFERENCE,
+        metavar="N",
+        trained=False,
     )
 
     def __post_init__(self) -> None:
@@ -155,7 +161,8 @@ class Job:
         dtype = str(self.dtype).lower().removeprefix("torch.")  # it may be torch's own
         object.__setattr__(self, "dtype", _SHORT.get(dtype, dtype))
         if self.dtype not in DTYPES:
-            raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}", fields=["dtype"])
+            hint = did_you_mean(self.dtype, DTYPES)
+            raise RequestError(f"unknown dtype {self.dtype!r}{hint} Dtypes: {', '.join(DTYPES)}", fields=["dtype"])
         check_values(ways_of(self), self)
         if self.generate < 0:
             raise RequestError(
@@ -364,7 +371,7 @@ class Job:
              f"{self.name}: a job of another framework is estimated and not planned; name a model"),
             # A plan is of one GPU's training step in a steady state.
             (not self.trains or self.optimizer is None, ["optimizer"],
-             "optimizer=: a plan is of a training step, and this is inference; let an optimizer train it"),
+             "a plan is of a training step, and this is inference; give an optimizer in place of it"),
             (self.dtype == "amp", ["dtype"],
              "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"),
             (kind not in (None, "fsdp"), ["parallel"],
@@ -396,10 +403,13 @@ class Job:
 
         A job with 4-bit or 8-bit weights or optimizers, which bitsandbytes computes, is planned but not trained.
         """
-        self.check_planned(whole_step=whole_step)
         first_of(
             (self.parallel is not None, ["parallel"],
-             "parallel=: planned here, and trained by train_step of a model in fully_shard; leave it out"),
+             ("one GPU trains here; several train by your script with overspill.train_step, of a model in "
+              "fully_shard")),
+        )  # fmt: skip
+        self.check_planned(whole_step=whole_step)
+        first_of(
             (isinstance(self.model, Script), ["model"],
              f"script='{self.name}': estimated and planned, not trained; run it by python, or name a model"),
             (self.quantize, ["quantize"],

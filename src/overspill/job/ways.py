@@ -27,6 +27,8 @@ class Way:
     """The option as typer writes it, if not the field's name."""
     goes_with: frozenset[str]
     """The cases in which it is supported."""
+    trained: bool
+    """Whether `overspill train` takes it; otherwise it is for estimates and plans."""
 
 
 def way(
@@ -38,12 +40,13 @@ def way(
     positive: bool = False,
     choices: tuple[str, ...] = (),
     flag: str | None = None,
+    trained: bool = True,
 ) -> Any:
     """Return a field of Job that is an option of training.
 
     Without `goes_with` it is refused in every special case.
     """
-    said = Way(kind, default, help, metavar, positive, choices, flag, frozenset(goes_with))
+    said = Way(kind, default, help, metavar, positive, choices, flag, frozenset(goes_with), trained)
     return field(default=default, metadata={"way": said})
 
 

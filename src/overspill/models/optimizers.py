@@ -11,20 +11,20 @@ from overspill.core.registry import did_you_mean
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# Name: the class, in torch.optim or in `eight_bit`, and its arguments; all else is torch's default.
+# Name, by use: the class, in torch.optim or in `eight_bit`, and its arguments; all else is torch's default.
 _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 1e-3}),
+    "adam": ("Adam", {"lr": 1e-3}),
     "sgd": ("SGD", {"lr": 0.01}),
     "momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
-    "adam": ("Adam", {"lr": 1e-3}),
-    "adamw": ("AdamW", {"lr": 1e-3}),
     "adagrad": ("Adagrad", {"lr": 0.01}),
     "rmsprop": ("RMSprop", {"lr": 0.01}),
     "adafactor": ("Adafactor", {"lr": 0.01}),
-    "adam8bit": ("Blockwise8bit", {"states": 2, "paged": False}),
     "adamw8bit": ("Blockwise8bit", {"states": 2, "paged": False}),
+    "adam8bit": ("Blockwise8bit", {"states": 2, "paged": False}),
     "lion8bit": ("Blockwise8bit", {"states": 1, "paged": False}),
-    "paged-adam8bit": ("Blockwise8bit", {"states": 2, "paged": True}),
     "paged-adamw8bit": ("Blockwise8bit", {"states": 2, "paged": True}),
+    "paged-adam8bit": ("Blockwise8bit", {"states": 2, "paged": True}),
     "paged-lion8bit": ("Blockwise8bit", {"states": 1, "paged": True}),
 }
 

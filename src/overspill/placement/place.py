@@ -9,6 +9,7 @@ import numpy as np
 
 from overspill.core import Trace
 from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
 from overspill.plans.plan import Plan
 from overspill.policies import IDEAS
 from overspill.simulate import trace_of
@@ -53,7 +54,9 @@ def check_placer(name: str, *others: str) -> None:
     if name not in PLACERS:
         if name.lower() in IDEAS:
             raise RequestError(f"nothing that places blocks is called {name!r}: {IDEAS[name.lower()]}")
-        raise RequestError(f"nothing that places blocks is called {name!r}. There are {', '.join((*others, *PLACERS))}")
+        known = dict.fromkeys((*others, *PLACERS))
+        hint = did_you_mean(name, known)
+        raise RequestError(f"nothing that places blocks is called {name!r}{hint} There are {', '.join(known)}")
 
 
 def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
