@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-from overspill.core import Graph, Schedule
+from overspill.capture.compiled.whole_step import UPDATE
+from overspill.core import Graph, Instruction, Schedule, Verb
 from overspill.core.errors import InvalidScheduleError
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.gaps import earliest_return, latest_release, swappable_gaps
@@ -71,3 +72,58 @@ def drawn(seed: int) -> Iterator[str]:
         yield Drawn.name
     finally:
         del POLICIES._known[Drawn.name]
+
+
+class OnHost(Policy):
+    """Lets the host do all updates, with weights on the device from their first use to their last."""
+
+    name, summary, source = "on-host", "all updates on the host", "these tests"
+    offloads = unlimited = True
+
+    def _plan(self, graph: Graph, *_: Any) -> Schedule:
+        updates = [op for op in graph.ops if op.name == UPDATE and all(graph.tensors[t].movable for t in op.writes)]
+        on_host = {op.id for op in updates}
+        stored = {t for op in updates for t in op.writes}
+        last = {t: op.id for op in graph.ops if op.id not in on_host for t in (*op.reads, *op.writes)}
+        made: list[Instruction] = []
+        here: set[int] = set()
+        gone: set[int] = set()
+
+        def leave(tensor: int) -> None:
+            made.extend(Instruction(verb, tensor) for verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD))
+
+        for op in graph.ops:
+            if op.id in on_host:
+                for tensor in {*op.reads} - stored - gone:
+                    leave(tensor)
+                    gone.add(tensor)
+                    if not graph.tensors[tensor].persistent:
+                        made.append(Instruction(Verb.FREE, tensor))
+                made.append(Instruction(Verb.RUN_ON_HOST, op.id))
+                continue
+            for tensor in {*op.reads, *op.writes} & stored - here:
+                made.extend(Instruction(verb, tensor) for verb in (Verb.PREFETCH, Verb.AWAIT_PREFETCH))
+                here.add(tensor)
+            made.append(Instruction(Verb.RUN, op.id))
+            for tensor in {*op.reads, *op.writes}:
+                used_on_host = any(tensor in u.reads for u in updates)
+                if last[tensor] == op.id and tensor in stored:
+                    made.append(Instruction(Verb.FREE, tensor))
+                elif (
+                    last[tensor] == op.id
+                    and not used_on_host
+                    and not graph.tensors[tensor].persistent
+                    and tensor not in graph.outputs
+                ):
+                    made.append(Instruction(Verb.FREE, tensor))
+        return Schedule(self.name, tuple(made), None, tuple(sorted(stored)))
+
+
+@contextmanager
+def on_host() -> Iterator[str]:
+    """The name of the policy, which is there while this lasts."""
+    POLICIES._known[OnHost.name] = OnHost
+    try:
+        yield OnHost.name
+    finally:
+        del POLICIES._known[OnHost.name]

@@ -21,6 +21,7 @@ from overspill.capture.compiled.whole_step import MUTATION
 from overspill.core.errors import OverspillError
 from overspill.runtime.emitter import HANDLE_PREFIX, HOLDS
 from overspill.runtime.transfer.engine import TransferEngine
+from overspill.runtime.transfer.host_lane import stopped_update
 from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
 
 from .generated import Generated, Line, generated
@@ -149,6 +150,8 @@ class ProgramRun:
             if (found := function.stopped(error.__traceback__)) is not None:
                 self.position, values = found
                 self._live, self._values = list(values), list(values.values())
+            if (stopped := stopped_update(error)) is not None:
+                self.changed, self.lost = True, f"the update of {stopped}"
             raise
 
     def where(self) -> tuple[int | None, str]:

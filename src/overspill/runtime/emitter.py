@@ -28,7 +28,7 @@ from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, stora
 from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.result_memory import into_memory
 from overspill.capture.compiled.scratch import reduces_in_place
-from overspill.capture.compiled.whole_step import MUTATION
+from overspill.capture.compiled.whole_step import MUTATION, UPDATE
 from overspill.capture.programs.functions import ProgramFunction, allocated_as, compile_functions
 from overspill.core import Instruction, Op, Verb
 from overspill.core.errors import InvalidScheduleError
@@ -75,6 +75,7 @@ class Emitter:
         # Updates that are merged into one call.
         self.groups: dict[int, tuple[int, ...]] = {}
         self.together: Together | None = None
+        self.updates_on_host = False
         self.last_touch: dict[int, int] = {}
         self.now = 0
         self.fake_mode = next(
@@ -146,6 +147,8 @@ class Emitter:
 
     def finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
         """Return the graph with these outputs, which AOTAutograd describes as `descs`."""
+        if self.updates_on_host:
+            self._call(ops.end_updates, (self.engine,), "updates_on_host")
         if self.memory is not None:
             self._call(ops.hold, (self.memory,), "held_arena")
         self.graph.output(tuple(outputs)).meta["desc"] = descs
@@ -181,6 +184,8 @@ class Emitter:
             started.target = StartCollective(started.target)
             started.meta = {"val": None, OP_ID: target, DOES: (verb, target)}
             self.started[target] = started
+        elif verb is Verb.RUN_ON_HOST:
+            self._run_on_host(self.captured.graph.ops[target])
         elif verb is Verb.FREE:
             self._free(target)
         # Transfers: a call of the engine, whose result is a handle or the arriving tensor.
@@ -242,6 +247,26 @@ class Emitter:
         new.meta[MUTATION] = replace(first, layer=f"{first.layer} and {len(nodes) - 1} others")
         for op in group:
             self._touch(*op.reads, *op.writes)
+
+    def _run_on_host(self, op: Op) -> None:
+        """Emit the start of an update on the store's copies of what the op reads and writes."""
+        node = self.captured.nodes[op.id]
+        mutation = node.meta.get(MUTATION)
+        if mutation is None or mutation.op != UPDATE:
+            raise InvalidScheduleError(f"{op.name} of {op.layer} is no update, and cannot run on the host")
+        if lacking := [t for t in (*op.reads, *op.writes) if t not in self.handles]:
+            raise InvalidScheduleError(f"{self.captured.graph.tensors[lacking[0]].name} is not in the store for its update")
+        # Its arguments are views of what is in the store.
+        there = Values(self.captured, self.graph)
+        for tensor in dict.fromkeys((*op.reads, *op.writes)):
+            root = self._only_root(tensor)
+            there[root] = self._call(ops.on_host, (self.handles[tensor], self.engine), f"on_host_{root.name}")
+        args = tuple(fx.node.map_arg(node.args, there.resolve))
+        reads, writes = (tuple(self.handles[tensor] for tensor in of) for of in (op.reads, op.writes))
+        call = ops.UpdateOnHost(node.target, self.engine, mutation.layer or op.name)
+        new = self._call(call, (args, reads, writes), node.name)
+        new.meta.update({OP_ID: op.id, DOES: (Verb.RUN_ON_HOST, op.id), MUTATION: mutation})
+        self.updates_on_host = True
 
     def _recompute(self, op: Op) -> None:
         node = self.captured.nodes[op.id]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import fx
 
 from overspill.capture.compiled.whole_step import UPDATE, Mutation
+from overspill.core import Verb
 from overspill.runtime.emitter import DOES
 
 _LITERALS = (int, bool, str, type(None))
@@ -133,7 +134,9 @@ class _Writer:
         before, after = [], []
         if asks and DOES in node.meta:
             before.append("    may_go_on()")
-        if mutation is not None:
+        if node.meta.get(DOES, ("",))[0] is Verb.RUN_ON_HOST:  # it only starts an update, which tells what it has done
+            after.append("    progress.changed = True")
+        elif mutation is not None:
             before.append(f"    progress.lost = {str(mutation)!r}")
             if mutation.op == UPDATE:
                 before.append("    progress.changed = True")

@@ -27,10 +27,14 @@ from overspill.pytorch.optimizers import (
     global_step_post_hooks,
     global_step_pre_hooks,
 )
+from overspill.pytorch.trees import tree_map_only
 
 from .optimizer_outside import FEW, Outside
 from .reachable import tensors_in
 from .tracker import LiveBytes
+from .transfer.forks import ForkedLock
+
+_NO_HOOKS = ForkedLock()
 
 
 def is_own(optimizer: Optimizer) -> bool:
@@ -58,12 +62,38 @@ def own_step(optimizer: Optimizer) -> None:
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
+def as_of_now(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of torch.optim with the settings of now, and no parameters, state or hooks.
+
+    It keeps nothing on its object, so that it can step in another thread while the user changes settings.
+    """
+    made = object.__new__(type(optimizer))
+    vars(made).update({k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith(OF_OPTIMIZER)})
+    settings = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    made.param_groups = [{"params": [], **tree_map_only(Tensor, torch.clone, of)} for of in settings]
+    made.state = defaultdict(dict)
+    return made
+
+
+def plain_step(optimizer: Optimizer) -> None:
+    """Call the `step` of an optimizer that `as_of_now` has made."""
+    step = type(optimizer).step
+    with torch.enable_grad():
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 @contextmanager
 def no_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Call no step hooks of `optimizer`, nor of all optimizers, within the context.
 
-    They keep their places in their tables, over which a step may be looping now.
+    They keep their places in their tables, over which a step may be looping now. One thread at a time is in it.
     """
+    with _NO_HOOKS.lock, _without_hooks(optimizer):
+        yield
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
     tables: list[dict[int, Any]] = [global_step_pre_hooks, global_step_post_hooks]
     tables += [getattr(optimizer, name) for name in STEP_HOOKS if hasattr(optimizer, name)]
     kept = [dict(table) for table in tables]

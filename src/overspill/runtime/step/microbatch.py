@@ -29,6 +29,7 @@ from overspill.runtime.transfer.host_memory import give_back
 
 from .call import StepCall
 from .checks import step_post_hooks
+from .host_updates import begin_updates
 from .in_arena import settle
 from .plans import LOSS_BYTES, Compiled, StepPlans
 from .state import StepState
@@ -49,6 +50,8 @@ class MicrobatchRunner:
         # Run the instructions.
         assert compiled is not None
         assert run is not None
+        if compiled.on_host and self._state.engine is not None:
+            begin_updates(self._state.engine.updates, map(self._state.owned.__getitem__, compiled.on_host))
         told = None if recorder is None else instrumented(compiled.program, compiled.plan.graph, recorder)
         with torch.no_grad(), DisableAutocast(), tracker or nullcontext():
             loss, *results = run.go_on(self._state.gate.may_go_on, told)

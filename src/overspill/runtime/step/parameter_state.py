@@ -13,6 +13,7 @@ from overspill.pytorch.storages import storage_key
 from overspill.runtime.reachable import replace_in, tensors_in
 
 from .from_host import as_on_host
+from .host_updates import as_of_step
 from .learned import Leaves, Needs, moves
 from .residency import Residency, Resident, Spec
 
@@ -112,8 +113,13 @@ class ParameterState:
 
         `scale` multiplies its gradient. `state` has the order of `leaves`.
         """
-        for factor in self.factors:
-            gradient.mul_(factor)
+        now = as_of_step()
+        if now is None:
+            for factor in self.factors:
+                gradient.mul_(factor)
+        else:  # in the store, where the loop may still have it
+            for factor in now.factors.get(self.name, ()):
+                gradient = gradient.mul(factor)
         self.updates.update(self, parameter, gradient, scale, *state)
 
 

@@ -17,7 +17,7 @@ from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
 from overspill.capture.compiled.kernels import kernel_settings
 from overspill.capture.compiled.whole_step import CapturedStep, OutsideGraph
-from overspill.core import Graph, TensorKind
+from overspill.core import Graph, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.plans.account import Account
@@ -95,6 +95,8 @@ class Compiled:
     """Tensors read where they are. Another step's model may have them in its store."""
     partition: float | None
     """The `activation_memory_budget` of the partition; None with eager kernels."""
+    on_host: tuple[str, ...]
+    """The parameters that are updated on the host."""
 
     def at(self, place: Place) -> frozenset[str]:
         """Return the residents that are at `place` when the program begins."""
@@ -429,6 +431,7 @@ class StepPlans:
             found.known.settled(),
             outside,
             captured.partition,
+            tuple(str(names[captured.updated_by(op)]) for op in plan.schedule.targets(Verb.RUN_ON_HOST)),
         )  # fmt: skip
 
     def _idle(self, names: Iterable[str | int], plan: Plan) -> tuple[str, ...]:

@@ -26,12 +26,14 @@ from overspill.core.units import format_bytes
 from overspill.costs.library_ops import SLICE_BYTES
 from overspill.pytorch.optimizers import foreach_norm
 from overspill.runtime.optimizer_outside import Changes, Outside
-from overspill.runtime.optimizer_step import is_own, lent, own_step, temporary_bytes, tried
+from overspill.runtime.optimizer_step import is_own, lent, own_step, plain_step, temporary_bytes, tried
 from overspill.runtime.optimizers import PROBE_STEPS, measured_once, scaled
 from overspill.runtime.reachable import tensors_in
 
+from .host_updates import as_of_step
 from .learned import Learned, Leaves, Needs, Watching, learned
 from .parameter_state import Loan, ParameterState
+from .residency import Spec
 from .trials import AHEAD, Trials
 
 ELEMENTWISE = frozenset(
@@ -139,7 +141,7 @@ class OptimizerUpdates:
                 self._learn_together()
         elif kind not in self._learned:
             steps = AHEAD + (0 if self.trials is None else self.trials.steps)
-            found = learned(self.optimizer, [(self._number(group), like)], steps, self._given)
+            found = learned(self.optimizer, [(self.number_of(group), like)], steps, self._given)
             if found is not None and found.draws and self.trials is not None:
                 self.trials.found_to_draw()
                 self.outgrown = True
@@ -238,7 +240,8 @@ class OptimizerUpdates:
             return
         given = dict(zip(owned.leaves, state, strict=True))
         after, rest = {}, _without(owned.content, given)
-        for rows in self._slices(parameter, owned.group, new=not owned.content):
+        new = not owned.content and as_of_step() is None  # on the host there is memory for state that is made
+        for rows in self._slices(parameter, owned.group, new=new):
             if rows is ...:
                 part = _Part(owned, parameter, gradient, scale, given, rest)
             else:  # each slice begins with the state that the first had, as its step count
@@ -281,20 +284,22 @@ class OptimizerUpdates:
         # Hand the optimizer a parameter with gradient and state for each part.
         lists: dict[int, list[Tensor]] = {}
         lent_parts = []
+        now = as_of_step()
+        optimizer, step = (self.optimizer, own_step) if now is None else (now.optimizers[self], plain_step)
         for owned, rows, gradient, scale, given, rest in parts:
             part = rows.detach().requires_grad_()
             part.grad = self._gradient(gradient, scale)
-            lists.setdefault(self._number(owned.group), []).append(part)
+            lists.setdefault(self.number_of(owned.group) if now is None else now.numbers[owned.name], []).append(part)
             if owned.content:
                 before = given | rest
-                self.optimizer.state[part] = {key: before[key] for key in owned.content}
+                optimizer.state[part] = {key: before[key] for key in owned.content}
             lent_parts.append(part)
         # Take away what it has of them, also after an error.
         try:
-            with lent(self.optimizer, lists):
-                own_step(self.optimizer)
+            with lent(optimizer, lists):
+                step(optimizer)
         finally:
-            states = [self.optimizer.state.pop(part, {}) for part in lent_parts]
+            states = [optimizer.state.pop(part, {}) for part in lent_parts]
         # Copy the new state back where the optimizer did not work in place.
         for part, after in zip(parts, states, strict=True):
             for key, tensor in part.given.items():
@@ -318,7 +323,7 @@ class OptimizerUpdates:
         one_by_one = self.trials is not None and name is not None
         if one_by_one and self._before is None:
             self._before, self._changes = Outside(self.optimizer), Changes()
-        lists: dict[int, list[Tensor]] = {self._number(loan.owned.group): [loan.owned.parameter] for loan in loans}
+        lists: dict[int, list[Tensor]] = {self.number_of(loan.owned.group): [loan.owned.parameter] for loan in loans}
         if name is None:
             lists = {number: group["params"] for number, group in enumerate(self.optimizer.param_groups)}
         for loan in loans:
@@ -392,7 +397,8 @@ class OptimizerUpdates:
         """Return how many tensors an update makes from its gradient before the step: scaled, clamped."""
         return self.scales + (self.clip_value is not None)
 
-    def _number(self, group: dict[str, Any]) -> int:
+    def number_of(self, group: dict[str, Any]) -> int:
+        """Return the number of a group in the optimizer."""
         return next(number for number, known in enumerate(self.optimizer.param_groups) if known is group)
 
     def _slices(self, parameter: Tensor, group: dict[str, Any], *, new: bool) -> Iterator[Any]:
@@ -453,8 +459,20 @@ def _without(content: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep(owned: ParameterState, state: dict[str, Any]) -> None:
-    """Store the state that the optimizer has made, with the residents as its moving tensors."""
-    owned.content = {key: owned.resident(key).tensor if key in owned.leaves else value for key, value in state.items()}
+    """Store the state that the optimizer has made, with the residents as its moving tensors.
+
+    A step count that was there stays the same tensor, which others may have.
+    """
+    content: dict[str, Any] = {}
+    for key, value in state.items():
+        before = owned.content.get(key)
+        if key in owned.leaves:
+            content[key] = owned.resident(key).tensor
+        elif value is before or not (isinstance(value, Tensor) and isinstance(before, Tensor)):
+            content[key] = value
+        else:
+            content[key] = before.copy_(value) if Spec.of(before) == Spec.of(value) else value
+    owned.content = content
 
 
 def update_together(runs: Sequence[Callable[..., None]]) -> Callable[..., None]:

@@ -25,18 +25,26 @@ class Checksums:
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Record the checksum of `source`, then write it."""
-        self._of[slot.chunk, slot.offset] = zlib.crc32(memory_of(source))
+        self.note(slot, source)
         self._store.write(slot, source)
 
     def fetch(self, slot: Slot, target: Tensor) -> None:
         """Fill `target`. Raises StoreError if the bytes differ from those written."""
         self._store.fetch(slot, target)
+        self.check(slot, target)
+
+    def check(self, slot: Slot, memory: Tensor) -> None:
+        """Raise StoreError if the bytes of a slot, which are `memory`, differ from those written."""
         expected = self._of.get((slot.chunk, slot.offset))
-        if expected is not None and zlib.crc32(memory_of(target)) != expected:
+        if expected is not None and zlib.crc32(memory_of(memory)) != expected:
             raise StoreError(
                 f"the {self._store.name} store gave back other bytes than it was given "
-                f"({format_bytes(target.numel())}): their checksums differ"
+                f"({format_bytes(memory.numel())}): their checksums differ"
             )
+
+    def note(self, slot: Slot, memory: Tensor) -> None:
+        """Record the checksum of the bytes of a slot, which are `memory`."""
+        self._of[slot.chunk, slot.offset] = zlib.crc32(memory_of(memory))
 
     def forget(self, slot: Slot) -> None:
         """Drop the checksum of `slot`, because nothing has been written to it since."""

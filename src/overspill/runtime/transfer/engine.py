@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -17,6 +17,7 @@ from overspill.pytorch.storages import key_of, storage_key
 from overspill.runtime.recording.recorder import RunRecorder
 
 from .checksums import Checksums
+from .host_lane import HostLane, HostUpdate
 from .lanes import HeldSlot, Lane, Noted, Slot, ThreadLane, Ticket, bytes_of
 from .stores import Store
 
@@ -26,13 +27,14 @@ _LOG = logging.getLogger("overspill")
 class _Stored:
     """One offloaded storage: its slot, and the tensor's layout in it.
 
-    `leaving` is the copy to the store while it is in progress, and `written` is set when it is done. `handle` refers to
-    the handle weakly.
+    `leaving` is the copy to the store while it is in progress, and `written` is set when it is done. `updating` is the
+    last update on the host that writes it, and `on_host` the tensor on the store's own memory. `handle` refers to the
+    handle weakly.
     """
 
     __slots__ = (
-        "device", "dropped", "dtype", "handle", "leaving", "nbytes", "offset", "readers", "size", "slot", "stride",
-        "written",
+        "device", "dropped", "dtype", "handle", "leaving", "nbytes", "offset", "on_host", "readers", "size", "slot",
+        "stride", "updating", "written",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +57,8 @@ class _Stored:
         self.handle: _HandleRef | None = None
         self.leaving: Ticket | None = None
         self.written = False
+        self.updating: HostUpdate | None = None
+        self.on_host: Tensor | None = None
         self.readers = 0
         self.dropped = False
 
@@ -68,8 +72,19 @@ class _Stored:
 
     def within(self, storage: UntypedStorage) -> Tensor:
         """Return the tensor, laid out in `storage`."""
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
+
+    def bytes_on_host(self) -> Tensor:
+        """Return the store's own memory of it, which `on_host` has laid out."""
+        assert self.on_host is not None
+        return bytes_of(self.on_host.untyped_storage())
+
+    def update_under_way(self) -> HostUpdate | None:
+        """Return the update that writes it, if that is not done."""
+        if self.updating is not None and self.updating.is_done:
+            self.updating = None
+        return self.updating
 
 
 class _HandleRef(weakref.ref[UntypedStorage]):
@@ -100,6 +115,8 @@ class TransferEngine:
         self._table: dict[int, _Stored] = {}
         self._arriving: dict[int, tuple[Ticket | None, _Stored]] = {}
         self._handle_died = _when_a_handle_dies(self)
+        self.updates = HostLane()
+        """The lane of updates on the host."""
         self.recorder: RunRecorder | None = None
         """The recorder of copies, or None."""
         self.offloaded_bytes = 0
@@ -161,6 +178,7 @@ class TransferEngine:
         self.await_offload(handle)
         self._outward.drain()
         stored = self._table[handle.data_ptr()]
+        self._updated(stored)
         if isinstance(stored.slot, HeldSlot):
             self._inward.drain()  # copies from there may be under way, and the caller may write
             return stored.slot.tensor
@@ -180,7 +198,7 @@ class TransferEngine:
     def view(self, handle: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Let the storage of `handle` come back with another layout of the same bytes, and return the handle."""
         stored = self._table[handle.data_ptr()]
-        stored.size, stored.stride, stored.offset, stored.dtype = size, stride, 0, dtype
+        stored.size, stored.stride, stored.offset, stored.dtype, stored.on_host = size, stride, 0, dtype, None
         return handle
 
     def await_offload(self, handle: Tensor, source: Tensor | None = None) -> None:
@@ -209,7 +227,7 @@ class TransferEngine:
         stored = self._table[handle.data_ptr()]
         tensor = stored.empty() if into is None else stored.within(into)
         storage = tensor.untyped_storage()
-        ticket = self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))
+        ticket = self._read(stored, storage)
         stored.readers += 1
         self._arriving[key_of(storage)] = (ticket, stored)
         self.prefetched_bytes += stored.nbytes
@@ -225,7 +243,8 @@ class TransferEngine:
         ticket, stored = self._arriving[key]
         begun = time.perf_counter()
         try:
-            (ticket or self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))).wait()
+            (ticket or self._read(stored, storage)).wait()
+            self.updates.check()  # its last update may have failed
         except BaseException:
             # Without the ticket: the next wait starts the copy again.
             self._arriving[key] = (None, stored)
@@ -236,10 +255,69 @@ class TransferEngine:
         self._arrived(key)
         return tensor
 
+    def _read(self, stored: _Stored, storage: UntypedStorage) -> Ticket:
+        """Start the copy to `storage`, behind the update that writes what it reads."""
+        noted = self._noted(Verb.PREFETCH)
+        if (updating := stored.update_under_way()) is not None:
+            return self._inward.submit_after(updating, stored.slot, storage, noted)
+        return self._inward.submit(stored.slot, storage, noted)
+
+    # -- updates on the host
+
+    def on_host(self, handle: Tensor) -> Tensor:
+        """Return what `handle` stands for on the store's own memory, for an update to read and write.
+
+        Raises StoreError.
+        """
+        stored = self._table[handle.data_ptr()]
+        if stored.on_host is None:
+            memory = self.store.memory(stored.slot, stored.nbytes) if stored.nbytes else torch.UntypedStorage(0)
+            stored.on_host = stored.within(memory)
+        return stored.on_host
+
+    def update(self, what: str, run: Callable[[], None], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Start the update `what`, which runs on `on_host` of these handles in the host's thread.
+
+        Later prefetches of what it writes wait for its end. Raises the error of an update that failed before.
+        """
+        for handle in reads:
+            self.await_offload(handle)
+        read, written = ([self._table[handle.data_ptr()] for handle in of] for of in (reads, writes))
+        after, checksums = (self._outward.mark(), self._inward.mark()), self._checksums
+
+        def ready() -> None:
+            for wait in after:
+                wait()
+            for of in read:
+                if checksums is not None:
+                    checksums.check(of.slot, of.bytes_on_host())
+
+        def update(_in_use: Sequence[Tensor] = (*reads, *writes)) -> None:
+            run()
+            for of in written:
+                if checksums is not None:
+                    checksums.note(of.slot, of.bytes_on_host())
+
+        started = self.updates.submit(what, update, ready)
+        for of in written:
+            of.updating = started
+
+    def _updated(self, stored: _Stored) -> None:
+        """Wait for the update that writes it, if any. Raises the error of one that failed."""
+        if (updating := stored.update_under_way()) is not None:
+            updating.wait()
+        self.updates.check()
+
+    def end_step(self) -> None:
+        """Wait for updates at the end of a step that needs them. Raises the error of one that failed."""
+        if self.updates.ends_with_step:
+            self.updates.finish()
+
     def shown(self, handle: Tensor) -> Tensor:
         """Return what `handle` stands for as a tensor of the host, on the store's own memory. Raises StoreError."""
         self.await_offload(handle)
         stored = self._table[handle.data_ptr()]
+        self._updated(stored)
         memory = self.store.shown(stored.slot, stored.nbytes, handle)
         return memory.view(stored.dtype).as_strided(stored.size, stored.stride, stored.offset)
 
@@ -272,7 +350,7 @@ class TransferEngine:
         again = _Stored(
             stored.slot, stored.nbytes, stored.size, stored.stride, stored.offset, stored.dtype, stored.device
         )
-        again.written = True
+        again.written, again.updating = True, stored.updating
         stored.readers += 1  # for good: the slot is no longer this one's to give back
         self.cancel(tensor)
         return self._handle(again)
@@ -291,17 +369,19 @@ class TransferEngine:
 
         Nothing may be stored or in progress.
         """
+        self.updates.finish()
         self._outward.close()
         self._inward.close()
         self.store = store
         self._outward, self._inward = store.lanes(device)
 
     def close(self) -> None:
-        """Finish transfers and release the store, even after errors."""
+        """Finish updates and transfers, and release the store, even after errors."""
+        lanes = self._inward.close, self._outward.close
         with ExitStack() as end:  # the last first
-            for let_go in (self.store.close, self._table.clear, self._arriving.clear, self._inward.close):
+            for let_go in (self.store.close, self._table.clear, self._arriving.clear, *lanes):
                 end.callback(let_go)
-            self._outward.close()
+            self.updates.close()
 
     def close_dropped(self) -> None:
         """Close after the owner was garbage collected, and log errors."""

@@ -70,6 +70,19 @@ class Ticket(Protocol):
         """Block later work of the compute stream until the transfer is done. Raises its errors."""
 
 
+class Job(Protocol):
+    """Work of a lane's thread."""
+
+    def carry_out(self, copy: Copy) -> None:
+        """Do it; raises nothing."""
+
+    def drop(self) -> None:
+        """Note that it will never be done."""
+
+    def wait(self) -> None:
+        """Wait until it is done or dropped."""
+
+
 class Noted(Protocol):
     """Callbacks for the begin and end of a copy."""
 
@@ -89,6 +102,14 @@ class Lane(ABC):
 
         `noted` is called when the copy begins and ends.
         """
+
+    @abstractmethod
+    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Start a copy as `submit` does, but not before the host has done with `event`."""
+
+    @abstractmethod
+    def mark(self) -> Callable[[], None]:
+        """Return a function by which the host waits for what compute and this lane have to do up to now."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -114,7 +135,7 @@ class ThreadLane(Lane):
         """Start the thread. Raises StoreError if the system refuses one."""
         self._copy = copy
         self._process = os.getpid()
-        self._jobs: SimpleQueue[_ThreadTicket | _Mark | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = Thread(target=_carry_out_all, args=(self._jobs, copy), name=f"overspill-{name}", daemon=True)
         try:
             self._thread.start()
@@ -126,14 +147,27 @@ class ThreadLane(Lane):
 
     def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Start the copy on the lane's thread. Raises StoreError once the lane is closed."""
+        ticket = _ThreadTicket(slot, memory) if noted is None else _NotedTicket(slot, memory, noted)
+        self.carry_out(ticket)
+        return ticket
+
+    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Start the copy on the lane's thread, which waits for `event`. Raises StoreError once the lane is closed."""
+        self.carry_out(_After(event))
+        return self.submit(slot, memory, noted)
+
+    def carry_out(self, job: Job) -> None:
+        """Have a job done by the thread, behind those before; in a forked child do it now."""
         if not self._end.alive:
             raise StoreError(CLOSED)
-        ticket = _ThreadTicket(slot, memory) if noted is None else _NotedTicket(slot, memory, noted)
         if self._process == os.getpid():
-            self._jobs.put(ticket)
+            self._jobs.put(job)
         else:
-            ticket.carry_out(self._copy)
-        return ticket
+            job.carry_out(self._copy)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that does nothing: what was awaited is there."""
+        return _nothing
 
     def drain(self) -> None:
         """Wait until the thread has no copy left; one that is closed has none, nor has a forked child's."""
@@ -158,14 +192,14 @@ def is_lane() -> bool:
     return getattr(_LOCAL, "is_lane", False)
 
 
-def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | _Mark | None], copy: Copy) -> None:
+def _carry_out_all(jobs: SimpleQueue[Job | None], copy: Copy) -> None:
     _LOCAL.is_lane = True
     while (ticket := jobs.get()) is not None:
         ticket.carry_out(copy)
         del ticket  # hold no tensor of the last job while waiting for the next
 
 
-def _end_thread(jobs: SimpleQueue[_ThreadTicket | _Mark | None], thread: Thread, process: int) -> None:
+def _end_thread(jobs: SimpleQueue[Job | None], thread: Thread, process: int) -> None:
     """End the thread of a lane that is closed or garbage collected."""
     if process != os.getpid():
         return
@@ -240,6 +274,29 @@ class _Mark:
     def drop(self) -> None:
         self.passed.set()
 
+    def wait(self) -> None:
+        self.passed.wait()
+
+
+class _After:
+    """A wait of a thread for the job of another."""
+
+    def __init__(self, event: Job) -> None:
+        self._event = event
+
+    def carry_out(self, _copy: Copy) -> None:
+        with contextlib.suppress(StoreError):  # of a forked child, which its reader gets too
+            self._event.wait()
+
+    def drop(self) -> None:
+        """Nothing waits for it."""
+
+    wait = drop
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
 
 class _NotedTicket(_ThreadTicket):
     __slots__ = ("_noted",)
@@ -290,6 +347,16 @@ class StreamLane(Lane):
         """Make later work of the compute stream run after `event`."""
         self._streams.current_stream(self._device).wait_event(event)
 
+    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Wait on the host for `event`, then enqueue the copy."""
+        event.wait()
+        return self.submit(slot, memory, noted)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits until the stream has done its work up to now."""
+        found: Callable[[], None] = self.stream.record_event().synchronize
+        return found
+
     def drain(self) -> None:
         """Wait until the stream is idle."""
         self.stream.synchronize()
@@ -332,6 +399,16 @@ class CopyLane(Lane):
         if noted is not None:
             noted.end(self.stream)
         return ticket
+
+    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Wait on the host for `event`, then enqueue the copy."""
+        event.wait()
+        return self.submit(slot, memory, noted)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits until the stream has done its work up to now."""
+        found: Callable[[], None] = self.stream.record_event().synchronize
+        return found
 
     def drain(self) -> None:
         """Wait until the stream is idle."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -75,6 +78,29 @@ def await_prefetch(arriving: Tensor, engine: int) -> Tensor:
 
 def hold(held: Tensor) -> None:
     """Keep `held` alive until this call."""
+
+
+def on_host(handle: Tensor, engine: int) -> Tensor:
+    """Return what `handle` stands for on the store's own memory."""
+    return engine_numbered(engine).on_host(handle)
+
+
+class UpdateOnHost:
+    """A call that starts an update on the host: of `run(*args)`, whose tensors are on the store's memory."""
+
+    def __init__(self, run: Callable[..., None], engine: int, what: str) -> None:
+        self._run = run
+        self._engine = engine
+        self._what = what
+
+    def __call__(self, args: Sequence[Any], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Start it; `reads` and `writes` are the handles of what it reads and writes."""
+        engine_numbered(self._engine).update(self._what, partial(self._run, *args), reads, writes)
+
+
+def end_updates(engine: int) -> None:
+    """Wait for updates on the host at the end of a step that needs them."""
+    engine_numbered(engine).end_step()
 
 
 for _call in (offload, await_offload, await_prefetch, hold):

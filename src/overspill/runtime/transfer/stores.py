@@ -21,7 +21,7 @@ from threading import RLock
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
@@ -98,6 +98,10 @@ class Store(ABC):
         Raises StoreError where the store must copy them, and they do not fit.
         """
         return HeldSlot.of(tensor)
+
+    @abstractmethod
+    def memory(self, slot: Slot, nbytes: int) -> UntypedStorage:
+        """Return the memory of a slot on the host, to be read and written there as long as the slot is used."""
 
     @abstractmethod
     def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
@@ -241,6 +245,10 @@ class DiskStore(Store):
                 raise StoreError(f"the disk store in {self.directory} gave only {done} of {len(view)} bytes")
             done += count
 
+    def memory(self, slot: Slot, nbytes: int) -> UntypedStorage:
+        """Map the slot's part of the file. Raises StoreError."""
+        return self.shown(slot, nbytes, None).untyped_storage()
+
     def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
         """Map the slot's part of the file. Raises StoreError."""
         if isinstance(slot, HeldSlot):
@@ -326,6 +334,14 @@ class HostStore(Store):
     def read(self, slot: Slot, target: Tensor) -> None:
         """Copy out of the arena, releasing the interpreter lock."""
         ctypes.memmove(target.data_ptr(), self._chunks[slot.chunk].data_ptr() + slot.offset, target.numel())
+
+    def memory(self, slot: Slot, nbytes: int) -> UntypedStorage:
+        """Return the slot's part of the arena, as a storage of its own."""
+        if isinstance(slot, HeldSlot):
+            address = slot.tensor.data_ptr()
+        else:
+            address = self._chunks[slot.chunk].data_ptr() + slot.offset
+        return storage_over(address, torch.device("cpu"), nbytes)
 
     def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
         """Return the slot's part of the arena, as a storage of its own."""

@@ -1,0 +1,64 @@
+"""Updates on the host: what they go by while the user's loop goes on.
+
+The thread of the host steps on the store's own memory, with an optimizer that has the settings as they were in the step:
+a scheduler may have changed those of the user's object meanwhile. Optimizers of torch.optim that treat each element by
+itself keep nothing on their objects, and can step so. Others step on the user's own objects, and the step waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overspill.runtime.optimizer_step import as_of_now
+from overspill.runtime.transfer.host_lane import HostLane
+
+if TYPE_CHECKING:
+    from .parameter_state import ParameterState
+    from .updates import OptimizerUpdates
+
+
+@dataclass(frozen=True)
+class AsOfStep:
+    """Settings of optimizers as they were in a step."""
+
+    optimizers: Mapping[OptimizerUpdates, Optimizer]
+    """Those that need not be the user's own object."""
+    numbers: Mapping[str, int]
+    """The group of each parameter, by name."""
+    factors: Mapping[str, tuple[float | Tensor, ...]]
+    """What the gradient of a parameter has to be multiplied by first."""
+
+
+_NOW: ContextVar[AsOfStep | None] = ContextVar("as_of_step", default=None)
+
+
+def as_of_step() -> AsOfStep | None:
+    """Return the settings for an update on the host; None in one on the device."""
+    return _NOW.get()
+
+
+def begin_updates(lane: HostLane, updated: Iterable[ParameterState]) -> None:
+    """Let `lane` update these parameters with the settings of now."""
+    owned = list(updated)
+    optimizers = dict.fromkeys(of.updates for of in owned)
+    now = AsOfStep(
+        {of: as_of_now(of.optimizer) for of in optimizers if of.groups},
+        {of.name: of.updates.number_of(of.group) for of in owned},
+        {of.name: of.factors for of in owned if of.factors},
+    )
+    lane.context = _with(now)
+    # What makes the state that the user's optimizer has is awaited.
+    makes_state = any(not of.content and (of.leaves or of.needs.rest_bytes) for of in owned)
+    lane.ends_with_step = makes_state or not all(of.groups for of in optimizers)
+
+
+def _with(now: AsOfStep) -> Context:
+    context = copy_context()
+    context.run(_NOW.set, now)
+    return context

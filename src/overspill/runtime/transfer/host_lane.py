@@ -1,0 +1,185 @@
+"""The lane of the host: updates of what the store has, one after another, in a thread beside compute.
+
+An update that fails stops those behind it. Its error reaches the thread of the steps at its next transfer or update,
+with a note that says which parameters are updated in part or not at all.
+
+Known limit: the thread has the settings that PyTorch has in each thread (`set_flush_denormal`) as they were when it
+began.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import StoreError
+
+from .lanes import Noted, ThreadLane
+
+STOPPED = (
+    "overspill: the host was updating {}, which may be updated in part{}; load a checkpoint, or the state dicts of "
+    "model and optimizer from before"
+)
+_STOPPED_UPDATE = "stopped_update"
+FORKED = "this process was forked while its host was updating weights, which goes on in its parent only"
+
+
+class HostUpdate:
+    """One update, waiting, running or done; `wait` blocks the host until it is done, or another has failed."""
+
+    def __init__(
+        self, what: str, run: Callable[[], None], ready: Callable[[], None], lane: HostLane, noted: Noted | None
+    ) -> None:
+        """Create the update `what` by `run()`, in the context of `lane`; `ready()` waits for what it reads."""
+        self.what = what
+        self.is_done = False
+        self._run: Callable[[], None] | None = run
+        self._ready = ready
+        self._failure = lane.failure
+        self._noted = noted
+        self._context: Context | None = lane.context
+        self._threads = torch.get_num_threads()
+        self._process = os.getpid()
+        self._pending = Lock()
+        self._pending.acquire()
+
+    def carry_out(self, _copy: Any = None) -> None:
+        """Update, unless an update before has failed."""
+        run, context, failure = self._run, self._context, self._failure
+        assert run is not None
+        assert context is not None
+        if failure.error is not None:
+            failure.skipped.append(self.what)
+        else:
+            try:
+                context.run(self._updated, run)
+            except BaseException as error:  # noqa: BLE001 - raised by `HostLane.check`
+                trace = error.__traceback__
+                failure.what, failure.error = self.what, error.with_traceback(trace and trace.tb_next)
+        del run, context
+        self._finish()
+
+    def _updated(self, run: Callable[[], None]) -> None:
+        if torch.get_num_threads() != self._threads:  # by which kernels divide their work, and so their last bits
+            torch.set_num_threads(self._threads)
+        self._ready()
+        if self._noted is not None:
+            self._noted.begin()
+        with torch.no_grad():
+            run()
+        if self._noted is not None:
+            self._noted.end()
+
+    def drop(self) -> None:
+        """Mark the update as never to be carried out."""
+        self._failure.skipped.append(self.what)
+        self._finish()
+
+    def _finish(self) -> None:
+        self._run, self._context = None, None  # before it is done: what they hold is free then
+        self.is_done = True
+        self._pending.release()
+
+    def wait(self) -> None:
+        """Wait until it is done. Raises StoreError in a child that was forked before."""
+        if not self.is_done and self._process != os.getpid():
+            raise StoreError(FORKED)
+        with self._pending:
+            pass
+
+
+class Failure:
+    """The error of an update, with its name and those of the updates that it has stopped."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.what = ""
+        self.skipped: list[str] = []
+
+
+class HostLane:
+    """Runs updates in order, in a thread that starts with the first."""
+
+    def __init__(self) -> None:
+        self.failure = Failure()
+        self.context = copy_context()
+        """The context variables of updates that are submitted from now on."""
+        self.ends_with_step = False
+        """Whether a step waits for its updates at its end, because they make what the user's objects have."""
+        self._thread: ThreadLane | None = None
+        self._last: HostUpdate | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no update is waiting or running."""
+        return self._last is None or self._last.is_done
+
+    def submit(
+        self, what: str, run: Callable[[], None], ready: Callable[[], None], noted: Noted | None = None
+    ) -> HostUpdate:
+        """Start the update `what` behind all others. Raises the error of one that failed, and StoreError."""
+        self.check()
+        if self._thread is None:
+            self._thread = ThreadLane("update", _no_copy)
+        self._last = update = HostUpdate(what, run, ready, self, noted)
+        self._thread.carry_out(update)
+        return update
+
+    def check(self) -> None:
+        """Raise the error of an update that failed, once all behind it are stopped."""
+        failure = self.failure
+        if failure.error is None:
+            return
+        self.wait()
+        error, failure.error = failure.error, None
+        stopped = [*failure.skipped]
+        failure.skipped.clear()
+        others = f", and has not updated {_listed(stopped)}" if stopped else ""
+        error.__dict__[_STOPPED_UPDATE] = failure.what
+        error.add_note(STOPPED.format(failure.what, others))
+        try:
+            raise error
+        finally:
+            del error
+
+    def wait(self) -> None:
+        """Wait until no update is left. Raises StoreError in a child that was forked before."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+
+    def finish(self) -> None:
+        """Wait until no update is left, and raise the error of one that failed."""
+        self.wait()
+        self.check()
+
+    def close(self) -> None:
+        """Finish, and end the thread."""
+        try:
+            if self._last is None or self._last._process == os.getpid():
+                self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.close()
+                self._thread = None
+
+
+def stopped_update(error: BaseException) -> str | None:
+    """Return which update on the host raised `error`, or None."""
+    found: str | None = vars(error).get(_STOPPED_UPDATE)
+    return found
+
+
+def _no_copy(_slot: Any, _memory: Tensor) -> None:
+    raise AssertionError("the host's lane copies nothing")
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} others" if rest > 0 else "")
