@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from random import Random
 from typing import Any
@@ -75,47 +75,37 @@ def drawn(seed: int) -> Iterator[str]:
 
 
 class OnHost(Policy):
-    """Lets the host do all updates, with weights on the device from their first use to their last."""
+    """Lets the host do all updates, as soon as it has the gradient and the device is done with the weight."""
 
     name, summary, source = "on-host", "all updates on the host", "these tests"
     offloads = unlimited = True
 
     def _plan(self, graph: Graph, *_: Any) -> Schedule:
-        updates = [op for op in graph.ops if op.name == UPDATE and all(graph.tensors[t].movable for t in op.writes)]
-        on_host = {op.id for op in updates}
-        stored = {t for op in updates for t in op.writes}
-        last = {t: op.id for op in graph.ops if op.id not in on_host for t in (*op.reads, *op.writes)}
+        able = [op for op in graph.ops if op.name == UPDATE and all(graph.tensors[t].movable for t in op.reads)]
+        ids = {op.id for op in able}
+        stored = {t for op in able for t in op.writes if graph.tensors[t].persistent}
+        last = {t: op.id for op in graph.ops if op.id not in ids for t in (*op.reads, *op.writes)}
+        read_there = {t for op in able for t in op.reads}
         made: list[Instruction] = []
         here: set[int] = set()
-        gone: set[int] = set()
 
-        def leave(tensor: int) -> None:
-            made.extend(Instruction(verb, tensor) for verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD))
+        def free(tensors: Iterable[int]) -> None:
+            made.extend(Instruction(Verb.FREE, t) for t in tensors)
 
         for op in graph.ops:
-            if op.id in on_host:
-                for tensor in {*op.reads} - stored - gone:
-                    leave(tensor)
-                    gone.add(tensor)
-                    if not graph.tensors[tensor].persistent:
-                        made.append(Instruction(Verb.FREE, tensor))
-                made.append(Instruction(Verb.RUN_ON_HOST, op.id))
+            if op.id in ids:
                 continue
             for tensor in {*op.reads, *op.writes} & stored - here:
-                made.extend(Instruction(verb, tensor) for verb in (Verb.PREFETCH, Verb.AWAIT_PREFETCH))
+                made += (Instruction(verb, tensor) for verb in (Verb.PREFETCH, Verb.AWAIT_PREFETCH))
                 here.add(tensor)
             made.append(Instruction(Verb.RUN, op.id))
-            for tensor in {*op.reads, *op.writes}:
-                used_on_host = any(tensor in u.reads for u in updates)
-                if last[tensor] == op.id and tensor in stored:
-                    made.append(Instruction(Verb.FREE, tensor))
-                elif (
-                    last[tensor] == op.id
-                    and not used_on_host
-                    and not graph.tensors[tensor].persistent
-                    and tensor not in graph.outputs
-                ):
-                    made.append(Instruction(Verb.FREE, tensor))
+            done = {t for t in (*op.reads, *op.writes) if last[t] == op.id}
+            for tensor in done & read_there - stored:
+                made += (Instruction(verb, tensor) for verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD))
+            free(t for t in done if t in stored or not (graph.tensors[t].persistent or t in graph.outputs))
+            ready = [u for u in able if all(last.get(t, -1) <= op.id for t in u.reads)]
+            made += (Instruction(Verb.RUN_ON_HOST, u.id) for u in ready)
+            able = [u for u in able if u not in ready]
         return Schedule(self.name, tuple(made), None, tuple(sorted(stored)))
 
 

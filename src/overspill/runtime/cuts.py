@@ -114,7 +114,7 @@ class _Walk:
             self._state[target] = verb
         elif verb is Verb.FREE:
             del self._state[target]
-        elif verb is not Verb.START:
+        elif verb not in (Verb.START, Verb.RUN_ON_HOST):  # which leaves what it writes in the store
             self._state[target] = Verb.RUN
             if verb is Verb.AWAIT_OFFLOAD:
                 self._stored.add(target)

@@ -150,8 +150,8 @@ class ProgramRun:
             if (found := function.stopped(error.__traceback__)) is not None:
                 self.position, values = found
                 self._live, self._values = list(values), list(values.values())
-            if (stopped := stopped_update(error)) is not None:
-                self.changed, self.lost = True, f"the update of {stopped}"
+            if self.changed and (stopped := stopped_update(error)) is not None:  # else it is of the step before
+                self.lost = f"the update of {stopped}"
             raise
 
     def where(self) -> tuple[int | None, str]:

@@ -255,7 +255,9 @@ class Emitter:
         if mutation is None or mutation.op != UPDATE:
             raise InvalidScheduleError(f"{op.name} of {op.layer} is no update, and cannot run on the host")
         if lacking := [t for t in (*op.reads, *op.writes) if t not in self.handles]:
-            raise InvalidScheduleError(f"{self.captured.graph.tensors[lacking[0]].name} is not in the store for its update")
+            raise InvalidScheduleError(
+                f"{self.captured.graph.tensors[lacking[0]].name} is not in the store for its update"
+            )
         # Its arguments are views of what is in the store.
         there = Values(self.captured, self.graph)
         for tensor in dict.fromkeys((*op.reads, *op.writes)):

@@ -2,21 +2,185 @@
 
 from __future__ import annotations
 
+import copy
+import os
+from collections.abc import Iterator
+from threading import Event, current_thread
+from typing import Any
+
 import pytest
 from tests.runtime.schedules import on_host
 from tests.runtime.step.whole_steps import OPTIMIZERS, Cnn, Lm, Mlp, Pair
 
 from overspill.core import Verb
+from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.step.updates import OptimizerUpdates
+from overspill.runtime.transfer.stores import HostStore
+
+SOON = 20.0
+"""Seconds after which something that is waited for does not come."""
+
+
+@pytest.fixture(autouse=True)
+def policy() -> Iterator[str]:
+    with on_host() as name:
+        yield name
+
+
+def pair_on_host(model: type = Mlp, optimizer: str = "adamw", **how: Any) -> Pair:
+    options = {"policy": "on-host", "budget": "4MiB"} | how.pop("options", {})
+    return Pair(model, OPTIMIZERS[optimizer], options=options, **how)
+
+
+class Watched:
+    """The updates that run, each of which first calls `before` with its name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[tuple[str, str]] = []
+        self.before: Any = lambda _: None
+        update = OptimizerUpdates.update
+
+        def watched(updates: OptimizerUpdates, owned: Any, *args: Any) -> None:
+            self.ran.append((owned.name.removeprefix("model."), current_thread().name))
+            self.before(self.ran[-1][0])
+            update(updates, owned, *args)
+
+        monkeypatch.setattr(OptimizerUpdates, "update", watched)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer(optimizer: str) -> None:
-    with on_host() as policy:
-        pair = Pair(make_optimizer=OPTIMIZERS[optimizer], options={"policy": policy, "budget": "4MiB"})
-        pair.train(4)
-        (plan,) = pair.step.plans
-        assert plan.schedule.counts[Verb.RUN_ON_HOST]
+    pair = pair_on_host(optimizer=optimizer)
+    pair.train(4)
+    (plan,) = pair.step.plans
+    assert plan.schedule.counts[Verb.RUN_ON_HOST] == 8
+    pair.assert_same()
+    pair.train(2)
+    pair.step.close()
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("model", [Cnn, Lm])
+@pytest.mark.parametrize("gradients", [{}, {"accumulate": 2, "clip_norm": 0.1}, {"clip_value": 1e-3}], ids=str)
+def test_a_model(model: type, gradients: dict[str, Any]) -> None:
+    pair = pair_on_host(model, gradients=gradients, options={"store": "disk", "checksum": True})
+    pair.train(3)
+    assert sum(plan.schedule.counts[Verb.RUN_ON_HOST] for plan in pair.step.plans) > 4
+    pair.assert_same()
+
+
+def test_updates_run_beside_backward(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits for gradients that backward makes later."""
+    pair = pair_on_host()
+    pair.train()
+    pair.assert_same()
+    later, write, count = Event(), HostStore.write, 0
+
+    def written(store: HostStore, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 4:
+            later.set()
+        write(store, *args)
+
+    def waits(_: str) -> None:
+        assert later.wait(SOON)
+
+    monkeypatch.setattr(HostStore, "write", written)
+    watched.before = waits
+    watched.ran.clear()
+    pair.train()
+    pair.assert_same()
+    assert {thread for _, thread in watched.ran} == {"overspill-update"}
+    assert [name for name, _ in watched.ran][::7] == ["last.weight", "first.weight"]
+
+
+def test_updates_go_on_when_the_step_is_over_and_everyone_waits_for_them(watched: Watched) -> None:
+    """A scheduler sets another rate meanwhile, as it does behind the step of a plain loop."""
+    pair = pair_on_host()
+    pair.train()
+    pair.assert_same()
+    goes = Event()
+    watched.before = lambda _: goes.wait(SOON)
+    for rate in (0.1, 0.5, 0.02):
+        pair.train()
+        assert not goes.is_set()
+        for optimizer in (pair.optimizer, pair.plain.optimizer):
+            optimizer.param_groups[0]["lr"] = rate
+        goes.set()
         pair.assert_same()
-        pair.train(2)
-        pair.step.close()
-        pair.assert_same()
+        goes.clear()
+    pair.train()
+    goes.set()
+    pair.train()
+    pair.step.close()
+    pair.assert_same()
+
+
+def test_a_fork_waits_for_updates(watched: Watched) -> None:
+    pair = pair_on_host()
+    pair.train()
+    watched.before = lambda _: Event().wait(0.02)
+    pair.train()
+    if (child := os.fork()) == 0:
+        os._exit(bool(pair.differences()))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_update_that_fails_is_told_with_what_it_has_stopped(watched: Watched, at_once: bool) -> None:
+    """By the step itself, or by the next one, which has done nothing then."""
+    pair = pair_on_host()
+    pair.train(2)
+    pair.assert_same()
+    over = Event()
+
+    def fail(name: str) -> None:
+        assert at_once or over.wait(SOON)
+        if name == "norm.weight":
+            raise ValueError("the optimizer's own")
+
+    def step() -> None:
+        pair.step(*pair.inputs)
+        over.set()
+        pair.step(*pair.inputs)
+
+    watched.before = fail
+    with pytest.raises(ValueError, match="own") as told:
+        step()
+    assert "updating norm.weight" in told.value.__notes__[0]
+    assert pair.step.is_unfinished == at_once
+    if at_once:
+        with pytest.raises(RequestError, match=r"abandon\(\)"):
+            pair.model.state_dict()
+        pair.step.abandon()
+    else:
+        assert "has not updated norm.bias, first.weight" in told.value.__notes__[0]
+    watched.before = lambda _: None
+    pair.model.load_state_dict(pair.plain.model.state_dict())
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.plain.optimizer.state_dict()))
+    pair.train(2)
+    pair.assert_same()
+
+
+def test_whoever_reads_gets_the_error_of_an_update(watched: Watched) -> None:
+    pair = pair_on_host()
+    pair.train(2)
+    pair.assert_same()
+    over = Event()
+
+    def fail(_: str) -> None:
+        assert over.wait(SOON)
+        raise StoreError("no memory")
+
+    watched.before = fail
+    pair.step(*pair.inputs)
+    over.set()
+    with pytest.raises(StoreError, match="no memory"):
+        pair.model.state_dict()
+    pair.step.close()

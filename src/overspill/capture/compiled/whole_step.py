@@ -468,7 +468,8 @@ class CaptureOfWholeStep(CaptureOfStep):
         for made in () if value is None else (value,) if isinstance(value, Tensor) else value:
             kind = TensorKind.GRADIENT if name == SCATTER else TensorKind.TEMPORARY
             key = storage_key(made)
-            self.tensor_of[key] = self._add_tensor(made.nbytes, kind, node.name, made)
+            # Updates on the host read the factor there.
+            self.tensor_of[key] = self._add_tensor(made.nbytes, kind, node.name, made, movable=name == CLIP)
             writes = (*writes, self.tensor_of[key])
         self.nodes[len(self.ops)] = node
         moved = sum(self.tensors[t].nbytes for t in (*reads, *writes))

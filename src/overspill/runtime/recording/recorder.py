@@ -28,8 +28,8 @@ F = TypeVar("F")
 MOST_ENTRIES = 500_000
 """Most ops, copies and memory changes in a record, some 150 MB; then recording ends."""
 _STARTED = frozenset({Verb.OFFLOAD, Verb.PREFETCH, Verb.START, Verb.RUN_ON_HOST})
-"""Verbs that only start an action: a copy, which the lane reports itself, a collective, which is awaited, or an update on
-the host."""
+"""Verbs that only start an action: a copy or an update on the host, which have lanes, or a collective, which is
+awaited."""
 
 
 class Copying:

@@ -1,8 +1,9 @@
 """Updates on the host: what they go by while the user's loop goes on.
 
-The thread of the host steps on the store's own memory, with an optimizer that has the settings as they were in the step:
-a scheduler may have changed those of the user's object meanwhile. Optimizers of torch.optim that treat each element by
-itself keep nothing on their objects, and can step so. Others step on the user's own objects, and the step waits for them.
+The thread of the host steps on the store's own memory, with an optimizer that has the settings as they were in the
+step: a scheduler may have changed those of the user's object meanwhile. Optimizers of torch.optim that treat each
+element by itself keep nothing on their objects, and can step so. Others step on the user's own objects, and the step
+waits for them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,17 +19,13 @@ from torch.optim import Optimizer
 from overspill.runtime.optimizer_step import as_of_now
 from overspill.runtime.transfer.host_lane import HostLane
 
-if TYPE_CHECKING:
-    from .parameter_state import ParameterState
-    from .updates import OptimizerUpdates
-
 
 @dataclass(frozen=True)
 class AsOfStep:
     """Settings of optimizers as they were in a step."""
 
-    optimizers: Mapping[OptimizerUpdates, Optimizer]
-    """Those that need not be the user's own object."""
+    optimizers: Mapping[Any, Optimizer]
+    """Those that need not be the user's own object, by OptimizerUpdates."""
     numbers: Mapping[str, int]
     """The group of each parameter, by name."""
     factors: Mapping[str, tuple[float | Tensor, ...]]
@@ -43,8 +40,8 @@ def as_of_step() -> AsOfStep | None:
     return _NOW.get()
 
 
-def begin_updates(lane: HostLane, updated: Iterable[ParameterState]) -> None:
-    """Let `lane` update these parameters with the settings of now."""
+def begin_updates(lane: HostLane, updated: Iterable[Any]) -> None:
+    """Let `lane` update the parameters of each ParameterState with the settings of now."""
     owned = list(updated)
     optimizers = dict.fromkeys(of.updates for of in owned)
     now = AsOfStep(

@@ -472,7 +472,8 @@ def _keep(owned: ParameterState, state: dict[str, Any]) -> None:
             content[key] = value
         else:
             content[key] = before.copy_(value) if Spec.of(before) == Spec.of(value) else value
-    owned.content = content
+    if [*map(id, content.values())] != [*map(id, owned.content.values())]:  # else others may have the dictionary
+        owned.content = content
 
 
 def update_together(runs: Sequence[Callable[..., None]]) -> Callable[..., None]:

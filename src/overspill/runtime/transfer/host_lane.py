@@ -9,7 +9,6 @@ began.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from threading import Lock
@@ -18,20 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.core.errors import StoreError
-
-from .lanes import Noted, ThreadLane
+from .forks import end_before_forks
+from .lanes import Noted, ThreadLane, is_lane
 
 STOPPED = (
     "overspill: the host was updating {}, which may be updated in part{}; load a checkpoint, or the state dicts of "
     "model and optimizer from before"
 )
 _STOPPED_UPDATE = "stopped_update"
-FORKED = "this process was forked while its host was updating weights, which goes on in its parent only"
 
 
 class HostUpdate:
-    """One update, waiting, running or done; `wait` blocks the host until it is done, or another has failed."""
+    """One update, waiting, running or done."""
 
     def __init__(
         self, what: str, run: Callable[[], None], ready: Callable[[], None], lane: HostLane, noted: Noted | None
@@ -45,7 +42,6 @@ class HostUpdate:
         self._noted = noted
         self._context: Context | None = lane.context
         self._threads = torch.get_num_threads()
-        self._process = os.getpid()
         self._pending = Lock()
         self._pending.acquire()
 
@@ -87,14 +83,12 @@ class HostUpdate:
         self._pending.release()
 
     def wait(self) -> None:
-        """Wait until it is done. Raises StoreError in a child that was forked before."""
-        if not self.is_done and self._process != os.getpid():
-            raise StoreError(FORKED)
+        """Wait until it is done."""
         with self._pending:
             pass
 
 
-class Failure:
+class StoppedUpdates:
     """The error of an update, with its name and those of the updates that it has stopped."""
 
     def __init__(self) -> None:
@@ -107,18 +101,14 @@ class HostLane:
     """Runs updates in order, in a thread that starts with the first."""
 
     def __init__(self) -> None:
-        self.failure = Failure()
+        self.failure = StoppedUpdates()
         self.context = copy_context()
         """The context variables of updates that are submitted from now on."""
         self.ends_with_step = False
         """Whether a step waits for its updates at its end, because they make what the user's objects have."""
         self._thread: ThreadLane | None = None
         self._last: HostUpdate | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no update is waiting or running."""
-        return self._last is None or self._last.is_done
+        end_before_forks(self)
 
     def submit(
         self, what: str, run: Callable[[], None], ready: Callable[[], None], noted: Noted | None = None
@@ -149,8 +139,8 @@ class HostLane:
             del error
 
     def wait(self) -> None:
-        """Wait until no update is left. Raises StoreError in a child that was forked before."""
-        if self._last is not None:
+        """Wait until no update is left, if this is not the thread of the updates."""
+        if self._last is not None and not is_lane():
             self._last.wait()
             self._last = None
 
@@ -162,8 +152,7 @@ class HostLane:
     def close(self) -> None:
         """Finish, and end the thread."""
         try:
-            if self._last is None or self._last._process == os.getpid():
-                self.finish()
+            self.finish()
         finally:
             if self._thread is not None:
                 self._thread.close()

@@ -70,7 +70,7 @@ class Ticket(Protocol):
         """Block later work of the compute stream until the transfer is done. Raises its errors."""
 
 
-class Job(Protocol):
+class LaneWork(Protocol):
     """Work of a lane's thread."""
 
     def carry_out(self, copy: Copy) -> None:
@@ -104,7 +104,7 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Start a copy as `submit` does, but not before the host has done with `event`."""
 
     @abstractmethod
@@ -135,7 +135,7 @@ class ThreadLane(Lane):
         """Start the thread. Raises StoreError if the system refuses one."""
         self._copy = copy
         self._process = os.getpid()
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[LaneWork | None] = SimpleQueue()
         self._thread = Thread(target=_carry_out_all, args=(self._jobs, copy), name=f"overspill-{name}", daemon=True)
         try:
             self._thread.start()
@@ -151,12 +151,12 @@ class ThreadLane(Lane):
         self.carry_out(ticket)
         return ticket
 
-    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Start the copy on the lane's thread, which waits for `event`. Raises StoreError once the lane is closed."""
         self.carry_out(_After(event))
         return self.submit(slot, memory, noted)
 
-    def carry_out(self, job: Job) -> None:
+    def carry_out(self, job: LaneWork) -> None:
         """Have a job done by the thread, behind those before; in a forked child do it now."""
         if not self._end.alive:
             raise StoreError(CLOSED)
@@ -192,14 +192,14 @@ def is_lane() -> bool:
     return getattr(_LOCAL, "is_lane", False)
 
 
-def _carry_out_all(jobs: SimpleQueue[Job | None], copy: Copy) -> None:
+def _carry_out_all(jobs: SimpleQueue[LaneWork | None], copy: Copy) -> None:
     _LOCAL.is_lane = True
     while (ticket := jobs.get()) is not None:
         ticket.carry_out(copy)
         del ticket  # hold no tensor of the last job while waiting for the next
 
 
-def _end_thread(jobs: SimpleQueue[Job | None], thread: Thread, process: int) -> None:
+def _end_thread(jobs: SimpleQueue[LaneWork | None], thread: Thread, process: int) -> None:
     """End the thread of a lane that is closed or garbage collected."""
     if process != os.getpid():
         return
@@ -281,12 +281,11 @@ class _Mark:
 class _After:
     """A wait of a thread for the job of another."""
 
-    def __init__(self, event: Job) -> None:
+    def __init__(self, event: LaneWork) -> None:
         self._event = event
 
     def carry_out(self, _copy: Copy) -> None:
-        with contextlib.suppress(StoreError):  # of a forked child, which its reader gets too
-            self._event.wait()
+        self._event.wait()
 
     def drop(self) -> None:
         """Nothing waits for it."""
@@ -347,7 +346,7 @@ class StreamLane(Lane):
         """Make later work of the compute stream run after `event`."""
         self._streams.current_stream(self._device).wait_event(event)
 
-    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Wait on the host for `event`, then enqueue the copy."""
         event.wait()
         return self.submit(slot, memory, noted)
@@ -400,7 +399,7 @@ class CopyLane(Lane):
             noted.end(self.stream)
         return ticket
 
-    def submit_after(self, event: Job, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Wait on the host for `event`, then enqueue the copy."""
         event.wait()
         return self.submit(slot, memory, noted)
