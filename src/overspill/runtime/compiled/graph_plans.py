@@ -54,6 +54,11 @@ class GraphPlans:
         self.budget.forget()
         self._renewal.is_asked = False
 
+    def ask(self, options: Options) -> None:
+        """Plan by other options from now on."""
+        self._options = options
+        self.budget.limit = options.limit
+
     def settle(self) -> bool:
         """Settle how many bytes concurrent calls leave to one another; return whether any changed.
 

@@ -236,6 +236,18 @@ class LoopPlans:
             named[name if name not in named else f"{name} ({number})"] = tensor  # of several models
         return named
 
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers of the models."""
+        return (buffer for module in self._modules for buffer in module.buffers())
+
+    def park(self) -> int:
+        """Move all that may move to the store, and return its bytes. Raises StoreError."""
+        state = self.state
+        if state is None or not state.in_force or state.engine is None:
+            return 0
+        engine = state.engine
+        return state.gate.alone(lambda: state.park(engine), steps=True)
+
     def close(self) -> None:
         """Bring everything back. Raises StoreError."""
         if self.state is not None:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from overspill.capture.compiled.graph import Captured, InputInfo
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import TensorKind
-from overspill.core.errors import UnsupportedError
+from overspill.core.errors import RequestError, UnsupportedError
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan
@@ -32,10 +32,12 @@ from overspill.runtime.accelerator import empty_cache
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import account_of, device_named, usable_bytes
 from overspill.runtime.options import PLANNED, Options
+from overspill.runtime.parking import Parked
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.reserved import ReservedWatch
+from overspill.runtime.step.away import Away
 from overspill.runtime.step.from_host import held_bytes
 from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
@@ -103,6 +105,7 @@ class Session(PlannedPeaks):
         self._engines: dict[str, tuple[TransferEngine, int]] = {}
         """By kind of device, with their numbers: a model on a GPU may have graphs of the host's numbers."""
         self.arenas = Arenas()
+        self._parked = Parked(options.store_dir)
         self.device_name = ""
         self._where = torch.device("cpu")
         self._reserved = ReservedWatch()
@@ -234,8 +237,44 @@ class Session(PlannedPeaks):
         finally:
             del reading
 
+    def park(self) -> int:
+        """Give the device to another program, as an inference engine between two phases of training.
+
+        Parameters, buffers, gradients and optimizer state go to host memory, where they can be read, and the arenas of
+        plans are given back. The next call of a model or of an optimizer's `step` brings all back, as `unpark` does.
+
+        Returns:
+            The bytes that have left the device.
+
+        Raises:
+            RequestError: Between a forward and its backward.
+            StoreError: If host memory has no room. What has not moved is still on the device.
+        """
+        if len(self.pending):
+            raise RequestError("park() between a forward and its backward; call it behind the optimizer's step")
+        sent = self.loop.park()
+        here = (tensor for _, tensors in self.followed.present() for tensor in tensors)
+        for tensors in (here, self.loop.buffers()):
+            sent += self._parked.send((t for t in tensors if not isinstance(t, Away)), self._where)
+        self.arenas.give_back()
+        empty_cache(self._where)
+        return sent
+
+    def unpark(self, budget: str | float | None = None) -> None:
+        """Bring back what `park` has moved; with `budget`, plan for another one from now on.
+
+        Raises RequestError for a budget that cannot be right, and what a call of a model raises if it cannot be met.
+        """
+        if budget is not None:
+            self.options = replace(self.options, budget=budget)
+            self._plans.ask(self.options)
+            self.renewal.is_asked = True
+            self.renewal.begin_rounds()
+        self._parked.bring()
+
     def close(self) -> None:
         """Bring everything back, stop the transfer threads and release the store."""
+        self._parked.bring()
         self.loop.close()
         for engine, _ in self._engines.values():
             engine.close()
@@ -268,6 +307,7 @@ class Session(PlannedPeaks):
         if the plans do not settle within some rounds, and RequestError if ranks differ.
         """
         self._calling = model
+        self._parked.bring()
         if self.plans and torch.is_grad_enabled() and self.followed.train():
             self.renewal.is_asked = True  # those there are do not count its state, which stays when it is frozen again
             self.renewal.begin_rounds()
@@ -432,6 +472,9 @@ def _dropped(engine: TransferEngine, loop: LoopPlans) -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():
+        for session in list(_SESSIONS):
+            if session._parked and session.followed.updated_by(optimizer):
+                session.unpark()
         check_step(optimizer, {s.watch_calls: (s.followed, s._plans.planned) for s in list(_SESSIONS)})
 
 

@@ -38,7 +38,7 @@ class SessionBudget:
     """
 
     def __init__(self, options: Options, renewal: Renewal) -> None:
-        self._limit = options.limit
+        self.limit = options.limit
         self._renewal = renewal
         self._fixed: int | None = None
         self._counted: set[_Counted] = set()
@@ -57,17 +57,17 @@ class SessionBudget:
         `is_settled` means that calls of its kind have memory next to others. `plans` are those of the session so far.
         """
         kind, account = problem.kind, problem.account
-        if not self._limit.is_relative:
-            return account.fixed(self._limit)
+        if not self.limit.is_relative:
+            return account.fixed(self.limit)
         # A relative budget follows from training steps.
         captured = problem.captured(replace(room, keep_bytes=None), 0)
         graph = captured.graph
-        counted = _Counted(kind.part, len(graph.ops), () if self._limit.smallest else kind.inputs)
+        counted = _Counted(kind.part, len(graph.ops), () if self.limit.smallest else kind.inputs)
         if counted not in self._counted and kind.inputs[0]:
             # Of several parts of the first step (several models, graph breaks), the one that needs the most counts.
             of_part = self._settled
             if not is_settled:
-                of_part = account.bytes_of(self._limit, graph, lambda nbytes: _planned(problem, captured, nbytes))
+                of_part = account.bytes_of(self.limit, graph, lambda nbytes: _planned(problem, captured, nbytes))
             self._count(counted, of_part, plans)
         if self._fixed is None:
             # Evaluation before training: nothing is known of the step yet. It may have what it needs.
@@ -107,7 +107,7 @@ class SessionBudget:
 
         They follow from the present `plans`, or from those before them.
         """
-        limit = self._limit
+        limit = self.limit
         if not limit.is_relative:
             self._live = max((plan.budget_bytes for plan in plans), default=self._live)
             return self._live

@@ -32,8 +32,10 @@ from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.hardware import account_of, device_named
 from overspill.runtime.infeasible import infeasible_for
 from overspill.runtime.lower import Stretch, lower
+from overspill.runtime.options import Options
 from overspill.runtime.parallel import Meeting, OneProcess, processes_of_collectives
 from overspill.runtime.profile import OpTimer
+from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes, whole_pages
@@ -139,6 +141,21 @@ class StepPlans:
     def clear(self) -> None:
         """Drop all plans."""
         self._compiled.clear()
+
+    def ask(self, options: Options) -> None:
+        """Plan by other options from now on."""
+        self.options = self._captures.options = options
+        self._fixed_budget = None
+        self.clear()
+
+    def engine(self) -> TransferEngine:
+        """Return the transfer engine of the step, opened if there is none yet."""
+        if self.state.engine is None:
+            asked = self.options
+            self.state.engine, self.state.engine_number = open_engine(
+                asked.store, self.state.where, asked.store_dir, checksum=asked.checksum
+            )
+        return self.state.engine
 
     @property
     def measured_times(self) -> MeasuredTimes | None:
@@ -392,18 +409,14 @@ class StepPlans:
         names = (*found.takes, *self._captures.state_of(captured))
         if self.state.where.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
-        if self.state.engine is None:
-            asked = self.options
-            self.state.engine, self.state.engine_number = open_engine(
-                asked.store, self.state.where, asked.store_dir, checksum=asked.checksum
-            )
+        store = self.engine().store
         idle = () if kept_in_store is not None else self._idle(names, plan)
         kept_bytes = sum(whole_pages(self.state.residency[n].spec.nbytes) for n in (*(kept_in_store or ()), *idle))
         if self.state.from_host:
             kept_bytes -= held_bytes(plan)
         elif plan.places is not None:  # to the arena they come by way of the store
             kept_bytes += sum(whole_pages(plan.graph.tensors[t].nbytes) for t in plan.places.between)
-        self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
+        store.reserve(store_bytes(plan) + kept_bytes)
         # Lower the plan.
         engine = self.state.engine_number
         (stretch,) = lower(captured, plan.schedule, engine, self.arena.of(plan), plan.groups, update_together)

@@ -548,6 +548,15 @@ class StepState:
             with self.gate.opened():
                 self.sharding.give_back()
 
+    def park(self, engine: TransferEngine) -> int:
+        """Move all that is on the device and may move to the store, and return its bytes. Raises StoreError."""
+        here = {name: resident for name, resident in self.residency.residents.items() if resident.here is not None}
+        try:
+            self.residency.send(here, engine)
+        finally:
+            self.arm()
+        return sum(resident.spec.nbytes for resident in here.values())
+
     @contextmanager
     def unguarded(self) -> Iterator[None]:
         """Trace the model with fake parameters within the context, bypassing the guards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -30,6 +31,7 @@ from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
+from overspill.runtime.parking import Parked
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.reserved import ReservedWatch
@@ -106,6 +108,7 @@ class TrainStep(PlannedPeaks):
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm, sums)
         captures = StepCaptures(self._state, options, gradients, clipping, processes, self._underway.add_up)
         self._plans = StepPlans(captures)
+        self._parked = Parked(options.store_dir)
         self._runner = MicrobatchRunner(self._state, self._plans)
         self._state.advice = self._underway.advice
         self._state.holders.in_arena = self._plans.arena.holds
@@ -135,6 +138,7 @@ class TrainStep(PlannedPeaks):
             if not batches.same(call.inputs, unpacked(inputs)):
                 raise RequestError(f"these are other inputs: {call.advice}")
             return self._resume()
+        self._parked.bring()
         return self._go_on(self._prepared(inputs))
 
     def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
@@ -336,6 +340,41 @@ class TrainStep(PlannedPeaks):
         finally:
             del reading
 
+    def park(self) -> int:
+        """Give the device to another program, as an inference engine between two phases of training.
+
+        Parameters and optimizer state go to the store, buffers to host memory, and the arena is given back. The next
+        step brings back what its plan has on the device.
+
+        Returns:
+            The bytes that have left the device.
+
+        Raises:
+            RequestError: If an error has left a step unfinished.
+            StoreError: If there is no room. What has not moved is still on the device.
+        """
+        return self._state.gate.alone(self._park, steps=True)
+
+    def _park(self) -> int:
+        if self._underway.call is not None:
+            raise RequestError("park() in an unfinished step; finish it, or abandon() it")
+        sent = self._state.park(self._plans.engine())
+        self._plans.arena.renew(0, self._state.where)
+        return sent + self._parked.send(self._state.buffers.values(), self._state.where)
+
+    def unpark(self, budget: str | float | None = None) -> None:
+        """Bring back everything that `park` has moved; with `budget`, plan for another one from now on.
+
+        Weights and optimizer state come with the next step, or when they are read. Raises RequestError for a budget
+        that cannot be right; the next step raises what a step raises if it cannot be met.
+        """
+        self._state.gate.alone(lambda: self._unpark(budget), steps=True)
+
+    def _unpark(self, budget: str | float | None) -> None:
+        self._parked.bring()
+        if budget is not None:
+            self._plans.ask(replace(self.options, budget=budget))
+
     def close(self, *, bring_back: bool = True) -> None:
         """Bring everything back, remove the guards, and release the store.
 
@@ -345,6 +384,7 @@ class TrainStep(PlannedPeaks):
         self._state.gate.alone(lambda: self._close(bring_back), steps=True)
 
     def _close(self, bring_back: bool) -> None:
+        self._parked.bring()
         if bring_back:
             give_back_arena(self._state, self._plans)  # first, for there may be no room for both
             self._state.synchronize()
