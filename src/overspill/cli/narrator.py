@@ -10,6 +10,8 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from overspill.core.progress import progress_to
+
 from .output import shown
 
 if TYPE_CHECKING:  # rich is imported when there is something to print
@@ -56,6 +58,11 @@ class Narrator:
             self._progress.update(self._task, description=self._text)
         elif lasting:
             self.line(text)
+
+    def detail(self, text: str) -> None:
+        """Show on a terminal what the current task does now."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=f"{self._text}: {shown(text)}")
 
     def parts(self, total: int | None) -> None:
         """Expect work in `total` parts of about the same time; None: their number is unknown."""
@@ -122,7 +129,8 @@ def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
             narrator.now(first)
         token = _CURRENT.set(narrator)
         try:
-            yield narrator
+            with progress_to(narrator.detail):
+                yield narrator
         finally:
             _CURRENT.reset(token)
 

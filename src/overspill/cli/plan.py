@@ -88,7 +88,6 @@ def plan(
     device = load_device("cpu" if gpu is None else gpu)
     check_gpu(device, torch, cuda)
     from overspill.core.garbage import without_collection
-    from overspill.core.progress import progress_to
 
     # Nothing of the many small objects is garbage.
     with narrate() as narrator, without_collection():
@@ -97,8 +96,7 @@ def plan(
         from overspill.runtime.options import Options
         from overspill.runtime.preview import preview
 
-        what = f"capturing and planning {job.name} for {device.name}"
-        narrator.now(what)
+        narrator.now(f"capturing and planning {job.name} for {device.name}")
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
         request = job.request() | {"gpu": device.name, "policy": policy, "whole_step": whole_step, "backend": backend}
         try:
@@ -113,9 +111,8 @@ def plan(
                 whole_step=whole_step,
                 backend=backend,
             )
-            with progress_to(lambda now: narrator.now(f"{what}: {now}", lasting=False)):
-                made = preview(job, options, software)
-            narrator.now(f"{what}: proving how fast a step can be", lasting=False)
+            made = preview(job, options, software)
+            narrator.detail("proving how fast a step can be")
             _ = made.lower_bound_seconds  # which stays
         except InfeasibleBudgetError as error:
             return _infeasible(request, error, title, report)

@@ -61,8 +61,8 @@ class Budget:
             return cls(share=share)
         nbytes, text = parse_bytes(asked), str(asked).strip()
         if text.isdecimal() and nbytes < (_LEAST_TYPED if isinstance(asked, str) else _LEAST_GIVEN):
-            share = f"{text}%, " if nbytes <= 100 else ""
-            raise RequestError(f"a budget of {text} says no unit; write {text}GiB, {text}MiB, {share}or {text}B")
+            percent = f"{text}%, " if nbytes <= 100 else ""
+            raise RequestError(f"a budget of {text} says no unit; write {text}GiB, {text}MiB, {percent}or {text}B")
         return cls(nbytes=nbytes)
 
     def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int, floor_bytes: Callable[[], int]) -> int:

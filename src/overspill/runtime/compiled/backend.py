@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from overspill.capture.compiled.known_values import nested
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.progress import shown_in_terminal
 from overspill.pytorch.dynamo import CompileContext, compute_overlapping_tensors
 from overspill.pytorch.fake_tensors import DataDependentOutputException
 from overspill.pytorch.storages import storage_key
@@ -81,7 +82,8 @@ class _PerKind:
         compiler = GraphCompiler(self.module, args, self.session, self.frame)
         begun = time.perf_counter()
         try:
-            compiled = compiler.watched(compiler.compile())
+            with shown_in_terminal("planning a graph"):
+                compiled = compiler.watched(compiler.compile())
         except DataDependentOutputException as error:
             raise UnsupportedError(
                 f"Dynamo left a number of the model open ({error}), and no plan can be made without it; "

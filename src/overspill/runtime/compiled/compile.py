@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from overspill.capture.compiled.kernels import kernel_settings
 from overspill.core import Device
+from overspill.core.budget import Budget
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.progress import shown_in_terminal, tell_terminal
 from overspill.costs import MeasuredTimes
 from overspill.pytorch.dynamo import InternalTorchDynamoError
 from overspill.runtime.hardware import gpu_named, planned_for
@@ -36,6 +38,9 @@ from .sharded import ShardedModel
 from .step_check import watch_method
 
 M = TypeVar("M", bound=Callable[..., Any])
+_NO_BUDGET = (
+    'no budget: a step may take all of the device, and nothing moves while it fits; budget="8GiB" keeps it in 8 GiB'
+)
 
 
 def compile(  # noqa: A001 - named as torch.compile is
@@ -118,6 +123,8 @@ def compile(  # noqa: A001 - named as torch.compile is
         session.add(parameters, optimizers)
     else:
         session = Session(options, parameters, optimizers)
+        if options.limit == Budget():
+            tell_terminal(_NO_BUDGET)
     session.begin_on_host(_from_host_to(device, model))
     return compile_in(session, model, fullgraph=fullgraph)
 
@@ -222,7 +229,8 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a part of what is compiled around it, and of its plans
             return self._recipe.model(*args, **kwargs)
-        if not self._called:  # not before: while it is unpickled, a method's module has no parameters yet
+        first = not self._called
+        if first:  # not before: while it is unpickled, a method's module has no parameters yet
             of = getattr(self._recipe.model, "__self__", self._recipe.model)
             if isinstance(of, nn.Module):
                 self.overspill.loop.name(of)
@@ -241,7 +249,8 @@ class _Call:
         watch = self.overspill.watch_calls
         before = watch.graphs_run
         inside = nullcontext() if self.sharded is None else self.sharded.called()
-        with inside, whole_models(), plans_needed(self.overspill.options.backend):
+        shown = shown_in_terminal(f"planning the first step of {self._recipe.name}") if first else nullcontext()
+        with inside, whole_models(), plans_needed(self.overspill.options.backend), shown:
             try:
                 result = call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not

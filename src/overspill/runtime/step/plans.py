@@ -19,6 +19,7 @@ from overspill.capture.compiled.kernels import kernel_settings
 from overspill.capture.compiled.whole_step import CapturedStep, OutsideGraph
 from overspill.core import Graph, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
+from overspill.core.progress import shown_in_terminal
 from overspill.costs import MeasuredTimes
 from overspill.plans.account import Account
 from overspill.plans.plan import Plan, smallest_budget
@@ -194,15 +195,16 @@ class StepPlans:
         if not meeting.alike:
             meeting, found = self._meet(key, inputs, meeting.shapes, last=last)
         if not meeting.number or found is None:
-            outside = self._outside_graph(inputs, whole)
-            if meeting.leaders:
-                found = self._followed(key, meeting, found, inputs, outside)
-            elif last:
-                self._leader = meeting.leader
-                found = self._planned(inputs, outside)
-            else:
-                found = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
-            bring_for_others(found.outside)
+            with shown_in_terminal("planning the step"):
+                outside = self._outside_graph(inputs, whole)
+                if meeting.leaders:
+                    found = self._followed(key, meeting, found, inputs, outside)
+                elif last:
+                    self._leader = meeting.leader
+                    found = self._planned(inputs, outside)
+                else:
+                    found = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
+                bring_for_others(found.outside)
             self._keep((key, meeting.shapes), found)
         self._check_apart(found.changed, inputs)
         return found
