@@ -1,4 +1,4 @@
-"""Plants thirty defects, one at a time, and shows that tests of `make test` catch each.
+"""Plants thirty-two defects, one at a time, and shows that tests of `make test` catch each.
 
     python tools/mutations.py [NAME ...]
 
@@ -97,6 +97,20 @@ MUTATIONS = (
         "simulate/clock.py",
         "start = max(self.now, self.host, free)",
         "start = max(self.now, self.host)",
+        ("tests/simulate",),
+    ),
+    Mutation(
+        "compute does not wait for a gradient on its way to the host where memory is short",
+        "planning/on_host.py",
+        "while self.limit is not None and self.held and",
+        "while False and",
+        ("tests/policies/test_updates_on_host.py",),
+    ),
+    Mutation(
+        "a weight comes back before the host has updated it",
+        "simulate/clock.py",
+        "self.held[stream, instruction.target] = start = updated",
+        "pass",
         ("tests/simulate",),
     ),
     Mutation(

@@ -60,7 +60,7 @@ class Schedule(Saved):
     stored: tuple[int, ...] = ()
     """Persistent tensors that are in the store, and not on the device, between two steps.
 
-    Tensors that no op writes have a copy in the store anyway.
+    Movable tensors that no op writes on the device have a copy in the store anyway.
     """
 
     @cached_property

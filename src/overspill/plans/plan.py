@@ -15,6 +15,7 @@ from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
+from overspill.planning.on_host import without
 from overspill.planning.overlap import computing_seconds
 from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
@@ -70,10 +71,13 @@ class Plan(Reportable):
     def lower_bound_seconds(self) -> float:
         """Seconds that no schedule in the graph's order beats within the budget (`bounds/step_time.py`).
 
-        For a whole step, those of any order of updates (`bounds/whole_step.py`).
+        For a whole step, those of any order of updates (`bounds/whole_step.py`). With updates on the host, those of a
+        step without these.
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
-        return bound(self.graph, self.device, self.most_live_bytes, computing_seconds(self.graph, self.op_seconds))
+        graph, kept = without(self.graph, self.schedule.targets(Verb.RUN_ON_HOST))
+        seconds = computing_seconds(graph, [self.op_seconds[op] for op in kept])
+        return bound(graph, self.device, self.most_live_bytes, seconds)
 
     def for_budget(self, budget_bytes: int) -> Plan:
         """Return the same plan for another budget that it fits, of a GPU's memory or live bytes."""

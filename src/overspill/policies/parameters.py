@@ -64,7 +64,7 @@ def flag(name: str, field: str, text: str, *, default: bool = False) -> Paramete
     return Parameter(name, field, text, read, default, flag=True)
 
 
-def choice(name: str, field: str, text: str, known: Sequence[str]) -> Parameter:
+def choice(name: str, field: str, text: str, known: Sequence[str], default: str | None = None) -> Parameter:
     """Return a parameter that is one of the names `known`."""
 
     def read(given: str) -> str:
@@ -72,7 +72,7 @@ def choice(name: str, field: str, text: str, known: Sequence[str]) -> Parameter:
             raise RequestError(f"unknown {name} {given!r}{did_you_mean(given, known)} There are {', '.join(known)}")
         return given
 
-    return Parameter(name, field, f"{text}: {', '.join(known)}", read)
+    return Parameter(name, field, f"{text}: {', '.join(known)}", read, default)
 
 
 def read_parameters(policy: str, known: Sequence[Parameter], text: str) -> dict[str, Any]:

@@ -6,8 +6,9 @@ Each tensor's device copy is in one of four states, and its store copy is valid 
     ABSENT ──Prefetch (if stored)──▶ ARRIVING ──AwaitPrefetch──▶ PRESENT ──Free──▶ ABSENT
 
 A persistent tensor starts PRESENT, or in the store if the schedule says so. It is freed only while the store has it.
-Movable tensors that no op writes have a copy in the store from the start, because an earlier step offloaded them. A
-LEAVING tensor can still be read, not written or freed. An ARRIVING one takes its bytes already but cannot be read.
+Movable tensors that no op writes on the device have a copy in the store from the start: an earlier step offloaded them,
+or the host updated them. A LEAVING tensor can still be read, not written or freed. An ARRIVING one takes its bytes
+already but cannot be read.
 Start begins a collective: its results are ARRIVING until its Run or Recompute. Until then the tensors that it reads may
 be neither freed nor written. RunOnHost runs an op of the update on copies in the store. They are the current ones of
 all that it reads, and none that it writes is on the device; then the store has the new values. This file shares no code
@@ -45,7 +46,7 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
 
     Raises InvalidScheduleError if it breaks a rule or its budget.
     """
-    machine = _Machine(graph, schedule.stored)
+    machine = _Machine(graph, schedule)
     for index, instruction in enumerate(schedule.instructions):
         try:
             machine.execute(instruction, index)
@@ -65,7 +66,7 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
 
 def _live_at(graph: Graph, schedule: Schedule, index: int) -> tuple[int, ...]:
     """Return the tensors on the device during instruction `index`, found by replaying up to it."""
-    machine = _Machine(graph, schedule.stored)
+    machine = _Machine(graph, schedule)
     for position, instruction in enumerate(schedule.instructions[: index + 1]):
         machine.execute(instruction, position)
     return tuple(t for t, state in enumerate(machine.state) if state is not _State.ABSENT)
@@ -86,10 +87,11 @@ def _versions_in_order(graph: Graph) -> list[tuple[int, ...]]:
 
 
 class _Machine:
-    def __init__(self, graph: Graph, stored_between_steps: tuple[int, ...]) -> None:
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph = graph
         self.state = [_State.PRESENT if t.persistent else _State.ABSENT for t in graph.tensors]
-        written = {t for op in graph.ops for t in op.writes}
+        on_host = frozenset(schedule.targets(Verb.RUN_ON_HOST))
+        written = {t for op in graph.ops for t in op.writes if op.id not in on_host}
         self.stored = {t.id: 0 for t in graph.tensors if t.persistent and t.movable and t.id not in written}
         """The version of each tensor that the store holds."""
         self.version = [0] * len(graph.tensors)
@@ -108,7 +110,7 @@ class _Machine:
             Verb.RUN_ON_HOST: self._run_on_host,
         }
         # Tensors that are in the store between steps.
-        for tensor in stored_between_steps:
+        for tensor in schedule.stored:
             if not (graph.tensors[tensor].persistent and graph.tensors[tensor].movable):
                 raise InvalidScheduleError(f"{graph.tensors[tensor].name} can not be in the store between steps")
             self.state[tensor] = _State.ABSENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from overspill.core import HOST, Device, Event, Graph, Instruction, Schedule, Stall, Stream, Timeline, Verb
@@ -45,7 +45,7 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
 
 
 class _Clock:
-    """One step on the clock; `behind` has the seconds from its start until the host has updated each tensor."""
+    """One step on the clock; `behind` has the seconds from its start until the host is done, as `left` has."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class _Clock:
         device: Device,
         seconds: Sequence[float],
         schedule: Schedule,
-        behind: dict[int, float] | None = None,
+        behind: Mapping[tuple[Stream, int], float] | None = None,
     ) -> None:
         self.graph = graph
         self.nbytes = [tensor.nbytes for tensor in graph.tensors]
@@ -67,7 +67,7 @@ class _Clock:
         self.flying: dict[int, tuple[float, int]] = {}
         self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}
-        # Until when the host works on a tensor's copy in the store.
+        # Until when the host reads or writes a tensor's copy in the store: copies there or back wait for it.
         self.behind = behind or {}
         self.updated = dict(self.behind)
         self.host_free = max(self.updated.values(), default=0.0)
@@ -87,13 +87,15 @@ class _Clock:
         """The seconds of the step, without updates on the host that reach into the next one."""
         return max(self.now, self.host)
 
-    def left(self) -> dict[int, float]:
-        """Return the seconds from the end of the step until the host has updated each tensor."""
-        return {t: until - self.end for t, until in self.updated.items() if until > self.end}
+    def left(self) -> dict[tuple[Stream, int], float]:
+        """Return the seconds from the end of the step until the host has read or written each tensor."""
+        return {key: until - self.end for key, until in self.updated.items() if until > self.end}
 
-    def began_with(self, left: dict[int, float]) -> bool:
+    def began_with(self, left: Mapping[tuple[Stream, int], float]) -> bool:
         """Return whether the step began with the updates `left`."""
-        return left.keys() == self.behind.keys() and all(abs(left[t] - self.behind[t]) <= SAME * self.end for t in left)
+        return left.keys() == self.behind.keys() and all(
+            abs(left[key] - self.behind[key]) <= SAME * self.end for key in left
+        )
 
     def timeline(self) -> Timeline:
         """Return the step's Timeline."""
@@ -198,7 +200,8 @@ class _Clock:
         start = max(self.now, self.host, self.host_free)
         moved = op.moved_bytes or sum(self.nbytes[t] for t in op.reads + op.writes)
         self.host_free = start + self.device.host_update_seconds(moved)
-        self.updated.update(dict.fromkeys(op.reads + op.writes, self.host_free))
+        self.updated.update(dict.fromkeys(((Stream.OFFLOAD, t) for t in op.reads + op.writes), self.host_free))
+        self.updated.update(dict.fromkeys(((Stream.PREFETCH, t) for t in op.writes), self.host_free))
         if not self.device.runs_behind_host:  # it takes cores that compute would have
             self.running.append((start, self.host_free))
         self.events.append(Event(index, instruction.verb, op.id, Stream.HOST_UPDATE, start, self.host_free))
@@ -216,7 +219,7 @@ class _Clock:
         self._issue(index)
         free = self.link_free[stream] if self.device.full_duplex else max(self.link_free.values())
         start = max(self.now, self.host, free)
-        if (updated := self.updated.get(instruction.target, 0.0)) > start:
+        if (updated := self.updated.get((stream, instruction.target), 0.0)) > start:
             self.held[stream, instruction.target] = start = updated
         self.link_free[stream] = start + duration
         self.arrival[stream, instruction.target] = start + duration

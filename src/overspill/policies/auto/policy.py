@@ -13,7 +13,9 @@ from overspill.planning.gaps import swappable_gaps
 from overspill.planning.order import best_order
 from overspill.planning.step_program import StepProgram
 from overspill.policies.base import Policy
+from overspill.policies.parameters import choice
 
+from .host_updates import DEVICE, UPDATES, PlansOnHost
 from .search import Search
 
 SHARE_OF_AN_ORDER = 0.5
@@ -41,13 +43,22 @@ class Auto(Policy):
     plans_for_budget = True
     in_pieces = True
     placement = "planned"
+    parameters = (choice("update", "update", "where weights are updated", UPDATES, DEVICE),)
 
-    def __init__(self, *, memory_optimal: bool = False, effort: Effort | None = None) -> None:
-        """Set how long to search by `effort`; None for the default."""
+    def __init__(self, *, memory_optimal: bool = False, effort: Effort | None = None, update: str = DEVICE) -> None:
+        """Set how long to search by `effort` (None for the default), and where updates of a whole step run."""
         super().__init__(memory_optimal=memory_optimal)
+        self.update = update
         self.effort = Effort.usual() if effort is None else effort
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        if self.update == DEVICE or not graph.whole_step:
+            return self._on_device(graph, device, budget_bytes, seconds)
+        return PlansOnHost(self._on_device, graph, device, budget_bytes, seconds).best(self.update)
+
+    def _on_device(
+        self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]
+    ) -> Schedule:
         if not graph.whole_step:
             return self._in_order(graph, device, budget_bytes, seconds)
         return best_order(self._in_order, graph, device, budget_bytes, seconds)
