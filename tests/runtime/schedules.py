@@ -75,7 +75,10 @@ def drawn(seed: int) -> Iterator[str]:
 
 
 class OnHost(Policy):
-    """Lets the host do all updates, as soon as it has the gradient and the device is done with the weight."""
+    """Lets the host do all updates, as soon as it has the gradient and the device is done with the weight.
+
+    Weights are on the device for one op at a time.
+    """
 
     name, summary, source = "on-host", "all updates on the host", "these tests"
     offloads = unlimited = True
@@ -87,7 +90,6 @@ class OnHost(Policy):
         last = {t: op.id for op in graph.ops if op.id not in ids for t in (*op.reads, *op.writes)}
         read_there = {t for op in able for t in op.reads}
         made: list[Instruction] = []
-        here: set[int] = set()
 
         def free(tensors: Iterable[int]) -> None:
             made.extend(Instruction(Verb.FREE, t) for t in tensors)
@@ -95,17 +97,18 @@ class OnHost(Policy):
         for op in graph.ops:
             if op.id in ids:
                 continue
-            for tensor in {*op.reads, *op.writes} & stored - here:
+            lent = {*op.reads, *op.writes} & stored
+            for tensor in lent:
                 made += (Instruction(verb, tensor) for verb in (Verb.PREFETCH, Verb.AWAIT_PREFETCH))
-                here.add(tensor)
             made.append(Instruction(Verb.RUN, op.id))
             done = {t for t in (*op.reads, *op.writes) if last[t] == op.id}
             for tensor in done & read_there - stored:
                 made += (Instruction(verb, tensor) for verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD))
-            free(t for t in done if t in stored or not (graph.tensors[t].persistent or t in graph.outputs))
-            ready = [u for u in able if all(last.get(t, -1) <= op.id for t in u.reads)]
+            free(lent | {t for t in done if not (graph.tensors[t].persistent or t in graph.outputs)})
+            ready = [u for u in able if graph.whole_step and all(last.get(t, -1) <= op.id for t in u.reads)]
             made += (Instruction(Verb.RUN_ON_HOST, u.id) for u in ready)
             able = [u for u in able if u not in ready]
+        made += (Instruction(Verb.RUN_ON_HOST, u.id) for u in able)  # of a loop's own step
         return Schedule(self.name, tuple(made), None, tuple(sorted(stored)))
 
 

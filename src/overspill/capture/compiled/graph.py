@@ -103,6 +103,10 @@ class Captured:
         """What forward returns to the caller."""
         return self.joint.forward_outputs
 
+    def updated_by(self, op: int) -> int:
+        """Return the position among the inputs of the parameter that an update is of."""
+        return self.joint.primals.index(self.nodes[op].args[0])
+
     def moves(self, primal: fx.Node) -> bool:
         """Return whether the input `primal` may be in the store between two ops."""
         return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))

@@ -137,10 +137,6 @@ class CapturedStep(Captured):
         """The loss, then the other results."""
         return self.loss, *self.others
 
-    def updated_by(self, op: int) -> int:
-        """Return the position among the inputs of the parameter that an update is of."""
-        return self.joint.primals.index(self.nodes[op].args[0])
-
 
 @dataclass(frozen=True)
 class TracedStep:

@@ -36,7 +36,8 @@ from .stored_gradient import StoredGradient
 class CutCalls:
     """The stretches of one planned graph: forward, backward and update. `state` has its residents.
 
-    `residents` are their names by tensor, `owners` the names of parameters by their position among the inputs.
+    `residents` are their names by tensor, `owners` the names of parameters by their position among the inputs, and
+    `on_host` the updates that the host does.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CutCalls:
         state: LoopState,
         residents: dict[int, str],
         owners: dict[int, str],
+        on_host: Iterable[int] = (),
     ) -> None:
         self._graph = captured.graph
         self._state_now = weakref.ref(state)
@@ -69,6 +71,8 @@ class CutCalls:
         """Residents among the inputs of forward, by position."""
         self._owned = {name: state.owned[name] for name in self._updated.values()}
         """What the planned updates are of."""
+        self._on_host = [owners[captured.updated_by(op)] for op in on_host]
+        """The parameters that the host updates."""
 
     @property
     def _state(self) -> LoopState:
@@ -147,7 +151,10 @@ class CutCalls:
             fixed = [self._state.parameters[name] for name in self._updated.values() if name in self._fixed]
             bring_for(fixed)  # which the update of another graph may have sent away
             args += [parameter.data for parameter in fixed]
+            if self._on_host:
+                self._state.begin_updates(self._on_host)
             self._run(2, args, recorder)
+            self._state.updates_begun(self._on_host)
         finally:
             for name in self._updated.values():
                 self._state.owned[name].factors = ()

@@ -21,7 +21,7 @@ from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.pieces import in_pieces
 from overspill.capture.compiled.trace import captures, describe_inputs, leaves_told
 from overspill.capture.programs.functions import compile_functions
-from overspill.core import Graph
+from overspill.core import Graph, Verb
 from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.planning.carried_over import carried_over
@@ -249,17 +249,19 @@ class GraphCompiler:
             if not state.in_force:
                 assert self.planned is not None
                 self.session.move_all(self.planned)
-            self.calls = self._calls_of(captured, stretches)
+            self.calls = self._calls_of(captured, stretches, plan.schedule.targets(Verb.RUN_ON_HOST))
             for node, example in zip(self.module.graph.find_nodes(op="placeholder"), self.examples, strict=True):
                 if isinstance(example, nn.Parameter) and (source := getattr(node, SOURCE, None)) is not None:
                     install_guard(source.make_guard(same_object))  # one code may be of several layers
         self._again = partial(self._for_layout, engine, arena, stretches[0])
         return stretches
 
-    def _calls_of(self, captured: CapturedCutStep, stretches: Sequence[Stretch]) -> CutCalls:
+    def _calls_of(
+        self, captured: CapturedCutStep, stretches: Sequence[Stretch], on_host: Sequence[int] = ()
+    ) -> CutCalls:
         loop = self.session.loop
         assert loop.state is not None
-        return CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters))
+        return CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters), on_host)
 
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
         """Return the result of `plan`, tried a second time if the budget is infeasible.

@@ -32,11 +32,13 @@ from overspill.runtime.step.away import GUARDS, Away, hide, show, watch
 from overspill.runtime.step.checks import check_optimizer
 from overspill.runtime.step.from_host import check_on_host, move_state
 from overspill.runtime.step.gate import Reading
+from overspill.runtime.step.host_updates import begin_updates
 from overspill.runtime.step.inner_tensors import inner_tensors, parts_of, wrapped_again
 from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Guarded, Resident, Spec, bring_for_others
 from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
+from overspill.runtime.transfer.lanes import is_lane
 
 from .pending_calls import PendingCalls
 from .sharded import Whole, wholes
@@ -159,6 +161,31 @@ def _shown(tensor: Tensor) -> Tensor | None:
     return wrapped_again(tensor, {name: parts[name].detach() if of is None else of for name, of in shown.items()})
 
 
+class StepCounts:
+    """Guards the step counts that updates on the host change: a use waits for the updates."""
+
+    def __init__(self, state: LoopState) -> None:
+        self._state = weakref.ref(state)
+        self._guarded: list[Tensor] = []
+
+    def guard(self, counts: Iterable[Tensor]) -> None:
+        """Guard these, until `show`."""
+        for count in counts:
+            watch(count, self)
+            hide(count)
+            self._guarded.append(count)
+
+    def show(self) -> None:
+        """Guard none any more."""
+        while self._guarded:
+            show(self._guarded.pop())
+
+    def fetch(self, *, loops: bool = False) -> None:  # noqa: ARG002 - as of each guard
+        """Wait for them, unless this is their thread. Raises the error of one that failed."""
+        if (state := self._state()) is not None and not is_lane():
+            state.gate.alone(state.end_updates)
+
+
 class LoopUpdates(OptimizerUpdates):
     """Updates by an optimizer that the user's loop has, and that goes when the loop drops it."""
 
@@ -240,6 +267,7 @@ class LoopState(StepState):
         """The calls whose backwards have run in this step, which have plans of updates."""
         self.holders.tells = False  # the user has not asked for any of them to move
         self.tensor_guards: dict[str, TensorGuard] = {}
+        self.counts = StepCounts(self)
         self.wrapper_guards: dict[int, WrapperGuard] = {}
         """Of tensor subclasses that wrap parameters, by the identity of the subclass."""
         self.take_hold()
@@ -278,13 +306,15 @@ class LoopState(StepState):
         def loaded(_: Optimizer) -> None:
             if (state := mine()) is not None:
                 state.is_torn = False
+                if state.engine is not None:
+                    state.engine.updates.has_failed = False
 
         optimizer.register_state_dict_post_hook(of_store)
         optimizer.register_load_state_dict_post_hook(loaded)
 
     def check_whole(self) -> None:
         """Raise OverspillError behind an update that an error has stopped."""
-        if self.is_torn:
+        if self.is_torn or (self.engine is not None and self.engine.updates.has_failed):
             raise OverspillError(
                 "an error has stopped an optimizer's step: some parameters are updated, others are not; load the "
                 "state dicts of model and optimizer from before it"
@@ -526,8 +556,26 @@ class LoopState(StepState):
             if isinstance(gradient := parameter.grad, StoredGradient) and gradient.is_stored:
                 parameter.grad = gradient.take()
 
+    def begin_updates(self, names: Iterable[str]) -> None:
+        """Let the host update these parameters, with the settings of now."""
+        assert self.engine is not None
+        begin_updates(self.engine.updates, map(self.owned.__getitem__, names))
+
+    def updates_begun(self, names: Iterable[str]) -> None:
+        """Guard the step counts of parameters that the host is updating."""
+        for name in names:
+            self.counts.guard(self.owned[name].others())
+
+    def end_updates(self) -> None:
+        """Wait for updates on the host. Raises the error of one that failed."""
+        try:
+            super().end_updates()
+        finally:
+            self.counts.show()
+
     def release(self) -> None:
         """Remove the guards; nothing moves from now on."""
+        self.end_updates()
         self.in_force = False
         for name in self.tensor_guards:
             if name in self.residency:

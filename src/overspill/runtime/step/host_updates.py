@@ -30,6 +30,8 @@ class AsOfStep:
     """The group of each parameter, by name."""
     factors: Mapping[str, tuple[float | Tensor, ...]]
     """What the gradient of a parameter has to be multiplied by first."""
+    rest: Mapping[str, Mapping[str, Any]]
+    """The state of each parameter that does not move, such as step counts, on tensors that nobody else has."""
 
 
 _NOW: ContextVar[AsOfStep | None] = ContextVar("as_of_step", default=None)
@@ -48,11 +50,16 @@ def begin_updates(lane: HostLane, updated: Iterable[Any]) -> None:
         {of: as_of_now(of.optimizer) for of in optimizers if of.groups},
         {of.name: of.updates.number_of(of.group) for of in owned},
         {of.name: of.factors for of in owned if of.factors},
+        {of.name: {key: _own(v) for key, v in of.content.items() if key not in of.leaves} for of in owned},
     )
     lane.context = _with(now)
     # What makes the state that the user's optimizer has is awaited.
     makes_state = any(not of.content and (of.leaves or of.needs.rest_bytes) for of in owned)
     lane.ends_with_step = makes_state or not all(of.groups for of in optimizers)
+
+
+def _own(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _with(now: AsOfStep) -> Context:

@@ -284,7 +284,7 @@ class StepState:
         """
         if (owned := self.owned.pop(name, None)) is None:
             return
-        self._end_updates()
+        self.end_updates()
         self.stale = True
         residents = [resident for resident in owned.residents() if resident not in but]
         self.bring(residents)
@@ -307,7 +307,7 @@ class StepState:
         group: dict[str, Any],
         state: dict[str, Any],
     ) -> None:
-        self._end_updates()
+        self.end_updates()
         # Find out which of its tensors move: those there are, and those that the optimizer is going to make.
         owned, residents = self.owned.get(name), self.residency.residents
         known = owned is not None and state is self.state_guards.get(name)
@@ -340,7 +340,7 @@ class StepState:
             elif not (known and where in residents):
                 residents[where] = Resident.blank(where, fresh.spec(path, self.spec(name, parameter)))
 
-    def _end_updates(self) -> None:
+    def end_updates(self) -> None:
         """Wait for updates on the host, which have the state as it was. Raises the error of one that failed."""
         if self.engine is not None:
             self.engine.updates.finish()

@@ -10,7 +10,7 @@ otherwise all at once. The settings of groups are read at every step, so that sc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ from overspill.runtime.reachable import tensors_in
 from .host_updates import as_of_step
 from .learned import Learned, Leaves, Needs, Watching, learned
 from .parameter_state import Loan, ParameterState
-from .residency import Spec
 from .trials import AHEAD, Trials
 
 ELEMENTWISE = frozenset(
@@ -60,7 +59,7 @@ class _Part(NamedTuple):
     scale: Tensor | None
     given: dict[str, Tensor]
     """State of these rows."""
-    rest: dict[str, Any]
+    rest: Mapping[str, Any]
     """The other state, such as step counts."""
 
 
@@ -239,8 +238,9 @@ class OptimizerUpdates:
             self._update_whole([Loan(owned, parameter, self._gradient(gradient, scale), state)], owned.name)
             return
         given = dict(zip(owned.leaves, state, strict=True))
-        after, rest = {}, _without(owned.content, given)
-        new = not owned.content and as_of_step() is None  # on the host there is memory for state that is made
+        after, now = {}, as_of_step()
+        rest = _without(owned.content, given) if now is None else now.rest[owned.name]
+        new = not owned.content and now is None  # on the host there is memory for state that is made
         for rows in self._slices(parameter, owned.group, new=new):
             if rows is ...:
                 part = _Part(owned, parameter, gradient, scale, given, rest)
@@ -249,6 +249,8 @@ class OptimizerUpdates:
                 sliced = {key: tensor[rows] for key, tensor in given.items()}
                 part = _Part(owned, parameter[rows], gradient[rows], scale, sliced, before)
             (after,) = self._update_parts([part])
+        if now is not None:
+            _in_place(rest, after, owned.content)
         _keep(owned, after)
 
     def is_elementwise(self, parameter: Tensor) -> bool:
@@ -291,7 +293,7 @@ class OptimizerUpdates:
             part.grad = self._gradient(gradient, scale)
             lists.setdefault(self.number_of(owned.group) if now is None else now.numbers[owned.name], []).append(part)
             if owned.content:
-                before = given | rest
+                before = {**given, **rest}
                 optimizer.state[part] = {key: before[key] for key in owned.content}
             lent_parts.append(part)
         # Take away what it has of them, also after an error.
@@ -458,20 +460,18 @@ def _without(content: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in leaves}
 
 
-def _keep(owned: ParameterState, state: dict[str, Any]) -> None:
-    """Store the state that the optimizer has made, with the residents as its moving tensors.
+def _in_place(before: Mapping[str, Any], after: dict[str, Any], content: Mapping[str, Any]) -> None:
+    """Let the state `after` have its new step counts in the tensors of `content`, of which `before` has the memory."""
+    for key, value in before.items():
+        if isinstance(value, Tensor):
+            if after[key] is not value:
+                value.copy_(after[key])
+            after[key] = content[key]
 
-    A step count that was there stays the same tensor, which others may have.
-    """
-    content: dict[str, Any] = {}
-    for key, value in state.items():
-        before = owned.content.get(key)
-        if key in owned.leaves:
-            content[key] = owned.resident(key).tensor
-        elif value is before or not (isinstance(value, Tensor) and isinstance(before, Tensor)):
-            content[key] = value
-        else:
-            content[key] = before.copy_(value) if Spec.of(before) == Spec.of(value) else value
+
+def _keep(owned: ParameterState, state: dict[str, Any]) -> None:
+    """Store the state that the optimizer has made, with the residents as its moving tensors."""
+    content = {key: owned.resident(key).tensor if key in owned.leaves else value for key, value in state.items()}
     if [*map(id, content.values())] != [*map(id, owned.content.values())]:  # else others may have the dictionary
         owned.content = content
 

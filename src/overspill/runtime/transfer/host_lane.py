@@ -106,6 +106,8 @@ class HostLane:
         """The context variables of updates that are submitted from now on."""
         self.ends_with_step = False
         """Whether a step waits for its updates at its end, because they make what the user's objects have."""
+        self.has_failed = False
+        """Whether the error of an update has been raised: some weights are updated, others are not."""
         self._thread: ThreadLane | None = None
         self._last: HostUpdate | None = None
         end_before_forks(self)
@@ -127,7 +129,7 @@ class HostLane:
         if failure.error is None:
             return
         self.wait()
-        error, failure.error = failure.error, None
+        error, failure.error, self.has_failed = failure.error, None, True
         stopped = [*failure.skipped]
         failure.skipped.clear()
         others = f", and has not updated {_listed(stopped)}" if stopped else ""
