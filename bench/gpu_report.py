@@ -73,6 +73,7 @@ def report(known: Sequence[Line]) -> tuple[str, bool]:
         "Plans by measured op times": tables.again(found),
         "Estimates": tables.estimates(found),
         "Larger than memory": tables.larger(found),
+        "A shared GPU": tables.shared(found),
         "Not finished": tables.unfinished(known),
     }
     parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]

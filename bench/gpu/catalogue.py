@@ -47,6 +47,10 @@ LARGER = Topic(
     10, "Larger than memory", "Does a decoder train whose weights and state are three times its budget?",
     "losses other than plain training's, or a peak above the budget: not to be claimed",
 )  # fmt: skip
+SHARING = Topic(
+    12, "A shared GPU", "What does park give back between two steps, and how fast?",
+    "other losses than without it, or over a twentieth still reserved: not to be claimed",
+)  # fmt: skip
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PARTITIONS = (0.7, 0.5, 0.3)
@@ -221,6 +225,12 @@ def _rest() -> Iterator[Experiment]:
     yield from (_estimate(*job) for job in ESTIMATED[::2])
     for name, plain in (("10-decoder-plain", True), ("10-decoder-6GiB", False)):
         yield Experiment(name, LARGER, "gpu.topics.larger:decoder", {"plain": plain}, seconds=30, on_cpu=True)
+    for door, budget in (("compile", "100%"), ("compile", "60%"), ("step", "60%")):
+        asked = {"door": door, "budget": budget}
+        yield Experiment(
+            f"12-parked-{door}-{budget}", SHARING, "gpu.topics.sharing:parked", asked, seconds=30,
+            on_cpu=door == "compile",
+        )  # fmt: skip
 
 
 def _more() -> Iterator[Experiment]:

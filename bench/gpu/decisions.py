@@ -26,6 +26,7 @@ RECORDED_TOLERANCE = 0.1
 """How far the share of copy time beside ops that a recording has may be from the profiler's beside kernels."""
 MOST_RECORDING_COST = 0.1
 GAIN_BY_MEASURED_TIMES = 0.05
+MOST_LEFT_WHEN_PARKED = 0.05
 MEDIAN_ESTIMATE_ERROR, LARGEST_ESTIMATE_ERROR = 0.03, 0.15
 PLAIN_AGAIN = ("plain again", "torch.compile again")
 OTHER_KERNELS = "plain, native batch norm"
@@ -253,6 +254,18 @@ def larger_than_memory(found: Found) -> Iterator[Verdict]:
         yield _compared("10-decoder-6GiB:", peak, ours["budget_bytes"])
 
 
+def shared(found: Found) -> Iterator[Verdict]:
+    """Topic 12."""
+    for name, figures in found.items():
+        if name.startswith("12-parked-"):
+            same = figures["losses"] == figures["parked_losses"]
+            yield _judged(not same, f"{name}: losses are {'equal' if same else 'not equal'}", "mend park")
+            if figures["reserved_parked_bytes"] is not None:
+                left = figures["reserved_parked_bytes"] / figures["reserved_before_bytes"]
+                crossed = left > MOST_LEFT_WHEN_PARKED
+                yield _judged(crossed, f"{name}: {left:.1%} stay reserved", "find what park leaves on the device")
+
+
 RULES: dict[Rule, str] = {
     installed: "the command line trains, with identical numbers",
     whole_round_trips: "0 of all round trips come back wrong",
@@ -269,4 +282,5 @@ RULES: dict[Rule, str] = {
     good_device_file: f"plans by measured op times gain at most {GAIN_BY_MEASURED_TIMES:.0%}",
     true_estimates: f"estimates: median error at most {MEDIAN_ESTIMATE_ERROR:.0%}, largest at most {LARGEST_ESTIMATE_ERROR:.0%}",
     larger_than_memory: "the decoder of three times its budget has plain training's losses, within the budget",
+    shared: f"a job that parks has the losses of one that does not, and at most {MOST_LEFT_WHEN_PARKED:.0%} stay reserved meanwhile",
 }

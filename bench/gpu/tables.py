@@ -201,6 +201,19 @@ def larger(found: Found) -> str:
     return table(("decoder", "state", "budget", "planned", "allocated", "reserved", "measured step", "losses"), rows)
 
 
+def shared(found: Found) -> str:
+    """What `park` gives back between two steps."""
+    rows = [
+        (
+            name, *(_bytes(f.get(f"{key}_bytes")) for key in ("parked", "reserved_before", "reserved_parked")),
+            _seconds(f.get("park_seconds")), _seconds(f.get("unpark_seconds")), f["losses"] == f["parked_losses"],
+        )
+        for name, f in named(found, "12-parked-").items()
+    ]  # fmt: skip
+    columns = ("job", "moved", "reserved before", "reserved meanwhile", "park", "unpark", "same losses")
+    return table(columns, rows)
+
+
 def unfinished(known: Iterable[Line]) -> str:
     """What did not run to its end, and why."""
     rows = [
