@@ -16,7 +16,8 @@ STEPS = 3
 
 def parked(setting: Setting, *, door: str, budget: str) -> Figures:
     """Losses of steps with and without `park` between them, its seconds and bytes, and what the device has meanwhile."""
-    losses, found = [], {}
+    losses: list[list[float]] = []
+    found: Figures = {}
     for parks in (False, True):
         torch.manual_seed(1)
         built = build(setting, JOBS["gpt2"])
